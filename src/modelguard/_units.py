@@ -1,0 +1,228 @@
+"""Sizes and durations as people write them: ``"500 MB"``, ``"80%"``, ``"1h30m"``; and back, for messages."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeAlias
+
+from modelguard.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = ["Duration", "Share", "format_bytes", "format_seconds", "seconds", "size", "size_or_share"]
+
+#: What may be given where a duration is asked for: seconds, a timedelta, or text such as ``"1h30m"``.
+Duration: TypeAlias = float | timedelta | str
+
+_DECIMAL = ("B", "kB", "MB", "GB", "TB")
+_BINARY = ("KiB", "MiB", "GiB", "TiB")
+_KILO = 1000
+_BYTES: dict[str, int] = {
+    **{unit.lower(): _KILO**power for power, unit in enumerate(_DECIMAL)},
+    **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY, start=1)},
+}
+_SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+
+# Compiled on first use (re keeps them), not on import.
+# No more digits than any size or duration has: int() of endless text raises an error of its own.
+_NUMBER = r"[0-9]{1,18}(?:\.[0-9]{1,18})?"
+_AMOUNT = rf"({_NUMBER})\s*([A-Za-z%]*)"
+# From large to small, each unit once, so that a slip such as "1h30h" is refused.
+_DURATION = r"\s*".join(rf"(?:(?P<{unit}>{_NUMBER})\s*{unit}(?![A-Za-z]))?" for unit in _SECONDS)
+
+#: Far past any use, and still below what every lock and clock accepts.
+_LONGEST = 100 * 365 * _SECONDS["d"]
+
+_DURATION_FIX = "Give seconds as a number, a timedelta, or text such as '90s', '1h30m', '1.5h', '250ms' or '2d'."
+_SIZE_FIX = "Give bytes as a whole number, or text such as '500 MB' or '1.5 GiB'."
+_SHARE_FIX = f"{_SIZE_FIX[:-1]}, or a share of the memory limit such as '80%'."
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of the effective memory limit.
+
+    Attributes:
+        share: More than 0 and at most 1, where 1 is the whole limit.
+    """
+
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.share * 100:.12g}%"
+
+
+def seconds(value: Duration, argument: str, *, zero: bool = False) -> float:
+    """Read a duration.
+
+    Args:
+        value: Seconds as an int or float, a ``timedelta``, or text made of numbers and the units ``d``, ``h``, ``m``,
+            ``s``, ``ms`` from large to small, such as ``"1h30m"``, ``"90s"``, ``"1.5h"``, ``"250ms"``.
+        argument: The name of the caller's argument, for the error.
+        zero: Whether no time at all may be meant.
+
+    Returns:
+        Seconds, at most a hundred years.
+
+    Raises:
+        InvalidOption: It is negative, not finite, zero where that makes no sense, longer than a hundred years, or
+            cannot be read.
+    """
+    amount = _seconds(value, argument)
+    why = None
+    if math.isnan(amount):
+        why = "it is not a number"
+    elif amount < 0:
+        why = "a duration cannot be negative"
+    elif amount > _LONGEST:
+        why = "a duration of more than a hundred years cannot be waited for"
+    elif amount == 0 and not zero:
+        why = "a duration of zero makes no sense here"
+    if why is not None:
+        raise InvalidOption(argument, value, why=why, fix=_DURATION_FIX)
+    return amount
+
+
+def size(value: int | str, argument: str) -> int:
+    """Read a size of memory.
+
+    Args:
+        value: Bytes as an int, or text with a unit: ``B``, ``kB``, ``MB``, ``GB``, ``TB`` are powers of 1000, ``KiB``,
+            ``MiB``, ``GiB``, ``TiB`` powers of 1024. Upper and lower case are the same.
+        argument: The name of the caller's argument, for the error.
+
+    Returns:
+        Bytes, at least 1; a fraction of a byte is rounded.
+
+    Raises:
+        InvalidOption: It is zero, negative, not a whole number of bytes, or cannot be read.
+    """
+    return _size(value, argument, _SIZE_FIX)
+
+
+def size_or_share(value: int | str, argument: str) -> int | Share:
+    """Read a size of memory, or a share of the memory limit such as ``"80%"``.
+
+    Args:
+        value: What :func:`size` reads, or text that is a percentage above 0 and up to 100.
+        argument: The name of the caller's argument, for the error.
+
+    Returns:
+        Bytes, or a :class:`Share`.
+
+    Raises:
+        InvalidOption: It is neither.
+    """
+    if isinstance(value, str) and value.rstrip().endswith("%"):
+        return _share(value, argument)
+    return _size(value, argument, _share_fix(value))
+
+
+def format_bytes(count: int) -> str:
+    """Write bytes for a message, in powers of 1000: ``"1.2 GB"``, ``"500 MB"``, ``"-3 kB"``."""
+    power = 0
+    # Judged as it is written, so that 999,999 bytes are "1 MB" and not "1000 kB".
+    while round(abs(count) / _KILO**power, 1) >= _KILO and power < len(_DECIMAL) - 1:
+        power += 1
+    return f"{count / _KILO**power:.1f}".removesuffix(".0") + f" {_DECIMAL[power]}"
+
+
+def format_seconds(amount: float) -> str:
+    """Write a duration for a message, as :func:`seconds` reads it: ``"250ms"``, ``"1.5s"``, ``"1h30m"``.
+
+    Args:
+        amount: Seconds, not negative.
+
+    Returns:
+        Text with at most two units: nobody asks for the seconds of a day.
+    """
+    if amount < _SECONDS["s"]:
+        return f"{amount / _SECONDS['ms']:.0f}ms"
+    if amount < _SECONDS["m"]:
+        return f"{amount:.1f}".removesuffix(".0") + "s"
+    left = round(amount)
+    parts: list[str] = []
+    for unit in ("d", "h", "m", "s"):
+        count, left = divmod(left, int(_SECONDS[unit]))
+        parts += [f"{count}{unit}"] if count else []
+    return "".join(parts[:2])
+
+
+def _seconds(value: object, argument: str) -> float:
+    """The number in it, which may still be one that makes no sense."""
+    if isinstance(value, str):
+        return _parse_seconds(value, argument)
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidOption(argument, value, why=f"{type(value).__name__} is not a duration", fix=_DURATION_FIX)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _parse_seconds(text: str, argument: str) -> float:
+    found = re.fullmatch(_DURATION, text.strip(), re.ASCII)
+    parts = {unit: amount for unit, amount in found.groupdict().items() if amount} if found else {}
+    if not parts:
+        why = _why_unreadable(text, _SECONDS, "duration")
+        raise InvalidOption(argument, text, why=why, fix=_DURATION_FIX)
+    return math.fsum(float(amount) * _SECONDS[unit] for unit, amount in parts.items())
+
+
+def _size(value: object, argument: str, fix: str) -> int:
+    if isinstance(value, str):
+        count = _parse_size(value, argument, fix)
+    elif isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidOption(argument, value, why="a size is a whole number of bytes", fix=fix)
+    else:
+        count = value
+    if count < 1:
+        why = "a size cannot be negative" if count < 0 else "a size of zero makes no sense here"
+        raise InvalidOption(argument, value, why=why, fix=fix)
+    return count
+
+
+def _parse_size(text: str, argument: str, fix: str) -> int:
+    found = re.fullmatch(_AMOUNT, text.strip(), re.ASCII)
+    number, unit = found.groups() if found else ("", "")
+    factor = _BYTES.get(unit.lower())
+    if factor is None:
+        why = _why_unreadable(text, _BYTES, "size")
+        raise InvalidOption(argument, text, why=why, fix=fix)
+    # A float holds whole numbers only up to 2**53.
+    return round(float(number) * factor) if "." in number else int(number) * factor
+
+
+def _share(text: str, argument: str) -> Share:
+    found = re.fullmatch(_AMOUNT, text.strip(), re.ASCII)
+    if found is None or found[2] != "%":
+        raise InvalidOption(argument, text, why=_why_unreadable(text, ("%",), "share"), fix=_SHARE_FIX)
+    share = float(found[1]) / 100
+    if not 0 < share <= 1:
+        why = "a share of the memory limit is more than 0% and at most 100%"
+        raise InvalidOption(argument, text, why=why, fix=_SHARE_FIX)
+    return Share(share)
+
+
+def _share_fix(value: object) -> str:
+    """What to write instead; a float such as 0.8 is surely meant as a share."""
+    if isinstance(value, float) and 0 < value <= 1:
+        return f"Write '{Share(value)}' for a share of the memory limit."
+    return _SHARE_FIX
+
+
+def _why_unreadable(text: str, units: Collection[str], kind: str) -> str:
+    if not text.strip():
+        return "it is empty"
+    if text.strip().startswith(("-", "\N{MINUS SIGN}")):
+        return f"a {kind} cannot be negative"
+    if re.fullmatch(_NUMBER, text.strip()):
+        return "the unit is missing"
+    unknown = next((word for word in re.findall(r"[^\W\d_]+|%", text) if word.lower() not in units), None)
+    return f"it cannot be read as a {kind}" if unknown is None else f"{unknown!r} is not a unit of a {kind}"

@@ -1,0 +1,241 @@
+"""Every exception and warning of modelguard.
+
+::
+
+    ModelGuardError
+    ├── InvalidOption (ValueError)        a bad argument, found where it is written
+    │   └── NoMemoryLimit                 a share such as "80%" without a limit to take it of
+    ├── NotSupported (RuntimeError)       this platform or interpreter cannot do it
+    ├── GuardClosed (RuntimeError)        used after close()
+    ├── WouldDeadlock (RuntimeError)      waiting here would wait for itself
+    ├── LoadFailed (RuntimeError)         no model could be made
+    │   ├── LoadTimeout (TimeoutError)    the loader ran past load_timeout
+    │   └── ModelRejected                 the loader gave None, or validate refused the model
+    ├── Overloaded (RuntimeError)         not now: try again later
+    │   └── Reloading (TimeoutError)      no generation serves while the model is replaced
+    ├── ModelTooLarge (RuntimeError)      one model alone exceeds the pool's budget
+    ├── UnhashableKey (TypeError)         a pool key that cannot be hashed
+    └── EscapedResult (RuntimeError)      a result still points into memory that is about to go
+
+    ModelGuardWarning (UserWarning)
+    └── PolicyNeverFires                  a policy that cannot become due as it is written
+
+Every error keeps its fields when it is pickled, so it crosses process borders whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "EscapedResult",
+    "GuardClosed",
+    "InvalidOption",
+    "LoadFailed",
+    "LoadTimeout",
+    "ModelGuardError",
+    "ModelGuardWarning",
+    "ModelRejected",
+    "ModelTooLarge",
+    "NoMemoryLimit",
+    "NotSupported",
+    "Overloaded",
+    "PolicyNeverFires",
+    "Reloading",
+    "UnhashableKey",
+    "WouldDeadlock",
+]
+
+
+def _rebuild(cls: type[ModelGuardError], args: tuple[Any, ...], fields: dict[str, Any]) -> ModelGuardError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+class ModelGuardError(Exception):
+    """Base of every error that modelguard raises on its own account."""
+
+    # The constructors of the leaves take keywords and build the message from them, which the
+    # default pickling of exceptions (call the class with `args`) cannot undo.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+class InvalidOption(ModelGuardError, ValueError):
+    """An argument that cannot be meant.
+
+    Attributes:
+        argument: The argument's name, as the caller wrote it.
+        value: ``repr`` of what was given.
+        fix: What to write instead.
+    """
+
+    def __init__(self, argument: str, value: object, *, why: str, fix: str) -> None:
+        super().__init__(f"{argument}={value!r}: {why}. {fix}")
+        self.argument = argument
+        self.value = repr(value)
+        self.fix = fix
+
+
+class NoMemoryLimit(InvalidOption):
+    """A share of the memory limit was asked for, and nothing limits this process."""
+
+
+class NotSupported(ModelGuardError, RuntimeError):
+    """This platform or interpreter cannot do what was asked.
+
+    Attributes:
+        feature: What was asked for.
+        reason: Why it cannot be had here.
+    """
+
+    def __init__(self, feature: str, *, reason: str) -> None:
+        super().__init__(f"{feature} is not supported here: {reason}")
+        self.feature = feature
+        self.reason = reason
+
+
+class GuardClosed(ModelGuardError, RuntimeError):
+    """A guard or pool was used after ``close()``.
+
+    Attributes:
+        guard: Its name.
+    """
+
+    def __init__(self, guard: str) -> None:
+        super().__init__(f"guard {guard!r} is closed; make a new one, or close it after its last call")
+        self.guard = guard
+
+
+class WouldDeadlock(ModelGuardError, RuntimeError):
+    """The call would wait for something that cannot happen until it returns.
+
+    Attributes:
+        guard: The guard's name.
+        fix: What to do instead.
+    """
+
+    def __init__(self, guard: str, *, why: str, fix: str) -> None:
+        super().__init__(f"guard {guard!r}: {why}. {fix}")
+        self.guard = guard
+        self.fix = fix
+
+
+class LoadFailed(ModelGuardError, RuntimeError):
+    """No model could be made. The loader's own error is the ``__cause__``.
+
+    Attributes:
+        guard: The guard's name.
+        reason: The failure in one line.
+        attempt: How many loads have failed in a row.
+        retry_after: Seconds until the next attempt; until then calls fail at once.
+    """
+
+    def __init__(self, guard: str, reason: str, *, attempt: int = 1, retry_after: float = 0.0) -> None:
+        super().__init__(f"guard {guard!r} has no model: {reason} (attempt {attempt}, next in {retry_after:.1f} s)")
+        self.guard = guard
+        self.reason = reason
+        self.attempt = attempt
+        self.retry_after = retry_after
+
+    def again(self, retry_after: float) -> LoadFailed:
+        """Make the same error afresh, for another caller: an exception object must not be raised in two threads."""
+        return type(self)(self.guard, self.reason, attempt=self.attempt, retry_after=retry_after)
+
+
+class LoadTimeout(LoadFailed, TimeoutError):
+    """The loader ran past ``load_timeout``, and was abandoned."""
+
+
+class ModelRejected(LoadFailed):
+    """The loader returned None, or ``validate`` refused what it returned."""
+
+
+class Overloaded(ModelGuardError, RuntimeError):
+    """There is no room now; a web service answers 503.
+
+    Attributes:
+        retry_after: Seconds after which another try makes sense.
+    """
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Reloading(Overloaded, TimeoutError):
+    """The call waited for a model that is being loaded or replaced, and its time ran out.
+
+    Attributes:
+        guard: The guard's name.
+        waited: Seconds that the call waited.
+    """
+
+    def __init__(self, guard: str, *, waited: float, retry_after: float = 1.0) -> None:
+        super().__init__(
+            f"guard {guard!r} had no model to serve after {waited:.1f} s of waiting", retry_after=retry_after
+        )
+        self.guard = guard
+        self.waited = waited
+
+
+class ModelTooLarge(ModelGuardError, RuntimeError):
+    """One model alone is larger than the pool's whole budget.
+
+    Attributes:
+        key: ``repr`` of the model's key.
+        model_bytes: The model's size.
+        max_memory: The pool's budget in bytes.
+    """
+
+    def __init__(self, key: object, *, model_bytes: int, max_memory: int) -> None:
+        super().__init__(
+            f"model {key!r} takes {model_bytes / 1e6:.0f} MB and the pool's budget is {max_memory / 1e6:.0f} MB; "
+            "raise max_memory or serve this model from a guard of its own"
+        )
+        self.key = repr(key)
+        self.model_bytes = model_bytes
+        self.max_memory = max_memory
+
+
+class UnhashableKey(ModelGuardError, TypeError):
+    """A pool key that cannot be hashed.
+
+    Attributes:
+        key: ``repr`` of the key.
+    """
+
+    def __init__(self, key: object) -> None:
+        super().__init__(
+            f"pool key {key!r} of type {type(key).__name__} cannot be hashed; use a string, a number or a tuple"
+        )
+        self.key = repr(key)
+
+
+class EscapedResult(ModelGuardError, RuntimeError):
+    """A result still points into memory that is freed when the call ends.
+
+    Attributes:
+        function: The function that returned it.
+        path: Where in the result it sits, such as ``result[0].ents``.
+        kind: The type of what escaped.
+    """
+
+    def __init__(self, function: str, *, path: str, kind: str) -> None:
+        super().__init__(
+            f"{function}() returned a {kind} at {path}, which points into a memory zone that is closed after the call; "
+            "return plain values (strings, numbers, lists of them) instead"
+        )
+        self.function = function
+        self.path = path
+        self.kind = kind
+
+
+class ModelGuardWarning(UserWarning):
+    """Base of modelguard's warnings."""
+
+
+class PolicyNeverFires(ModelGuardWarning):
+    """A policy that cannot become due as it is written."""

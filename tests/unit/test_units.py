@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelguard import _units
+from modelguard._units import Share
+from modelguard.errors import InvalidOption
+
+anything = st.one_of(
+    st.text(),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.binary(),
+    st.timedeltas(),
+    st.lists(st.integers()),
+)
+amounts = st.from_regex(r"[0-9]{1,20}(\.[0-9]{1,20})? ?[a-zA-Z%]{0,3}", fullmatch=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, 1.0),
+        (0.25, 0.25),
+        (timedelta(minutes=1, milliseconds=500), 60.5),
+        ("90s", 90.0),
+        ("250ms", 0.25),
+        ("1h30m", 5400.0),
+        ("1h 30m", 5400.0),
+        (" 1 h 30 m ", 5400.0),
+        ("1.5h", 5400.0),
+        ("2d", 172800.0),
+        ("1d2h3m4s5ms", 93784.005),
+    ],
+)
+def test_a_duration_may_be_written_in_every_usual_way(value: Any, expected: float) -> None:
+    """Numbers, timedeltas and text with units from large to small all mean seconds."""
+    assert expected == _units.seconds(value, "ttl")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (-1, "cannot be negative"),
+        (timedelta(seconds=-1), "cannot be negative"),
+        ("-5s", "cannot be negative"),
+        (float("nan"), "not a number"),
+        (float("inf"), "more than a hundred years"),
+        (float("-inf"), "cannot be negative"),
+        (10**400, "more than a hundred years"),
+        (-(10**400), "cannot be negative"),
+        ("40000d", "more than a hundred years"),
+        (True, "bool is not a duration"),
+        (None, "NoneType is not a duration"),
+        (b"1h", "bytes is not a duration"),
+        ("", "it is empty"),
+        ("  ", "it is empty"),
+        ("90", "the unit is missing"),
+        ("5 parsecs", "'parsecs' is not a unit of a duration"),
+        ("1h30", "cannot be read as a duration"),
+        ("30m1h", "cannot be read as a duration"),
+        ("1h1h", "cannot be read as a duration"),
+        ("1,5h", "cannot be read as a duration"),
+        ("1_000s", "cannot be read as a duration"),
+        (0, "zero makes no sense"),
+        ("0s", "zero makes no sense"),
+    ],
+)
+def test_a_duration_that_cannot_be_meant_is_refused(value: Any, why: str) -> None:
+    """The error names the argument, what was given, why not, and what to write instead."""
+    with pytest.raises(InvalidOption, match=why) as caught:
+        _units.seconds(value, "drain_timeout")
+    assert "drain_timeout" == caught.value.argument
+    assert repr(value) == caught.value.value
+    assert "'1h30m'" in caught.value.fix
+
+
+@pytest.mark.parametrize("value", [0, 0.0, "0s", timedelta(0)])
+def test_no_time_at_all_is_taken_where_it_makes_sense(value: Any) -> None:
+    """``zero=True`` lets a duration of zero through."""
+    assert 0.0 == _units.seconds(value, "quiet", zero=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, 1),
+        (2**70, 2**70),
+        ("1 B", 1),
+        ("64kB", 64_000),
+        ("64 KB", 64_000),
+        ("500 MB", 500_000_000),
+        ("500mb", 500_000_000),
+        ("1.5 GB", 1_500_000_000),
+        ("2TB", 2 * 10**12),
+        ("1 KiB", 1024),
+        ("512 MiB", 2**29),
+        ("1.5 GiB", 3 * 2**29),
+        ("1tib", 2**40),
+        ("0.001 kB", 1),
+    ],
+)
+def test_a_size_may_be_written_in_every_usual_way(value: Any, expected: int) -> None:
+    """kB, MB, GB, TB are powers of 1000 and KiB, MiB, GiB, TiB powers of 1024, in any case, with or without a blank."""
+    assert expected == _units.size(value, "max_memory")
+    assert expected == _units.size_or_share(value, "max_memory")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (-1, "cannot be negative"),
+        ("-500 MB", "cannot be negative"),
+        (0, "zero makes no sense"),
+        ("0 MB", "zero makes no sense"),
+        ("0.1 B", "zero makes no sense"),
+        (True, "whole number of bytes"),
+        (None, "whole number of bytes"),
+        (5e8, "whole number of bytes"),
+        (float("nan"), "whole number of bytes"),
+        ("", "it is empty"),
+        ("500", "the unit is missing"),
+        ("64k", "'k' is not a unit of a size"),
+        ("500 MO", "'MO' is not a unit of a size"),
+        ("500_000 B", "cannot be read as a size"),
+        ("1 GB 500 MB", "cannot be read as a size"),
+        ("9" * 5000 + " B", "cannot be read as a size"),
+    ],
+)
+def test_a_size_that_cannot_be_meant_is_refused(value: Any, why: str) -> None:
+    """The error names the argument, what was given, why not, and what to write instead."""
+    with pytest.raises(InvalidOption, match=why) as caught:
+        _units.size(value, "max_memory")
+    assert "max_memory" == caught.value.argument
+    assert repr(value) == caught.value.value
+    assert "'500 MB'" in caught.value.fix
+
+
+@pytest.mark.parametrize(("text", "share"), [("80%", 0.8), ("80 %", 0.8), (" 12.5% ", 0.125), ("100%", 1.0)])
+def test_a_percentage_is_a_share_of_the_limit(text: str, share: float) -> None:
+    """Where a share makes sense, a percentage is one."""
+    assert Share(share) == _units.size_or_share(text, "size")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("0%", "more than 0% and at most 100%"),
+        ("101%", "more than 0% and at most 100%"),
+        ("-5%", "cannot be negative"),
+        ("%", "cannot be read as a share"),
+        ("most%", "'most' is not a unit of a share"),
+        ("8 GB", None),
+        (0.5, "whole number"),
+    ],
+)
+def test_a_share_that_cannot_be_meant_is_refused(value: Any, why: str | None) -> None:
+    """Nothing and more than everything are no shares; a plain size stays a size."""
+    if why is None:
+        assert 8_000_000_000 == _units.size_or_share(value, "size")
+        return
+    with pytest.raises(InvalidOption, match=why) as caught:
+        _units.size_or_share(value, "size")
+    assert "%'" in caught.value.fix
+
+
+def test_a_fraction_given_as_a_size_is_answered_with_the_percentage() -> None:
+    """0.8 is surely meant as a share, so the error says how to write that one."""
+    with pytest.raises(InvalidOption) as caught:
+        _units.size_or_share(0.8, "size")  # type: ignore[arg-type]
+    assert "Write '80%' for a share of the memory limit." == caught.value.fix
+
+
+def test_a_percentage_is_no_size_where_no_limit_is_meant() -> None:
+    """A pool's budget, for example, is never a share."""
+    with pytest.raises(InvalidOption, match="'%' is not a unit of a size"):
+        _units.size("80%", "max_memory")
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.8, "80%"), (0.125, "12.5%"), (1.0, "100%"), (0.07, "7%")])
+def test_a_share_prints_as_it_was_written(share: float, text: str) -> None:
+    """A share reads back as its own text."""
+    assert text == str(Share(share))
+    assert Share(share) == _units.size_or_share(text, "size")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1_250_000_000, "1.2 GB"),
+        (500_000_000, "500 MB"),
+        (999_999, "1 MB"),
+        (-3_000, "-3 kB"),
+        (5 * 10**15, "5000 TB"),
+    ],
+)
+def test_bytes_are_written_for_people(count: int, text: str) -> None:
+    """One decimal at most, in the unit that keeps the number short."""
+    assert text == _units.format_bytes(count)
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [
+        (0.0, "0ms"),
+        (0.25, "250ms"),
+        (1.0, "1s"),
+        (59.97, "60s"),
+        (90.0, "1m30s"),
+        (3599.7, "1h"),
+        (5400.0, "1h30m"),
+        (93784.0, "1d2h"),
+    ],
+)
+def test_seconds_are_written_for_people(amount: float, text: str) -> None:
+    """Two units at most, the way durations are given."""
+    assert text == _units.format_seconds(amount)
+
+
+@given(st.integers(min_value=1, max_value=10**17))
+def test_written_bytes_read_back_as_about_the_same(count: int) -> None:
+    """What a message says may be copied into an argument; rounding costs a twentieth at most."""
+    assert count == pytest.approx(_units.size(_units.format_bytes(count), "size"), rel=0.05)
+
+
+@given(st.floats(min_value=0.01, max_value=10**9))
+def test_written_seconds_read_back_as_about_the_same(amount: float) -> None:
+    """What a message says may be copied into an argument; rounding costs a twentieth at most."""
+    assert amount == pytest.approx(_units.seconds(_units.format_seconds(amount), "ttl"), rel=0.05)
+
+
+@given(st.integers(min_value=1, max_value=10**18 - 1))
+def test_bytes_given_as_text_are_exact(count: int) -> None:
+    """No digit of a whole number of bytes is lost, however large."""
+    assert count == _units.size(f"{count} B", "size")
+
+
+@given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59), st.integers(0, 999))
+def test_the_parts_of_a_duration_add_up(days: int, hours: int, minutes: int, seconds: int, milliseconds: int) -> None:
+    """Text with all its units and the same timedelta are one duration."""
+    whole = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds, milliseconds=milliseconds)
+    text = f"{days}d{hours}h{minutes}m{seconds}s{milliseconds}ms"
+    assert _units.seconds(whole, "ttl") == pytest.approx(_units.seconds(text, "ttl"))
+
+
+@given(anything | amounts)
+def test_nothing_is_ever_answered_with_another_error(value: Any) -> None:
+    """Whatever is given, it is a good value or an InvalidOption."""
+    for read in (_units.seconds, _units.size, _units.size_or_share):
+        try:
+            result = read(value, "argument")
+        except InvalidOption as error:
+            assert "argument" == error.argument  # noqa: PT017 - good values raise nothing
+        else:
+            assert (result.share if isinstance(result, Share) else result) > 0
