@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from modelguard.environment import limits
+from modelguard.environment.limits import Limit
+
+GB = 10**9
+MB = 10**6
+NOTHING = Limit(None, None, None, None)
+UNLIMITED_V1 = 2**63 - 4096
+
+V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
+V1 = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory"
+OTHERS = (
+    "22 27 0:21 / /proc rw,relatime - proc proc rw",
+    "25 24 0:23 / /mnt/odd\\040name rw - tmpfs  rw,size=1k",  # a source may be empty
+    "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu",
+)
+
+
+class Machine:
+    """A tree of ``/proc`` and ``/sys`` below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def process(self, cgroup: str, *mounts: str, pid: str = "self") -> None:
+        self.write(f"/proc/{pid}/cgroup", cgroup)
+        self.write("/proc/self/mountinfo", "\n".join([*OTHERS, *mounts]))
+
+    def write(self, path: str, text: object) -> None:
+        file = self.root / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n", encoding="utf-8")
+
+    def v2(self, path: str, limit: object, *, current: int = 0, inactive: int = 0, high: object = "max") -> None:
+        self.write(f"{path}/memory.max", limit)
+        self.write(f"{path}/memory.high", high)
+        self.write(f"{path}/memory.current", current)
+        self.write(f"{path}/memory.stat", f"anon 5\nfile 7\ninactive_file {inactive}\nactive_file 9")
+
+    def v1(self, path: str, limit: int, *, usage: int = 0, inactive: int = 0, hierarchical: int | None = None) -> None:
+        self.write(f"{path}/memory.limit_in_bytes", limit)
+        self.write(f"{path}/memory.usage_in_bytes", usage)
+        least = "" if hierarchical is None else f"hierarchical_memory_limit {hierarchical}\n"
+        self.write(f"{path}/memory.stat", f"cache 5\n{least}inactive_file 1\ntotal_inactive_file {inactive}")
+
+    def limit(self, pid: int | None = None) -> Limit:
+        return limits.effective(self.root, pid=pid)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_nothing_limits_where_there_is_no_proc(machine: Machine) -> None:
+    """On a system without /proc every field is None."""
+    assert NOTHING == machine.limit()
+
+
+def test_nothing_limits_a_process_in_the_root_cgroup(machine: Machine) -> None:
+    """The root cgroup of version 2 has no memory files at all."""
+    machine.process("0::/", V2)
+    machine.write("/sys/fs/cgroup/cgroup.procs", "1")
+    assert NOTHING == machine.limit()
+
+
+def test_max_means_no_limit(machine: Machine) -> None:
+    """``max`` in every file of the path is no limit."""
+    machine.process("0::/a/b", V2)
+    machine.v2("/sys/fs/cgroup/a", "max", current=5 * GB)
+    machine.v2("/sys/fs/cgroup/a/b", "max", current=1 * GB)
+    assert NOTHING == machine.limit()
+
+
+def test_the_limit_of_its_own_cgroup_with_its_working_set(machine: Machine) -> None:
+    """File cache that the kernel drops first does not count as used."""
+    machine.process("0::/app", V2)
+    machine.v2("/sys/fs/cgroup/app", 2 * GB, current=900 * MB, inactive=300 * MB)
+    expected = Limit(2 * GB, "/sys/fs/cgroup/app/memory.max", 600 * MB, None, headroom=1400 * MB)
+    assert expected == machine.limit()
+
+
+@pytest.mark.parametrize(
+    ("outer", "middle", "inner", "source"),
+    [
+        (1 * GB, 2 * GB, 3 * GB, "/sys/fs/cgroup/a/memory.max"),
+        (3 * GB, 1 * GB, 2 * GB, "/sys/fs/cgroup/a/b/memory.max"),
+        (3 * GB, "max", 1 * GB, "/sys/fs/cgroup/a/b/c/memory.max"),
+        (1 * GB, 1 * GB, 1 * GB, "/sys/fs/cgroup/a/b/c/memory.max"),
+    ],
+)
+def test_the_smallest_limit_along_the_path_wins(
+    machine: Machine, outer: object, middle: object, inner: object, source: str
+) -> None:
+    """Wherever on the path the smallest limit sits, it is the one; of equals, the nearest to the process."""
+    machine.process("0::/a/b/c", V2)
+    machine.v2("/sys/fs/cgroup/a", outer)
+    machine.v2("/sys/fs/cgroup/a/b", middle)
+    machine.v2("/sys/fs/cgroup/a/b/c", inner)
+    assert (1 * GB, source) == (machine.limit().bytes, machine.limit().source)
+
+
+def test_a_wide_limit_full_of_neighbours_leaves_less_room_than_a_narrow_one(machine: Machine) -> None:
+    """Headroom is the least along the path, not that of the smallest limit."""
+    machine.process("0::/pod/app", V2)
+    machine.v2("/sys/fs/cgroup/pod", 4 * GB, current=3900 * MB)
+    machine.v2("/sys/fs/cgroup/pod/app", 2 * GB, current=1 * GB)
+    assert (2 * GB, 100 * MB) == (machine.limit().bytes, machine.limit().headroom)
+
+
+def test_headroom_is_never_negative(machine: Machine) -> None:
+    """A limit that was lowered below what is used leaves no room."""
+    machine.process("0::/app", V2)
+    machine.v2("/sys/fs/cgroup/app", 1 * GB, current=2 * GB)
+    assert 0 == machine.limit().headroom
+
+
+def test_the_soft_bound_is_told_apart_from_the_limit(machine: Machine) -> None:
+    """``memory.high`` slows a process down and does not end it, so it is a field of its own."""
+    machine.process("0::/a/b", V2)
+    machine.v2("/sys/fs/cgroup/a", "max", high=3 * GB)
+    machine.v2("/sys/fs/cgroup/a/b", "max", high=2 * GB)
+    assert Limit(None, None, None, 2 * GB) == machine.limit()
+
+
+def test_a_limit_is_told_even_if_usage_is_not(machine: Machine) -> None:
+    """A cgroup that hides its usage still has a limit."""
+    machine.process("0::/app", V2)
+    machine.write("/sys/fs/cgroup/app/memory.max", 1 * GB)
+    assert Limit(1 * GB, "/sys/fs/cgroup/app/memory.max", None, None) == machine.limit()
+
+
+def test_version_1_walks_the_path_too(machine: Machine) -> None:
+    """The smallest ``memory.limit_in_bytes`` along the path is the limit, named by its own file."""
+    machine.process("4:memory:/a/b\n1:cpu:/x", V1)
+    machine.v1("/sys/fs/cgroup/memory", UNLIMITED_V1)
+    machine.v1("/sys/fs/cgroup/memory/a", 1 * GB, usage=700 * MB, inactive=200 * MB)
+    machine.v1("/sys/fs/cgroup/memory/a/b", UNLIMITED_V1, hierarchical=1 * GB)
+    expected = Limit(1 * GB, "/sys/fs/cgroup/memory/a/memory.limit_in_bytes", 500 * MB, None, headroom=500 * MB)
+    assert expected == machine.limit()
+
+
+@pytest.mark.parametrize("unlimited", [2**63 - 4096, 2**63 - 65536, 2**63 - 1])
+def test_version_1_says_no_limit_by_a_huge_number(machine: Machine, unlimited: int) -> None:
+    """The largest whole number of pages, whatever their size, is no limit."""
+    machine.process("4:memory:/a", V1)
+    machine.v1("/sys/fs/cgroup/memory/a", unlimited, hierarchical=unlimited)
+    assert NOTHING == machine.limit()
+
+
+def test_version_1_knows_of_limits_that_the_container_cannot_see(machine: Machine) -> None:
+    """The pod's limit shows in ``hierarchical_memory_limit`` where only the container's cgroup is mounted."""
+    machine.process("4:memory:/pod/1", V1.replace(" / ", " /pod/1 ", 1))
+    machine.v1("/sys/fs/cgroup/memory", UNLIMITED_V1, usage=400 * MB, hierarchical=1 * GB)
+    expected = Limit(1 * GB, "/sys/fs/cgroup/memory/memory.stat", 400 * MB, None, headroom=600 * MB)
+    assert expected == machine.limit()
+
+
+def test_a_hybrid_host_keeps_its_limits_in_version_1(machine: Machine) -> None:
+    """An unused cgroup2 mount beside the version 1 controllers does not hide them."""
+    unified = "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw"
+    machine.process("4:memory:/app\n0::/app", unified, V1)
+    machine.write("/sys/fs/cgroup/unified/app/cgroup.procs", "1")
+    machine.v1("/sys/fs/cgroup/memory/app", 1 * GB)
+    assert "/sys/fs/cgroup/memory/app/memory.limit_in_bytes" == machine.limit().source
+
+
+def test_version_1_without_the_memory_controller_leaves_it_to_version_2(machine: Machine) -> None:
+    """Named hierarchies such as systemd's own may be mounted beside a version 2 that has the memory controller."""
+    machine.process("1:name=systemd:/x\n0::/app", V2)
+    machine.v2("/sys/fs/cgroup/app", 1 * GB)
+    assert "/sys/fs/cgroup/app/memory.max" == machine.limit().source
+
+
+def test_memory_shares_a_hierarchy_with_other_controllers(machine: Machine) -> None:
+    """Version 1 may mount several controllers together."""
+    machine.process("4:cpuset,memory:/app", V1.replace("rw,memory", "rw,cpuset,memory"))
+    machine.v1("/sys/fs/cgroup/memory/app", 1 * GB)
+    assert 1 * GB == machine.limit().bytes
+
+
+def test_the_mount_shows_a_part_of_the_tree(machine: Machine) -> None:
+    """A path below the mount's root is found relative to it."""
+    machine.process("4:memory:/docker/123/sub", V1.replace(" / ", " /docker/123 ", 1))
+    machine.v1("/sys/fs/cgroup/memory/sub", 1 * GB)
+    assert "/sys/fs/cgroup/memory/sub/memory.limit_in_bytes" == machine.limit().source
+
+
+@pytest.mark.parametrize("cgroup", ["/", "/docker/123", "/../123", "/kubepods/pod1/123"])
+def test_in_a_container_the_mount_is_its_own_cgroup(machine: Machine, cgroup: str) -> None:
+    """Where the path is told from outside the container, the mount's root is the answer."""
+    machine.process(f"0::{cgroup}", V2)
+    machine.v2("/sys/fs/cgroup", 1 * GB, current=100 * MB)
+    assert Limit(1 * GB, "/sys/fs/cgroup/memory.max", 100 * MB, None, headroom=900 * MB) == machine.limit()
+
+
+def test_a_mount_from_outside_the_namespace_is_still_read(machine: Machine) -> None:
+    """A mount whose root lies above the cgroup namespace shows at least its own limit."""
+    machine.process("0::/", V2.replace(" / ", " /../.. ", 1))
+    machine.v2("/sys/fs/cgroup", 1 * GB)
+    assert 1 * GB == machine.limit().bytes
+
+
+def test_of_two_mounts_the_one_that_shows_the_cgroup_counts(machine: Machine) -> None:
+    """A second mount of the same hierarchy, of another part of it, is passed over."""
+    elsewhere = V2.replace(" / /sys/fs/cgroup ", " /other /mnt/odd\\040place ", 1)
+    machine.process("0::/app", elsewhere, V2)
+    machine.v2("/mnt/odd place", 1 * MB)
+    machine.v2("/sys/fs/cgroup/app", 1 * GB)
+    assert 1 * GB == machine.limit().bytes
+
+
+def test_mount_points_may_have_blanks(machine: Machine) -> None:
+    """The kernel's octal escapes in mountinfo are undone."""
+    machine.process("0::/my app", V2.replace("/sys/fs/cgroup", "/mnt/odd\\040place"))
+    machine.v2("/mnt/odd place/my app", 1 * GB)
+    assert "/mnt/odd place/my app/memory.max" == machine.limit().source
+
+
+def test_a_path_may_have_colons(machine: Machine) -> None:
+    """Container runtimes name cgroups such as ``cri-containerd:1``."""
+    machine.process("0::/kubepods:burstable:1", V2)
+    machine.v2("/sys/fs/cgroup/kubepods:burstable:1", 1 * GB)
+    assert 1 * GB == machine.limit().bytes
+
+
+def test_nothing_limits_where_no_cgroup_is_mounted(machine: Machine) -> None:
+    """A sandbox may hide the cgroup file system."""
+    machine.process("0::/app")
+    assert NOTHING == machine.limit()
+
+
+def test_another_process_has_its_own_limit(machine: Machine) -> None:
+    """``pid`` asks for the cgroup of that process."""
+    machine.process("0::/one", V2)
+    machine.process("0::/two", V2, pid="77")
+    machine.v2("/sys/fs/cgroup/one", 1 * GB)
+    machine.v2("/sys/fs/cgroup/two", 2 * GB)
+    assert (1 * GB, 2 * GB) == (machine.limit().bytes, machine.limit(pid=77).bytes)
+
+
+def test_another_process_out_of_sight_has_no_known_limit(machine: Machine) -> None:
+    """The limit of this container is never taken for that of a process in another one."""
+    machine.process("0::/", V2)
+    machine.process("0::/../456", V2, pid="77")
+    machine.v2("/sys/fs/cgroup", 1 * GB)
+    assert NOTHING == machine.limit(pid=77)
+
+
+def test_this_process_may_be_named_by_its_number(machine: Machine) -> None:
+    """Its own pid and no pid at all mean the same."""
+    machine.process("0::/docker/123", V2)
+    machine.v2("/sys/fs/cgroup", 1 * GB)
+    assert machine.limit() == machine.limit(pid=os.getpid())
+
+
+def test_the_real_machine_is_read() -> None:
+    """Whatever this machine is, the answer is a limit with its file, or none at all."""
+    limit = limits.effective()
+    assert (limit.bytes is None) == (limit.source is None)
+    assert limit.source is None or Path(limit.source).is_file()
