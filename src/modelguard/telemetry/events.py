@@ -1,0 +1,176 @@
+"""The events. Times are seconds, sizes are bytes of private memory (USS), errors are their one-line text."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What every event carries.
+
+    Attributes:
+        guard: Name of the guard.
+        pid: Process in which it happened.
+        time: Seconds since the epoch.
+    """
+
+    guard: str
+    pid: int = field(default_factory=os.getpid)
+    time: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReloadDue(Event):
+    """A policy has become due; a reload follows, or a recycling of the worker."""
+
+    generation: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecycleAsked(Event):
+    """In a forked child that shares its model: the server was asked for a fresh worker instead of a reload."""
+
+    generation: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapChosen(Event):
+    """How the next generation replaces the serving one, and why.
+
+    Attributes:
+        swap: ``"load_first"`` or ``"drain_first"``.
+        why: The figures behind the choice, or that the guard's author chose it.
+        model_bytes: Size of the model as measured at its load, None before the first measurement.
+        headroom: Bytes that may still be allocated, None where nothing tells.
+    """
+
+    swap: str
+    why: str
+    model_bytes: int | None
+    headroom: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadStarted(Event):
+    """The loader is about to be called.
+
+    Attributes:
+        generation: The number that the new generation will bear.
+        reasons: Why it is loaded.
+        deferred_seconds: How long the load waited for a moment without calls.
+        slot: Who was kept from loading meanwhile: ``"host"`` (this user's processes on this host), ``"process"``
+            (no lock file could be used), ``"timed out"`` (the holder kept it too long), ``"none"`` (first load).
+    """
+
+    generation: int
+    reasons: tuple[str, ...]
+    deferred_seconds: float
+    slot: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFinished(Event):
+    """A new generation serves.
+
+    Attributes:
+        seconds: Loading, validation and warm-up together.
+        stall_seconds: The longest time during the load in which no other Python thread could run.
+        model_bytes: Growth of private memory over the load, or what the model's adapter says where that is more.
+        swap: ``"load_first"``, ``"drain_first"`` or ``"first"``.
+        waited_seconds: For ``drain_first``, how long no generation served.
+    """
+
+    generation: int
+    reasons: tuple[str, ...]
+    seconds: float
+    stall_seconds: float
+    model_bytes: int
+    swap: str
+    waited_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadErrored(Event):
+    """A load failed. If a generation serves, it serves on.
+
+    Attributes:
+        attempt: How many loads have failed in a row.
+        retry_after: Seconds until the next attempt.
+        serving: Number of the generation that serves on, None if there is none.
+    """
+
+    attempt: int
+    error: str
+    retry_after: float
+    serving: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadDiscarded(Event):
+    """A model was loaded and not used: a newer request made it stale, the guard was closed, or it came too late."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationReleased(Event):
+    """A generation was unloaded and dropped, and what that gave back.
+
+    Attributes:
+        bytes_before: Private memory before the release.
+        bytes_after: Private memory after drop, collection and trim.
+        alive: True if the model still lives, False if it is gone, None if its type cannot be watched.
+        holders: Who still refers to it, at most five, in words.
+        collected: Whether ``gc.collect()`` was needed.
+        trim: ``"glibc"``, ``"jemalloc"``, ... or why nothing was trimmed.
+        seconds: Duration of the release itself.
+        drain_seconds: How long its last calls took to end.
+        error: What ``unload`` raised, None if it did not.
+    """
+
+    generation: int
+    bytes_before: int
+    bytes_after: int
+    alive: bool | None
+    holders: tuple[str, ...]
+    collected: bool
+    trim: str
+    seconds: float
+    drain_seconds: float
+    error: str | None
+
+    @property
+    def freed(self) -> int:
+        """Bytes given back; negative if the process grew meanwhile."""
+        return self.bytes_before - self.bytes_after
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationAbandoned(Event):
+    """Calls on a replaced generation outlasted ``drain_timeout``; it is released when the last of them ends."""
+
+    generation: int
+    in_flight: int
+    drain_timeout: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyFutile(Event):
+    """A policy would be due at once again after every reload, so it is ignored for this generation."""
+
+    generation: int
+    policy: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallbackErrored(Event):
+    """A callable of the guard's author (a policy, a recycler) raised; the guard went on without it."""
+
+    callback: str
+    error: str

@@ -1,0 +1,54 @@
+"""The logging hook: one line per event on the logger ``modelguard``, with every field in ``extra``.
+
+modelguard sets no level and no handler; what is shown is the application's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from modelguard import _units
+from modelguard.telemetry import events
+from modelguard.telemetry.hooks import logger
+
+_WARNINGS = (
+    events.LoadErrored,
+    events.GenerationAbandoned,
+    events.PolicyFutile,
+    events.CallbackErrored,
+)
+
+
+def log_event(event: events.Event) -> None:
+    """Log one event: a warning if somebody should look at it, else at level INFO."""
+    troubled = isinstance(event, _WARNINGS) or (isinstance(event, events.GenerationReleased) and bool(event.alive))
+    level = logging.WARNING if troubled else logging.INFO
+    if logger.isEnabledFor(level):
+        fields = {f"modelguard_{name}": value for name, value in dataclasses.asdict(event).items()}
+        logger.log(level, "%s: %s", event.guard, describe(event), extra=fields)
+
+
+def describe(event: events.Event) -> str:
+    """One line of plain English about an event."""
+    match event:
+        case events.GenerationReleased(alive=True):
+            held_by = "; ".join(event.holders) or "unknown"
+            return f"generation {event.generation} was dropped but is still alive, held by: {held_by}"
+        case events.GenerationReleased():
+            return f"generation {event.generation} released, {_units.format_bytes(event.freed)} given back"
+        case events.LoadFinished():
+            return (
+                f"generation {event.generation} serves after {event.seconds:.2f} s "
+                f"({_units.format_bytes(event.model_bytes)}, longest stall {event.stall_seconds * 1e3:.0f} ms)"
+            )
+        case events.LoadErrored():
+            kept = "no generation serves" if event.serving is None else f"generation {event.serving} serves on"
+            again = f"next attempt in {event.retry_after:.1f} s"
+            return f"load failed (attempt {event.attempt}): {event.error}; {kept}, {again}"
+        case events.ReloadDue() | events.RecycleAsked():
+            what = "reload due" if isinstance(event, events.ReloadDue) else "asked the server for a fresh worker"
+            return f"{what} after generation {event.generation}: {', '.join(event.reasons)}"
+        case _:
+            own = {f.name for f in dataclasses.fields(event)} - {f.name for f in dataclasses.fields(events.Event)}
+            return f"{type(event).__name__} " + ", ".join(f"{name}={getattr(event, name)!r}" for name in sorted(own))
