@@ -1,0 +1,123 @@
+"""How a pool's models are used: a lease by key, and functions whose arguments tell the key."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle import lazy
+from modelguard.lifecycle.calls import Wrapper, call_parameters, plain_function, wrap
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from modelguard.lifecycle.leases import Lease
+
+M = TypeVar("M")
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class PoolLease(Generic[M]):
+    """One use of a pool's model: ``with pool.lease(key) as model:`` or ``async with``. Serves once."""
+
+    def __init__(self, take: Callable[[], Lease[M]], atake: Callable[[], Awaitable[Lease[M]]]) -> None:
+        self.take = take
+        self.atake = atake
+        self._lease: Lease[M] | None = None
+
+    def __enter__(self) -> M:
+        self._lease = self.take()
+        return self._lease.enter_taken()
+
+    async def __aenter__(self) -> M:
+        self._lease = await self.atake()
+        return self._lease.enter_taken()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lease is not None:
+            self._lease.end(failed=isinstance(error, Exception))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+
+class Keyed(Generic[M]):
+    """The decorator that :class:`~modelguard.ModelPool` gives for a ``key``."""
+
+    def __init__(self, lease: Callable[[Any], PoolLease[M]], key: str | Callable[..., Any]) -> None:
+        if not isinstance(key, str) and not callable(key):
+            raise InvalidOption(
+                "key",
+                key,
+                why="it cannot tell a call's model",
+                fix="Name a parameter, key='voice', or give a function of the arguments.",
+            )
+        self._lease = lease
+        self._key = key
+
+    @overload
+    def __call__(self, function: classmethod[S, Concatenate[M, P], R], /) -> classmethod[S, P, R]: ...
+    @overload
+    def __call__(self, function: staticmethod[Concatenate[M, P], R], /) -> staticmethod[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[M, P], R], /) -> Callable[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
+    def __call__(self, function: Any, /) -> Any:
+        """Decorate ``function``: functions, methods, coroutines and generators alike."""
+        lease_for = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call
+        return wrap(
+            function,
+            call=_function(lease_for),
+            take=lambda args, kwargs: lease_for(args, kwargs).take(),
+            atake=lambda args, kwargs: lease_for(args, kwargs).atake(),
+            guard=None,
+        )
+
+    def _by_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolLease[M]:
+        assert callable(self._key)  # noqa: S101 - the other case is taken by name
+        return self._lease(self._key(*args, **kwargs))
+
+    def _by_name(self, function: Any, name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], PoolLease[M]]:
+        signature = call_parameters(function)
+        if name not in signature.parameters:
+            raise InvalidOption(
+                "key",
+                name,
+                why=f"{plain_function(function).__qualname__}() has no such parameter beside the model",
+                fix=f"Choose one of {', '.join(map(repr, signature.parameters))}, or give a function.",
+            )
+
+        def lease_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolLease[M]:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return self._lease(bound.arguments[name])
+
+        return lease_for
+
+
+_LeaseFor = Callable[[tuple[Any, ...], dict[str, Any]], PoolLease[Any]]
+
+
+def _function(lease_for: _LeaseFor) -> Wrapper:
+    def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        lease = lease_for(args, kwargs).take()
+        try:
+            result = lease.step(partial(wrapped, lease.model, *args, **kwargs))
+        except BaseException as error:
+            lease.end(failed=isinstance(error, Exception))
+            raise
+        if lazy.is_lazy(type(result)):
+            return lazy.keep(lease, result)
+        lease.end(failed=False)
+        return result
+
+    return call

@@ -1,0 +1,75 @@
+"""What a guard needs of the world: clock, memory readings, threads. Tests hand it another world."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelguard.environment import allocator, limits, memory
+from modelguard.errors import NotSupported
+from modelguard.lifecycle import files, slot
+
+
+def start_thread(work: Callable[[], None], name: str) -> None:
+    """Run ``work`` in a daemon thread: a hung loader must not keep the interpreter from exiting."""
+    threading.Thread(target=work, name=name, daemon=True).start()
+
+
+def private() -> int:
+    """Private memory now; 0 where the platform does not tell, so that lifecycles by time and use still work."""
+    try:
+        return memory.private(fresh=True)
+    except NotSupported:
+        return 0
+
+
+def headroom() -> int | None:
+    """Bytes that may still be allocated, None where nothing tells."""
+    try:
+        return memory.usage().headroom
+    except NotSupported:
+        return None
+
+
+def trim() -> str:
+    """Give free memory back to the system; says which allocator did it, or why none did."""
+    try:
+        allocator.trim()
+    except NotSupported as error:
+        return error.reason
+    return allocator.serving().kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """The world of a guard. Every field may be replaced, which is how unit tests run without sleeping.
+
+    Attributes:
+        clock: Seconds from any start, never going back.
+        sleep: Waits so many seconds.
+        private: Private memory (USS) of this process in bytes.
+        headroom: Bytes that may still be allocated, or None.
+        limit: The effective memory limit in bytes, or None.
+        trim: Gives memory back and names the allocator.
+        fingerprint: Identity of a watched path, None while it is missing.
+        random: A number in [0, 1).
+        start_thread: Runs a callable in the background under a name.
+        slot: The turn to hold two copies of a model.
+        kept: Whether the process's keeper thread asks the policies in the background.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    private: Callable[[], int] = private
+    headroom: Callable[[], int | None] = headroom
+    limit: Callable[[], int | None] = lambda: limits.effective().bytes
+    trim: Callable[[], str] = trim
+    fingerprint: Callable[[Path], files.Fingerprint | None] = files.fingerprint
+    random: Callable[[], float] = random.random
+    start_thread: Callable[[Callable[[], None], str], None] = start_thread
+    slot: slot.Slot = slot.HOST
+    kept: bool = True

@@ -1,0 +1,44 @@
+"""What a guard tells of itself on request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from modelguard.telemetry import GenerationReleased
+
+State = Literal["new", "loading", "ready", "reloading", "draining", "degraded", "failed", "closed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A guard at one moment.
+
+    Attributes:
+        name: The guard's name.
+        state: ``new`` (never loaded), ``loading`` (for the first time), ``ready``, ``reloading`` (the old generation
+            serves meanwhile), ``draining`` (none serves while the model is replaced), ``degraded`` (the last reload
+            failed, the old generation serves on), ``failed`` (none serves), ``closed``.
+        generation: Number of the serving generation, 0 if none serves.
+        age: Seconds that it has served.
+        uses: Calls that have ended on it.
+        in_flight: Calls that run now, on it or on generations that are being drained.
+        reloads: Loads in this process that replaced a generation.
+        failures: Loads in a row that have failed.
+        last_error: The last of these failures in one line.
+        model_bytes: Size of the model in bytes, as measured at its load.
+        last_release: What the release of the last replaced generation gave back.
+    """
+
+    name: str
+    state: State
+    generation: int
+    age: float
+    uses: int
+    in_flight: int
+    reloads: int
+    failures: int
+    last_error: str | None
+    model_bytes: int | None
+    last_release: GenerationReleased | None
