@@ -1,0 +1,156 @@
+"""Every Python snippet of the README and of docs/ runs.
+
+The snippets of one page share one namespace, from top to bottom, and each page has a process of its own. The one way
+out is a comment on the line before the fence, which has to say why::
+
+    <!-- not run: it serves until it is stopped -->
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+
+#: May be missing on an interpreter that has no wheels for them; nothing else may.
+OPTIONAL = {"ja_ginza", "matplotlib", "rich", "spacy", "torch", "transformers"}
+
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\w*)")
+NOT_RUN = re.compile(r"^ *<!-- *not run\b:?(?P<reason>.*?)-->")
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fenced Python block.
+
+    Attributes:
+        line: Where its first line of code stands in the page, counted from 1.
+        code: Its lines, without the fence's indentation.
+        reason: Why it is not run, None where it is.
+    """
+
+    line: int
+    code: list[str]
+    reason: str | None
+
+
+def snippets(page: str) -> list[Snippet]:
+    """Find the fenced Python blocks of a page."""
+    found = []
+    lines = iter(enumerate(page.splitlines(), start=1))
+    previous = ""
+    for number, line in lines:
+        if fence := FENCE.match(line):
+            block = []
+            for _, inner in lines:
+                if inner.strip() == fence["ticks"]:
+                    break
+                block.append(inner.removeprefix(fence["indent"]))
+            if fence["language"] == "python":
+                excuse = NOT_RUN.match(previous)
+                found.append(Snippet(number + 1, block, excuse["reason"].strip() if excuse else None))
+        previous = line
+    return found
+
+
+def script(page: str) -> str:
+    """Blank out all that is not to be run, so that a traceback's line is the page's line."""
+    lines: list[str] = []
+    for snippet in snippets(page):
+        if snippet.reason is None:
+            lines += [""] * (snippet.line - 1 - len(lines)) + snippet.code
+    return "\n".join(lines) + "\n"
+
+
+def needed(code: str) -> set[str]:
+    """Name the optional packages that a script imports, or loads as a pipeline by its name."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.Import():
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            case ast.ImportFrom(module=str(module)):
+                names.add(module.partition(".")[0])
+            case ast.Constant(value=str(text)):
+                names.add(text)
+    return names & OPTIONAL
+
+
+def name_of(page: Path) -> str:
+    """Give the page's path inside the project."""
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    """Whatever a page shows works when it is pasted, in the page's order."""
+    code = script(page.read_text(encoding="utf-8"))
+    missing = sorted(name for name in needed(code) if importlib.util.find_spec(name) is None)
+    if missing:
+        pytest.skip(f"{name_of(page)} needs {', '.join(missing)}, not installed here")
+    runnable = tmp_path / page.with_suffix(".py").name
+    runnable.write_text(code, encoding="utf-8")
+    command = [sys.executable, "-W", "error", runnable.name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
+    assert 0 == done.returncode, f"{name_of(page)}, same line numbers:\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_snippet_that_is_not_run_says_why(page: Path) -> None:
+    """Leaving a snippet out takes a reason, and the reason stands next to a snippet."""
+    text = page.read_text(encoding="utf-8")
+    reasons = [snippet.reason for snippet in snippets(text) if snippet.reason is not None]
+    assert [] == [reason for reason in reasons if len(reason.split()) < 2]
+    assert len(reasons) == sum(1 for line in text.splitlines() if NOT_RUN.match(line))
+
+
+def test_the_readme_shows_something_that_runs_on_its_first_screen() -> None:
+    """A reader of the README meets code to paste within 35 lines."""
+    first = next(snippet for snippet in snippets(PAGES[0].read_text(encoding="utf-8")) if snippet.reason is None)
+    assert first.line <= 35
+
+
+PAGE = """\
+Text.
+
+```python
+x = 1
+```
+
+<!-- not run: it never ends -->
+```python
+while True: ...
+```
+
+1. In a list:
+
+   ```python
+   if x:
+       y = x
+   ```
+
+```sh
+rm nothing
+```
+"""
+
+
+def test_snippets_keep_their_place_in_the_page() -> None:
+    """An error in a snippet is reported at the page's own line."""
+    expected = {4: "x = 1", 15: "if x:", 16: "    y = x"}
+    assert expected == {number: line for number, line in enumerate(script(PAGE).splitlines(), 1) if line}
+
+
+def test_a_snippet_is_left_out_by_the_comment_above_it() -> None:
+    """The comment counts for the fence that follows it, and for no other."""
+    assert [None, "it never ends", None] == [snippet.reason for snippet in snippets(PAGE)]

@@ -1,0 +1,99 @@
+"""`import modelguard` does nothing that its importer could notice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+# Runs in a process of its own: takes stock, imports, takes stock again.
+PROBE = """
+import json, logging, os, sys, threading, warnings
+from pathlib import Path
+
+TASKS = Path("/proc/self/task")
+
+def stock():
+    return {
+        "environment": dict(os.environ),
+        "threads": threading.active_count(),
+        "native threads": len(list(TASKS.iterdir())) if TASKS.exists() else 1,
+        "root handlers": [repr(handler) for handler in logging.getLogger().handlers],
+        "root level": logging.getLogger().level,
+        "warning filters": [repr(entry) for entry in warnings.filters],
+    }
+
+before = stock()
+import modelguard
+after = stock()
+own = [logging.getLogger(name) for name in logging.getLogger().manager.loggerDict if name.split(".")[0] == "modelguard"]
+print(json.dumps({
+    "before": before,
+    "after": after,
+    "modules": sorted(sys.modules),
+    "own handlers": sorted({type(handler).__name__ for logger in own for handler in logger.handlers}),
+    "own levels": sorted({logger.level for logger in own}),
+    "silenced": [logger.name for logger in own if logger.disabled or not logger.propagate],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """Import modelguard in a fresh interpreter and tell what changed."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True, check=False)
+    assert "" == done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.parametrize(
+    "heavy",
+    [
+        "torch",
+        "spacy",
+        "transformers",
+        "starlette",
+        "fastapi",
+        "rich",
+        "prometheus_client",
+        "matplotlib",
+        "numpy",
+        "psutil",
+    ],
+)
+def test_brings_in_nothing_heavy(report: dict[str, Any], heavy: str) -> None:
+    """Model libraries, frameworks, displays and psutil are imported when they are needed, not before."""
+    assert heavy not in report["modules"]
+
+
+@pytest.mark.parametrize("kind", ["threads", "native threads"])
+def test_starts_no_thread(report: dict[str, Any], kind: str) -> None:
+    """A process that only imports modelguard can still fork safely."""
+    assert report["before"][kind] == report["after"][kind]
+
+
+def test_changes_no_environment_variable(report: dict[str, Any]) -> None:
+    """The environment is the user's."""
+    assert report["before"]["environment"] == report["after"]["environment"]
+
+
+@pytest.mark.parametrize("setting", ["root handlers", "root level"])
+def test_configures_no_logging(report: dict[str, Any], setting: str) -> None:
+    """What is logged, where and from which level on is the application's business."""
+    assert report["before"][setting] == report["after"][setting]
+
+
+def test_own_logger_is_silent_and_unconfigured(report: dict[str, Any]) -> None:
+    """The logger `modelguard` has a NullHandler, no level of its own, and passes everything on."""
+    assert ["NullHandler"] == report["own handlers"]
+    assert [0] == report["own levels"]
+    assert [] == report["silenced"]
+
+
+def test_leaves_warning_filters_alone(report: dict[str, Any]) -> None:
+    """Which warnings are shown is the application's business."""
+    assert report["before"]["warning filters"] == report["after"]["warning filters"]

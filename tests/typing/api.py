@@ -1,0 +1,233 @@
+"""What a type checker has to infer of the public API. Checked by mypy and pyright, never run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, assert_type
+
+from modelguard import (
+    TTL,
+    MemoryGrowth,
+    ModelGuard,
+    ModelPool,
+    Policy,
+    Snapshot,
+    Uses,
+    guard,
+    guard_of,
+    pool,
+    telemetry,
+)
+
+
+class Model:
+    """Stands for a pipeline."""
+
+    def __init__(self, language: str = "ja") -> None:
+        self.language = language
+
+    def predict(self, text: str) -> list[str]:
+        return text.split()
+
+
+def load() -> Model:
+    return Model()
+
+
+async def load_async() -> Model:
+    return Model()
+
+
+# Loaders: the guard knows its model, however the loader is written.
+
+model = guard(load, reload_on=TTL("1h") | Uses(50_000) | MemoryGrowth("500 MB"))
+assert_type(model, ModelGuard[Model])
+assert_type(guard(Model, reload_on=None), ModelGuard[Model])
+assert_type(guard(lambda: Model(), reload_on=TTL(60)), ModelGuard[Model])  # noqa: PLW0108 - the form that users write
+assert_type(guard(load_async, reload_on=TTL("1h")), ModelGuard[Model])
+
+guard(
+    load,
+    reload_on=TTL("1h"),
+    warmup=lambda model: model.predict("warm"),
+    validate=lambda model: model.predict("a b") == ["a", "b"],
+    unload=lambda model: model.predict("bye"),
+)
+
+# Functions: the caller's signature is the written one without the model.
+
+
+@model
+def words(model: Model, text: str, *, limit: int = 10) -> list[str]:
+    return model.predict(text)[:limit]
+
+
+@model
+async def words_later(model: Model, text: str) -> list[str]:
+    return model.predict(text)
+
+
+@model
+def each(model: Model, text: str) -> Iterator[str]:
+    yield from model.predict(text)
+
+
+@model
+async def each_later(model: Model, text: str) -> AsyncIterator[str]:
+    for word in model.predict(text):
+        yield word
+
+
+@model
+def nothing_else(model: Model) -> int:
+    return len(model.predict(""))
+
+
+@guard(load, reload_on=Uses(1_000))
+def in_one_line(model: Model, text: str) -> list[str]:
+    return model.predict(text)
+
+
+assert_type(words("a"), list[str])
+assert_type(words(text="a", limit=2), list[str])
+assert_type(each("a"), Iterator[str])
+assert_type(each_later("a"), AsyncIterator[str])
+assert_type(nothing_else(), int)
+assert_type(in_one_line("a"), list[str])
+as_callback: Callable[[str], list[str]] = words
+as_task: Callable[[str], Coroutine[Any, Any, list[str]]] = words_later
+
+
+async def awaits() -> None:
+    assert_type(await words_later("a"), list[str])
+    async for word in each_later(text="a"):
+        assert_type(word, str)
+
+
+# In a class the model stands second, after `self` or `cls`.
+
+
+class Service:
+    @model
+    def words(self, model: Model, text: str, *, limit: int = 10) -> list[str]:
+        return model.predict(text)[:limit]
+
+    @model
+    async def words_later(self, model: Model, text: str) -> list[str]:
+        return model.predict(text)
+
+    @model
+    def each(self, model: Model, text: str) -> Iterator[str]:
+        yield from model.predict(text)
+
+    @model
+    async def each_later(self, model: Model, text: str) -> AsyncIterator[str]:
+        for word in model.predict(text):
+            yield word
+
+    @classmethod
+    @model
+    def under_classmethod(cls, model: Model, text: str) -> list[str]:
+        return model.predict(text)
+
+    @model
+    @classmethod
+    def over_classmethod(cls, model: Model, text: str) -> list[str]:
+        return model.predict(text)
+
+    @staticmethod
+    @model
+    def under_staticmethod(model: Model, text: str) -> list[str]:
+        return model.predict(text)
+
+    @model
+    @staticmethod
+    def over_staticmethod(model: Model, text: str) -> list[str]:
+        return model.predict(text)
+
+
+service = Service()
+assert_type(service.words("a", limit=2), list[str])
+assert_type(service.words(text="a"), list[str])
+assert_type(service.each("a"), Iterator[str])
+assert_type(service.each_later("a"), AsyncIterator[str])
+assert_type(Service.under_classmethod("a"), list[str])
+assert_type(Service.over_classmethod("a"), list[str])
+assert_type(Service.under_staticmethod("a"), list[str])
+assert_type(Service.over_staticmethod("a"), list[str])
+assert_type(service.over_classmethod("a"), list[str])
+assert_type(service.over_staticmethod("a"), list[str])
+
+
+async def awaits_methods() -> None:
+    assert_type(await service.words_later(text="a"), list[str])
+
+
+# The handle.
+
+with model.lease() as leased:
+    assert_type(leased, Model)
+
+with model as opened:
+    assert_type(opened, ModelGuard[Model])
+
+
+async def handle() -> None:
+    async with model.lease() as leased:
+        assert_type(leased, Model)
+    async with model as opened:
+        assert_type(opened, ModelGuard[Model])
+    await model.aload()
+    await model.areload()
+    await model.aclose()
+
+
+assert_type(model.ready, bool)
+assert_type(model.status().generation, int)
+assert_type(model.status().last_error, str | None)
+assert_type(guard_of(words), ModelGuard[Any])
+
+# Pools: the same, by key.
+
+
+def load_voice(language: str) -> Model:
+    return Model(language)
+
+
+voices = pool(load_voice, max_memory="2 GB", max_models=5, ttl="1h")
+assert_type(voices, ModelPool[str, Model])
+
+with voices.lease("ja") as voice:
+    assert_type(voice, Model)
+
+
+@voices(key=lambda text, language: language)
+def speak(model: Model, text: str, language: str) -> list[str]:
+    return model.predict(f"{language} {text}")
+
+
+assert_type(speak("a", "ja"), list[str])
+assert_type(speak(text="a", language="ja"), list[str])
+
+# Policies: values, and the user's own with one method.
+
+
+@dataclass(frozen=True)
+class EveryOther(Policy):
+    every: int
+
+    def due(self, now: Snapshot) -> bool:
+        return now.generation % self.every == 0
+
+
+assert_type(guard(load, reload_on=EveryOther(2) & TTL("1h")), ModelGuard[Model])
+
+# Hooks: any callable of one event.
+
+
+def on_event(event: telemetry.Event) -> None:
+    assert_type(event.guard, str)
+
+
+assert_type(telemetry.add_hook(on_event), Callable[[], None])
