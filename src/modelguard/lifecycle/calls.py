@@ -61,7 +61,8 @@ class Guarded(_FunctionWrapper):
     def __init__(self, wrapped: Any, wrapper: Wrapper, guard: ModelGuard[Any] | None) -> None:
         super().__init__(wrapped, wrapper)
         self._self_guard = guard
-        self._self_call = partial(wrapper, wrapped, None)
+        method = _receivers(wrapped) and not isinstance(wrapped, classmethod)
+        self._self_call = partial(_unbound, wrapper, wrapped) if method else partial(wrapper, wrapped, None)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function with the model.
@@ -141,6 +142,16 @@ def guard_of(function: Callable[..., object]) -> ModelGuard[Any]:
     return guard
 
 
+def _unbound(wrapper: Wrapper, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call what is written as a method and was not bound by wrapt: its instance or class is its first argument.
+
+    A ``classmethod`` around it calls it like this since Python 3.13.
+    """
+    if not args:
+        return wrapped(**kwargs)  # a TypeError, in Python's own words
+    return wrapper(types.MethodType(wrapped, args[0]), args[0], args[1:], kwargs)
+
+
 # How each kind of function holds its lease
 
 
@@ -180,7 +191,7 @@ def _function(guard: ModelGuard[Any]) -> Wrapper:
 def _coroutine(atake: Callable[[tuple[Any, ...], dict[str, Any]], Awaitable[Lease[Any]]]) -> Wrapper:
     async def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lease = await atake(args, kwargs)
-        return await lazy.finish(lease, wrapped(lease.model, *args, **kwargs))
+        return await lazy.finish(lease, lambda model: wrapped(model, *args, **kwargs))
 
     return call
 

@@ -30,15 +30,18 @@ class Ticket:
     Attributes:
         reasons: Why it was requested.
         urgent: Somebody asked for it in so many words, so it does not wait for a quiet moment.
+        after_call: It was requested at the end of a call, where a pause among the calls may begin.
+        replaces: A generation serves that it has yet to replace.
         covers: The last request that its load answers; later ones make that load stale. None before the load begins.
         thread: Identity of the thread that runs the loader, to tell a loader that calls its own guard.
     """
 
-    __slots__ = ("covers", "reasons", "replaces", "thread", "urgent")
+    __slots__ = ("after_call", "covers", "reasons", "replaces", "thread", "urgent")
 
-    def __init__(self, reasons: tuple[str, ...], *, urgent: bool, replaces: bool) -> None:
+    def __init__(self, reasons: tuple[str, ...], *, urgent: bool, replaces: bool, after_call: bool = False) -> None:
         self.reasons = reasons
         self.urgent = urgent
+        self.after_call = after_call
         self.replaces = replaces
         self.covers: int | None = None
         self.thread: int | None = None
@@ -185,12 +188,22 @@ class Core(Generic[M]):
             self.ticket = Ticket(reasons, urgent=urgent, replaces=self.serving is not None)
             return self.requests, self.ticket
 
-    def request_if_idle(self, reasons: tuple[str, ...], *, urgent: bool) -> Ticket | None:
-        """Ask for a load only if none is under way and the guard is open."""
+    def request_if_idle(
+        self,
+        reasons: tuple[str, ...],
+        *,
+        urgent: bool,
+        after_call: bool = False,
+        instead_of: Generation[M] | None = None,
+    ) -> Ticket | None:
+        """Ask for a load only if none is under way, the guard is open, and ``instead_of``, if given, serves still."""
         with self.lock:
-            if self.ticket is not None or self.closed:
+            if self.ticket is not None or self.closed or instead_of not in (None, self.serving):
                 return None
-            return self.request(reasons, urgent=urgent)[1]
+            ticket = self.request(reasons, urgent=urgent)[1]
+            if ticket is not None:
+                ticket.after_call = after_call
+            return ticket
 
     def begin(self, ticket: Ticket) -> bool:
         """The loader is about to be called: requests made so far are answered by it. False if the guard is closed."""
@@ -218,6 +231,7 @@ class Core(Generic[M]):
                 return False, None
             self.generations = generation.number
             old, self.serving = self.serving, generation
+            ticket.replaces = False  # done: what is left of its flight is the end of the old one
             if old is not None:
                 self._retire(old)
             if generation.number > 1:
@@ -229,9 +243,11 @@ class Core(Generic[M]):
             future.set_result(None)
         return True, old
 
-    def fail(self, failure: LoadFailed, *, retry_at: float) -> None:
+    def fail(self, ticket: Ticket, failure: LoadFailed, *, retry_at: float) -> None:
         """A load has failed; everyone who waits hears of it, once."""
         with self.lock:
+            # In the same breath: whoever came between the news and the end of the flight would wait for nothing.
+            self._end(ticket)
             self.failures = failure.attempt
             # The cause's traceback holds the loader's frames, and they may hold half a model: not kept.
             self.failure = failure.again(failure.retry_after)
@@ -243,12 +259,15 @@ class Core(Generic[M]):
     def finish(self, ticket: Ticket, *, failed: bool) -> Ticket | None:
         """The flight is over; returns the ticket of the next one if requests came in after its load began."""
         with self.lock:
-            if self.ticket is ticket:  # not in a child that was forked meanwhile
-                self.ticket = None
+            self._end(ticket)
             if failed or self.closed or self.ticket is not None or self.requests <= (ticket.covers or 0):
                 return None
             self.ticket = Ticket(("requested during a load",), urgent=True, replaces=self.serving is not None)
             return self.ticket
+
+    def _end(self, ticket: Ticket) -> None:
+        if self.ticket is ticket:  # not in a child that was forked meanwhile, nor after a failure
+            self.ticket = None
 
     # The end of a generation
 

@@ -249,12 +249,18 @@ class ModelGuard(Generic[M]):
         if not generation.retired:
             self._start(self._judge.verdict(sample=False))
         elif self._core.ended(generation):
-            self._runtime.start_thread(
-                lambda: bury(
-                    self._core, generation, settings=self._settings, runtime=self._runtime, drain_seconds=math.inf
-                ),
-                f"modelguard-release-{self.name}",
-            )
+            self._bury(generation)
+
+    def _bury(self, generation: Generation[M]) -> None:
+        """Release an abandoned generation after its last call, which is not to wait for that."""
+
+        def work() -> None:
+            bury(self._core, generation, settings=self._settings, runtime=self._runtime, drain_seconds=math.inf)
+
+        try:
+            self._runtime.start_thread(work, f"modelguard-release-{self.name}")
+        except RuntimeError:  # no thread to be had
+            work()
 
     # Waiting
 
@@ -296,6 +302,7 @@ class ModelGuard(Generic[M]):
         """Wait with all others for the one load, which is begun if need be; None if a generation serves already."""
         core = self._core
         with core.lock:
+            core.refuse_if_closed()
             if core.serving is not None:
                 return None
             left = core.retry_at - self._runtime.clock()
@@ -316,20 +323,23 @@ class ModelGuard(Generic[M]):
     def _start(self, ticket: Ticket | None) -> bool:
         if ticket is None:
             return False
-        if self._runtime.kept:
-            keeper.KEEPER.keep(self)
         try:
+            if self._runtime.kept:
+                keeper.KEEPER.keep(self)
             self._runtime.start_thread(lambda: self._fly(ticket), f"modelguard-load-{self.name}")
         except RuntimeError as error:  # no thread to be had, or the interpreter is shutting down
-            self._core.fail(LoadFailed(self.name, str(error)), retry_at=self._runtime.clock())
-            self._core.finish(ticket, failed=True)
-            raise
+            # Told to those who wait and not raised: this may be the end of a call that went well.
+            self._flight(ticket).fail(LoadFailed, str(error), error)
+            return False
         return True
 
     def _fly(self, ticket: Ticket | None) -> None:
         while ticket is not None:
-            ticket = Flight(self._core, self._settings, self._runtime, self._judge.watch, ticket).run()
+            ticket = self._flight(ticket).run()
             self._judge.verdict_after_load()
+
+    def _flight(self, ticket: Ticket) -> Flight[M]:
+        return Flight(self._core, self._settings, self._runtime, self._judge.watch, ticket)
 
     # Refusals
 

@@ -92,7 +92,7 @@ class Judge(Generic[M]):
         if not reasons:
             return None
         core.set_alarm(generation, math.inf)
-        return self._due(generation, reasons)
+        return self._due(generation, reasons, after_call=not sample)
 
     def _ask(self, snapshot: Snapshot) -> tuple[str, ...]:
         if self._policy is None:
@@ -111,7 +111,7 @@ class Judge(Generic[M]):
             self._complain("reload_on", error)
             return ()
 
-    def _due(self, generation: Generation[M], reasons: tuple[str, ...]) -> Ticket | None:
+    def _due(self, generation: Generation[M], reasons: tuple[str, ...], *, after_call: bool) -> Ticket | None:
         if self._shares and self._recycle is not None:
             if self._first_complaint("recycle"):
                 emit(RecycleAsked(guard=self._core.name, generation=generation.number, reasons=reasons))
@@ -120,7 +120,7 @@ class Judge(Generic[M]):
                 except Exception as error:  # noqa: BLE001 - the worker serves on; the event tells
                     self._complain("recycle", error)
             return None
-        ticket = self._core.request_if_idle(reasons, urgent=False)
+        ticket = self._core.request_if_idle(reasons, urgent=False, after_call=after_call, instead_of=generation)
         if ticket is not None:
             emit(ReloadDue(guard=self._core.name, generation=generation.number, reasons=reasons))
         return ticket

@@ -6,6 +6,8 @@ import threading
 import weakref
 from typing import Protocol
 
+from modelguard.telemetry.hooks import logger
+
 _SHORTEST, _LONGEST = 0.05, 1.0
 
 
@@ -29,7 +31,8 @@ class Keeper:
         self._renew()
 
     def _renew(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a dropped lease that the garbage collector finds in here may bring a guard.
+        self._lock = threading.RLock()
         self._wake = threading.Event()
         self._running = False
 
@@ -39,7 +42,11 @@ class Keeper:
             self._guards.add(guard)
             start, self._running = not self._running, True
         if start:
-            threading.Thread(target=self._run, name="modelguard-keeper", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, name="modelguard-keeper", daemon=True).start()
+            except RuntimeError:  # no thread to be had; the next to come tries again
+                self._running = False
+                raise
         self._wake.set()
 
     def forget(self, guard: Kept) -> None:
@@ -63,7 +70,10 @@ class Keeper:
         """Ask every guard; in a frame of its own, so that no guard is kept alive while the thread waits."""
         guards = list(self._guards)
         for guard in guards:
-            guard.check()
+            try:
+                guard.check()
+            except Exception:  # noqa: BLE001 - one guard's trouble must not keep the others from being asked
+                logger.exception("modelguard could not ask the policies of %r", guard)
         return min((guard.pace() for guard in guards), default=_LONGEST)
 
     def before_fork(self) -> None:

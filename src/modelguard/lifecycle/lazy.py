@@ -24,11 +24,11 @@ def is_lazy(kind: type) -> bool:
 def keep(lease: Lease[Any], result: Any) -> Any:
     """Let a lazy result keep its lease until it ends, is closed, or is dropped."""
     if isinstance(result, types.GeneratorType):
-        return drive(lambda: lease, lambda _: result)
+        return _LeasedGenerator(drive(lambda: lease, lambda _: result), lease)
     if isinstance(result, types.AsyncGeneratorType):
         return adrive(lambda: _ready(lease), lambda _: result)
     if isinstance(result, types.CoroutineType):
-        return finish(lease, result)
+        return finish(lease, lambda _: result)
     return (_LeasedIterator if hasattr(type(result), "__next__") else _LeasedAsyncIterator)(result, lease)
 
 
@@ -96,11 +96,11 @@ async def _ready(lease: Lease[Any]) -> Lease[Any]:
     return lease
 
 
-async def finish(lease: Lease[Any], coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end on a lease, and end that too."""
+async def finish(lease: Lease[Any], start: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
+    """Run a coroutine to its end on a lease, and end that too, even where the coroutine cannot be made."""
     failed = False
     try:
-        return await lease.astep(coroutine)
+        return await lease.astep(start(lease.model))
     except Exception:
         failed = True
         raise
@@ -108,8 +108,26 @@ async def finish(lease: Lease[Any], coroutine: Coroutine[Any, Any, Any]) -> Any:
         lease.end(failed=failed)
 
 
+class _LeasedGenerator(_Proxy):
+    """A generator that :func:`drive` runs. If it is closed before it has begun, nothing runs that could end its lease."""
+
+    def __init__(self, wrapped: Any, lease: Lease[Any]) -> None:
+        super().__init__(wrapped)
+        self._self_lease = lease
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.__wrapped__)
+
+    def close(self) -> None:
+        self.__wrapped__.close()
+        self._self_lease.end(failed=False)
+
+
 class _LeasedIterator(_Proxy):
-    """An iterator such as ``map`` or ``islice``, otherwise untouched, that ends its lease with itself."""
+    """An iterator such as ``map``, ``islice`` or a file, otherwise untouched, that ends its lease with itself."""
 
     def __init__(self, wrapped: Any, lease: Lease[Any]) -> None:
         super().__init__(wrapped)
@@ -124,6 +142,27 @@ class _LeasedIterator(_Proxy):
         except BaseException as error:
             self._self_lease.end(failed=isinstance(error, Exception) and not isinstance(error, StopIteration))
             raise
+
+    def close(self) -> None:
+        """Close what can be closed; servers call this on any iterator that they stop reading."""
+        try:
+            getattr(self.__wrapped__, "close", _nothing)()
+        finally:
+            self._self_lease.end(failed=False)
+
+    def __enter__(self) -> Any:
+        entered = self.__wrapped__.__enter__()
+        return self if entered is self.__wrapped__ else entered
+
+    def __exit__(self, *exc_info: object) -> Any:
+        try:
+            return self.__wrapped__.__exit__(*exc_info)
+        finally:
+            self._self_lease.end(failed=False)
+
+
+def _nothing() -> None:
+    """Close what needs no closing."""
 
 
 class _LeasedAsyncIterator(_Proxy):

@@ -6,7 +6,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard.lifecycle import adapting, loading
@@ -120,25 +120,28 @@ def holders(watch: weakref.ref[Any]) -> tuple[str, ...]:
     target = watch()
     if target is None:
         return ()
-    own = sys._getframe()
-    found = (referrer for referrer in gc.get_referrers(target) if referrer is not own)
-    return tuple(_first(MAX_HOLDERS, (_describe(referrer, target) for referrer in found)))
+    found: list[str] = []
+    # A plain loop: a comprehension's or generator's own hold on `target` would be found as well.
+    for referrer in gc.get_referrers(target):
+        words = _describe(referrer, target)
+        if words not in found:
+            found.append(words)
+        if len(found) == MAX_HOLDERS:
+            break
+    return tuple(found)
 
 
-def _first(count: int, words: Iterator[str]) -> Iterator[str]:
-    seen: set[str] = set()
-    for word in words:
-        if word not in seen:
-            seen.add(word)
-            yield word
-        if len(seen) == count:
-            return
+_SUSPENDED = (
+    (types.GeneratorType, "gi_code", "gi_frame"),
+    (types.CoroutineType, "cr_code", "cr_frame"),
+    (types.AsyncGeneratorType, "ag_code", "ag_frame"),
+)
 
 
 def _describe(referrer: Any, target: object) -> str:
-    if isinstance(referrer, types.FrameType):
-        code = referrer.f_code
-        return f"a running call of {code.co_qualname} ({code.co_filename}:{referrer.f_lineno})"
+    call = _describe_call(referrer)
+    if call is not None:
+        return call
     if isinstance(referrer, types.CellType):
         return "a closure's variable"
     if isinstance(referrer, types.MethodType):
@@ -153,6 +156,20 @@ def _describe(referrer: Any, target: object) -> str:
     return f"a {type(referrer).__qualname__}" + (
         f" of {len(referrer)}" if isinstance(referrer, list | tuple | set) else ""
     )
+
+
+def _describe_call(referrer: Any) -> str | None:
+    if isinstance(referrer, types.FrameType):  # of a call that runs, the garbage collector knows nothing
+        return f"a traceback, through an ended call of {_place(referrer.f_code, referrer)}"
+    for kind, code, frame in _SUSPENDED:
+        if isinstance(referrer, kind):
+            return f"a suspended call of {_place(getattr(referrer, code), getattr(referrer, frame))}"
+    return None
+
+
+def _place(code: types.CodeType, frame: types.FrameType | None) -> str:
+    line = code.co_firstlineno if frame is None else frame.f_lineno
+    return f"{code.co_qualname} ({code.co_filename}:{line})"
 
 
 def _describe_dict(referrer: dict[Any, Any], target: object) -> str:

@@ -20,7 +20,8 @@ M = TypeVar("M")
 
 Swap = Literal["auto", "load_first", "drain_first"]
 
-_PACKAGE = os.fspath(Path(__file__).resolve().parent.parent)
+# As code objects spell it (links unresolved), and no neighbour whose name begins the same.
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 
 
 @dataclass(frozen=True, kw_only=True)

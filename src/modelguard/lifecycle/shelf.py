@@ -33,6 +33,7 @@ class Entry(Generic[M]):
 
     @property
     def idle(self) -> bool:
+        """Whether nobody uses the model or is about to."""
         if self.loading or self.pins or self.guard is None:
             return False
         return not self.guard.status().in_flight

@@ -79,7 +79,7 @@ class Watch:
             baseline=int(median(self._first)) if len(self._first) == SAMPLES else None,
             limit=self._limit,
             jitter=generation.jitter,
-            files=MappingProxyType({path: self._change(path, now) for path in self._seen}),
+            files=MappingProxyType({path: self._change(path, *seen, now) for path, seen in self._seen.items()}),
             gauges=_gauges(generation),
             first_gauges=self._first_gauges,
         )
@@ -105,8 +105,7 @@ class Watch:
             if known is None or known[0] != found:
                 self._seen[path] = (found, now)
 
-    def _change(self, path: Path, now: float) -> FileChange:
-        found, since = self._seen[path]
+    def _change(self, path: Path, found: Fingerprint | None, since: float, now: float) -> FileChange:
         return FileChange(changed=found is not None and found != self._at_load.get(path), quiet=now - since)
 
 

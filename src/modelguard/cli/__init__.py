@@ -1,0 +1,47 @@
+"""The command ``modelguard``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from modelguard.cli import demo
+
+__all__ = ["main"]
+
+USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command of modelguard.
+
+    Args:
+        argv: Words after the command's name, by default those of this process.
+
+    Returns:
+        The exit status: 0 for success, 1 where what was tried has failed, 2 where it could not be tried.
+    """
+    parser = argparse.ArgumentParser(
+        prog="modelguard", description="Keeps the model inside a web service from eating the machine."
+    )
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    demo.add_to(commands)
+    options = parser.parse_args(argv)
+    if options.version:
+        print(f"modelguard {_version()}")  # noqa: T201 - this is what was asked for
+        return 0
+    if "run" not in options:
+        parser.print_help(sys.stderr)
+        return USAGE
+    status: int = options.run(options)
+    return status
+
+
+def _version() -> str:
+    try:
+        return metadata.version("modelguard-lifecycle")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "(not installed)"

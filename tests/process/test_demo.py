@@ -1,0 +1,171 @@
+"""`modelguard demo` as a user runs it: from the command line, with real servers, ended in every way."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "fastapi_spacy"
+NEEDED = ("spacy", "ja_ginza", "fastapi", "uvicorn", "matplotlib")
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(module) is None for module in NEEDED),
+        reason=f"the demo needs {', '.join(NEEDED)}",
+    ),
+]
+
+#: An application without a framework or a model. `{answer}` is what it does with a request for tokens.
+APP = """
+import os
+
+asked = 0
+
+async def reply(send, status):
+    await send({{"type": "http.response.start", "status": status, "headers": [(b"content-length", b"2")]}})
+    await send({{"type": "http.response.body", "body": b"[]"}})
+
+async def app(scope, receive, send):
+    global asked
+    assert scope["type"] == "http"
+    if scope["method"] == "GET":
+        return await reply(send, 200)
+    while (await receive()).get("more_body"):
+        pass
+    asked += 1
+    {answer}
+"""
+GOOD = "await reply(send, 200)"
+#: Twenty requests warm a server up and are not counted.
+DIES = "os._exit(3) if asked > 25 else await reply(send, 200)"
+FAILS = "await reply(send, 500 if asked == 25 else 200)"
+
+
+def services(folder: Path, *, guarded: str = GOOD) -> Path:
+    """Write two services that need no model, one of them with a behaviour of its own."""
+    (folder / "unguarded.py").write_text(APP.format(answer=GOOD), encoding="utf-8")
+    (folder / "app.py").write_text(APP.format(answer=guarded), encoding="utf-8")
+    return folder
+
+
+def command(app_dir: Path, out: Path, *more: str) -> list[str]:
+    """The command line of a demo."""
+    return [sys.executable, "-m", "modelguard", "demo", "--app-dir", str(app_dir), "--out", str(out), *more]
+
+
+def demo(app_dir: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run a demo to its end."""
+    return subprocess.run(command(app_dir, out, *more), capture_output=True, text=True, check=False)
+
+
+@contextlib.contextmanager
+def running(app_dir: Path, out: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A demo that sends words to its servers by now, and the processes of those."""
+    process = subprocess.Popen(command(app_dir, out, "--seconds", "100"), stderr=subprocess.PIPE, text=True)
+    children: list[psutil.Process] = []
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "ever-new words" in line:
+                break
+        children = psutil.Process(process.pid).children(recursive=True)
+        yield process, children
+    finally:
+        for left in [process, *children]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def survivors(children: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that are still there after a while."""
+    _, alive = psutil.wait_procs(children, timeout=30)
+    return alive
+
+
+def test_the_real_demo(tmp_path: Path) -> None:
+    """A short run of the example's own services ends well, and leaves a picture, figures and a report behind."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    done = demo(EXAMPLE, tmp_path / "out", "--seconds", "30", "--growth", "2 MB", "--json")
+    assert 0 == done.returncode, done.stderr
+    assert before == {child.pid for child in psutil.Process().children(recursive=True)}
+    assert b"\x89PNG\r\n\x1a\n" == (tmp_path / "out" / "demo.png").read_bytes()[:8]
+    assert "](demo.png)" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+
+    figures = json.loads(done.stdout)
+    assert figures == json.loads((tmp_path / "out" / "demo.json").read_text(encoding="utf-8"))
+    guarded, unguarded = figures["servers"]["guarded"], figures["servers"]["unguarded"]
+    assert guarded["requests"] == unguarded["requests"] > 0
+    assert [] == guarded["errors"]
+    assert 0 == figures["differing_answers"]
+    assert [] == unguarded["reloads"]
+    assert unguarded["growth"] > 2_000_000
+    assert "MemoryGrowth" in guarded["reloads"][0]["reasons"][0]
+    assert guarded["reloads"][0]["freed"] > 100_000_000
+
+
+def test_a_table_for_people(tmp_path: Path) -> None:
+    """Without --json the run ends with a table, and tells where the rest is."""
+    done = demo(services(tmp_path), tmp_path / "out", "--seconds", "5")
+    assert 0 == done.returncode, done.stderr
+    assert "| requests " in done.stdout
+    assert str(tmp_path / "out" / "demo.png") in done.stdout
+
+
+def test_a_server_that_cannot_start(tmp_path: Path) -> None:
+    """The demo ends with what the server said last."""
+    services(tmp_path)
+    (tmp_path / "app.py").write_text("raise RuntimeError('no model here')", encoding="utf-8")
+    done = demo(tmp_path, tmp_path / "out")
+    assert 1 == done.returncode
+    assert "The guarded server died" in done.stderr
+    assert "RuntimeError: no model here" in done.stderr
+
+
+def test_a_server_that_dies_under_way(tmp_path: Path) -> None:
+    """A death during the run ends the demo at once, not after two minutes."""
+    done = demo(services(tmp_path, guarded=DIES), tmp_path / "out")
+    assert 1 == done.returncode
+    assert "The guarded server died with status 3" in done.stderr
+
+
+def test_a_request_that_fails(tmp_path: Path) -> None:
+    """One failed request of the guarded server is a failed demo, and the figures are there to look into."""
+    done = demo(services(tmp_path, guarded=FAILS), tmp_path / "out", "--seconds", "5")
+    assert 1 == done.returncode
+    assert "failed 1 of 40 requests" in done.stderr
+    figures = json.loads((tmp_path / "out" / "demo.json").read_text(encoding="utf-8"))
+    assert 1 == len(figures["servers"]["guarded"]["errors"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    """A Ctrl-C, or a request to end, stops both servers before the demo itself ends."""
+    with running(services(tmp_path), tmp_path / "out") as (process, children):
+        assert 2 == len(children)
+        process.send_signal(number)
+        assert process.stderr is not None
+        assert "Interrupted" in process.stderr.read()
+        assert 130 == process.wait()
+        assert [] == survivors(children)
+
+
+def test_killed(tmp_path: Path) -> None:
+    """Even a demo that is given no chance to clean up leaves no server behind."""
+    with running(services(tmp_path), tmp_path / "out") as (process, children):
+        assert 2 == len(children)
+        process.kill()
+        assert [] == survivors(children)

@@ -1,0 +1,244 @@
+"""Guards across ``os.fork``, from threads, in the middle of loads, leases and reloads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from modelguard import TTL, Uses, guard, pool, telemetry
+from modelguard.telemetry import Event, RecycleAsked
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork"),
+]
+
+
+class Model:
+    """Knows who loaded it."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+
+@pytest.fixture(autouse=True)
+def events() -> Iterator[list[Event]]:
+    seen: list[Event] = []
+    telemetry.set_hooks([seen.append])
+    yield seen
+    telemetry.set_hooks(None)
+
+
+def in_child(work: Callable[[], None], seconds: float = 20) -> None:
+    """Fork, run ``work`` in the child, and fail with what it raised. A child that hangs is killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            os.write(writing, repr(error).encode()[:4000])
+            os._exit(1)
+    os.close(writing)
+    deadline = time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            pytest.fail(f"the child hung for {seconds} s")
+        time.sleep(0.01)
+    said = os.read(reading, 4000).decode()
+    os.close(reading)
+    assert 0 == os.waitstatus_to_exitcode(status), said
+
+
+def test_a_ready_generation_is_carried_over_and_the_child_is_its_own_master() -> None:
+    """The child serves the parent's model at once, counts for itself, and reloads and closes alone."""
+    guarded = guard(Model, reload_on=Uses(100), defer=0)
+    who = guarded(lambda model: model.pid)
+    parent = os.getpid()
+    for _ in range(7):
+        who()
+
+    def child() -> None:
+        assert 0 == guarded.status().uses
+        assert parent == who()
+        assert 1 == guarded.status().uses
+        guarded.reload()
+        assert os.getpid() == who()
+        guarded.close()
+
+    in_child(child)
+    assert parent == who()
+    assert 8 == guarded.status().uses
+
+
+def test_the_childs_policies_go_on() -> None:
+    """A policy becomes due in the child by the child's own calls, and its keeper thread runs."""
+    guarded = guard(Model, reload_on=Uses(3) | TTL("200ms"), defer=0)
+    who = guarded(lambda model: model.pid)
+    who()
+
+    def child() -> None:
+        deadline = time.monotonic() + 10
+        while guarded.status().generation == 1:
+            assert time.monotonic() < deadline, "the time to live never ended in the child"
+            time.sleep(0.02)
+        assert os.getpid() == who()
+        generation = guarded.status().generation
+        for _ in range(3):
+            who()
+        while guarded.status().generation == generation:
+            assert time.monotonic() < deadline, "the uses were never over in the child"
+            time.sleep(0.02)
+
+    in_child(child)
+
+
+def test_a_fork_during_a_load_leaves_the_child_free_to_load() -> None:
+    """The parent's load goes on in the parent; the child, which has no such thread, loads for itself."""
+    inside, go_on = threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    def load() -> Model:
+        inside.set()
+        if os.getpid() == parent:
+            assert go_on.wait(30)
+        return Model()
+
+    guarded = guard(load, reload_on=None)
+    who = guarded(lambda model: model.pid)
+    caller = threading.Thread(target=who)
+    caller.start()
+    assert inside.wait(10)
+
+    def child() -> None:
+        assert "new" == guarded.status().state
+        assert os.getpid() == who()
+
+    in_child(child)
+    go_on.set()
+    caller.join(10)
+    assert parent == who()
+
+
+def test_a_fork_from_inside_a_call_keeps_that_calls_lease() -> None:
+    """In the child the forking call still holds its model; calls of other threads hold nothing there."""
+    other_inside, other_out = threading.Event(), threading.Event()
+    unloaded: list[int] = []
+    guarded = guard(Model, reload_on=None, unload=lambda model: unloaded.append(model.pid), drain_timeout="300ms")
+
+    @guarded
+    def other(model: Model) -> None:
+        other_inside.set()
+        assert other_out.wait(30)
+
+    @guarded
+    def forks(model: Model) -> None:
+        def child() -> None:
+            assert 1 == guarded.status().in_flight
+            guarded.reload(wait=False)
+            deadline = time.monotonic() + 10
+            while guarded.status().generation == 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(0.5)  # past the drain timeout
+            assert [] == unloaded, "unloaded under the call that forked"
+
+        in_child(child)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert other_inside.wait(10)
+    forks()
+    other_out.set()
+    thread.join(10)
+    assert 0 == guarded.status().in_flight
+
+
+def test_a_shared_model_is_recycled_instead_of_reloaded(events: list[Event]) -> None:
+    """In a child of a prepared parent a due policy asks the server for a fresh worker, once, and the model serves on."""
+    asked: list[tuple[str, ...]] = []
+    guarded = guard(Model, reload_on=Uses(3), defer=0)
+    who = guarded(lambda model: model.pid)
+    who()
+    guarded.recycle_in_children(asked.append)
+    parent = os.getpid()
+
+    def child() -> None:
+        for _ in range(9):
+            assert parent == who()
+        assert [("Uses(3)",)] == asked
+        assert 0 == guarded.status().reloads
+        assert 1 == len([event for event in events if isinstance(event, RecycleAsked)])
+
+    in_child(child)
+    for _ in range(9):
+        who()
+    deadline = time.monotonic() + 10
+    while guarded.status().generation == 1:
+        assert time.monotonic() < deadline, "the parent itself reloads as always"
+        time.sleep(0.01)
+    assert [] == asked
+
+
+def test_multiprocessing_children_use_the_parents_model() -> None:
+    """multiprocessing's fork context carries a guard over like any other fork."""
+    guarded = guard(Model, reload_on=None)
+    who = guarded(lambda model: model.pid)
+    who()
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sending.send((os.getpid(), who())))
+    child.start()
+    assert receiving.poll(20)
+    pid, loaded_by = receiving.recv()
+    child.join(10)
+    assert (child.pid, os.getpid()) == (pid, loaded_by)
+
+
+def test_forks_while_threads_use_guards_and_pools_never_hang() -> None:
+    """Children forked at random moments of calls, reloads and pool leases can all use guard and pool."""
+    guarded = guard(Model, reload_on=Uses(20), defer=0)
+    voices = pool(lambda key: Model(), max_memory="1 GB", max_models=2)
+    who = guarded(lambda model: model.pid)
+    done = threading.Event()
+
+    def busy(key: int) -> None:
+        while not done.is_set():
+            who()
+            with voices.lease(key):
+                pass
+
+    threads = [threading.Thread(target=busy, args=(key,)) for key in range(3)]
+    for thread in threads:
+        thread.start()
+
+    def child() -> None:
+        assert who()
+        guarded.reload()
+        assert os.getpid() == who()
+        for key in range(4):
+            with voices.lease(key) as model:
+                assert model.pid
+        guarded.close()
+        voices.close()
+
+    try:
+        for _ in range(15):
+            in_child(child)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(20)
+    guarded.close()
+    voices.close()
