@@ -98,7 +98,7 @@ def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path) -> None:
     missing = sorted(name for name in needed(code) if importlib.util.find_spec(name) is None)
     if missing:
         pytest.skip(f"{name_of(page)} needs {', '.join(missing)}, not installed here")
-    runnable = tmp_path / page.with_suffix(".py").name
+    runnable = tmp_path / f"page_{page.stem}.py"  # a page may be named after a library that it imports
     runnable.write_text(code, encoding="utf-8")
     command = [sys.executable, "-W", "error", runnable.name]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, assert_type
 
+from spacy.lang.ja import Japanese
+
 from modelguard import (
     TTL,
     MemoryGrowth,
@@ -19,6 +21,7 @@ from modelguard import (
     pool,
     telemetry,
 )
+from modelguard.adapters.spacy import IndexGrowth, Zoned, zoned
 
 
 class Model:
@@ -231,3 +234,44 @@ def on_event(event: telemetry.Event) -> None:
 
 
 assert_type(telemetry.add_hook(on_event), Callable[[], None])
+
+# spaCy pipelines in memory zones: the same, by `zoned`.
+
+pipeline = guard(Japanese, reload_on=IndexGrowth("16 MB") | TTL("1h"))
+entities = zoned(pipeline, wait_timeout="10s")
+assert_type(entities, Zoned[Japanese])
+
+
+@entities
+def names(nlp: Japanese, text: str, *, limit: int = 10) -> list[str]:
+    return [entity.text for entity in nlp(text).ents][:limit]
+
+
+@entities
+async def names_later(nlp: Japanese, text: str) -> list[str]:
+    return [entity.text for entity in nlp(text).ents]
+
+
+class Names:
+    @entities
+    def find(self, nlp: Japanese, text: str) -> list[str]:
+        return [entity.text for entity in nlp(text).ents]
+
+    @entities
+    @staticmethod
+    def find_static(nlp: Japanese, text: str) -> list[str]:
+        return [entity.text for entity in nlp(text).ents]
+
+
+assert_type(names("a", limit=2), list[str])
+assert_type(Names().find(text="a"), list[str])
+assert_type(Names.find_static("a"), list[str])
+
+with entities.lease() as zoned_pipeline:
+    assert_type(zoned_pipeline, Japanese)
+
+
+async def zoned_later() -> None:
+    assert_type(await names_later("a"), list[str])
+    async with entities.lease(timeout="1s") as zoned_pipeline:
+        assert_type(zoned_pipeline, Japanese)

@@ -10,6 +10,7 @@ preshed 3.0.15). A zone of its own costs a call 17 microseconds.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from modelguard.errors import Overloaded
-from modelguard.lifecycle import forking
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -41,7 +41,6 @@ class Zone:
         self.epoch = 0
         self._opened: tuple[Language, AbstractContextManager[Any]] | None = None
         self._renew()
-        forking.remember(self)
 
     def _renew(self) -> None:
         # Reentrant, because a coroutine that the garbage collector finds dropped leaves from wherever it runs.
@@ -60,17 +59,20 @@ class Zone:
             self._call_next()
         return turn
 
-    def join(self, *, thread: int | None) -> bool:
+    def join(self, *, waits: bool) -> bool:
         """Go inside beside the call that has the turn, if this is a part of it.
 
         Args:
-            thread: The caller's thread if it runs to its end without a pause. When such a call comes from the very
-                thread whose coroutine is inside, that coroutine is not running, and would not go on before it.
+            waits: Whether the caller would block its thread. On the thread of the event loop whose coroutine is inside
+                it may join as well: that coroutine stands still, and could not leave before the caller is done.
         """
         with self._lock:
-            part = self._inside and (self._thread == thread or any(stay.zone is self for stay in _stays()))
-            self._inside += bool(part)
-            return bool(part)
+            if not self._inside:
+                return False
+            part = any(stay.zone is self for stay in _stays())
+            part = part or (waits and self._thread == threading.get_ident() and _on_event_loop())
+            self._inside += part
+            return part
 
     def open(self, language: Language) -> Any:
         """Open the zone, for the one whose turn it is; returns the pool that its lexemes and strings live in."""
@@ -93,7 +95,8 @@ class Zone:
         """Return a turn that was not used, whether it has come or not."""
         with self._lock:
             if self._turn is not turn:
-                self._waiting.remove(turn)
+                with suppress(ValueError):  # a child that was forked meanwhile has a queue of its own
+                    self._waiting.remove(turn)
                 return
         self._close()
 
@@ -112,15 +115,7 @@ class Zone:
             self._turn = self._waiting.popleft()
             self._turn.set_result(None)
 
-    # Fork
-
-    def _before_fork(self) -> None:
-        """Nothing is locked: the child needs no more than what is said below."""
-
-    def _after_fork_in_parent(self) -> None:
-        """Nothing was locked."""
-
-    def _after_fork_in_child(self) -> None:
+    def after_fork_in_child(self) -> None:
         """Only the forking thread lives on: what it is inside of stays open, and what others had open is closed."""
         self._renew()
         self.epoch += 1
@@ -160,7 +155,7 @@ class Stay:
         self._pool: Any = None
 
     def __enter__(self) -> None:
-        if not self.zone.join(thread=threading.get_ident()):
+        if not self.zone.join(waits=True):
             turn = self.zone.line_up()
             try:
                 turn.result(self._timeout)
@@ -171,7 +166,7 @@ class Stay:
         self._begin()
 
     async def __aenter__(self) -> None:
-        if not self.zone.join(thread=None):
+        if not self.zone.join(waits=False):
             turn = self.zone.line_up()
             try:
                 if not turn.done():
@@ -198,7 +193,7 @@ class Stay:
 
     def _give_up(self, turn: Turn, error: BaseException) -> None:
         self.zone.give_up(turn)
-        if isinstance(error, TimeoutError) and not turn.done():
+        if isinstance(error, TimeoutError):
             raise Overloaded(
                 f"guard {self._guard!r}: other calls were in the pipeline's memory zone for {self._timeout:g} s, "
                 "and one call runs there at a time"
@@ -234,6 +229,23 @@ def _stays() -> Iterator[Stay]:
         stay = stay.outer
 
 
+def _on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _zone_of(language: Language) -> Zone:
     zone = _zones.get(language)
     return _zones.setdefault(language, Zone()) if zone is None else zone
+
+
+def _after_fork_in_child() -> None:
+    for zone in list(_zones.values()):
+        zone.after_fork_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -47,7 +47,10 @@ class _BoundGuarded(_BoundFunctionWrapper):
     def __reduce__(self) -> Any:
         if isinstance(self.__wrapped__, types.MethodType):
             return getattr, (self.__wrapped__.__self__, self.__name__)
-        return str(self.__qualname__)
+        from pkgutil import resolve_name
+
+        # By reference, and not by name alone: each look through the class makes a new one of these.
+        return resolve_name, (f"{self.__module__}:{self.__qualname__}",)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__reduce__()

@@ -48,7 +48,11 @@ class Ticket:
 
 
 class Core(Generic[M]):
-    """State of one guard. Fields are read freely; they change only inside its methods, under ``lock``."""
+    """State of one guard. Fields are read freely; they change only inside its methods, under ``lock``.
+
+    Attributes:
+        floor: The least private memory that a release has left so far, in bytes.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -66,6 +70,7 @@ class Core(Generic[M]):
         self.retry_at = -math.inf
         self.model_bytes: int | None = None
         self.last_release: GenerationReleased | None = None
+        self.floor: int | None = None
         self.epoch = 0
         self._renew_locks()
 
@@ -311,6 +316,7 @@ class Core(Generic[M]):
         with self.lock:
             self.draining.discard(generation)
             self.last_release = event
+            self.floor = event.bytes_after if self.floor is None else min(self.floor, event.bytes_after)
 
     def close(self) -> Generation[M] | None:
         """Refuse everything from now on; returns the generation that served."""
@@ -335,7 +341,7 @@ class Core(Generic[M]):
         self.draining.clear()
         self.abandoned.clear()
         self.reloads = self.failures = 0
-        self.failure, self.retry_at, self.last_release = None, -math.inf, None
+        self.failure, self.retry_at, self.last_release, self.floor = None, -math.inf, None, None
         generation = self.serving
         if generation is not None:
             generation.leases = []

@@ -109,7 +109,7 @@ async def finish(lease: Lease[Any], start: Callable[[Any], Coroutine[Any, Any, A
 
 
 class _LeasedGenerator(_Proxy):
-    """A generator that :func:`drive` runs. If it is closed before it has begun, nothing runs that could end its lease."""
+    """A generator run by :func:`drive`. If it is closed before it has begun, none of that runs to end its lease."""
 
     def __init__(self, wrapped: Any, lease: Lease[Any]) -> None:
         super().__init__(wrapped)
@@ -146,7 +146,8 @@ class _LeasedIterator(_Proxy):
     def close(self) -> None:
         """Close what can be closed; servers call this on any iterator that they stop reading."""
         try:
-            getattr(self.__wrapped__, "close", _nothing)()
+            if hasattr(self.__wrapped__, "close"):
+                self._self_lease.step(self.__wrapped__.close)
         finally:
             self._self_lease.end(failed=False)
 
@@ -159,10 +160,6 @@ class _LeasedIterator(_Proxy):
             return self.__wrapped__.__exit__(*exc_info)
         finally:
             self._self_lease.end(failed=False)
-
-
-def _nothing() -> None:
-    """Close what needs no closing."""
 
 
 class _LeasedAsyncIterator(_Proxy):
@@ -181,3 +178,11 @@ class _LeasedAsyncIterator(_Proxy):
         except BaseException as error:
             self._self_lease.end(failed=isinstance(error, Exception) and not isinstance(error, StopAsyncIteration))
             raise
+
+    async def aclose(self) -> None:
+        """Close what can be closed."""
+        try:
+            if hasattr(self.__wrapped__, "aclose"):
+                await self._self_lease.astep(self.__wrapped__.aclose())
+        finally:
+            self._self_lease.end(failed=False)

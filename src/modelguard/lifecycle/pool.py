@@ -141,10 +141,17 @@ class ModelPool(Generic[K, M]):
             )
 
     def close(self) -> None:
-        """Refuse further leases, wait for those under way up to the drain timeout of 30 s, release every model."""
+        """Refuse further leases, wait for those under way up to the drain timeout of 30 s, release every model.
+
+        Raises:
+            WouldDeadlock: Called inside a lease of this pool, which it would wait for.
+        """
         with self._changed:
-            self._closed = True
             entries = list(self._models.values())
+            for entry in entries:
+                if entry.guard is not None:
+                    entry.guard._refuse_inside("close")
+            self._closed = True
             self._models.clear()
             self._changed.notify_all()
         for entry in entries:
@@ -265,7 +272,7 @@ class ModelPool(Generic[K, M]):
             with self._one_load:
                 self._close_evicted()  # their memory is needed now
                 entry.guard = self._failed.pop(key, None) or self._make(key)
-                entry.guard.load()
+                entry.guard._wait_ready(entry.guard._patience(None))
             fits = self._admit(key, entry)
         except BaseException as error:
             self._drop(key, entry, error if isinstance(error, Exception) else None)
@@ -284,11 +291,11 @@ class ModelPool(Generic[K, M]):
                 raise ModelTooLarge(key, model_bytes=size, max_memory=budget)
             if self._closed:
                 raise GuardClosed(self.name)
+            self._remove(key, entry)  # with the size that was estimated
             entry.size = size
             try:
                 self._models[key] = entry  # cachetools evicts what nobody uses until it fits
             except KeyError:
-                self._remove(key, entry)
                 self._models.evicted.append(entry)
                 return False
             entry.loading = False

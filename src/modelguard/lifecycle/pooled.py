@@ -28,12 +28,15 @@ class PoolLease(Generic[M]):
         self.take = take
         self.atake = atake
         self._lease: Lease[M] | None = None
+        self._entered = False
 
     def __enter__(self) -> M:
+        self._refuse_second_use()
         self._lease = self.take()
         return self._lease.enter_taken()
 
     async def __aenter__(self) -> M:
+        self._refuse_second_use()
         self._lease = await self.atake()
         return self._lease.enter_taken()
 
@@ -47,6 +50,11 @@ class PoolLease(Generic[M]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.__exit__(kind, error, trace)
+
+    def _refuse_second_use(self) -> None:
+        if self._entered:
+            raise RuntimeError("a lease of a pool serves once; call lease(key) for another")
+        self._entered = True
 
 
 class Keyed(Generic[M]):

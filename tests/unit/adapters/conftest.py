@@ -1,0 +1,34 @@
+"""A guarded spaCy pipeline for every test that asks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelguard import ModelGuard, guard, telemetry
+from modelguard.lifecycle.runtime import Runtime
+from modelguard.lifecycle.slot import Slot
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Iterator[Runtime]:
+    """Have guards reload only when told to, wait for no other process, and log nothing."""
+    telemetry.set_hooks([])
+    yield Runtime(kept=False, slot=Slot(lambda: tmp_path))
+    telemetry.set_hooks(None)
+
+
+@pytest.fixture(scope="session")
+def english() -> Any:
+    """Load one pipeline for all tests that do not look at what becomes of it."""
+    return pytest.importorskip("spacy").blank("en")
+
+
+@pytest.fixture
+def nlp(runtime: Runtime, english: Any) -> Iterator[ModelGuard[Any]]:
+    """Guard that pipeline. Not closed: the proof that it is gone would be long, and wrong."""
+    yield guard(lambda: english, reload_on=None, name="en", runtime=runtime)
+    assert not english.vocab.in_memory_zone, "a test has left its zone open"

@@ -1,0 +1,24 @@
+"""Every test of the lifecycle gets a world of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.unit.lifecycle.world import World
+
+from modelguard import telemetry
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A world whose events are recorded, and whose threads have ended when the test has."""
+    folder = tmp_path / "slot"
+    made = World(folder)
+    telemetry.set_hooks([made.events.append])
+    yield made
+    try:
+        made.end()
+    finally:
+        telemetry.set_hooks(None)

@@ -1,0 +1,202 @@
+"""The end of a guard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.unit.lifecycle.world import TIMEOUT, World, outcome, until
+
+from modelguard import Uses
+from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
+from modelguard.telemetry import GenerationAbandoned, GenerationReleased, LoadDiscarded
+
+
+def uses_of(guard: Any) -> list[Callable[[], object]]:
+    """Every way to use a guard."""
+
+    async def alease() -> None:
+        async with guard.lease():
+            pytest.fail("it let a call in")
+
+    @guard
+    async def coroutine(model: object) -> object:
+        return model
+
+    @guard
+    def generator(model: object) -> Any:
+        yield model
+
+    return [
+        guard.load,
+        lambda: asyncio.run(guard.aload()),
+        guard.reload,
+        lambda: guard.reload(wait=False),
+        lambda: asyncio.run(guard.areload()),
+        lambda: guard.lease().__enter__(),
+        lambda: asyncio.run(alease()),
+        guard(lambda model: model),
+        lambda: asyncio.run(coroutine()),
+        lambda: list(generator()),
+        guard.__enter__,
+        lambda: guard.recycle_in_children(print),
+    ]
+
+
+@pytest.mark.parametrize("use", range(12))
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "never loaded"])
+def test_every_use_after_close_is_refused(world: World, use: int, loaded: bool) -> None:  # noqa: FBT001
+    """After ``close()`` each way to use the guard raises ``GuardClosed`` with its name, and nothing is loaded."""
+    guard = world.guard()
+    if loaded:
+        guard.load()
+    call = uses_of(guard)[use]
+    guard.close()
+    with pytest.raises(GuardClosed, match="guard 'model' is closed; make a new one") as refusal:
+        call()
+    assert ("model", int(loaded)) == (refusal.value.guard, world.loader.calls)
+
+
+def test_closing_releases_the_model(world: World) -> None:
+    """``close()`` unloads the model, drops it and says what that gave back; then nothing serves."""
+    unloaded: list[int] = []
+    world.model_size = 50
+    guard = world.guard(unload=lambda model: unloaded.append(model.number))
+    guard.load()
+    guard.close()
+    status = guard.status()
+    assert ([1], 50) == (unloaded, world.last(GenerationReleased).freed)
+    assert ("closed", 0, 0, False) == (status.state, status.generation, status.in_flight, guard.ready)
+
+
+def test_closing_twice_does_nothing(world: World) -> None:
+    """A guard that is closed already stays closed, and its model is released once."""
+    guard = world.guard()
+    guard.load()
+    guard.close()
+    guard.close()
+    asyncio.run(guard.aclose())
+    assert 1 == len(world.seen(GenerationReleased))
+
+
+def test_closing_what_never_loaded_releases_nothing(world: World) -> None:
+    """A guard that was never used may be closed."""
+    world.guard().close()
+    assert [] == world.events
+
+
+def test_calls_under_way_are_waited_for(world: World) -> None:
+    """``close()`` returns when the last call has ended; until then the model is whole, for nested calls as well."""
+    guard = world.guard()
+    words = guard(lambda model, text: model.words(text))
+    with guard.lease() as model:
+        closing = world.spawn(guard.close)
+        until(lambda: guard.status().state == "closed")
+        assert (["a"], ["b"], 1) == (model.words("a"), words("b"), guard.status().in_flight)
+        assert not closing.done()
+    assert outcome(closing) is None
+    assert 1 == len(world.seen(GenerationReleased))
+
+
+def test_calls_are_not_waited_for_longer_than_the_drain_timeout(world: World) -> None:
+    """Calls that outlast ``drain_timeout`` keep their model; the guard is closed without waiting for them."""
+    guard = world.guard(drain_timeout=0)
+    with guard.lease() as model:
+        outcome(world.spawn(guard.close))
+        assert (1, []) == (world.last(GenerationAbandoned).in_flight, world.seen(GenerationReleased))
+        assert ["still", "here"] == model.words("still here")
+    world.join()
+    assert 1 == len(world.seen(GenerationReleased))
+
+
+def test_who_waits_for_a_model_is_told(world: World) -> None:
+    """Whoever waits when the guard is closed gets ``GuardClosed``; the model that comes too late is dropped."""
+    guard = world.guard()
+    world.loader.hold()
+    calls = [world.spawn(guard.load), world.spawn(lambda: asyncio.run(guard.aload()))]
+    until(lambda: len(guard._core.waiting) == 2)
+    guard.close()
+    assert [GuardClosed, GuardClosed] == [type(call.exception(TIMEOUT)) for call in calls]
+    world.loader.open.set()
+    world.join()
+    assert (["the guard was closed"], False) == ([event.why for event in world.seen(LoadDiscarded)], guard.ready)
+
+
+def test_a_reload_under_way_ends_without_a_model(world: World) -> None:
+    """Who waits for a reload is told as well, and neither the old nor the new model is left."""
+    world.model_size = 50
+    before = world.memory
+    guard = world.guard()
+    guard.load()
+    world.loader.hold()
+    reload = world.spawn(guard.reload)
+    world.loader.reached()
+    guard.close()
+    world.loader.open.set()
+    assert GuardClosed is type(reload.exception(TIMEOUT))
+    world.join()
+    assert (before, "closed") == (world.memory, guard.status().state)
+
+
+def test_a_reload_that_waits_for_its_turn_is_given_up(world: World) -> None:
+    """A reload that has not begun when the guard is closed loads nothing."""
+    guard = world.guard(reload_on=Uses(1))
+    with world.runtime.slot.held(sleep=world.tick, clock=lambda: world.now, cancelled=lambda: False):
+        object.__setattr__(world.runtime, "sleep", lambda _seconds: guard.close())
+        guard(lambda model: model.number)()
+        world.join()
+    assert (1, "closed") == (world.loader.calls, guard.status().state)
+
+
+def test_a_retry_is_given_up(world: World) -> None:
+    """A closed guard is asked no more, and retries no load."""
+    guard = world.guard()
+    world.loader.fails = True
+    with pytest.raises(LoadFailed):
+        guard.load()
+    guard.close()
+    world.tick(3600)
+    assert (False, 1) == (guard.check(), world.loader.calls)
+
+
+def test_closing_inside_a_call_is_refused(world: World) -> None:
+    """A call cannot close its own guard: that would wait for the call."""
+    guard = world.guard()
+    with guard.lease() as model:
+        with pytest.raises(WouldDeadlock, match=r"close\(\) inside a call on the same guard"):
+            guard.close()
+        assert ["fine"] == model.words("fine")
+    assert guard.ready
+
+
+class TestContextManager:
+    def test_loads_and_closes(self, world: World) -> None:
+        """``with guard:`` loads on entry, so a bad model is found before the service starts, and closes on exit."""
+        with world.guard() as guard:
+            assert "ready" == guard.status().state
+        assert "closed" == guard.status().state
+
+    def test_loads_and_closes_asynchronously(self, world: World) -> None:
+        """``async with guard:`` is the same for an application's lifespan."""
+
+        async def main() -> Any:
+            async with world.guard() as guard:
+                assert "ready" == guard.status().state
+            return guard
+
+        assert "closed" == asyncio.run(main()).status().state
+
+    def test_closes_when_the_block_fails(self, world: World) -> None:
+        """The model is released however the block ends."""
+        guard = world.guard()
+        with pytest.raises(ValueError, match="port in use"), guard:
+            raise ValueError("port in use")
+        assert "closed" == guard.status().state
+
+    def test_lets_a_failed_load_through(self, world: World) -> None:
+        """A service whose first load fails does not start."""
+        world.loader.fails = True
+        with pytest.raises(LoadFailed), world.guard():
+            pytest.fail("it began without a model")

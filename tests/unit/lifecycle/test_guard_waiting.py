@@ -1,0 +1,161 @@
+"""How long callers wait for a model, and what ends their wait."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.unit.lifecycle.world import TIMEOUT, World, outcome, until
+
+from modelguard import ModelGuard
+from modelguard.errors import InvalidOption, LoadFailed, Overloaded, Reloading, WouldDeadlock
+
+
+def number(guard: ModelGuard[Any]) -> int:
+    with guard.lease() as model:
+        return int(model.number)
+
+
+async def anumber(guard: ModelGuard[Any], timeout: float | None = None) -> int:
+    async with guard.lease(timeout) as model:
+        return int(model.number)
+
+
+def replacing(world: World, **options: Any) -> ModelGuard[Any]:
+    """A guard without a serving generation, whose second model is being loaded."""
+    guard = world.guard(swap="drain_first", **options)
+    guard.load()
+    world.loader.hold()
+    guard.reload(wait=False)
+    world.loader.reached()
+    return guard
+
+
+class TestTheFirstLoad:
+    def test_is_waited_for_as_long_as_it_takes(self, world: World) -> None:
+        """``wait_timeout`` is about replacements: the first model has no bound but the caller's own."""
+        guard = world.guard(wait_timeout=0)
+        world.loader.hold()
+        call = world.spawn(number, guard)
+        until(lambda: len(guard._core.waiting) == 1)
+        world.loader.open.set()
+        assert 1 == outcome(call)
+
+    @pytest.mark.parametrize("timeout", [0, "1ms"])
+    def test_is_not_waited_for_longer_than_the_caller_wants(self, world: World, timeout: Any) -> None:
+        """A caller's own ``timeout`` ends its wait with ``Reloading``; the load goes on for others."""
+        guard = world.guard()
+        world.loader.hold()
+        with pytest.raises(Reloading):
+            guard.load(timeout)
+        with pytest.raises(Reloading), guard.lease(timeout):
+            pass
+        with pytest.raises(Reloading):
+            asyncio.run(guard.aload(timeout))
+        assert 0 == len(guard._core.waiting)
+        world.loader.open.set()
+        world.join()
+        assert (1, 1) == (number(guard), world.loader.calls)
+
+
+class TestWhileAModelIsReplaced:
+    @pytest.mark.parametrize("wait_timeout", [0, "1ms"])
+    def test_calls_wait_up_to_their_deadline(self, world: World, wait_timeout: Any) -> None:
+        """Where no generation serves, calls wait up to ``wait_timeout`` and then get ``Reloading``."""
+        guard = replacing(world, wait_timeout=wait_timeout)
+        assert ("draining", False) == (guard.status().state, guard.ready)
+        for call in (lambda: number(guard), guard.load, lambda: asyncio.run(anumber(guard))):
+            with pytest.raises(Reloading, match="guard 'model' had no model to serve after") as late:
+                call()
+            assert isinstance(late.value, Overloaded)
+            assert isinstance(late.value, TimeoutError)
+            assert late.value.waited < TIMEOUT
+
+    def test_calls_that_waited_run_on_the_new_model(self, world: World) -> None:
+        """Threads and tasks that wait are served as soon as the new generation is."""
+        guard = replacing(world)
+        calls = [world.spawn(number, guard), world.spawn(asyncio.run, anumber(guard))]
+        until(lambda: len(guard._core.waiting) == 2)
+        world.loader.open.set()
+        assert [2, 2] == [outcome(call) for call in calls]
+
+    def test_a_decorated_function_waits_as_well(self, world: World) -> None:
+        """Calls of decorated functions follow the same deadline."""
+        guard = replacing(world, wait_timeout=0)
+        with pytest.raises(Reloading):
+            guard(lambda model: model.number)()
+
+    def test_a_lease_may_have_a_deadline_of_its_own(self, world: World) -> None:
+        """``lease(timeout)`` goes before ``wait_timeout``."""
+        guard = replacing(world, wait_timeout="1h")
+        with pytest.raises(Reloading), guard.lease(0):
+            pass
+        with pytest.raises(Reloading):
+            asyncio.run(anumber(guard, 0))
+
+
+class TestAWaiterThatGoesAway:
+    def test_a_cancelled_task_harms_nobody(self, world: World) -> None:
+        """Who is cancelled while waiting is forgotten; the load goes on for the others."""
+        guard = world.guard()
+        world.loader.hold()
+
+        async def main() -> tuple[int, int]:
+            stays, goes = asyncio.create_task(anumber(guard)), asyncio.create_task(anumber(guard))
+            await asyncio.to_thread(world.loader.reached)
+            assert 2 == len(guard._core.waiting)
+            goes.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await goes
+            left = len(guard._core.waiting)
+            world.loader.open.set()
+            return await stays, left
+
+        assert (1, 1) == asyncio.run(main())
+        assert (1, 0) == (world.loader.calls, guard.status().in_flight)
+
+    def test_a_loop_that_ended_harms_nobody(self, world: World) -> None:
+        """The event loop of a waiter may be gone by the time the model is there."""
+        guard = world.guard()
+        world.loader.hold()
+        with pytest.raises(Reloading):
+            asyncio.run(anumber(guard, 0))
+        waiter = world.spawn(number, guard)
+        until(lambda: len(guard._core.waiting) == 1)
+        world.loader.open.set()
+        assert 1 == outcome(waiter)
+
+
+@pytest.mark.parametrize("use", ["load", "__enter__"])
+def test_blocking_a_running_loop_is_refused(world: World, use: str) -> None:
+    """On a running event loop ``load()`` and ``with`` are refused, with what to write instead."""
+    guard = world.guard()
+
+    async def main() -> None:
+        getattr(guard, use)()
+
+    with pytest.raises(WouldDeadlock, match=r"await guard.aload\(\)") as refusal:
+        asyncio.run(main())
+    assert ("model", 0) == (refusal.value.guard, world.loader.calls)
+
+
+@pytest.mark.parametrize("timeout", [-1, "soon", float("nan"), True])
+def test_deadlines_that_cannot_be_meant_are_refused(world: World, timeout: Any) -> None:
+    """A deadline is a duration, and may be zero."""
+    guard = world.guard()
+    for use in (guard.lease, guard.load, lambda value: guard.reload(timeout=value)):
+        with pytest.raises(InvalidOption) as refusal:
+            use(timeout)
+        assert "timeout" == refusal.value.argument
+
+
+def test_a_failure_is_told_from_a_thread_as_from_a_task(world: World) -> None:
+    """Waiting threads and waiting tasks hear of the same failure."""
+    guard = world.guard()
+    world.loader.fails = True
+    world.loader.hold()
+    calls = [world.spawn(number, guard), world.spawn(asyncio.run, anumber(guard))]
+    until(lambda: len(guard._core.waiting) == 2)
+    world.loader.open.set()
+    assert [LoadFailed, LoadFailed] == [type(call.exception(TIMEOUT)) for call in calls]

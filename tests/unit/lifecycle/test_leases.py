@@ -1,0 +1,245 @@
+"""A lease is one use of the model: taken once, given back once, however its block ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from tests.unit.lifecycle.world import World, outcome
+
+from modelguard import ModelGuard
+from modelguard.lifecycle.leases import Lease
+
+INTERRUPTS = [ValueError, KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit]
+
+
+def counts(guard: ModelGuard[Any]) -> tuple[int, int]:
+    """In flight and uses."""
+    status = guard.status()
+    return status.in_flight, status.uses
+
+
+def errors(guard: ModelGuard[Any]) -> int:
+    assert guard._core.serving is not None
+    return guard._core.serving.errors
+
+
+class TestABlock:
+    def test_holds_the_model(self, world: World) -> None:
+        """``with guard.lease() as model:`` is in flight until the block ends, and then counts as one use."""
+        guard = world.guard()
+        with guard.lease() as model:
+            assert (1, (1, 0)) == (model.number, counts(guard))
+        assert (0, 1) == counts(guard)
+
+    def test_holds_the_model_asynchronously(self, world: World) -> None:
+        """``async with`` is the same without blocking the event loop."""
+        guard = world.guard()
+
+        async def main() -> tuple[int, int]:
+            async with guard.lease() as model:
+                assert (1, (1, 0)) == (model.number, counts(guard))
+            return counts(guard)
+
+        assert (0, 1) == asyncio.run(main())
+
+    @pytest.mark.parametrize("error", INTERRUPTS)
+    def test_gives_it_back_however_it_ends(self, world: World, error: type[BaseException]) -> None:
+        """A block that raises gives its lease back; only an ``Exception`` counts as the model's error."""
+        guard = world.guard()
+
+        async def asynchronously() -> None:
+            async with guard.lease():
+                raise error
+
+        with pytest.raises(error), guard.lease():
+            raise error
+        assert ((0, 1), issubclass(error, Exception)) == (counts(guard), errors(guard))
+        with pytest.raises(error):
+            asynchronously().send(None)
+        assert ((0, 2), 2 * issubclass(error, Exception)) == (counts(guard), errors(guard))
+
+    def test_that_goes_well_ends_a_row_of_errors(self, world: World) -> None:
+        """Errors count in a row."""
+        guard = world.guard()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="bad"), guard.lease():
+                raise ValueError("bad")
+        assert 2 == errors(guard)
+        with guard.lease():
+            pass
+        assert 0 == errors(guard)
+
+    def test_is_where_guarded_functions_run_on_its_generation(self, world: World) -> None:
+        """Guarded functions that are called inside the block run on its generation, whatever was loaded since."""
+        guard = world.guard()
+        number = guard(lambda model: model.number)
+        with guard.lease() as model:
+            outcome(world.spawn(guard.reload))
+            with guard.lease() as inner:
+                assert inner is model
+            assert (1, 2) == (number(), outcome(world.spawn(number)))
+        assert 2 == number()
+
+    def test_may_be_one_of_many(self, world: World) -> None:
+        """Leases overlap as they like; each ends for itself."""
+        guard = world.guard()
+        first, second = guard.lease(), guard.lease()
+        with ExitStack() as stack:
+            stack.enter_context(first)
+            stack.enter_context(second)
+            assert 2 == counts(guard)[0]
+        assert (0, 2) == counts(guard)
+
+
+def test_a_lease_serves_once(world: World) -> None:
+    """A lease that has been used is refused, with what to do instead, and the guard is unharmed."""
+    guard = world.guard()
+    lease = guard.lease()
+    with lease:
+        pass
+
+    async def again() -> None:
+        async with lease:
+            pytest.fail("it served twice")
+
+    for use in (lease.__enter__, lambda: asyncio.run(again())):
+        with pytest.raises(RuntimeError, match=r"serves once; call lease\(\) for another"):
+            use()
+    assert (0, 1) == counts(guard)
+
+
+def test_a_lease_inside_itself_is_refused(world: World) -> None:
+    """Entering a lease inside its own block is refused as well; the block goes on."""
+    guard = world.guard()
+    lease = guard.lease()
+    with lease as model:
+        with pytest.raises(RuntimeError, match="serves once"):
+            lease.__enter__()
+        assert ["fine"] == model.words("fine")
+    assert (0, 1) == counts(guard)
+
+
+class TestALeaseThatIsTaken:
+    def test_ends_once(self, world: World) -> None:
+        """Ending twice is ending once."""
+        guard = world.guard()
+        lease = Lease.take(guard)
+        lease.end(failed=False)
+        lease.end(failed=True)
+        assert ((0, 1), 0) == (counts(guard), errors(guard))
+
+    def test_ends_when_it_is_dropped(self, world: World) -> None:
+        """A lease that nobody holds any more is over."""
+        guard = world.guard()
+        lease = Lease.take(guard)
+        assert (1, 0) == counts(guard)
+        del lease
+        assert (0, 1) == counts(guard)
+
+    def test_ends_when_the_collector_finds_it_dropped(self, world: World) -> None:
+        """That holds where it was part of a cycle, too."""
+        guard = world.guard()
+        cycle: list[Any] = [Lease.take(guard)]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()
+        assert (0, 1) == counts(guard)
+
+    def test_that_never_began_has_nothing_to_end(self, world: World) -> None:
+        """A lease that was made and never entered takes nothing and gives nothing."""
+        guard = world.guard()
+        guard.load()
+        lease = guard.lease()
+        del lease
+        assert (0, 0) == counts(guard)
+
+    def test_steps_run_outside_once_it_has_ended(self, world: World) -> None:
+        """Work that goes on after its lease has ended runs without it."""
+        guard = world.guard()
+        lease = Lease.take(guard)
+        lease.end(failed=False)
+
+        async def work() -> int:
+            return 7
+
+        assert (7, 7) == (lease.step(lambda: 7), asyncio.run(lease.astep(work())))
+        assert (0, 1) == counts(guard)
+
+
+class TestContexts:
+    def test_a_lease_may_end_in_another_context_than_it_began_in(self, world: World) -> None:
+        """Dependency injectors enter and leave in different contexts: the lease ends all the same."""
+        guard = world.guard()
+        lease = guard.lease()
+        contextvars.copy_context().run(lease.__enter__)
+        assert (1, 0) == counts(guard)
+        lease.__exit__(None, None, None)
+        assert (0, 1) == counts(guard)
+
+    def test_a_lease_may_end_in_another_task(self, world: World) -> None:
+        """The same across tasks, as frameworks run startup and teardown of a dependency."""
+        guard = world.guard()
+
+        async def main() -> tuple[int, int]:
+            stack = AsyncExitStack()
+            await asyncio.create_task(stack.enter_async_context(guard.lease()))  # type: ignore[arg-type]
+            assert (1, 0) == counts(guard)
+            await asyncio.create_task(stack.aclose())
+            return counts(guard)
+
+        assert (0, 1) == asyncio.run(main())
+
+    def test_tasks_do_not_mix_up_their_generations(self, world: World) -> None:
+        """Each of many tasks on one loop runs on the generation that it began with."""
+        guard = world.guard()
+        number = guard(lambda model: model.number)
+
+        async def call(reloaded: asyncio.Event) -> list[int]:
+            async with guard.lease() as model:
+                await reloaded.wait()
+                return [model.number, number()]
+
+        async def main() -> list[list[int]]:
+            reloaded = asyncio.Event()
+            old = [asyncio.create_task(call(reloaded)) for _ in range(5)]
+            await guard.areload()
+            new = [asyncio.create_task(call(reloaded)) for _ in range(5)]
+            reloaded.set()
+            return [*await asyncio.gather(*old), *await asyncio.gather(*new)]
+
+        guard.load()
+        # Tasks begin before the reload is asked for, because the loop runs them in the order they were made.
+        assert [[1, 1]] * 5 + [[2, 2]] * 5 == asyncio.run(main())
+
+    def test_a_cancelled_block_gives_its_lease_back(self, world: World) -> None:
+        """A task that is cancelled inside ``async with`` gives its lease back at once."""
+        guard = world.guard()
+
+        @asynccontextmanager
+        async def endpoint(entered: asyncio.Event) -> AsyncIterator[None]:
+            async with guard.lease():
+                entered.set()
+                yield
+
+        async def request(entered: asyncio.Event) -> None:
+            async with endpoint(entered):
+                await asyncio.get_running_loop().create_future()
+
+        async def main() -> tuple[int, int]:
+            entered = asyncio.Event()
+            task = asyncio.create_task(request(entered))
+            await entered.wait()
+            assert (1, 0) == counts(guard)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return counts(guard)
+
+        assert (0, 1) == asyncio.run(main())
+        assert 0 == errors(guard)

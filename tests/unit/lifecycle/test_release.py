@@ -1,0 +1,274 @@
+"""A release is proved: what it gave back, whether the model is gone, and if not, who holds it."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import types
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from tests.unit.lifecycle.world import MB, Model, World
+
+from modelguard.lifecycle import release
+from modelguard.telemetry import GenerationReleased
+
+
+class Holder:
+    def __init__(self, model: object) -> None:
+        self.model = model
+
+
+class Slotted:
+    __slots__ = ("model",)
+
+    def __init__(self, model: object) -> None:
+        self.model = model
+
+
+def stuck(model: object) -> Iterator[object]:
+    yield
+    yield model
+
+
+class Pause:
+    def __await__(self) -> Iterator[None]:
+        yield
+
+
+async def astuck(model: object) -> object:
+    await Pause()
+    return model
+
+
+async def agstuck(model: object) -> AsyncIterator[object]:
+    yield
+    yield model
+
+
+def begun(call: Any) -> Any:
+    """Let a generator or coroutine come to its first stop."""
+    with suppress(StopIteration):  # so an asynchronous generator says that it has yielded
+        (call.asend(None) if hasattr(call, "asend") else call).send(None)
+    return call
+
+
+@pytest.fixture
+def collections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for each ``gc.collect()`` of a release; no others run meanwhile."""
+    seen: list[str] = []
+    collect = gc.collect
+
+    class Watched:
+        get_referrers = staticmethod(gc.get_referrers)
+
+        @staticmethod
+        def collect() -> int:
+            seen.append("collect")
+            return collect()
+
+    collect()
+    monkeypatch.setattr(release, "gc", Watched)
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed() -> Iterator[None]:
+    """Cycles die when a release asks for it, and not by chance."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def released(world: World, load: Callable[[], Any] | None = None, **options: Any) -> GenerationReleased:
+    """Load a model and let it go again."""
+    guard = world.guard(load, **options)
+    guard.load()
+    guard.close()
+    return world.last(GenerationReleased)
+
+
+def test_what_came_back_is_told(world: World) -> None:
+    """The event carries private memory before and after, and who trimmed."""
+    world.model_size = 300 * MB
+    event = released(world)
+    assert (400 * MB, 100 * MB, 300 * MB) == (event.bytes_before, event.bytes_after, event.freed)
+    assert (1, "fake", None) == (event.generation, event.trim, event.error)
+
+
+def test_the_steps_come_in_order(world: World, collections: list[str]) -> None:
+    """The unload hook sees the whole model, then it is dropped and collected, then the allocator is trimmed."""
+    steps: list[str] = []
+
+    class Cyclic(Model):
+        def __init__(self) -> None:
+            super().__init__(world, 1)
+            self.itself = self
+
+        def __del__(self) -> None:
+            steps.append("died")
+            super().__del__()
+
+    trim = world.trim
+    object.__setattr__(world.runtime, "trim", lambda: (steps.append(f"trimmed after {len(collections)}"), trim())[1])
+    guard = world.guard(Cyclic, unload=lambda model: steps.append(f"unload {model.number}"))
+    guard.load()
+    steps.clear()
+    guard.close()
+    assert ["unload 1", "died", "trimmed after 1"] == steps
+
+
+class TestCollection:
+    """A collection stalls an application of 1.5 million objects for 80 ms, so it is the last resort."""
+
+    def test_is_not_needed_for_a_model_that_dies_by_count(self, world: World, collections: list[str]) -> None:
+        """A model that dies with its last reference costs no collection."""
+        event = released(world)
+        assert (False, False, []) == (event.alive, event.collected, collections)
+
+    def test_breaks_cycles(self, world: World, collections: list[str]) -> None:
+        """A model that refers to itself is collected, and then it is gone."""
+
+        def load() -> Model:
+            model = Model(world, 1)
+            model.key = model
+            return model
+
+        event = released(world, load)
+        assert (False, True, ["collect"]) == (event.alive, event.collected, collections)
+
+    def test_follows_memory_that_a_cycle_inside_the_model_holds(self, world: World, collections: list[str]) -> None:
+        """If the model is gone and most of its memory is not, a cycle inside it holds that: it is collected."""
+        world.model_size = 200 * MB
+
+        class Shell:
+            def __init__(self) -> None:
+                inside = Model(world, 1)
+                inside.key = inside
+
+        event = released(world, Shell)
+        assert (False, True, 200 * MB) == (event.alive, event.collected, event.freed)
+        assert ["collect"] == collections
+
+    def test_is_done_for_what_cannot_be_watched(self, world: World) -> None:
+        """A dict or list cannot be watched: whether it is gone stays unknown."""
+        event = released(world, lambda: {"weights": [1, 2]})
+        assert (None, (), True) == (event.alive, event.holders, event.collected)
+
+
+class TestAModelThatLivesOn:
+    def holders(self, world: World, hold: Callable[[Any], Any]) -> tuple[str, ...]:
+        model = world.loader()
+        held = hold(model)
+        guard = world.guard([model].pop)
+        guard.load()
+        del model
+        guard.close()
+        event = world.last(GenerationReleased)
+        assert (True, True) == (event.alive, event.collected)
+        del held
+        return event.holders
+
+    def test_is_reported_with_its_holder(self, world: World) -> None:
+        """If the old model is still alive the event says so and names who holds it."""
+        assert (f"attribute 'model' of a {__name__}.Holder",) == self.holders(world, Holder)
+
+    @pytest.mark.parametrize(
+        ("hold", "who"),
+        [
+            (lambda model: [model, 1, 2], "a list of 3"),
+            (lambda model: (model,), "a tuple of 1"),
+            (lambda model: {model}, "a set of 1"),
+            (lambda model: {"nlp": model}, "key 'nlp' of a dict"),
+            (lambda model: model.words, "the bound method Model.words"),
+            (lambda model: lambda: model, "a closure's variable"),
+            (Slotted, "a Slotted"),
+        ],
+        ids=["list", "tuple", "set", "dict", "method", "closure", "slots"],
+    )
+    def test_names_its_holders_in_words(self, world: World, hold: Callable[[Any], Any], who: str) -> None:
+        """Each kind of holder is named so that somebody can find it."""
+        assert who in self.holders(world, hold)
+
+    def test_names_globals(self, world: World) -> None:
+        """A global variable is named with its module."""
+        module = types.ModuleType("service_globals")
+        sys.modules[module.__name__] = module
+        try:
+            found = self.holders(world, lambda model: setattr(module, "nlp", model))
+        finally:
+            del sys.modules[module.__name__]
+        assert ("the global 'nlp' of module service_globals",) == found
+
+    @pytest.mark.parametrize("kind", ["generator", "coroutine", "async generator"])
+    def test_names_suspended_calls(self, world: World, kind: str) -> None:
+        """A generator or coroutine that stands still with the model in a variable is named with its place."""
+        call: dict[str, Callable[[Any], Any]] = {"generator": stuck, "coroutine": astuck, "async generator": agstuck}
+        name = call[kind].__name__
+        (found,) = self.holders(world, lambda model: begun(call[kind](model)))
+        assert re.fullmatch(rf"a suspended call of {name} \({re.escape(__file__)}:\d+\)", found), found
+
+    def test_names_tracebacks(self, world: World) -> None:
+        """An error that somebody keeps holds the variables of the calls that it went through."""
+
+        def fail(model: object) -> None:
+            raise ValueError(type(model))
+
+        def hold(model: object) -> object:
+            try:
+                fail(model)
+            except ValueError as error:
+                return error.with_traceback(error.__traceback__.tb_next)  # type: ignore[union-attr]
+
+        found = "\n".join(self.holders(world, hold))
+        assert re.search(rf"a traceback, through an ended call of .*\.fail \({re.escape(__file__)}:\d+\)", found)
+
+    def test_names_five_at_most(self, world: World) -> None:
+        """The list is bounded, and names no holder twice."""
+        assert 5 == len(self.holders(world, lambda model: [[model] * n for n in range(1, 9)]))
+        assert ("a list of 1",) == self.holders(world, lambda model: [[model] for _ in range(8)])
+
+    def test_has_no_holders_when_it_dies_meanwhile(self, world: World) -> None:
+        """A model that dies while it is looked for has none."""
+        model = world.loader()
+        watch = release._watch(model)
+        del model
+        assert watch is not None
+        assert () == release.holders(watch)
+
+
+class TestUnload:
+    def test_may_be_async(self, world: World) -> None:
+        """``unload`` may be a coroutine function."""
+        unloaded: list[int] = []
+
+        async def unload(model: Any) -> None:
+            unloaded.append(model.number)
+
+        assert (None, [1]) == (released(world, unload=unload).error, unloaded)
+
+    @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+    def test_that_raises_is_reported(self, world: World, error: type[BaseException]) -> None:
+        """The release goes on whatever ``unload`` does, the event tells, and the model is gone."""
+
+        def unload(_model: object) -> None:
+            raise error("stuck")
+
+        event = released(world, unload=unload)
+        assert (f"{error.__name__}: stuck", False) == (event.error, event.alive)
+
+    def test_runs_once_for_each_model(self, world: World) -> None:
+        """Over many reloads each model is unloaded once, and none is left."""
+        unloaded: list[int] = []
+        world.model_size = 10 * MB
+        guard = world.guard(unload=lambda model: unloaded.append(model.number))
+        guard.load()
+        for _ in range(20):
+            guard.reload()
+        world.join()
+        guard.close()
+        assert (list(range(1, 22)), 100 * MB) == (unloaded, world.memory)
+        assert {False} == {event.alive for event in world.seen(GenerationReleased)}

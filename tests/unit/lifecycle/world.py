@@ -1,0 +1,189 @@
+"""A world for guards in which time, memory, files and chance are what a test says they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from modelguard import ModelGuard, ModelPool, guard, pool, telemetry
+from modelguard.lifecycle.files import Fingerprint
+from modelguard.lifecycle.runtime import Runtime
+from modelguard.lifecycle.slot import Slot
+
+T = TypeVar("T")
+E = TypeVar("E", bound=telemetry.Event)
+
+MB = 10**6
+
+#: Bounds every wait for another thread. A test that comes near it has failed.
+TIMEOUT = 60.0
+
+
+class Model:
+    """A model that takes memory of its world while it lives, and knows whether it was unloaded."""
+
+    def __init__(self, world: World, number: int, key: object = None) -> None:
+        self.number = number
+        self.key = key
+        self.unloaded = False
+        self._world = world
+        self._size = world.model_size
+        world.memory += self._size
+
+    def __del__(self) -> None:
+        self._world.memory -= self._size
+
+    def unload(self) -> None:
+        self.unloaded = True
+
+    def words(self, text: str) -> list[str]:
+        assert not self.unloaded, "a call saw an unloaded model"
+        return text.split()
+
+
+class Loader:
+    """Makes models with rising numbers; can be held up half way, and told to fail."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.calls = 0
+        self.fails = False
+        self.running = threading.Event()  # set by each call
+        self.open = threading.Event()  # lets calls go on
+        self.open.set()
+        world.loaders.append(self)
+
+    def __call__(self) -> Model:
+        return self.load(None)
+
+    def load(self, key: object) -> Model:
+        """Make the model of a key, for pools."""
+        self.calls += 1
+        number = self.calls
+        self.running.set()
+        assert self.open.wait(TIMEOUT)
+        if self.fails:
+            raise OSError("no weights")
+        return Model(self._world, number, key)
+
+    def hold(self) -> None:
+        """Have calls from now on wait until ``open`` is set."""
+        self.running.clear()
+        self.open.clear()
+
+    def reached(self) -> None:
+        """Wait until a call is under way."""
+        assert self.running.wait(TIMEOUT)
+
+
+class World:
+    """Hands out guards and pools that live in it, records their events, and looks after their threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 1000.0
+        self.memory = 100 * MB
+        self.model_size = 0
+        self.headroom: int | None = None
+        self.limit: int | None = None
+        self.draw = 0.0
+        self.trims = 0
+        self.files: dict[Path, Fingerprint | None] = {}
+        self.inline = False  # run background work at once, in the thread that asks for it
+        self.events: list[telemetry.Event] = []
+        self.loaders: list[Loader] = []
+        self.loader = Loader(self)
+        self.threads: list[threading.Thread] = []
+        self.runtime = Runtime(
+            clock=lambda: self.now,
+            sleep=self.tick,
+            private=lambda: self.memory,
+            headroom=lambda: self.headroom,
+            limit=lambda: self.limit,
+            trim=self.trim,
+            fingerprint=self.files.get,
+            random=lambda: self.draw,
+            start_thread=self.start,
+            slot=Slot(lambda: folder),
+            kept=False,
+        )
+
+    def guard(self, load: Callable[[], Any] | None = None, **options: Any) -> ModelGuard[Any]:
+        """Make a guard of this world. By default it loads numbered models and reloads only when told to."""
+        options = {"reload_on": None, "name": "model", "runtime": self.runtime, **options}
+        return guard(self.loader if load is None else load, **options)
+
+    def pool(self, load: Callable[[Any], Any] | None = None, **options: Any) -> ModelPool[Any, Any]:
+        """Make a pool of this world, with room for ten models of 10 MB."""
+        options = {"max_memory": 100 * MB, "name": "pool", "runtime": self.runtime, **options}
+        return pool(self.loader.load if load is None else load, **options)
+
+    def tick(self, seconds: float) -> None:
+        """Let time pass. Sleeping is the same thing here."""
+        self.now += seconds
+
+    def trim(self) -> str:
+        self.trims += 1
+        return "fake"
+
+    def seen(self, kind: type[E]) -> list[E]:
+        """All events of one kind so far."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def last(self, kind: type[E]) -> E:
+        """The latest event of one kind."""
+        return self.seen(kind)[-1]
+
+    # Threads
+
+    def start(self, work: Callable[[], None], name: str) -> None:
+        if self.inline:
+            work()
+            return
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def spawn(self, work: Callable[..., T], *args: Any) -> Future[T]:
+        """Call ``work`` in a thread; ask for its outcome with :func:`outcome`."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work(*args))
+            except BaseException as error:  # noqa: BLE001 - it is raised where the outcome is asked for
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="test", daemon=True)
+        self.threads.append(thread)
+        thread.start()
+        return future
+
+    def end(self) -> None:
+        """Let go of everything that was held up, and wait for it."""
+        for loader in self.loaders:
+            loader.open.set()
+        self.join()
+
+    def join(self) -> None:
+        """Wait until all background work is done."""
+        while self.threads:
+            thread = self.threads.pop()
+            thread.join(TIMEOUT)
+            assert not thread.is_alive(), f"{thread.name} did not end"
+
+
+def outcome(future: Future[T]) -> T:
+    """What a spawned call returned or raised."""
+    return future.result(TIMEOUT)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to do."""
+    deadline, pause = time.monotonic() + TIMEOUT, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "it never came about"
+        pause.wait(0.001)
