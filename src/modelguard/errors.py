@@ -48,7 +48,8 @@ __all__ = [
 
 
 def _rebuild(cls: type[ModelGuardError], args: tuple[Any, ...], fields: dict[str, Any]) -> ModelGuardError:
-    error = cls.__new__(cls, *args)
+    # Leaves that are a TimeoutError too have OSError's layout, and only its constructor makes that.
+    error = (OSError if issubclass(cls, OSError) else Exception).__new__(cls, *args)
     error.args = args
     error.__dict__.update(fields)
     return error

@@ -192,7 +192,7 @@ def test_a_shared_model_is_recycled_instead_of_reloaded(events: list[Event]) -> 
 
 
 def test_multiprocessing_children_use_the_parents_model() -> None:
-    """multiprocessing's fork context carries a guard over like any other fork."""
+    """Multiprocessing's fork context carries a guard over like any other fork."""
     guarded = guard(Model, reload_on=None)
     who = guarded(lambda model: model.pid)
     who()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import threading
 import traceback
@@ -174,6 +175,24 @@ def test_a_fork_inside_a_zone(zone: Zoned[Any]) -> None:
         os._exit(0 if closed else 2)
     assert 0 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert not nlp.vocab.in_memory_zone
+    assert ["a", "b"] == words(zone, "a b")
+
+
+def test_a_block_that_the_forking_code_is_not_inside_of(zone: Zoned[Any]) -> None:
+    """The child has closed its zone already, so its end there takes nothing from those who are inside by then."""
+    with zone._guard.lease() as nlp:
+        stay = Stay(nlp, timeout=TIMEOUT, guard="en")
+    contextvars.copy_context().run(stay.__enter__)
+
+    def in_child() -> None:
+        assert not nlp.vocab.in_memory_zone
+        with zone.lease():
+            stay.__exit__(None, None, None)
+            assert nlp.vocab.in_memory_zone
+        assert not nlp.vocab.in_memory_zone
+
+    assert child_succeeds(in_child)
+    stay.__exit__(None, None, None)
     assert ["a", "b"] == words(zone, "a b")
 
 

@@ -151,7 +151,6 @@ class Stay:
         self._language = language
         self._timeout = timeout
         self._guard = guard
-        self._token: Token[Stay | None] | None = None
         self._pool: Any = None
 
     def __enter__(self) -> None:
@@ -204,13 +203,12 @@ class Stay:
         self.outer = _current.get()
         self.epoch = self.zone.epoch
         self.inside = True
-        self._token = _current.set(self)
+        self._token: Token[Stay | None] = _current.set(self)
 
     def _end(self) -> None:
-        token, self._token, self.inside = self._token, None, False
-        if token is not None:
-            with suppress(ValueError):  # ended in another context than it began in, as dependency injectors do
-                _current.reset(token)
+        self.inside = False
+        with suppress(ValueError):  # ended in another context than it began in, as dependency injectors do
+            _current.reset(self._token)
         if self.epoch == self.zone.epoch:
             self.zone.leave()
 

@@ -6,7 +6,7 @@ import inspect
 import types
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import wrapt
 
@@ -64,8 +64,9 @@ class Guarded(_FunctionWrapper):
     def __init__(self, wrapped: Any, wrapper: Wrapper, guard: ModelGuard[Any] | None) -> None:
         super().__init__(wrapped, wrapper)
         self._self_guard = guard
-        method = _receivers(wrapped) and not isinstance(wrapped, classmethod)
-        self._self_call = partial(_unbound, wrapper, wrapped) if method else partial(wrapper, wrapped, None)
+        function = cast("Any", wrapped)
+        method = _receivers(function) and not isinstance(function, classmethod)
+        self._self_call = partial(_unbound, wrapper, function) if method else partial(wrapper, function, None)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function with the model.
@@ -150,8 +151,8 @@ def _unbound(wrapper: Wrapper, wrapped: Any, args: tuple[Any, ...], kwargs: dict
 
     A ``classmethod`` around it calls it like this since Python 3.13.
     """
-    if not args:
-        return wrapped(**kwargs)  # a TypeError, in Python's own words
+    if not args:  # no method after all: what is named self is the model, as in guard(Model.predict)
+        return wrapper(wrapped, None, args, kwargs)
     return wrapper(types.MethodType(wrapped, args[0]), args[0], args[1:], kwargs)
 
 
@@ -162,19 +163,20 @@ def _function(guard: ModelGuard[Any]) -> Wrapper:
     core = guard._core
     held = core.held
 
-    # The hot path: nothing is made here but the context's token. All other kinds of functions use Lease.
+    # The hot path: nothing is made here but the context's mark and token. All other kinds of functions use Lease.
     def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         generation = core.serving
-        if generation is None or held.get() is not None:
+        if generation is None or held.get():
             generation = guard._enter()
-            token = held.set(core.mark(generation))
+            mark = core.mark(generation)
         else:
+            mark = [generation, 1]
             generation.leases.append(None)
             if generation.retired:  # in this very moment
-                generation = guard._enter_instead(generation)
-            token = held.set(generation)
-        failed = False
+                generation = mark[0] = guard._enter_instead(generation)
+        token, failed = None, False
         try:
+            token = held.set(mark)
             result = wrapped(generation.model, *args, **kwargs)
             if (kind := type(result)) in _EAGER or not lazy.is_lazy(kind):
                 return result
@@ -184,8 +186,11 @@ def _function(guard: ModelGuard[Any]) -> Wrapper:
             failed = True
             raise
         finally:
-            held.reset(token)
-            if core.leave(generation, failed):
+            mark.clear()
+            needs_a_look = core.leave(generation, failed)
+            if token is not None:
+                held.reset(token)
+            if needs_a_look:
                 guard._look(generation)
 
     return call

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
-from modelguard.lifecycle.generation import Generation, Nested
+from modelguard.errors import GuardClosed, LoadFailed
+from modelguard.lifecycle.generation import Generation, Mark
 
 if TYPE_CHECKING:
+    from modelguard.lifecycle.leases import Lease
     from modelguard.telemetry import GenerationReleased
 
 M = TypeVar("M")
@@ -33,10 +35,10 @@ class Ticket:
         after_call: It was requested at the end of a call, where a pause among the calls may begin.
         replaces: A generation serves that it has yet to replace.
         covers: The last request that its load answers; later ones make that load stale. None before the load begins.
-        thread: Identity of the thread that runs the loader, to tell a loader that calls its own guard.
+        threads: Identities of the threads that do its work, to tell a load that waits for itself.
     """
 
-    __slots__ = ("after_call", "covers", "reasons", "replaces", "thread", "urgent")
+    __slots__ = ("after_call", "covers", "reasons", "replaces", "threads", "urgent")
 
     def __init__(self, reasons: tuple[str, ...], *, urgent: bool, replaces: bool, after_call: bool = False) -> None:
         self.reasons = reasons
@@ -44,7 +46,7 @@ class Ticket:
         self.after_call = after_call
         self.replaces = replaces
         self.covers: int | None = None
-        self.thread: int | None = None
+        self.threads: set[int] = set()
 
 
 class Core(Generic[M]):
@@ -52,11 +54,12 @@ class Core(Generic[M]):
 
     Attributes:
         floor: The least private memory that a release has left so far, in bytes.
+        begun: Leases that are held by an object rather than by a running call; for the sake of forks.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.held: ContextVar[Generation[M] | Nested | None] = ContextVar(f"modelguard {name}", default=None)
+        self.held: ContextVar[Mark | None] = ContextVar(f"modelguard {name}", default=None)
         self.serving: Generation[M] | None = None
         self.ticket: Ticket | None = None
         self.draining: set[Generation[M]] = set()
@@ -72,6 +75,7 @@ class Core(Generic[M]):
         self.last_release: GenerationReleased | None = None
         self.floor: int | None = None
         self.epoch = 0
+        self.begun: weakref.WeakSet[Lease[M]] = weakref.WeakSet()
         self._renew_locks()
 
     def _renew_locks(self) -> None:
@@ -87,23 +91,22 @@ class Core(Generic[M]):
 
         Decorated functions spell out the common case of this for themselves.
         """
-        held = self.held.get()
-        outer = held.generation if isinstance(held, Nested) else held
+        outer = self.inside()
         with self.lock:
-            # A context may outlive its call (a task started inside it), hence the look at `dropped`.
             generation = self.serving if outer is None or outer.dropped else outer
             if generation is not None:
                 generation.leases.append(None)
             return generation
 
-    def mark(self, generation: Generation[M]) -> Generation[M] | Nested:
+    def inside(self) -> Generation[M] | None:
+        """The generation of the call that encloses this one, if any."""
+        outer = tuple(self.held.get() or ())  # at once: another thread may be emptying it
+        return outer[0] if outer else None
+
+    def mark(self, generation: Generation[M]) -> Mark:
         """What the context is to hold while a call runs on ``generation``."""
-        held = self.held.get()
-        if held is None:
-            return generation
-        depth = held.depth if isinstance(held, Nested) else 1
-        outer = held.generation if isinstance(held, Nested) else held
-        return Nested(generation, depth + 1) if outer is generation else generation
+        outer = tuple(self.held.get() or ())
+        return [generation, outer[1] + 1 if outer and outer[0] is generation else 1]
 
     @staticmethod
     def leave(generation: Generation[M], failed: bool) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
@@ -129,20 +132,9 @@ class Core(Generic[M]):
     # Waiting for a generation
 
     def wait(self) -> Future[Outcome]:
-        """Join those who wait for any generation to be installed. The caller has found that none serves.
-
-        Raises:
-            GuardClosed: The guard is closed.
-            WouldDeadlock: The caller is the loader itself.
-        """
+        """Join those who wait for any generation to be installed. The caller has found that none serves."""
         with self.lock:
             self.refuse_if_closed()
-            if self.ticket is not None and self.ticket.thread == threading.get_ident():
-                raise WouldDeadlock(
-                    self.name,
-                    why="its loader calls a function that waits for the model being loaded",
-                    fix="Use the model itself inside the loader, or move the call to warmup: it runs on the new model.",
-                )
             return self._waiter(0)
 
     def waiter_for(self, request: int) -> Future[Outcome]:
@@ -301,20 +293,24 @@ class Core(Generic[M]):
         Those that remain abandon it: :meth:`ended` tells when the last of them has ended.
         """
         with self.lock:
-            generation.dropped = self.drained.wait_for(lambda: not generation.leases, timeout)
-            if not generation.dropped:
-                self.abandoned.add(generation)
-            return len(generation.leases)
+            # Decided once: a caller that came in the moment of the retirement may have its lease for an instant yet.
+            if self.drained.wait_for(lambda: not generation.leases, timeout):
+                generation.dropped = True
+                return 0
+            self.abandoned.add(generation)
+            return max(1, len(generation.leases))
 
     def take(self, generation: Generation[M]) -> M:
         """Give up a drained generation's model for its release."""
         with self.lock:
             return generation.drop()
 
-    def released(self, generation: Generation[M], event: GenerationReleased) -> None:
-        """Note what the release of a drained generation gave back."""
+    def released(self, generation: Generation[M], event: GenerationReleased | None) -> None:
+        """Note what the release of a drained generation gave back, if that could be told."""
         with self.lock:
             self.draining.discard(generation)
+            if event is None:
+                return
             self.last_release = event
             self.floor = event.bytes_after if self.floor is None else min(self.floor, event.bytes_after)
 
@@ -333,8 +329,10 @@ class Core(Generic[M]):
     def after_fork_in_child(self, jitter: float) -> None:
         """Keep the ready generation; threads, locks, counters and jitter are the child's own.
 
-        Only the forking thread lives on, so the only leases left are those of the calls that it is inside of.
+        Only the forking thread lives on, so the only leases left are those of the calls that it is inside of, and of
+        the generators and the like that it has begun.
         """
+        begun = [lease for lease in self.begun if lease.carry_over()]
         self._renew_locks()
         self.epoch += 1
         self.ticket = None
@@ -347,8 +345,8 @@ class Core(Generic[M]):
             generation.leases = []
             generation.uses = generation.errors = 0
             generation.jitter = jitter
-        held = self.held.get()
-        if isinstance(held, Nested):
-            held.generation.leases = [None] * held.depth
-        elif held is not None:
-            held.leases = [None]
+        inside = self.held.get()
+        if inside:
+            inside[0].leases = [None] * inside[1]
+        for lease in begun:
+            lease.join_child()

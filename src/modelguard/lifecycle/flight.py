@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import GeneratorType
 from typing import Generic, TypeVar
 
 from modelguard import _units
@@ -58,6 +59,7 @@ class Flight(Generic[M]):
     def run(self) -> Ticket | None:
         """Do it all; returns the ticket of a follow-up, if more requests came in meanwhile."""
         installed = False
+        self._ticket.threads.add(threading.get_ident())
         try:
             installed = self._replace() if self._ticket.replaces else self._load("first", slot="none")
         except BaseException as error:  # noqa: BLE001 - a fault of ours must not leave callers waiting for ever
@@ -175,13 +177,21 @@ class Flight(Generic[M]):
         return None
 
     def _make_now(self) -> _Load[M]:
-        self._ticket.thread = threading.get_ident()
+        self._ticket.threads.add(threading.get_ident())
+        try:
+            return self._load_and_prove()
+        finally:  # the next thread may be given the same identity
+            self._ticket.threads.discard(threading.get_ident())
+
+    def _load_and_prove(self) -> _Load[M]:
         before, started = self._runtime.private(), self._runtime.clock()
         beside = loading.beside_calls() if self._ticket.replaces else nullcontext()
         with loading.StallMeter() as meter, beside:
             model: M = loading.finished(self._settings.load())
             if model is None:
                 raise _Refused("the loader returned None; let it return the model")
+            if isinstance(model, GeneratorType):
+                raise _Refused("the loader is a generator function; let it return the model instead of yielding it")
             generation = Generation(
                 self._core.generations + 1, model, born=self._runtime.clock(), jitter=self._runtime.random()
             )
@@ -200,22 +210,25 @@ class Flight(Generic[M]):
 
     def _prove(self, generation: Generation[M]) -> None:
         """Validate and warm up. Guarded functions that these call run on the new generation."""
-        token = self._core.held.set(generation)
+        mark = self._core.mark(generation)
+        token = self._core.held.set(mark)
         try:
             if self._settings.validate is not None:
                 self._validate(self._settings.validate, generation)
             if self._settings.warmup is not None:
                 loading.finished(self._settings.warmup(generation.model))
         finally:
+            mark.clear()
             self._core.held.reset(token)
 
     @staticmethod
     def _validate(validate: Callable[[M], object], generation: Generation[M]) -> None:
         try:
             verdict = loading.finished(validate(generation.model))
+            refused = verdict is not None and not verdict
         except Exception as error:
             raise _Refused(f"validate raised {type(error).__name__}: {error}") from error
-        if verdict is not None and not verdict:
+        if refused:
             raise _Refused(f"validate returned {verdict!r}")
 
     # When it goes wrong

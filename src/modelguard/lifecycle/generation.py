@@ -62,11 +62,6 @@ class Generation(Generic[M]):
         return f"<generation {self.number}, {len(self.leases)} in flight>"
 
 
-class Nested:
-    """What a context holds while calls are nested: the generation, and how deep."""
-
-    __slots__ = ("depth", "generation")
-
-    def __init__(self, generation: Generation[Any], depth: int) -> None:
-        self.generation = generation
-        self.depth = depth
+#: What a context holds while a call runs: its generation, and how deep calls on it are nested. The call's end empties
+#: the list, so that a context that outlives its call (a task started inside it) can tell.
+Mark = list[Any]

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, LoadFailed, Reloading, WouldDeadlock
-from modelguard.lifecycle import forking, keeper
+from modelguard.lifecycle import circles, forking, keeper
 from modelguard.lifecycle.calls import decorate
 from modelguard.lifecycle.core import Core, Outcome, Ticket
 from modelguard.lifecycle.flight import Flight
-from modelguard.lifecycle.generation import Generation, Nested
+from modelguard.lifecycle.generation import Generation
 from modelguard.lifecycle.judge import Judge
 from modelguard.lifecycle.leases import Lease
 from modelguard.lifecycle.release import bury, see_off
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.lifecycle.settings import Settings
 from modelguard.lifecycle.status import State, Status
+from modelguard.telemetry.hooks import logger
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -52,6 +52,9 @@ class ModelGuard(Generic[M]):
     def name(self) -> str:
         """The guard's name, as events and errors give it."""
         return self._settings.name
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"guard {self.name!r} cannot be pickled: import the module that makes it, in each process")
 
     def __repr__(self) -> str:
         return f"<ModelGuard {self.name!r} {self._state()}>"
@@ -104,7 +107,7 @@ class ModelGuard(Generic[M]):
             GuardClosed: The guard is closed.
             WouldDeadlock: Called on a running event loop (use :meth:`aload`) or by the loader itself.
         """
-        self._refuse_on_loop("load", "aload")
+        circles.refuse_on_loop(self.name, "load", "aload")
         self._core.refuse_if_closed()
         self._wait_ready(self._patience(timeout))
 
@@ -127,8 +130,10 @@ class ModelGuard(Generic[M]):
             WouldDeadlock: ``wait`` was asked for inside a call on this guard, or on a running event loop.
         """
         if wait:
-            self._refuse_on_loop("reload", "areload")
+            circles.refuse_on_loop(self.name, "reload", "areload")
             self._refuse_inside("reload")
+            with circles.waiting_for(self._core):
+                pass  # refuses a loader that asks for its own reload before the request makes its load stale
         future = self._request_reload()
         if wait:
             self._settle(future, _Patience(timeout))
@@ -152,8 +157,10 @@ class ModelGuard(Generic[M]):
         Closing twice does nothing. Afterwards every use raises ``GuardClosed``.
 
         Raises:
-            WouldDeadlock: Called inside a call on this guard, which it would wait for.
+            WouldDeadlock: Called inside a call on this guard, which it would wait for, or on a running event loop
+                (use :meth:`aclose`).
         """
+        circles.refuse_on_loop(self.name, "close", "aclose")
         self._refuse_inside("close")
         keeper.KEEPER.forget(self)
         old = self._core.close()
@@ -255,7 +262,7 @@ class ModelGuard(Generic[M]):
         """Release an abandoned generation after its last call, which is not to wait for that."""
 
         def work() -> None:
-            bury(self._core, generation, settings=self._settings, runtime=self._runtime, drain_seconds=math.inf)
+            bury(self._core, generation, settings=self._settings, runtime=self._runtime, drain_seconds=None)
 
         try:
             self._runtime.start_thread(work, f"modelguard-release-{self.name}")
@@ -277,7 +284,8 @@ class ModelGuard(Generic[M]):
     def _settle(self, future: Future[Outcome], patience: _Patience) -> None:
         """Wait, and raise what the wait ended in if it did not end in a generation."""
         try:
-            outcome = future.result(patience.left())
+            with circles.waiting_for(self._core):
+                outcome = future.result(patience.left())
         except TimeoutError:
             raise Reloading(self.name, waited=patience.waited()) from None
         finally:
@@ -286,7 +294,8 @@ class ModelGuard(Generic[M]):
 
     async def _asettle(self, future: Future[Outcome], patience: _Patience) -> None:
         try:
-            outcome = await asyncio.wait_for(asyncio.wrap_future(future), patience.left())
+            with circles.waiting_for(self._core):
+                outcome = await asyncio.wait_for(asyncio.wrap_future(future), patience.left())
         except TimeoutError:
             raise Reloading(self.name, waited=patience.waited()) from None
         finally:
@@ -336,7 +345,10 @@ class ModelGuard(Generic[M]):
     def _fly(self, ticket: Ticket | None) -> None:
         while ticket is not None:
             ticket = self._flight(ticket).run()
-            self._judge.verdict_after_load()
+            try:
+                self._judge.verdict_after_load()
+            except Exception:  # noqa: BLE001 - a fault here must not lose the next ticket, for which others wait
+                logger.exception("modelguard could not ask the policies of %r", self)
 
     def _flight(self, ticket: Ticket) -> Flight[M]:
         return Flight(self._core, self._settings, self._runtime, self._judge.watch, ticket)
@@ -344,25 +356,13 @@ class ModelGuard(Generic[M]):
     # Refusals
 
     def _refuse_inside(self, action: str) -> None:
-        held = self._core.held.get()
-        generation = held.generation if isinstance(held, Nested) else held
-        if generation is not None and not generation.dropped and generation.leases:
+        generation = self._core.inside()
+        if generation is not None and not generation.dropped:
             raise WouldDeadlock(
                 self.name,
                 why=f"{action}() inside a call on the same guard would wait for that call to end",
                 fix="Call it outside, or use reload(wait=False).",
             )
-
-    def _refuse_on_loop(self, action: str, instead: str) -> None:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        raise WouldDeadlock(
-            self.name,
-            why=f"{action}() would block the running event loop",
-            fix=f"Write: await guard.{instead}().",
-        )
 
     def _state(self) -> State:
         core = self._core

@@ -86,7 +86,7 @@ class Judge(Generic[M]):
         if generation is None:
             self.pace = math.inf
             return None
-        snapshot = self.watch.snapshot(generation, settled=not core.draining, sample=sample)
+        snapshot = self.watch.snapshot(generation, settled=core.draining <= core.abandoned, sample=sample)
         reasons = self._ask(snapshot)
         self._set_alarm(generation, snapshot)
         if not reasons:

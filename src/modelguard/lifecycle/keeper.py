@@ -72,7 +72,7 @@ class Keeper:
         for guard in guards:
             try:
                 guard.check()
-            except Exception:  # noqa: BLE001 - one guard's trouble must not keep the others from being asked
+            except BaseException:  # noqa: BLE001 - one guard's trouble must not keep the others from being asked
                 logger.exception("modelguard could not ask the policies of %r", guard)
         return min((guard.pace() for guard in guards), default=_LONGEST)
 

@@ -18,7 +18,9 @@ else:
 
 def is_lazy(kind: type) -> bool:
     """Whether a result of this type does its work later."""
-    return hasattr(kind, "__next__") or hasattr(kind, "__anext__") or kind is types.CoroutineType
+    if hasattr(kind, "__next__") or hasattr(kind, "__anext__"):
+        return True
+    return kind is types.CoroutineType or hasattr(kind, "add_done_callback")
 
 
 def keep(lease: Lease[Any], result: Any) -> Any:
@@ -29,6 +31,9 @@ def keep(lease: Lease[Any], result: Any) -> Any:
         return adrive(lambda: _ready(lease), lambda _: result)
     if isinstance(result, types.CoroutineType):
         return finish(lease, lambda _: result)
+    if hasattr(result, "add_done_callback"):  # a future or task: as it is, and watched
+        result.add_done_callback(lambda _: lease.end(failed=False))
+        return result
     return (_LeasedIterator if hasattr(type(result), "__next__") else _LeasedAsyncIterator)(result, lease)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import Token
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from modelguard.lifecycle.generation import Generation, Nested
+from modelguard.lifecycle.generation import Generation, Mark
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -25,13 +26,24 @@ class Lease(Generic[M]):
     block run on the same generation.
     """
 
-    __slots__ = ("_entered", "_epoch", "_generation", "_guard", "_timeout", "_token")
+    __slots__ = (
+        "__weakref__",
+        "_entered",
+        "_epoch",
+        "_generation",
+        "_guard",
+        "_mark",
+        "_thread",
+        "_timeout",
+        "_token",
+    )
 
     def __init__(self, guard: ModelGuard[M], timeout: float | None = None) -> None:
         self._guard = guard
         self._timeout = timeout
         self._generation: Generation[M] | None = None
-        self._token: Token[Generation[Any] | Nested | None] | None = None
+        self._token: Token[Mark | None] | None = None
+        self._mark: Mark = []
         self._entered = False
 
     @classmethod
@@ -87,24 +99,31 @@ class Lease(Generic[M]):
 
     def step(self, work: Callable[..., T], *args: Any) -> T:
         """Run one step of lazy work; guarded functions that it calls run on this lease's generation."""
-        core, generation = self._guard._core, self._generation
+        generation = self._generation
         if generation is None:
             return work(*args)
-        token = core.held.set(core.mark(generation))
+        core = self._guard._core
+        self._thread = threading.get_ident()
+        mark = core.mark(generation)
+        token = core.held.set(mark)
         try:
             return work(*args)
         finally:
+            mark.clear()
             core.held.reset(token)
 
     async def astep(self, work: Awaitable[T]) -> T:
         """Await one step of lazy work."""
-        core, generation = self._guard._core, self._generation
+        generation = self._generation
         if generation is None:
             return await work
-        token = core.held.set(core.mark(generation))
+        core = self._guard._core
+        mark = core.mark(generation)
+        token = core.held.set(mark)
         try:
             return await work
         finally:
+            mark.clear()
             with suppress(ValueError):  # dropped half way, and finalized in another context
                 core.held.reset(token)
 
@@ -113,31 +132,40 @@ class Lease(Generic[M]):
         generation, self._generation = self._generation, None
         if generation is None:
             return
-        own = self._reset()
-        # After a fork only the leases that the forking thread was inside of have been carried over.
-        if own or self._epoch == self._guard._core.epoch:
+        own = bool(self._mark)
+        self._mark.clear()
+        token, self._token = self._token, None
+        if token is not None:
+            with suppress(ValueError):  # ended in another context than it began in, as dependency injectors do
+                self._guard._core.held.reset(token)
+        # After a fork only the leases of the forking thread have been carried over.
+        if self._epoch == self._guard._core.epoch or (own and self._thread == threading.get_ident()):
             self._guard._leave(generation, failed=failed)
+
+    def carry_over(self) -> bool:
+        """Whether a child that was just forked has to honour this lease: the forking thread holds it, in no context."""
+        return self._generation is not None and not self._mark and self._thread == threading.get_ident()
+
+    def join_child(self) -> None:
+        """Take the lease anew in a child that was just forked."""
+        if self._generation is not None:
+            self._epoch = self._guard._core.epoch
+            self._generation.leases.append(None)
 
     def _begin(self, generation: Generation[M]) -> M:
         self._hold(generation)
         core = self._guard._core
-        self._token = core.held.set(core.mark(generation))
+        self._mark = core.mark(generation)
+        self._token = core.held.set(self._mark)
         return generation.model
 
     def _hold(self, generation: Generation[M]) -> None:
+        core = self._guard._core
         self._entered = True
-        self._epoch = self._guard._core.epoch
+        self._thread = threading.get_ident()
+        self._epoch = core.epoch
         self._generation = generation
-
-    def _reset(self) -> bool:
-        token, self._token = self._token, None
-        if token is None:
-            return False
-        try:
-            self._guard._core.held.reset(token)
-        except ValueError:  # ended in another context than it began in, as dependency injectors do
-            return False
-        return True
+        core.begun.add(self)
 
     def _refuse_second_use(self) -> None:
         if self._entered:

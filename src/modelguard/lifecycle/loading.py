@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
@@ -22,14 +22,8 @@ _BEAT = 0.005
 
 def finished(result: Any) -> Any:
     """The result of a callable that may be ``async``: run to its end on an event loop of its own."""
-    if not inspect.isawaitable(result):
-        return result
-
-    async def wait() -> Any:
-        return await result
-
-    coroutine: Coroutine[Any, Any, Any] = result if inspect.iscoroutine(result) else wait()
-    return asyncio.run(coroutine)
+    # Coroutines only: a model may have an __await__ of its own.
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 class Late(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -168,6 +169,9 @@ def pool(
     title = loader_name(load) if name is None else name
     runtime = Runtime() if runtime is None else runtime
 
+    # Not kept: a key that cannot be loaded is tried again when it is asked for, and not by the keeper.
+    quiet = replace(runtime, kept=False) if runtime.kept else runtime
+
     def make(key: Any) -> ModelGuard[M]:
         return guard(
             partial(load, key),
@@ -178,7 +182,7 @@ def pool(
             load_timeout=load_timeout,
             backoff=backoff,
             name=f"{title}[{key!r}]",
-            runtime=runtime,
+            runtime=quiet,
         )
 
     make(None)  # so that a bad option is refused here, and not at the first lease

@@ -6,8 +6,9 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
@@ -16,7 +17,7 @@ from cachetools import LRUCache
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded, UnhashableKey
-from modelguard.lifecycle import forking
+from modelguard.lifecycle import circles, forking
 from modelguard.lifecycle.leases import Lease
 from modelguard.lifecycle.pooled import Keyed, PoolLease
 from modelguard.lifecycle.runtime import Runtime
@@ -129,7 +130,7 @@ class ModelPool(Generic[K, M]):
     def status(self) -> PoolStatus[K]:
         """What there is to know of the pool now."""
         with self._changed:
-            loaded = {key: entry for key, entry in self._models.peek().items() if not entry.loading}
+            loaded = {key: entry for key, entry in self._models.items() if not entry.loading}
             return PoolStatus(
                 name=self.name,
                 models={key: entry.size for key, entry in loaded.items()},
@@ -144,8 +145,10 @@ class ModelPool(Generic[K, M]):
         """Refuse further leases, wait for those under way up to the drain timeout of 30 s, release every model.
 
         Raises:
-            WouldDeadlock: Called inside a lease of this pool, which it would wait for.
+            WouldDeadlock: Called inside a lease of this pool, which it would wait for, or on a running event loop
+                (use :meth:`aclose`).
         """
+        circles.refuse_on_loop(self.name, "close", "aclose")
         with self._changed:
             entries = list(self._models.values())
             for entry in entries:
@@ -182,7 +185,7 @@ class ModelPool(Generic[K, M]):
         deadline = time.monotonic() + wait
         while True:
             entry, mine = self._find(key, deadline)
-            if mine and not self._load(key, entry):
+            if mine and not self._load(key, entry, deadline):
                 continue  # it turned out larger than the room that was made
             try:
                 assert entry.guard is not None  # noqa: S101 - set by _load, before anyone else finds it
@@ -203,9 +206,11 @@ class ModelPool(Generic[K, M]):
         self._runtime.start_thread(
             partial(_run_into, future, partial(self._take, key, wait)), f"modelguard-{self.name}"
         )
+        waiting = asyncio.wrap_future(future)
         try:
-            return await asyncio.shield(asyncio.wrap_future(future))
+            return await asyncio.shield(waiting)
         except asyncio.CancelledError:
+            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio would complain
             future.add_done_callback(_end_unwanted)
             raise
 
@@ -214,7 +219,7 @@ class ModelPool(Generic[K, M]):
         with self._changed:
             while True:
                 self._refuse_if_closed()
-                entry = self._models.get(key)
+                entry = self._models.touch(key)
                 if entry is not None and self._expired(entry) and entry.idle:
                     self._models.evicted.append(self._models.pop(key))
                     entry = None
@@ -223,7 +228,7 @@ class ModelPool(Generic[K, M]):
                         entry = self._models[key] = Entry(self._estimate(key))
                         entry.pins = 1
                         return entry, True
-                elif not entry.loading and not self._expired(entry):
+                elif not entry.loading and (entry.mine or not self._expired(entry)):
                     entry.pins += 1
                     return entry, False
                 left = deadline - time.monotonic()
@@ -266,20 +271,33 @@ class ModelPool(Generic[K, M]):
 
     # Loading
 
-    def _load(self, key: K, entry: Entry[M]) -> bool:
+    def _load(self, key: K, entry: Entry[M], deadline: float) -> bool:
         """Load the model of a new entry; false if it has to be sent away again for want of room."""
+        with self._turn(key, entry, deadline):
+            self._close_evicted()  # their memory is needed now
+            entry.guard = self._failed.pop(key, None) or self._make(key)
+            entry.guard._wait_ready(entry.guard._patience(None))
+            return self._admit(key, entry)
+
+    @contextmanager
+    def _turn(self, key: K, entry: Entry[M], deadline: float) -> Iterator[None]:
+        """Load in the block, after other loads; what goes wrong there is told to all who wait for this one.
+
+        A loader that leases another model of its own pool waits here for itself, and so in vain.
+        """
+        got = False
         try:
-            with self._one_load:
-                self._close_evicted()  # their memory is needed now
-                entry.guard = self._failed.pop(key, None) or self._make(key)
-                entry.guard._wait_ready(entry.guard._patience(None))
-            fits = self._admit(key, entry)
+            got = self._one_load.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+            if not got:
+                raise Overloaded(f"pool {self.name!r}: key {key!r} waited in vain for other models to be loaded")
+            yield
         except BaseException as error:
-            self._drop(key, entry, error if isinstance(error, Exception) else None)
+            self._drop(key, entry, error)
             raise
         finally:
-            self._close_evicted()
-        return fits
+            if got:
+                self._close_evicted()  # before anyone else's load is measured
+                self._one_load.release()
 
     def _admit(self, key: K, entry: Entry[M]) -> bool:
         assert entry.guard is not None  # noqa: S101 - it has just been loaded
@@ -304,7 +322,8 @@ class ModelPool(Generic[K, M]):
             self._changed.notify_all()
             return True
 
-    def _drop(self, key: K, entry: Entry[M], failure: Exception | None) -> None:
+    def _drop(self, key: K, entry: Entry[M], error: BaseException) -> None:
+        failure = error if isinstance(error, Exception) else None
         with self._changed:
             entry.failure = failure or Overloaded(f"pool {self.name!r}: the load of key {key!r} was interrupted")
             self._remove(key, entry)
@@ -345,7 +364,7 @@ class ModelPool(Generic[K, M]):
 
     def _after_fork_in_child(self) -> None:
         self._renew_locks()
-        for key, entry in self._models.peek().items():
+        for key, entry in list(self._models.items()):
             entry.pins = 0
             if entry.loading:  # by a thread that does not exist here
                 del self._models[key]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard.lifecycle import adapting, loading
-from modelguard.telemetry import GenerationAbandoned, GenerationReleased, emit
+from modelguard.telemetry import CallbackErrored, GenerationAbandoned, GenerationReleased, emit
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.core import Core
@@ -42,11 +42,18 @@ def see_off(core: Core[M], old: Generation[M], *, settings: Settings[M], runtime
     bury(core, old, settings=settings, runtime=runtime, drain_seconds=runtime.clock() - started)
 
 
-def bury(core: Core[M], old: Generation[M], *, settings: Settings[M], runtime: Runtime, drain_seconds: float) -> None:
+def bury(
+    core: Core[M], old: Generation[M], *, settings: Settings[M], runtime: Runtime, drain_seconds: float | None
+) -> None:
     """Release a generation on which no call runs any more, and tell what came of it."""
-    event = release(core, old, unload=settings.unload, runtime=runtime, drain_seconds=drain_seconds)
+    event = None
+    try:
+        event = release(core, old, unload=settings.unload, runtime=runtime, drain_seconds=drain_seconds)
+    except Exception as error:  # noqa: BLE001 - the new generation serves well, whatever the old one's end is like
+        emit(CallbackErrored(guard=core.name, callback="release", error=f"{type(error).__name__}: {error}"))
     core.released(old, event)
-    emit(event)
+    if event is not None:
+        emit(event)
 
 
 def release(
@@ -55,7 +62,7 @@ def release(
     *,
     unload: Callable[[M], object] | None,
     runtime: Runtime,
-    drain_seconds: float = 0.0,
+    drain_seconds: float | None = 0.0,
 ) -> GenerationReleased:
     """Unload and drop a generation's model, and give its memory back to the system.
 
@@ -146,6 +153,13 @@ _SUSPENDED = (
 
 
 def _describe(referrer: Any, target: object) -> str:
+    try:
+        return _in_words(referrer, target)
+    except Exception:  # noqa: BLE001 - a referrer may be anything, with a repr or attributes that raise
+        return f"a {type(referrer).__qualname__}"
+
+
+def _in_words(referrer: Any, target: object) -> str:
     call = _describe_call(referrer)
     if call is not None:
         return call
@@ -157,7 +171,7 @@ def _describe(referrer: Any, target: object) -> str:
         return _describe_dict(referrer, target)
     attributes = getattr(referrer, "__dict__", None)
     if isinstance(attributes, dict):
-        for name, value in attributes.items():
+        for name, value in list(attributes.items()):
             if value is target:
                 return f"attribute {name!r} of a {type(referrer).__module__}.{type(referrer).__qualname__}"
     return f"a {type(referrer).__qualname__}" + (

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from cachetools import LRUCache
+from cachetools import Cache
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard
@@ -38,28 +38,35 @@ class Entry(Generic[M]):
             return False
         return not self.guard.status().in_flight
 
+    @property
+    def mine(self) -> bool:
+        """Whether the calling context is inside a call on it."""
+        return self.guard is not None and self.guard._core.inside() is not None
 
-class Shelf(LRUCache[K, Entry[M]]):
-    """cachetools holds the order and adds up the sizes; what is in use is passed over when room is made."""
+
+class Shelf(Cache[K, Entry[M]]):
+    """cachetools adds up the sizes and makes room; what is evicted is the least recently used that nobody uses.
+
+    ``LRUCache`` would not do: it evicts in its own order, whether or not a model is in use.
+    """
 
     def __init__(self, max_memory: int) -> None:
         super().__init__(max_memory, getsizeof=lambda entry: entry.size)
         self.evicted: list[Entry[M]] = []
 
+    def touch(self, key: K) -> Entry[M] | None:
+        """The entry of ``key``, as the most recently used from now on."""
+        entry = self.get(key)
+        if entry is not None:
+            del self[key]
+            self[key] = entry  # entries are kept in the order in which they were put in
+        return entry
+
     def popitem(self) -> tuple[K, Entry[M]]:
         """Remove the least recently used model that nobody uses. KeyError if all are in use."""
-        busy = []
-        try:
-            while True:
-                key, entry = super().popitem()
-                if entry.idle:
-                    self.evicted.append(entry)
-                    return key, entry
-                busy.append((key, entry))
-        finally:
-            for key, entry in busy:  # what is in use counts as just used
-                self[key] = entry
-
-    def peek(self) -> dict[K, Entry[M]]:
-        """All entries, without counting the look as a use."""
-        return {key: super(LRUCache, self).__getitem__(key) for key in self}
+        for key, entry in self.items():
+            if entry.idle:
+                del self[key]
+                self.evicted.append(entry)
+                return key, entry
+        raise KeyError("every model of the pool is in use")

@@ -110,6 +110,5 @@ class Watch:
 
 
 def _gauges(generation: Generation[Any] | None) -> Mapping[str, int]:
-    if generation is None or generation.dropped:
-        return MappingProxyType({})
-    return adapting.find(generation.model).gauges(generation.model)
+    model = getattr(generation, "model", None)  # asked for once: it may be dropped at any moment
+    return MappingProxyType({}) if model is None else adapting.find(model).gauges(model)

@@ -1,4 +1,4 @@
-"""The events. Times are seconds, sizes are bytes of private memory (USS), errors are their one-line text."""
+"""The events. Times are seconds, sizes are bytes of private memory, errors are their one-line text."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class GenerationReleased(Event):
         collected: Whether ``gc.collect()`` was needed.
         trim: ``"glibc"``, ``"jemalloc"``, ... or why nothing was trimmed.
         seconds: Duration of the release itself.
-        drain_seconds: How long its last calls took to end.
+        drain_seconds: How long its last calls took to end, None if they outlasted ``drain_timeout``.
         error: What ``unload`` raised, None if it did not.
     """
 
@@ -141,7 +141,7 @@ class GenerationReleased(Event):
     collected: bool
     trim: str
     seconds: float
-    drain_seconds: float
+    drain_seconds: float | None
     error: str | None
 
     @property

@@ -28,11 +28,17 @@ def add_hook(hook: Hook) -> Callable[[], None]:
     global _hooks
     with _lock:
         _hooks = (*_current(), hook)
+    added = True
 
     def remove() -> None:
         global _hooks
+        nonlocal added
         with _lock:
-            _hooks = tuple(known for known in _current() if known is not hook)
+            left = list(_current())
+            if added and hook in left:
+                left.remove(hook)  # once: it may have been added elsewhere, too
+                _hooks = tuple(left)
+            added = False
 
     return remove
 
@@ -49,7 +55,7 @@ def emit(event: Event) -> None:
     for hook in _current():
         try:
             hook(event)
-        except Exception:  # an observer must not break what it observes
+        except BaseException:  # an observer must not break what it observes, not even by sys.exit()
             logger.exception("modelguard hook %r failed on %s", hook, type(event).__name__)
 
 

@@ -73,6 +73,15 @@ def test_a_pipelines_size_is_left_to_measurement() -> None:
     ADAPTER.released()
 
 
+def test_a_spacy_without_that_table_has_fewer_figures() -> None:
+    """The index is looked up in a part of spaCy that may go; then the other figures are still there."""
+
+    class Vocab(list[str]):
+        strings = ("a", "b")
+
+    assert {"lexemes": 1, "strings": 2} == ADAPTER.gauges(SimpleNamespace(vocab=Vocab("a")))
+
+
 # IndexGrowth
 
 
@@ -260,6 +269,7 @@ def variables(error: BaseException, name: str) -> Iterator[Any]:
 def test_a_zone_as_a_block(nlp: Guard) -> None:
     """The lease gives the pipeline in its zone, for `with` and `async with`, once."""
     zone = zoned(nlp)
+    assert f"<Zoned {nlp!r}>" == repr(zone)
 
     async def block() -> bool:
         async with zone.lease() as pipeline:

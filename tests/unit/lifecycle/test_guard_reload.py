@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import TIMEOUT, Loader, World, outcome, until
+from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number, outcome, until
 
-from modelguard import Backoff, Errors, ModelGuard, Policy, Snapshot, Uses
+from modelguard import Backoff, ModelGuard
 from modelguard.errors import LoadFailed, Reloading, WouldDeadlock
 from modelguard.lifecycle.slot import Slot
 from modelguard.telemetry import (
-    CallbackErrored,
     GenerationReleased,
     LoadDiscarded,
     LoadErrored,
     LoadFinished,
-    LoadStarted,
-    RecycleAsked,
-    ReloadDue,
     SwapChosen,
 )
 
@@ -34,11 +30,6 @@ def guard(world: World) -> ModelGuard[Any]:
     made = world.guard(backoff=Backoff("8s"))
     made.load()
     return made
-
-
-def number(guard: ModelGuard[Any]) -> int:
-    with guard.lease() as model:
-        return int(model.number)
 
 
 class TestReload:
@@ -238,211 +229,6 @@ class TestRequestsDuringALoad:
         assert [LoadFailed, LoadFailed] == [type(call.exception(TIMEOUT)) for call in calls]
         world.join()
         assert 2 == world.loader.calls
-
-
-class TestADuePolicy:
-    def test_replaces_the_model_at_the_end_of_a_call(self, world: World) -> None:
-        """``Uses(3)``: three calls run on a generation, and the third one's end begins the reload."""
-        world.inline = True
-        guard = world.guard(reload_on=Uses(3))
-        assert [1, 1, 1, 2, 2, 2, 3] == [number(guard) for _ in range(7)]
-        due = world.seen(ReloadDue)
-        assert [(1, ("Uses(3)",)), (2, ("Uses(3)",))] == [(event.generation, event.reasons) for event in due]
-        assert ("Uses(3)",) == world.last(LoadFinished).reasons
-
-    def test_counts_errors_in_a_row(self, world: World) -> None:
-        """``Errors``: only exceptions count, only in a row; interrupts and cancellations do not."""
-        world.inline = True
-        guard = world.guard(reload_on=Errors(consecutive=2))
-        bad: list[type[BaseException] | None] = [
-            ValueError,
-            None,
-            ValueError,
-            KeyboardInterrupt,
-            ValueError,
-            asyncio.CancelledError,
-            ValueError,
-            ValueError,
-        ]
-        served = []
-        for kind in bad:
-            with suppress(BaseException), guard.lease() as model:
-                served.append(model.number)
-                if kind is not None:
-                    raise kind
-        assert ([1] * 8, 2) == (served, number(guard))
-
-    def test_begins_one_reload(self, world: World) -> None:
-        """Calls that end while the reload is under way do not ask for another."""
-        guard = world.guard(reload_on=Uses(2))
-        number(guard)
-        world.loader.hold()
-        assert [1] * 5 == [number(guard) for _ in range(5)]
-        world.loader.reached()
-        world.loader.open.set()
-        world.join()
-        assert (2, 1) == (world.loader.calls, len(world.seen(ReloadDue)))
-
-    def test_is_forgotten_when_the_generation_was_replaced_meanwhile(self, world: World) -> None:
-        """A verdict on a generation that is gone by the time it is reached replaces nothing."""
-
-        class Slow(Policy):
-            def due(self, now: Snapshot) -> bool:
-                if now.generation == 1 and now.uses:
-                    guard.reload()  # as somebody else may do in this moment
-                    world.join()
-                return now.generation == 1 and now.uses > 0
-
-        guard = world.guard(reload_on=Slow())
-        assert 1 == number(guard)
-        world.join()
-        assert (2, [], 2) == (guard.status().generation, world.seen(ReloadDue), world.loader.calls)
-
-    def test_that_raises_harms_no_call(self, world: World) -> None:
-        """A policy of your own that raises is reported, once per generation, and taken for "not due"."""
-
-        class Broken(Policy):
-            def due(self, now: Snapshot) -> bool:
-                raise KeyError("uptime")
-
-        guard = world.guard(reload_on=Broken())
-        assert [1, 1, 1] == [number(guard) for _ in range(3)]
-        assert [("reload_on", "KeyError: 'uptime'")] == [
-            (event.callback, event.error) for event in world.seen(CallbackErrored)
-        ]
-
-    def test_whose_horizon_raises_harms_no_call(self, world: World) -> None:
-        """The same holds for a horizon that raises."""
-
-        class Broken(Policy):
-            def due(self, now: Snapshot) -> bool:
-                return False
-
-            def horizon(self, now: Snapshot) -> Any:
-                raise KeyError("uptime")
-
-        guard = world.guard(reload_on=Broken())
-        assert [1, 1] == [number(guard) for _ in range(2)]
-        assert {"reload_on"} == {event.callback for event in world.seen(CallbackErrored)}
-
-    def test_of_your_own_is_asked_after_every_call(self, world: World) -> None:
-        """One method makes a policy, and it sees every call."""
-        seen: list[int] = []
-
-        class Mine(Policy):
-            def due(self, now: Snapshot) -> bool:
-                seen.append(now.uses)
-                return False
-
-        guard = world.guard(reload_on=Mine())
-        for _ in range(3):
-            number(guard)
-        assert [1, 2, 3] == seen
-
-
-class TestQuietMoments:
-    """A loader that holds the GIL stalls every call beside it, so a due reload waits for a moment without calls."""
-
-    def test_are_waited_for(self, world: World) -> None:
-        """A reload that a policy asks for begins when no call has run for a twentieth of a second."""
-        world.inline = True
-        guard = world.guard(reload_on=Uses(1))
-        number(guard)
-        assert 0.05 == pytest.approx(world.last(LoadStarted).deferred_seconds, abs=0.02)
-
-    def test_are_not_waited_for_longer_than_defer(self, world: World) -> None:
-        """If there is no such moment it begins after ``defer``, beside the calls."""
-        world.inline = True
-        guard = world.guard(reload_on=Uses(2), defer="3s", drain_timeout=0)
-        number(guard)
-        with guard.lease():  # runs through it all
-            number(guard)
-        assert 2 == number(guard)
-        # Its own end came first, so the next reload met no call; this one did.
-        guard = world.guard(reload_on=Uses(1), defer="3s", drain_timeout=0)
-        with guard.lease():
-            number(guard)
-        assert 3 == pytest.approx(world.last(LoadStarted).deferred_seconds, abs=0.02)
-
-    @pytest.mark.parametrize("option", [{"defer": 0}, {"reload_on": None}], ids=["defer=0", "requested"])
-    def test_are_not_waited_for_where_nobody_wants_to(self, world: World, option: dict[str, Any]) -> None:
-        """With ``defer=0``, or when somebody asks for it in so many words, a reload begins at once."""
-        world.inline = True
-        guard = world.guard(**{"reload_on": Uses(1), "drain_timeout": 0, **option})
-        with guard.lease():
-            number(guard)
-            outcome(world.spawn(guard.reload))
-        assert 0 == world.last(LoadStarted).deferred_seconds
-
-    def test_end_when_somebody_is_in_a_hurry(self, world: World) -> None:
-        """A request in so many words ends the waiting of a reload that was due already."""
-        asked = False
-
-        def sleep(seconds: float) -> None:
-            nonlocal asked
-            world.tick(seconds)
-            if not asked:
-                asked = True
-                guard.reload(wait=False)
-
-        object.__setattr__(world.runtime, "sleep", sleep)
-        world.inline = True
-        guard = world.guard(reload_on=Uses(1), defer="1h", drain_timeout=0)
-        with guard.lease():
-            number(guard)
-        assert (True, 0.01) == (asked, pytest.approx(world.last(LoadStarted).deferred_seconds))
-
-
-class TestInAForkedChild:
-    """In a child of a prepared parent a private reload would undo the sharing."""
-
-    def child(self, world: World, ask: Callable[[tuple[str, ...]], object]) -> ModelGuard[Any]:
-        guard = world.guard(reload_on=Uses(2))
-        guard.load()
-        guard.recycle_in_children(ask)
-        guard._after_fork_in_child()
-        return guard
-
-    def test_a_due_policy_asks_for_a_fresh_worker(self, world: World) -> None:
-        """There a due policy asks the server to replace the worker, once, says so, and the model serves on."""
-        asked: list[tuple[str, ...]] = []
-        guard = self.child(world, asked.append)
-        assert [1] * 5 == [number(guard) for _ in range(5)]
-        assert ([("Uses(2)",)], 1) == (asked, world.loader.calls)
-        assert [(1, ("Uses(2)",))] == [(event.generation, event.reasons) for event in world.seen(RecycleAsked)]
-        assert [] == world.seen(ReloadDue)
-
-    def test_a_recycler_that_raises_harms_no_call(self, world: World) -> None:
-        """It is reported, and the worker serves on."""
-
-        def ask(_reasons: tuple[str, ...]) -> None:
-            raise OSError("no arbiter")
-
-        guard = self.child(world, ask)
-        assert [1] * 3 == [number(guard) for _ in range(3)]
-        assert ("recycle", "OSError: no arbiter") == (
-            world.last(CallbackErrored).callback,
-            world.last(CallbackErrored).error,
-        )
-
-    def test_the_parent_reloads_as_ever(self, world: World) -> None:
-        """Only children recycle: the parent, and a process that never forked, replace the model themselves."""
-        world.inline = True
-        guard = world.guard(reload_on=Uses(1))
-        guard.load()
-        guard.recycle_in_children(lambda _reasons: pytest.fail("the parent was recycled"))
-        assert [1, 2] == [number(guard), number(guard)]
-
-    def test_counts_and_chance_are_its_own(self, world: World) -> None:
-        """The child keeps the generation and starts its own counters, with a jitter of its own."""
-        guard = world.guard(reload_on=Uses(5))
-        for _ in range(3):
-            number(guard)
-        world.draw = 0.75
-        guard._after_fork_in_child()
-        status = guard.status()
-        assert ("ready", 1, 0, 0) == (status.state, status.generation, status.uses, status.in_flight)
-        assert 0.75 == guard._core.serving.jitter  # type: ignore[union-attr]
 
 
 def test_two_guards_keep_out_of_each_other_s_way(world: World) -> None:

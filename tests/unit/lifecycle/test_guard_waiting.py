@@ -6,15 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import TIMEOUT, World, outcome, until
+from tests.unit.lifecycle.world import TIMEOUT, World, number, outcome, until
 
 from modelguard import ModelGuard
 from modelguard.errors import InvalidOption, LoadFailed, Overloaded, Reloading, WouldDeadlock
-
-
-def number(guard: ModelGuard[Any]) -> int:
-    with guard.lease() as model:
-        return int(model.number)
 
 
 async def anumber(guard: ModelGuard[Any], timeout: float | None = None) -> int:

@@ -45,14 +45,18 @@ class TestFinished:
         result = object()
         assert finished(result) is result
 
-    @pytest.mark.parametrize("wrap", [lambda coroutine: coroutine, Awaitable], ids=["coroutine", "awaitable"])
-    def test_what_is_to_come_is_waited_for(self, wrap: Callable[[Any], Any]) -> None:
-        """Coroutines and other awaitables are run to their end on an event loop of their own."""
+    def test_a_model_that_can_be_awaited_is_not(self) -> None:
+        """Only coroutines are run; a model may have an ``__await__`` of its own."""
+        model = Awaitable(None)
+        assert finished(model) is model
+
+    def test_what_is_to_come_is_waited_for(self) -> None:
+        """A coroutine is run to its end on an event loop of its own."""
 
         async def load() -> asyncio.AbstractEventLoop:
             return asyncio.get_running_loop()
 
-        assert finished(wrap(load())).is_closed()
+        assert finished(load()).is_closed()
 
 
 class TestWithin:

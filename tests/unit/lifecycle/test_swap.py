@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import MB, TIMEOUT, Loader, World, outcome, until
+from tests.unit.lifecycle.world import MB, TIMEOUT, Loader, World, number, outcome, until
 
-from modelguard import Backoff, ModelGuard
+from modelguard import Backoff
 from modelguard.errors import LoadFailed, Reloading
 from modelguard.telemetry import (
     Event,
@@ -18,11 +18,6 @@ from modelguard.telemetry import (
     LoadStarted,
     SwapChosen,
 )
-
-
-def number(guard: ModelGuard[Any]) -> int:
-    with guard.lease() as model:
-        return int(model.number)
 
 
 def order(world: World, *kinds: type[Event]) -> list[type[Event]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -187,3 +189,22 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came about"
         pause.wait(0.001)
+
+
+def number(guard: ModelGuard[Any]) -> int:
+    """The number of the model that a call runs on now."""
+    with guard.lease() as model:
+        return int(model.number)
+
+
+def run(result: Any) -> list[str]:
+    """What came of a call, of whatever kind the function is."""
+
+    async def collect() -> list[str]:
+        if inspect.isawaitable(result):
+            return list(await result)
+        return [part async for part in result]
+
+    if inspect.isawaitable(result) or hasattr(result, "__aiter__"):
+        return asyncio.run(collect())
+    return list(result)

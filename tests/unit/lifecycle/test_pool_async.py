@@ -1,0 +1,193 @@
+"""A pool under an event loop: what may block happens elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from tests.unit.lifecycle.world import MB, TIMEOUT, World
+
+from modelguard import ModelPool
+from modelguard.errors import GuardClosed, LoadFailed, Overloaded
+
+TASKS = 50
+
+
+async def key_of(pool: ModelPool[Any, Any], key: Any, timeout: Any = None) -> Any:
+    async with pool.lease(key, timeout) as model:
+        return model.key
+
+
+async def elsewhere(wait: Callable[[], object]) -> None:
+    """Wait for something without blocking the loop."""
+    await asyncio.wait_for(asyncio.to_thread(wait), TIMEOUT)
+
+
+def run(main: Callable[[], Awaitable[Any]]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(main(), TIMEOUT)
+
+    return asyncio.run(bounded())
+
+
+def test_a_model_is_loaded_beside_the_loop(world: World) -> None:
+    """The event loop goes on while a model loads, and when it is there it is lent."""
+    pool = world.pool()
+    world.loader.hold()
+
+    async def main() -> tuple[Any, int]:
+        call = asyncio.create_task(key_of(pool, "a"))
+        await elsewhere(world.loader.reached)
+        world.loader.open.set()  # by the loop, which a blocked one could not do
+        return await call, pool.status().in_flight
+
+    assert ("a", 0) == run(main)
+
+
+def test_a_loaded_model_is_lent_at_once(world: World) -> None:
+    """What is loaded already needs no thread."""
+    pool = world.pool()
+
+    async def main() -> tuple[Any, Any]:
+        first = await key_of(pool, "a")
+        await elsewhere(world.join)
+        object.__setattr__(world.runtime, "start_thread", lambda _work, _name: pytest.fail("a thread was started"))
+        return first, await key_of(pool, "a")
+
+    assert ("a", "a") == run(main)
+
+
+def test_tasks_share_one_load(world: World) -> None:
+    """Fifty tasks that ask for one key at once share one load."""
+    pool = world.pool()
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(key_of(pool, "a") for _ in range(TASKS)))
+
+    assert (["a"] * TASKS, 1) == (run(main), world.loader.calls)
+
+
+def test_the_end_of_the_time_is_told(world: World) -> None:
+    """A task that finds no room until its deadline gets ``Overloaded``."""
+    world.model_size = 60 * MB
+    pool = world.pool()
+
+    async def main() -> None:
+        async with pool.lease("a"):
+            await key_of(pool, "b", 0)
+
+    with pytest.raises(Overloaded, match="no room for key 'b'"):
+        run(main)
+
+
+def test_a_failed_load_is_told(world: World) -> None:
+    """A task gets the failure of its load."""
+    world.loader.fails = True
+    pool = world.pool()
+    with pytest.raises(LoadFailed, match="no weights"):
+        run(lambda: key_of(pool, "a"))
+
+
+class TestACancelledTask:
+    def test_leaves_its_load_to_others(self, world: World) -> None:
+        """The load goes on, the lease that nobody wants any more is given back, and the model is there for the next."""
+        pool = world.pool()
+        world.loader.hold()
+
+        async def main() -> tuple[int, Any]:
+            call = asyncio.create_task(key_of(pool, "a"))
+            await elsewhere(world.loader.reached)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            world.loader.open.set()
+            await elsewhere(world.join)
+            return pool.status().in_flight, await key_of(pool, "a")
+
+        assert ((0, "a"), 1) == (run(main), world.loader.calls)
+
+    def test_leaves_a_load_that_fails_to_nobody(self, world: World) -> None:
+        """If that load fails nobody is troubled with it."""
+        pool = world.pool()
+        world.loader.hold()
+        world.loader.fails = True
+
+        async def main() -> None:
+            call = asyncio.create_task(key_of(pool, "a"))
+            await elsewhere(world.loader.reached)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            world.loader.open.set()
+            await elsewhere(world.join)
+
+        run(main)
+        assert 0 == pool.status().in_flight
+
+    def test_inside_its_block_gives_its_lease_back(self, world: World) -> None:
+        """Cancelling the work on a model frees the model."""
+        pool = world.pool()
+
+        async def work(entered: asyncio.Event) -> None:
+            async with pool.lease("a"):
+                entered.set()
+                await asyncio.get_running_loop().create_future()
+
+        async def main() -> None:
+            entered = asyncio.Event()
+            call = asyncio.create_task(work(entered))
+            await entered.wait()
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+
+        run(main)
+        assert 0 == pool.status().in_flight
+
+
+def test_a_lease_serves_once(world: World) -> None:
+    """``async with`` refuses a lease that has been used as ``with`` does."""
+    pool = world.pool()
+    lease = pool.lease("a")
+
+    async def main() -> None:
+        async with lease:
+            pass
+        async with lease:
+            pytest.fail("it served twice")
+
+    with pytest.raises(RuntimeError, match=r"serves once; call lease\(key\) for another"):
+        run(main)
+
+
+def test_plain_calls_on_a_loop_are_served(world: World) -> None:
+    """A plain function of a pool works inside a coroutine as a guard's does: it loads, and the loop waits."""
+    pool = world.pool()
+
+    @pool(key="key")
+    def plain(model: Any, key: str) -> Any:
+        return model.key
+
+    async def main() -> tuple[Any, Any]:
+        with pool.lease("b") as model:
+            return plain("a"), model.key
+
+    assert ("a", "b") == run(main)
+
+
+def test_the_context_manager_closes(world: World) -> None:
+    """``async with pool:`` closes the pool at the end of an application's lifespan."""
+    world.model_size = 10 * MB
+    pool = world.pool()
+
+    async def main() -> None:
+        async with pool as entered:
+            assert entered is pool
+            await key_of(pool, "a")
+
+    run(main)
+    assert 100 * MB == world.memory
+    with pytest.raises(GuardClosed):
+        run(lambda: key_of(pool, "a"))

@@ -1,0 +1,188 @@
+"""Functions whose arguments tell which model of a pool they run on."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from modelguard import guard_of, pool
+from modelguard.errors import GuardClosed, InvalidOption, UnhashableKey
+
+if TYPE_CHECKING:
+    from tests.unit.lifecycle.world import Model, World
+
+voices = pool(lambda key: f"model of {key}", max_memory="1 GB", name="voices")
+
+
+@voices(key="voice")
+def speak(model: str, text: str, voice: str = "anna") -> list[str]:
+    """Say a text."""
+    return [model, text]
+
+
+class Service:
+    @voices(key="voice")
+    def method(self, model: str, text: str, voice: str = "anna") -> list[str]:
+        return [type(self).__name__, model, text]
+
+    @classmethod
+    @voices(key="voice")
+    def under_classmethod(cls, model: str, text: str, voice: str = "anna") -> list[str]:
+        return [cls.__name__, model, text]
+
+    @voices(key="voice")
+    @classmethod
+    def over_classmethod(cls, model: str, text: str, voice: str = "anna") -> list[str]:
+        return [cls.__name__, model, text]
+
+    @voices(key="voice")
+    @staticmethod
+    def over_staticmethod(model: str, text: str, voice: str = "anna") -> list[str]:
+        return ["Service", model, text]
+
+
+class TestTheKey:
+    @pytest.mark.parametrize(
+        ("args", "kwargs", "voice"),
+        [(("hi",), {}, "anna"), (("hi", "bert"), {}, "bert"), (("hi",), {"voice": "carl"}, "carl")],
+    )
+    def test_may_be_a_parameter(self, args: tuple[str, ...], kwargs: dict[str, str], voice: str) -> None:
+        """``key="voice"`` takes that argument of the call, however it is given, defaults included."""
+        assert [f"model of {voice}", "hi"] == speak(*args, **kwargs)
+
+    @pytest.mark.parametrize("name", ["method", "under_classmethod", "over_classmethod", "over_staticmethod"])
+    def test_may_be_a_parameter_of_a_method(self, name: str) -> None:
+        """The same on methods of every kind."""
+        assert ["Service", "model of bert", "hi"] == getattr(Service(), name)("hi", "bert")
+
+    def test_may_be_told_by_a_function(self) -> None:
+        """``key=function`` asks a function of the call's arguments, without the model."""
+
+        @voices(key=lambda text, **_: text.split()[0])
+        def first_word(model: str, text: str, *, shout: bool = False) -> str:
+            return model.upper() if shout else model
+
+        assert ("model of bert", "MODEL OF CARL") == (first_word("bert says"), first_word("carl", shout=True))
+
+    def test_that_cannot_be_hashed_is_refused(self) -> None:
+        """A call whose key cannot be hashed is refused by name."""
+        with pytest.raises(UnhashableKey):
+            speak("hi", ["anna"])  # type: ignore[arg-type]
+
+    def test_that_cannot_be_told_is_the_caller_s_error(self) -> None:
+        """Arguments that do not fit raise what they raise without a decorator."""
+        with pytest.raises(TypeError, match="missing a required argument: 'text'"):
+            speak()  # type: ignore[call-arg]
+
+    @pytest.mark.parametrize("key", [None, 3, ["voice"]])
+    def test_has_to_be_a_name_or_a_function(self, key: Any) -> None:
+        """Anything else is refused where it is written."""
+        with pytest.raises(InvalidOption, match=r"it cannot tell a call's model.*Name a parameter") as refusal:
+            voices(key=key)
+        assert "key" == refusal.value.argument
+
+    @pytest.mark.parametrize("name", ["vioce", "model"])
+    def test_has_to_be_there(self, name: str) -> None:
+        """A parameter that the function does not have, or that takes the model, is refused with those to choose."""
+        with pytest.raises(
+            InvalidOption, match=r"has no such parameter beside the model. Choose one of 'text', 'voice'"
+        ):
+
+            @voices(key=name)
+            def function(model: str, text: str, voice: str) -> None: ...
+
+
+class TestADecoratedFunction:
+    def test_keeps_its_face(self) -> None:
+        """Name, documentation, signature and pickling are those of the written function, without the model."""
+        assert ("speak", "Say a text.", "(text: 'str', voice: 'str' = 'anna') -> 'list[str]'") == (
+            speak.__name__,
+            speak.__doc__,
+            str(inspect.signature(speak)),
+        )
+        assert speak is pickle.loads(pickle.dumps(speak))
+
+    def test_has_no_guard_of_its_own(self) -> None:
+        """Each key has a guard; the function has none to be asked for."""
+        with pytest.raises(InvalidOption, match="no guard decorates it"):
+            guard_of(speak)
+
+    def test_can_be_of_every_kind(self, world: World) -> None:
+        """Coroutines, generators and asynchronous generators hold their lease as long as they run."""
+        made = world.pool()
+
+        def in_flight() -> int:
+            return made.status().in_flight
+
+        @made(key="key")
+        async def coroutine(model: Model, key: str) -> tuple[Any, int]:
+            return model.key, in_flight()
+
+        @made(key="key")
+        def generator(model: Model, key: str) -> Iterator[tuple[Any, int]]:
+            yield model.key, in_flight()
+
+        @made(key="key")
+        async def async_generator(model: Model, key: str) -> AsyncIterator[tuple[Any, int]]:
+            yield model.key, in_flight()
+
+        async def collect() -> list[tuple[Any, int]]:
+            return [item async for item in async_generator("c")]
+
+        assert [("a", 1), ("b", 1), ("c", 1)] == [
+            asyncio.run(coroutine("a")),
+            *generator("b"),
+            *asyncio.run(collect()),
+        ]
+        assert (True, 0) == (inspect.iscoroutinefunction(coroutine), in_flight())
+
+    def test_may_return_a_lazy_iterator(self, world: World) -> None:
+        """A plain function's lazy result keeps its model until it ends."""
+        made = world.pool()
+        words = made(key="key")(lambda model, key: map(str, model.words("a b")))("k")
+        assert ("a", 1, ["b"], 0) == (
+            next(words),
+            made.status().in_flight,
+            list(words),
+            made.status().in_flight,
+        )
+
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    def test_gives_its_lease_back_when_it_raises(self, world: World, error: type[BaseException]) -> None:
+        """However a call ends, its model is free afterwards."""
+        made = world.pool()
+
+        @made(key="key")
+        def fail(_model: Model, key: str) -> None:
+            raise error
+
+        with pytest.raises(error):
+            fail("a")
+        assert 0 == made.status().in_flight
+
+    def test_joins_the_outer_call_of_the_same_key(self, world: World) -> None:
+        """A nested call with the same key runs on the same model, one with another key on that key's."""
+        made = world.pool()
+
+        @made(key="key")
+        def inner(model: Model, key: str) -> tuple[Any, int]:
+            return model.key, model.number
+
+        @made(key="key")
+        def outer(model: Model, key: str) -> list[tuple[Any, int]]:
+            return [(model.key, model.number), inner(key), inner("other")]
+
+        assert [("a", 1), ("a", 1), ("other", 2)] == outer("a")
+
+    def test_is_refused_after_close(self, world: World) -> None:
+        """A closed pool serves no calls."""
+        made = world.pool()
+        function = made(key="key")(lambda model, key: model)
+        made.close()
+        with pytest.raises(GuardClosed, match="'pool'"):
+            function("a")

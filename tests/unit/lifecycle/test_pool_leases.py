@@ -1,0 +1,156 @@
+"""A pool's leases, and the ends of its models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
+from tests.unit.lifecycle.world import MB, TIMEOUT, World, outcome, until
+
+from modelguard.errors import (
+    GuardClosed,
+    InvalidOption,
+    LoadFailed,
+    Overloaded,
+    UnhashableKey,
+    WouldDeadlock,
+)
+from modelguard.lifecycle.shelf import Entry
+
+CROWD = 16
+
+
+class TestTTL:
+    def test_an_old_model_is_loaded_anew(self, world: World) -> None:
+        """A model older than ``ttl`` is released and loaded again when it is next asked for."""
+        pool = world.pool(ttl="1h")
+        use(pool, "a")
+        world.tick(3599)
+        use(pool, "a")
+        assert 1 == world.loader.calls
+        world.tick(1)
+        use(pool, "a")
+        assert (2, 1) == (world.loader.calls, pool.status().evictions)
+
+    def test_an_old_model_in_use_is_not_lent_again(self, world: World) -> None:
+        """While it is in use others wait for it to end, up to their deadline."""
+        pool = world.pool(ttl="1h", wait_timeout=0)
+        with in_use(world, pool, "a"):
+            world.tick(3600)
+            with pytest.raises(Overloaded, match="the model of key 'a' is still being replaced"):
+                use(pool, "a")
+        assert (["a"], 2) == (use(pool, "a"), world.loader.calls)
+
+    @pytest.mark.parametrize(("draw", "lives"), [(0.0, 99.9), (0.5, 94.9)])
+    def test_is_jittered(self, world: World, draw: float, lives: float) -> None:
+        """Each model's time is shortened by up to a tenth, at random, so that workers do not reload in step."""
+        world.draw = draw
+        pool = world.pool(ttl="100s")
+        use(pool, "a")
+        world.tick(lives)
+        use(pool, "a")
+        assert 1 == world.loader.calls
+        world.tick(0.2)
+        use(pool, "a")
+        assert 2 == world.loader.calls
+
+
+class TestClose:
+    def test_releases_every_model(self, world: World) -> None:
+        """After ``close()`` no model is in memory, and every use raises ``GuardClosed`` with the pool's name."""
+        pool = world.pool(Sizes(world, a=10, b=20), name="voices")
+        use(pool, "a", "b")
+        pool.close()
+        pool.close()
+        assert (100 * MB, {}) == (world.memory, loaded(pool))
+        with pytest.raises(GuardClosed) as refusal:
+            use(pool, "a")
+        assert "voices" == refusal.value.guard
+
+    def test_waits_for_those_under_way(self, world: World) -> None:
+        """Leases under way end on a whole model."""
+        pool = world.pool()
+        with pool.lease("a") as model:
+            closing = world.spawn(pool.close)
+            until(lambda: pool._closed)
+            assert ["fine"] == model.words("fine")
+        assert outcome(closing) is None
+
+    def test_tells_who_waits(self, world: World) -> None:
+        """Who waits for a load or for room when the pool is closed is told so, and nothing is left behind."""
+        world.model_size = 60 * MB
+        pool = world.pool()
+        world.loader.hold()
+        calls = [world.spawn(use, pool, key) for key in ("a", "a")]
+        world.loader.reached()
+        until(lambda: len(pool._changed._waiters) == 1)  # type: ignore[attr-defined]
+        pool.close()
+        assert [GuardClosed, GuardClosed] == [type(call.exception(TIMEOUT)) for call in calls]
+        world.end()
+        assert 100 * MB == world.memory
+
+    def test_inside_a_lease_is_refused(self, world: World) -> None:
+        """A pool cannot be closed inside one of its leases: that would wait for the lease. Nothing is closed then."""
+        pool = world.pool()
+        use(pool, "b")
+        with pool.lease("a"), pytest.raises(WouldDeadlock, match="close"):
+            pool.close()
+        assert (["a", "b"], ["a", "b"]) == (sorted(loaded(pool)), use(pool, "a", "b"))
+
+
+class TestLease:
+    @pytest.mark.parametrize("key", [[], {}, {1}, ({},)], ids=repr)
+    def test_of_an_unhashable_key_is_refused_at_once(self, world: World, key: Any) -> None:
+        """A key that cannot be hashed is refused where the lease is asked for, with what to use instead."""
+        with pytest.raises(UnhashableKey, match="cannot be hashed; use a string, a number or a tuple") as refusal:
+            world.pool().lease(key)
+        assert repr(key) == refusal.value.key
+        assert isinstance(refusal.value, TypeError)
+
+    def test_serves_once(self, world: World) -> None:
+        """A lease that has been used is refused, with what to do instead."""
+        pool = world.pool()
+        lease = pool.lease("a")
+        with lease:
+            pass
+        with pytest.raises(RuntimeError, match=r"serves once; call lease\(key\) for another"):
+            lease.__enter__()
+        assert 0 == pool.status().in_flight
+
+    def test_is_given_back_however_its_block_ends(self, world: World) -> None:
+        """A block that raises gives its lease back."""
+        pool = world.pool()
+        for error in (ValueError, KeyboardInterrupt):
+            with pytest.raises(error), pool.lease("a"):
+                raise error
+        assert 0 == pool.status().in_flight
+
+    def test_whose_entry_failed_has_nothing_to_give_back(self, world: World) -> None:
+        """Leaving a lease that was never entered does nothing."""
+        pool = world.pool()
+        world.loader.fails = True
+        lease = pool.lease("a")
+        with pytest.raises(LoadFailed):
+            lease.__enter__()
+        lease.__exit__(None, None, None)
+        assert 0 == pool.status().in_flight
+
+    @pytest.mark.parametrize("timeout", [-1, "soon"])
+    def test_deadlines_that_cannot_be_meant_are_refused(self, world: World, timeout: Any) -> None:
+        """A deadline is a duration, and may be zero."""
+        with pytest.raises(InvalidOption):
+            world.pool().lease("a", timeout)
+
+
+class TestInAForkedChild:
+    def test_models_are_carried_over(self, world: World) -> None:
+        """What was loaded serves in the child; what was being loaded, by a thread that is not there, is forgotten."""
+        pool = world.pool(Sizes(world, a=10, b=10))
+        use(pool, "a")
+        pool._models["a"].pins = 3
+        pool._models["b"] = Entry(10 * MB)
+        pool._before_fork()
+        pool._after_fork_in_child()
+        assert ({"a": 10}, 10 * MB, ["a", "b"]) == (loaded(pool), pool.status().used, use(pool, "a", "b"))
+        assert pool._models["a"].idle

@@ -1,0 +1,145 @@
+"""Who receives the events; an observer must not break what it observes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from modelguard import guard, telemetry
+from modelguard.telemetry import Event, LoadDiscarded, LoadFinished, LoadStarted, ReloadDue, add_hook, emit, set_hooks
+
+EVENT = LoadDiscarded(guard="nlp", why="it was late")
+
+
+@pytest.fixture(autouse=True)
+def _hooks_of_this_test() -> Iterator[None]:
+    yield
+    set_hooks(None)
+
+
+def test_a_hook_gets_every_event_from_now_on() -> None:
+    """A hook is any callable of one event, called until it is removed."""
+    seen: list[Event] = []
+    emit(EVENT)
+    remove = add_hook(seen.append)
+    emit(EVENT)
+    remove()
+    emit(EVENT)
+    assert [EVENT] == seen
+
+
+def test_hooks_stand_beside_each_other() -> None:
+    """Adding one keeps those that are there, the logging hook included; removing one keeps the others."""
+    first, second = list[Event](), list[Event]()
+    remove = add_hook(first.append)
+    add_hook(second.append)
+    emit(EVENT)
+    remove()
+    emit(EVENT)
+    assert ([EVENT], [EVENT] * 2) == (first, second)
+
+
+def test_removing_twice_is_removing_once() -> None:
+    """A hook that is gone already may be removed again."""
+    seen: list[Event] = []
+    remove = add_hook(seen.append)
+    remove()
+    remove()
+    emit(EVENT)
+    assert [] == seen
+
+
+def test_a_hook_added_twice_is_removed_once() -> None:
+    """What was added in two places and removed in one is still there."""
+    seen: list[Event] = []
+    hook = seen.append
+    add_hook(hook)
+    add_hook(hook)()
+    emit(EVENT)
+    assert [EVENT] == seen
+
+
+def test_all_hooks_can_be_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """``set_hooks`` replaces all of them, ``[]`` silences modelguard, None brings the logging hook back."""
+    seen: list[Event] = []
+    with caplog.at_level(logging.INFO, "modelguard"):
+        set_hooks([seen.append])
+        emit(EVENT)
+        set_hooks([])
+        emit(EVENT)
+        assert ([EVENT], []) == (seen, caplog.records)
+        set_hooks(None)
+        emit(EVENT)
+    assert ([EVENT], 1) == (seen, len(caplog.records))
+
+
+class TestAHookThatRaises:
+    def test_harms_no_other_hook(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The others get the event, and the log names the hook and the event."""
+        seen: list[Event] = []
+
+        def broken(event: Event) -> None:
+            raise OSError("no metrics server")
+
+        set_hooks([broken, seen.append])
+        with caplog.at_level(logging.ERROR, "modelguard"):
+            emit(EVENT)
+        assert [EVENT] == seen
+        (record,) = caplog.records
+        assert "broken" in record.getMessage()
+        assert "failed on LoadDiscarded" in record.getMessage()
+        assert record.exc_info is not None
+
+    def test_harms_no_call(self, caplog: pytest.LogCaptureFixture) -> None:
+        """A guard loads, serves, reloads and closes whatever its observers do."""
+
+        def broken(event: Event) -> None:
+            raise OSError("no metrics server")
+
+        set_hooks([broken])
+        with guard(object, reload_on=None) as model:
+            model.reload()
+            assert 2 == model.status().generation
+        assert "closed" == model.status().state
+        assert {"ERROR"} == {record.levelname for record in caplog.records}
+
+
+class TestEvents:
+    def test_are_values(self) -> None:
+        """An event cannot be changed by one hook under the feet of the next."""
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            EVENT.why = "another"  # type: ignore[misc]
+
+    def test_tell_guard_process_and_time(self) -> None:
+        """Each event carries its guard's name, the process in which it happened, and when."""
+        before = time.time()
+        event = LoadDiscarded(guard="nlp", why="it was late")
+        assert ("nlp", os.getpid()) == (event.guard, event.pid)
+        assert before <= event.time <= time.time()
+
+    @pytest.mark.parametrize("kind", [value for value in vars(telemetry).values() if isinstance(value, type)])
+    def test_are_frozen_dataclasses_with_keywords(self, kind: type) -> None:
+        """Every event is one frozen dataclass, made by keywords alone, so that a field may be added."""
+        assert issubclass(kind, Event)
+        assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        assert {True} == {field.kw_only for field in dataclasses.fields(kind)}
+        assert kind.__name__ in telemetry.__all__
+
+    def test_come_while_no_lock_is_held(self) -> None:
+        """A hook may ask the guard for its status, or order a reload, from any thread."""
+        states: list[str] = []
+
+        def curious(event: Event) -> None:
+            if isinstance(event, LoadStarted | LoadFinished | ReloadDue):
+                states.append(model.status().state)
+
+        set_hooks([curious])
+        model = guard(object, reload_on=None)
+        model.load()
+        model.close()
+        assert ["loading", "ready"] == states

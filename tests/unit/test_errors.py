@@ -1,0 +1,154 @@
+"""Every error keeps its fields, is what its callers expect, and says what to do."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+
+import pytest
+
+from modelguard import errors
+from modelguard.errors import (
+    EscapedResult,
+    GuardClosed,
+    InvalidOption,
+    LoadFailed,
+    LoadTimeout,
+    ModelGuardError,
+    ModelGuardWarning,
+    ModelRejected,
+    ModelTooLarge,
+    NoMemoryLimit,
+    NotSupported,
+    Overloaded,
+    Reloading,
+    UnhashableKey,
+    WouldDeadlock,
+)
+
+EXAMPLES: list[ModelGuardError] = [
+    InvalidOption("swap", "load_frist", why="there is no such way", fix="Choose another."),
+    NoMemoryLimit("size", "80%", why="nothing limits this process", fix="Give bytes."),
+    NotSupported("memory.private", reason="there is no /proc"),
+    GuardClosed("nlp"),
+    WouldDeadlock("nlp", why="it would wait for itself", fix="Do not."),
+    LoadFailed("nlp", "OSError: no weights", attempt=3, retry_after=4.5),
+    LoadTimeout("nlp", "too slow", attempt=2, retry_after=1.5),
+    ModelRejected("nlp", "validate returned False", attempt=1, retry_after=0.5),
+    Overloaded("no room", retry_after=2.0),
+    Reloading("nlp", waited=30.0, retry_after=3.0),
+    ModelTooLarge("anna", model_bytes=9_000_000, max_memory=5_000_000),
+    UnhashableKey(["anna"]),
+    EscapedResult("entities", path="result[0]", kind="Span"),
+]
+
+CLASSES = {name: found for name, found in vars(errors).items() if inspect.isclass(found) and name in errors.__all__}
+
+
+def of(error: BaseException) -> str:
+    return type(error).__name__
+
+
+def test_every_error_is_tried_here() -> None:
+    """No error class is missing below."""
+    raised = {name for name, found in CLASSES.items() if issubclass(found, ModelGuardError)} - {"ModelGuardError"}
+    assert raised == {of(error) for error in EXAMPLES}
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=of)
+class TestEveryError:
+    @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+    def test_pickles_and_keeps_its_fields(self, error: ModelGuardError, protocol: int) -> None:
+        """An error crosses process borders whole: its class, its message, its fields, its notes."""
+        noted = copy.copy(error)
+        noted.add_note("in worker 3")
+        found = pickle.loads(pickle.dumps(noted, protocol))
+        assert (type(error), str(error), error.args) == (type(found), str(found), found.args)
+        assert {**vars(error), "__notes__": ["in worker 3"]} == vars(found)
+
+    def test_copies(self, error: ModelGuardError) -> None:
+        """A copy for another thread is another object with the same fields, and no traceback."""
+        copied = copy.copy(error)
+        assert copied is not error
+        assert (str(error), vars(error), None) == (str(copied), vars(copied), copied.__traceback__)
+
+    def test_is_caught_as_one_of_ours(self, error: ModelGuardError) -> None:
+        """``except ModelGuardError`` catches everything that modelguard raises on its own account."""
+        with pytest.raises(ModelGuardError):
+            raise error
+
+    def test_says_something(self, error: ModelGuardError) -> None:
+        """The message is one line that begins with what it is about."""
+        assert re.fullmatch(r"\S.{5,200}", str(error))
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (InvalidOption, ValueError),
+        (NotSupported, RuntimeError),
+        (GuardClosed, RuntimeError),
+        (WouldDeadlock, RuntimeError),
+        (LoadFailed, RuntimeError),
+        (LoadTimeout, TimeoutError),
+        (Overloaded, RuntimeError),
+        (Reloading, TimeoutError),
+        (ModelTooLarge, RuntimeError),
+        (UnhashableKey, TypeError),
+        (EscapedResult, RuntimeError),
+        (ModelGuardWarning, UserWarning),
+    ],
+)
+def test_each_is_the_builtin_that_its_callers_expect(kind: type[Exception], builtin: type[Exception]) -> None:
+    """Who does not know modelguard catches its errors by the builtin that fits."""
+    assert issubclass(kind, builtin)
+
+
+def test_the_tree_is_as_drawn() -> None:
+    """The tree in the module's docstring shows each class below its parent, with its builtin."""
+    drawn: dict[str, str | None] = {}
+    above: list[str] = []
+    for indent, name in re.findall(r"^    ([│├└─ ]*)(\w+)", errors.__doc__ or "", re.MULTILINE):
+        depth = len(indent) // 4
+        above[depth:] = [name]
+        drawn[name] = above[depth - 1] if depth else None
+    ours = {
+        name: next((base.__name__ for base in found.__bases__ if base.__name__ in CLASSES), None)
+        for name, found in CLASSES.items()
+    }
+    assert ours == drawn
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (EXAMPLES[0], "swap='load_frist': there is no such way. Choose another."),
+        (EXAMPLES[2], "memory.private is not supported here: there is no /proc"),
+        (EXAMPLES[3], "guard 'nlp' is closed; make a new one, or close it after its last call"),
+        (EXAMPLES[4], "guard 'nlp': it would wait for itself. Do not."),
+        (EXAMPLES[5], "guard 'nlp' has no model: OSError: no weights (attempt 3, next in 4.5 s)"),
+        (EXAMPLES[9], "guard 'nlp' had no model to serve after 30.0 s of waiting"),
+        (EXAMPLES[10], "model 'anna' takes 9 MB and the pool's budget is 5 MB; raise max_memory or serve this model"),
+        (EXAMPLES[11], "pool key ['anna'] of type list cannot be hashed; use a string, a number or a tuple"),
+        (EXAMPLES[12], "entities() returned a Span at result[0], which points into a memory zone"),
+    ],
+    ids=of,
+)
+def test_messages_say_what_is_wrong_and_what_to_do(error: ModelGuardError, message: str) -> None:
+    """The message names the thing, the reason and the fix."""
+    assert str(error).startswith(message)
+
+
+@pytest.mark.parametrize("error", [error for error in EXAMPLES if isinstance(error, LoadFailed)], ids=of)
+def test_a_failure_is_told_afresh(error: LoadFailed) -> None:
+    """The same failure for another caller is another object, with the time that is left."""
+    again = error.again(0.25)
+    assert again is not error
+    assert (type(error), error.reason, error.attempt, 0.25) == (
+        type(again),
+        again.reason,
+        again.attempt,
+        again.retry_after,
+    )
