@@ -166,7 +166,7 @@ def test_a_fork_from_inside_a_call_keeps_that_calls_lease() -> None:
 
 
 def test_a_shared_model_is_recycled_instead_of_reloaded(events: list[Event]) -> None:
-    """In a child of a prepared parent a due policy asks the server for a fresh worker, once, and the model serves on."""
+    """In a prepared parent's child a due policy asks the server for a fresh worker, once; the model serves on."""
     asked: list[tuple[str, ...]] = []
     guarded = guard(Model, reload_on=Uses(3), defer=0)
     who = guarded(lambda model: model.pid)

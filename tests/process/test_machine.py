@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -330,7 +331,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             assert int(not alive) == model.unloaded
 
 
-def test_the_contract_holds_under_any_order_of_events(tmp_path) -> None:
+def test_the_contract_holds_under_any_order_of_events(tmp_path: Path) -> None:
     """No call sees an unloaded model, no lease leaks, one load runs at a time, whatever happens in whatever order."""
     tmp_path.chmod(0o700)
 

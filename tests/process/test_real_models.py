@@ -46,7 +46,6 @@ def test_ja_ginza_reloaded_20_times_returns_its_memory() -> None:
             assert "銀座" in tokens("銀座でランチをご一緒しましょう。")
             nlp.reload()
         nlp.close()
-        import sys; print([round(b/1e6) for b in between], file=sys.stderr)
         print(json.dumps({"between": [held - bare for held in between], "alive": alive}))
         """,
         140,

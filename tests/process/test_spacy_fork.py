@@ -19,7 +19,7 @@ from spacy.language import Language
 
 from modelguard import guard, telemetry
 from modelguard.adapters.spacy import Zoned, zoned
-from modelguard.adapters.spacy_zone import _zone_of
+from modelguard.adapters.spacy_zone import Stay, _zone_of
 
 pytestmark = [
     pytest.mark.timeout(60),

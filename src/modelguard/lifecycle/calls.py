@@ -64,8 +64,8 @@ class Guarded(_FunctionWrapper):
     def __init__(self, wrapped: Any, wrapper: Wrapper, guard: ModelGuard[Any] | None) -> None:
         super().__init__(wrapped, wrapper)
         self._self_guard = guard
-        function = cast("Any", wrapped)
-        method = _receivers(function) and not isinstance(function, classmethod)
+        method = _receivers(wrapped) and not isinstance(wrapped, classmethod)
+        function = cast("Callable[..., Any]", wrapped)
         self._self_call = partial(_unbound, wrapper, function) if method else partial(wrapper, function, None)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -147,11 +147,11 @@ def guard_of(function: Callable[..., object]) -> ModelGuard[Any]:
 
 
 def _unbound(wrapper: Wrapper, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call what is written as a method and was not bound by wrapt: its instance or class is its first argument.
+    """Call what is written as a method and was not bound by wrapt.
 
-    A ``classmethod`` around it calls it like this since Python 3.13.
+    Since Python 3.13 a ``classmethod`` around it calls it like this, with its class as the first argument.
     """
-    if not args:  # no method after all: what is named self is the model, as in guard(Model.predict)
+    if not (args and isinstance(args[0], type)):  # what is named self is the model, as in guard(Model.predict)
         return wrapper(wrapped, None, args, kwargs)
     return wrapper(types.MethodType(wrapped, args[0]), args[0], args[1:], kwargs)
 

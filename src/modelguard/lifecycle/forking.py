@@ -7,7 +7,7 @@ import threading
 import weakref
 from typing import Any
 
-from modelguard.lifecycle import circles, keeper, slot
+from modelguard.lifecycle import circles, keeper, slot, workers
 
 _guards: weakref.WeakSet[Any] = weakref.WeakSet()
 _forking = threading.Lock()
@@ -48,6 +48,7 @@ def _after_in_child() -> None:
     guards, _held[:] = list(_guards), []
     slot.HOST.after_fork_in_child()
     circles.after_fork_in_child()
+    workers.WORKERS.after_fork_in_child()
     for guard in guards:
         guard._after_fork_in_child()
     keeper.KEEPER.after_fork_in_child()

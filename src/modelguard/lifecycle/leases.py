@@ -136,8 +136,10 @@ class Lease(Generic[M]):
         self._mark.clear()
         token, self._token = self._token, None
         if token is not None:
-            with suppress(ValueError):  # ended in another context than it began in, as dependency injectors do
+            try:
                 self._guard._core.held.reset(token)
+            except ValueError:  # ended in another context than it began in, as dependency injectors do
+                own = False
         # After a fork only the leases of the forking thread have been carried over.
         if self._epoch == self._guard._core.epoch or (own and self._thread == threading.get_ident()):
             self._guard._leave(generation, failed=failed)

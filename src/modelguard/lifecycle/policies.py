@@ -55,7 +55,7 @@ class Snapshot:
         limit: The effective memory limit of this process in bytes, None if there is none.
         jitter: A number in [0, 1) drawn once per process and generation.
         files: What was seen of the paths that a policy watches.
-        gauges: Figures that the model's adapter reads off the model (spaCy: ``lexemes``, ``strings``).
+        gauges: Figures that the model's adapter reads off the model (spaCy: ``lexemes``, ``strings``, ``index_bytes``).
         first_gauges: The same figures when the generation began to serve.
     """
 

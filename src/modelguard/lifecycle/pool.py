@@ -289,7 +289,9 @@ class ModelPool(Generic[K, M]):
         try:
             got = self._one_load.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
             if not got:
-                raise Overloaded(f"pool {self.name!r}: key {key!r} waited in vain for other models to be loaded")
+                raise Overloaded(  # noqa: TRY301 - told to those who wait, like all that goes wrong here
+                    f"pool {self.name!r}: key {key!r} waited in vain for other models to be loaded"
+                )
             yield
         except BaseException as error:
             self._drop(key, entry, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +10,7 @@ from pathlib import Path
 
 from modelguard.environment import allocator, limits, memory
 from modelguard.errors import NotSupported
-from modelguard.lifecycle import files, slot
-
-
-def start_thread(work: Callable[[], None], name: str) -> None:
-    """Run ``work`` in a daemon thread: a hung loader must not keep the interpreter from exiting."""
-    threading.Thread(target=work, name=name, daemon=True).start()
+from modelguard.lifecycle import files, slot, workers
 
 
 def private() -> int:
@@ -70,6 +64,6 @@ class Runtime:
     trim: Callable[[], str] = trim
     fingerprint: Callable[[Path], files.Fingerprint | None] = files.fingerprint
     random: Callable[[], float] = random.random
-    start_thread: Callable[[Callable[[], None], str], None] = start_thread
+    start_thread: Callable[[Callable[[], None], str], None] = workers.WORKERS.start
     slot: slot.Slot = slot.HOST
     kept: bool = True

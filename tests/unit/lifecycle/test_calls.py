@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import World, run
+from tests.unit.lifecycle.world import Model, World, run
 
 from modelguard import guard, guard_of
 from modelguard.errors import InvalidOption
@@ -106,12 +106,16 @@ class TestTheModelIsInjected:
         args = (Service(),) if name == "method" else ()
         assert ["service", "model", "a"] == run(getattr(Service, name)(*args, "a"))
 
-    def test_where_somebody_else_binds(self) -> None:
-        """A method that is bound by hand gets its instance first and the model second."""
-        function = Service.__dict__["method"]
-        assert ["service", "model", "a"] == function(Service(), "a")
-        with pytest.raises(TypeError, match="missing"):
-            function()
+    def test_where_python_binds_by_itself(self) -> None:
+        """A ``classmethod`` around a guarded function hands in its class like any argument since Python 3.13."""
+        function = Service.__dict__["under_classmethod"].__func__
+        assert ["service", "model", "a"] == function(Service, "a")
+
+    def test_as_self_into_methods_of_its_own(self, world: World) -> None:
+        """A method of the model's class is a function of the model."""
+        made = world.guard()
+        assert ["a", "b"] == made(Model.words)("a b")
+        assert made(Model.unload)() is None
 
     def test_whatever_is_called_a_function(self, world: World) -> None:
         """Built-ins, partials and objects that can be called may be decorated as well."""
@@ -124,9 +128,10 @@ class TestTheModelIsInjected:
         def among(first: int, model: list[int]) -> bool:
             return first in model
 
-        assert [[1, 2, 3], 3, 9, True] == [
+        assert [[1, 2, 3], 3, 3, 9, True] == [
             made(sorted)(),
             made(len)(),
+            made(max)(),  # has no signature
             made(Longest())(9),
             made(functools.partial(among, 3))(),
         ]
@@ -263,6 +268,12 @@ class TestWhatCannotBeDecorated:
         """A function without a positional parameter has no place for the model."""
         with pytest.raises(InvalidOption, match=r"no positional parameter to take the model.*def predict"):
             nlp(function)
+
+
+def test_a_guard_is_not_pickled() -> None:
+    """A guard holds a model and locks: each process makes its own, and the error says how."""
+    with pytest.raises(TypeError, match="guard 'nlp' cannot be pickled: import the module that makes it"):
+        pickle.dumps(nlp)
 
 
 class TestOneGuardOnManyFunctions:

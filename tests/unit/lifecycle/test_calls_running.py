@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import World, outcome, run
 
-from modelguard import ModelGuard, guard
-
-nlp = guard(lambda: "model", reload_on=None, name="nlp")
+from modelguard import ModelGuard
 
 
 class TestCallsAreCounted:

@@ -140,14 +140,48 @@ def test_a_reload_under_way_ends_without_a_model(world: World) -> None:
     assert (before, "closed") == (world.memory, guard.status().state)
 
 
-def test_a_reload_that_waits_for_its_turn_is_given_up(world: World) -> None:
+@pytest.mark.parametrize("swap", ["load_first", "drain_first"])
+def test_a_reload_that_waits_for_its_turn_is_given_up(world: World, swap: str) -> None:
     """A reload that has not begun when the guard is closed loads nothing."""
-    guard = world.guard(reload_on=Uses(1))
+    guard = world.guard(swap=swap, reload_on=Uses(1))
     with world.runtime.slot.held(sleep=world.tick, clock=lambda: world.now, cancelled=lambda: False):
         object.__setattr__(world.runtime, "sleep", lambda _seconds: guard.close())
         guard(lambda model: model.number)()
         world.join()
     assert (1, "closed") == (world.loader.calls, guard.status().state)
+
+
+def test_a_second_attempt_is_given_up(world: World) -> None:
+    """A reload whose first model came too late, and that is overtaken by the end of its guard, leaves no model."""
+    world.model_size = 50
+    before = world.memory
+
+    def load() -> Any:
+        model = world.loader()
+        if model.number == 2:
+            guard.reload(wait=False)  # makes it stale
+        if model.number == 3:
+            guard.close()
+        return model
+
+    guard = world.guard(load)
+    guard.load()
+    with pytest.raises(GuardClosed):
+        guard.reload(timeout=TIMEOUT)
+    world.join()
+    assert (3, before) == (world.loader.calls, world.memory)
+
+
+def test_closing_on_a_running_loop_is_refused(world: World) -> None:
+    """``close()`` would block an event loop: the error says what to write there."""
+    guard = world.guard()
+
+    async def main() -> None:
+        guard.close()
+
+    with pytest.raises(WouldDeadlock, match=r"await guard.aclose\(\)"):
+        asyncio.run(main())
+    assert "new" == guard.status().state
 
 
 def test_a_retry_is_given_up(world: World) -> None:

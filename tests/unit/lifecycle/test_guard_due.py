@@ -11,13 +11,7 @@ import pytest
 from tests.unit.lifecycle.world import World, number, outcome
 
 from modelguard import Errors, ModelGuard, Policy, Snapshot, Uses
-from modelguard.telemetry import (
-    CallbackErrored,
-    LoadFinished,
-    LoadStarted,
-    RecycleAsked,
-    ReloadDue,
-)
+from modelguard.telemetry import CallbackErrored, LoadFinished, LoadStarted, RecycleAsked, ReloadDue
 
 
 class TestADuePolicy:
@@ -188,6 +182,7 @@ class TestInAForkedChild:
         asked: list[tuple[str, ...]] = []
         guard = self.child(world, asked.append)
         assert [1] * 5 == [number(guard) for _ in range(5)]
+        assert not guard.check()
         assert ([("Uses(2)",)], 1) == (asked, world.loader.calls)
         assert [(1, ("Uses(2)",))] == [(event.generation, event.reasons) for event in world.seen(RecycleAsked)]
         assert [] == world.seen(ReloadDue)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.unit.lifecycle.world import World
 
-from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected, WouldDeadlock
+from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
 from modelguard.telemetry import LoadDiscarded
 
-CROWD = 16
-TASKS = 50
+if TYPE_CHECKING:
+    from tests.unit.lifecycle.world import World
 
 
 class TestARejectedModel:
@@ -20,6 +19,25 @@ class TestARejectedModel:
         """A loader that returns None forgot to return the model: the error says so."""
         with pytest.raises(ModelRejected, match="the loader returned None; let it return the model"):
             world.guard(lambda: None).load()
+
+    def test_a_generator(self, world: World) -> None:
+        """A loader that yields its model instead of returning it is told so."""
+
+        def load() -> Any:
+            yield world.loader()
+
+        with pytest.raises(ModelRejected, match="generator function; let it return the model instead of yielding it"):
+            world.guard(load).load()
+
+    def test_a_verdict_that_is_neither(self, world: World) -> None:
+        """A verdict without a truth value, such as an array, is no good one."""
+
+        class Array:
+            def __bool__(self) -> bool:
+                raise ValueError("the truth value of an array is ambiguous")
+
+        with pytest.raises(ModelRejected, match="validate raised ValueError: the truth value of an array"):
+            world.guard(validate=lambda _model: Array()).load()
 
     @pytest.mark.parametrize("verdict", [False, 0, ""])
     def test_a_false_verdict(self, world: World, verdict: object) -> None:
@@ -143,18 +161,3 @@ class TestWarmup:
 
         world.guard(warmup=warmup).load()
         assert [1] == warm
-
-
-class TestALoaderThatWaitsForItself:
-    @pytest.mark.parametrize("options", [{}, {"load_timeout": "1h"}], ids=str)
-    def test_is_told(self, world: World, options: dict[str, Any]) -> None:
-        """A loader that calls a function of its own guard fails with what to do instead, and does not hang."""
-        guard = world.guard(lambda: number(), **options)  # noqa: PLW0108 - `number` comes later
-
-        @guard
-        def number(model: Any) -> int:
-            return int(model.number)
-
-        with pytest.raises(LoadFailed, match=r"move the call to warmup") as failure:
-            guard.load()
-        assert isinstance(failure.value.__cause__, WouldDeadlock)

@@ -15,13 +15,7 @@ from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number, outcome, 
 from modelguard import Backoff, ModelGuard
 from modelguard.errors import LoadFailed, Reloading, WouldDeadlock
 from modelguard.lifecycle.slot import Slot
-from modelguard.telemetry import (
-    GenerationReleased,
-    LoadDiscarded,
-    LoadErrored,
-    LoadFinished,
-    SwapChosen,
-)
+from modelguard.telemetry import GenerationReleased, LoadDiscarded, LoadErrored, LoadFinished, SwapChosen
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import inspect
 import io
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -351,6 +352,31 @@ class TestCoroutines:
         del coroutine
         gc.collect()
         assert 0 == in_flight(guard)
+
+
+class TestFutures:
+    def test_keep_their_lease_until_they_are_done(self, guard: ModelGuard[Any]) -> None:
+        """A future that a guarded function returns is returned as it is, and the model is in use until it is done."""
+        future: Future[int] = Future()
+        assert guard(lambda _model: future)() is future
+        assert 1 == in_flight(guard)
+        future.set_result(7)
+        assert 0 == in_flight(guard)
+
+    def test_of_an_event_loop_do_too(self, guard: ModelGuard[Any]) -> None:
+        """The same for tasks, cancelled ones included."""
+
+        async def work(model: Any) -> list[str]:
+            return list(model.words(TEXT))
+
+        async def main() -> list[Any]:
+            task, other = (guard(lambda model: asyncio.ensure_future(work(model)))() for _ in range(2))
+            before = in_flight(guard)
+            other.cancel()
+            await asyncio.wait([task, other])
+            return [before, await task, other.cancelled(), in_flight(guard)]
+
+        assert [2, ["a", "b", "c"], True, 0] == asyncio.run(main())
 
 
 class TestFiles:

@@ -10,11 +10,7 @@ from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
 from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World, outcome, until
 
 from modelguard import Backoff
-from modelguard.errors import (
-    LoadFailed,
-    ModelTooLarge,
-    Overloaded,
-)
+from modelguard.errors import LoadFailed, ModelTooLarge, Overloaded
 from modelguard.telemetry import GenerationReleased, LoadFinished
 
 CROWD = 16

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
 from tests.unit.lifecycle.world import MB, TIMEOUT, World, outcome, until
 
-from modelguard.errors import (
-    GuardClosed,
-    InvalidOption,
-    LoadFailed,
-    Overloaded,
-    UnhashableKey,
-    WouldDeadlock,
-)
+from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Overloaded, UnhashableKey, WouldDeadlock
 from modelguard.lifecycle.shelf import Entry
-
-CROWD = 16
 
 
 class TestTTL:
@@ -40,6 +32,15 @@ class TestTTL:
             world.tick(3600)
             with pytest.raises(Overloaded, match="the model of key 'a' is still being replaced"):
                 use(pool, "a")
+        assert (["a"], 2) == (use(pool, "a"), world.loader.calls)
+
+    def test_an_old_model_is_lent_to_those_inside(self, world: World) -> None:
+        """A call that is on an old model already may use it again: it would wait for itself otherwise."""
+        pool = world.pool(ttl="1h", wait_timeout=0)
+        with pool.lease("a") as outer:
+            world.tick(3600)
+            with pool.lease("a") as inner:
+                assert inner is outer
         assert (["a"], 2) == (use(pool, "a"), world.loader.calls)
 
     @pytest.mark.parametrize(("draw", "lives"), [(0.0, 99.9), (0.5, 94.9)])
@@ -89,6 +90,17 @@ class TestClose:
         assert [GuardClosed, GuardClosed] == [type(call.exception(TIMEOUT)) for call in calls]
         world.end()
         assert 100 * MB == world.memory
+
+    def test_on_a_running_loop_is_refused(self, world: World) -> None:
+        """``close()`` would block an event loop: the error says what to write there."""
+        pool = world.pool()
+
+        async def main() -> None:
+            pool.close()
+
+        with pytest.raises(WouldDeadlock, match=r"await guard.aclose\(\)"):
+            asyncio.run(main())
+        assert ["a"] == use(pool, "a")
 
     def test_inside_a_lease_is_refused(self, world: World) -> None:
         """A pool cannot be closed inside one of its leases: that would wait for the lease. Nothing is closed then."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import threading
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import MB, Model, World
+from tests.unit.lifecycle.world import MB, Model, World, outcome
 
+from modelguard import telemetry
 from modelguard.lifecycle import release
-from modelguard.telemetry import GenerationReleased
+from modelguard.telemetry import CallbackErrored, GenerationReleased, LoadFinished
 
 
 class Holder:
@@ -158,6 +160,61 @@ class TestCollection:
         event = released(world, lambda: {"weights": [1, 2]})
         assert (None, (), True) == (event.alive, event.holders, event.collected)
 
+    def test_keeps_small_leftovers_from_adding_up(self, world: World, collections: list[str]) -> None:
+        """What each model leaves in cycles is collected once it is a twentieth of its size, however much came back."""
+        world.model_size = 100 * MB
+
+        class Leftover(Model):
+            """Most of it dies by count; a tenth of it is in a cycle."""
+
+            def __init__(self) -> None:
+                super().__init__(world, 1)
+                size, world.model_size = world.model_size, 10 * MB
+                inside = Model(world, 2)
+                world.model_size = size
+                inside.key = inside
+
+        guard = world.guard(Leftover)
+        guard.load()
+        for _ in range(5):
+            guard.reload()
+            world.join()
+        assert world.memory < (100 + 110 + 15) * MB
+        assert collections
+
+
+class TestAReleaseThatFails:
+    def test_harms_nobody(self, world: World) -> None:
+        """If memory cannot be trimmed or read, the new generation serves all the same, and an event tells."""
+
+        def broken() -> str:
+            raise OSError("no malloc")
+
+        guard = world.guard()
+        guard.load()
+        trim = world.runtime.trim
+        loaded = threading.Event()
+        object.__setattr__(world.runtime, "trim", lambda: broken() if loaded.is_set() else trim())
+        remove = telemetry.add_hook(lambda event: loaded.set() if isinstance(event, LoadFinished) else None)
+        guard.reload()
+        world.join()
+        remove()
+        assert ("release", "OSError: no malloc") == (
+            world.last(CallbackErrored).callback,
+            world.last(CallbackErrored).error,
+        )
+        assert ("ready", 2, []) == (guard.status().state, guard.status().generation, world.seen(GenerationReleased))
+        assert 0 == len(guard._core.draining)
+
+    def test_of_an_abandoned_generation_tells_no_drain(self, world: World) -> None:
+        """A generation that was released after its drain timeout has no time of draining to tell."""
+        guard = world.guard(drain_timeout=0)
+        with guard.lease():
+            outcome(world.spawn(guard.reload))
+            world.join()
+        world.join()
+        assert world.last(GenerationReleased).drain_seconds is None
+
 
 class TestAModelThatLivesOn:
     def holders(self, world: World, hold: Callable[[Any], Any]) -> tuple[str, ...]:
@@ -225,6 +282,24 @@ class TestAModelThatLivesOn:
 
         found = "\n".join(self.holders(world, hold))
         assert re.search(rf"a traceback, through an ended call of .*\.fail \({re.escape(__file__)}:\d+\)", found)
+
+    def test_names_holders_that_resist(self, world: World) -> None:
+        """A holder whose attributes cannot be looked at is named by its type."""
+
+        class Shy:
+            __slots__ = ("model",)
+
+            @property
+            def __dict__(self) -> Any:
+                raise RuntimeError("private")
+
+        def hold(model: object) -> Shy:
+            shy = Shy()
+            shy.model = model  # type: ignore[attr-defined]
+            return shy
+
+        (found,) = self.holders(world, hold)
+        assert found.endswith("Shy")
 
     def test_names_five_at_most(self, world: World) -> None:
         """The list is bounded, and names no holder twice."""

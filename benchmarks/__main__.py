@@ -1,0 +1,61 @@
+"""Run benchmarks, each in its own process, and gather their tables: ``python -m benchmarks [--quick] [NAME...]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # as for the scripts themselves
+
+import _common  # noqa: E402 - found by the line above
+
+NAMES = ("call_overhead", "import_cost", "reload_ja_ginza", "reload_stall", "spacy_growth")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run the benchmarks; by default all.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: to see that they run, not for figures")
+    parser.add_argument("--out", type=Path, default=_common.DEFAULT_OUT, metavar="DIR", help="default: %(default)s")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(NAMES))
+    if unknown:
+        parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    failed = []
+    names = options.names or NAMES
+    for name in names:
+        command = [sys.executable, str(HERE / f"{name}.py"), "--out", str(options.out)]
+        started = time.monotonic()
+        code = subprocess.run([*command, "--quick"] if options.quick else command, check=False).returncode
+        print(f"{name}: {time.monotonic() - started:.0f} s\n", flush=True)
+        if code:
+            failed.append(name)
+    summary = options.out / "summary.md"
+    summary.write_text(summarize([name for name in names if name not in failed], failed, options.out), encoding="utf-8")
+    print(summary)
+    return 1 if failed else 0
+
+
+def summarize(names: list[str], failed: list[str], out: Path) -> str:
+    """The tables of all that ran, with their pictures, in Markdown."""
+    parts = ["# Benchmarks"]
+    for name in names:
+        record = json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
+        parts += [
+            f"## {record['title']}",
+            "A quick run, not for figures." if record["quick"] else "",
+            "\n".join(f"{line}  " for line in _common.describe(record["machine"]).splitlines()),
+            "\n".join(["```", *record["table"], *record["notes"], "```"]),
+            f"![{record['title']}]({name}.png)",
+        ]
+    parts += [f"{name} failed: see what it printed." for name in failed]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

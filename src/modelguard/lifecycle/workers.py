@@ -1,0 +1,69 @@
+"""Threads for work in the background, kept for a while so that a guard's loads run in the same one.
+
+glibc gives each thread a heap of its own. Loads that wander from thread to thread leave holes in several heaps: with
+a thread for each load, 20 reloads of ja_ginza left 10 to 60 MB behind instead of 10.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+Work = Callable[[], None]
+
+#: How long a thread waits for more work of its name, and how many wait at most.
+_IDLE_SECONDS = 300.0
+_IDLE_THREADS = 4
+
+
+class Workers:
+    """Daemon threads by name: a hung loader must not keep the interpreter from exiting."""
+
+    def __init__(self) -> None:
+        self.after_fork_in_child()
+
+    def after_fork_in_child(self) -> None:
+        """Threads do not survive a fork."""
+        # Reentrant: a dropped lease that the garbage collector finds in here may bring work.
+        self._lock = threading.RLock()
+        self._idle: dict[str, SimpleQueue[Work]] = {}
+
+    def start(self, work: Work, name: str) -> None:
+        """Run ``work`` in a thread of that name, in the one that did so before if it is free.
+
+        Raises:
+            RuntimeError: There is no thread to be had.
+        """
+        with self._lock:
+            inbox = self._idle.pop(name, None)
+        if inbox is not None:
+            inbox.put(work)
+            return
+        inbox = SimpleQueue()
+        inbox.put(work)  # and not as an argument, which the thread would keep as long as it runs
+        threading.Thread(target=self._serve, args=(inbox, name), name=name, daemon=True).start()
+
+    def _serve(self, inbox: SimpleQueue[Work], name: str) -> None:
+        work: Work | None = inbox.get()
+        while work is not None:
+            work()
+            del work  # nothing of it may be kept alive while the thread waits
+            work = self._next(inbox, name)
+
+    def _next(self, inbox: SimpleQueue[Work], name: str) -> Work | None:
+        with self._lock:
+            if name in self._idle or len(self._idle) >= _IDLE_THREADS:
+                return None
+            self._idle[name] = inbox
+        try:
+            return inbox.get(timeout=_IDLE_SECONDS)
+        except Empty:
+            with self._lock:
+                if self._idle.get(name) is inbox:
+                    del self._idle[name]
+                    return None
+            return inbox.get()  # it was handed over in this very moment
+
+
+WORKERS = Workers()

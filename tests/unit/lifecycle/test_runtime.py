@@ -1,0 +1,57 @@
+"""The world as it is, and what a guard does where that tells nothing."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from tests.unit.lifecycle.world import TIMEOUT
+
+from modelguard.environment import allocator, limits, memory
+from modelguard.errors import NotSupported
+from modelguard.lifecycle import runtime
+from modelguard.lifecycle.runtime import Runtime
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def untold(*_args: object, **_options: object) -> None:
+    raise NotSupported("this", reason="there is no /proc")
+
+
+def test_readings_are_this_process_s() -> None:
+    """Memory, headroom, limit and trim are those of the process, wherever the platform tells."""
+    world = Runtime()
+    assert 1_000_000 < world.private()
+    headroom, limit = world.headroom(), world.limit()
+    assert headroom is None or 0 <= headroom
+    assert limits.effective().bytes == limit
+    assert world.trim()
+
+
+def test_what_is_not_told_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a platform does not tell, memory counts as 0 and headroom as unknown; time and use are still judged."""
+    monkeypatch.setattr(memory, "private", untold)
+    monkeypatch.setattr(memory, "usage", untold)
+    assert (0, None) == (runtime.private(), runtime.headroom())
+
+
+def test_an_allocator_that_cannot_trim_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The release goes on, and its event says why nothing was trimmed."""
+    monkeypatch.setattr(allocator, "trim", untold)
+    assert "there is no /proc" == runtime.trim()
+
+
+def test_background_work_keeps_no_process_from_ending() -> None:
+    """Work runs in a daemon thread of a name that tells whose it is."""
+    seen: list[tuple[str, bool]] = []
+    done = threading.Event()
+
+    def work() -> None:
+        seen.append((threading.current_thread().name, threading.current_thread().daemon))
+        done.set()
+
+    Runtime().start_thread(work, "modelguard-load-nlp")
+    assert done.wait(TIMEOUT)
+    assert [("modelguard-load-nlp", True)] == seen
