@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from modelguard import TTL, Uses, guard, pool, telemetry
+from modelguard.lifecycle.runtime import Runtime
 from modelguard.telemetry import Event, RecycleAsked
 
 pytestmark = [
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(100),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork"),
 ]
 
@@ -208,8 +209,9 @@ def test_multiprocessing_children_use_the_parents_model() -> None:
 
 def test_forks_while_threads_use_guards_and_pools_never_hang() -> None:
     """Children forked at random moments of calls, reloads and pool leases can all use guard and pool."""
-    guarded = guard(Model, reload_on=Uses(20), defer=0)
-    voices = pool(lambda key: Model(), max_memory="1 GB", max_models=2)
+    order_alone = Runtime(private=lambda: 0, headroom=lambda: None, trim=lambda: "none")
+    guarded = guard(Model, reload_on=Uses(20), defer=0, runtime=order_alone)
+    voices = pool(lambda key: Model(), max_memory="1 GB", max_models=2, runtime=order_alone)
     who = guarded(lambda model: model.pid)
     done = threading.Event()
 
@@ -217,7 +219,7 @@ def test_forks_while_threads_use_guards_and_pools_never_hang() -> None:
         while not done.is_set():
             who()
             with voices.lease(key):
-                pass
+                done.wait(0.002)
 
     threads = [threading.Thread(target=busy, args=(key,)) for key in range(3)]
     for thread in threads:
@@ -234,7 +236,7 @@ def test_forks_while_threads_use_guards_and_pools_never_hang() -> None:
         voices.close()
 
     try:
-        for _ in range(15):
+        for _ in range(10):
             in_child(child)
     finally:
         done.set()

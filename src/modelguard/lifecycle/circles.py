@@ -13,8 +13,8 @@ from modelguard.errors import WouldDeadlock
 if TYPE_CHECKING:
     from modelguard.lifecycle.core import Core
 
-#: For each thread that waits for a load: whose load it is.
-_waiting: dict[int, Core[Any]] = {}
+#: For each thread that waits for loads: whose they are. The tasks of one event loop may wait for several.
+_waiting: dict[int, list[Core[Any]]] = {}
 
 
 @contextmanager
@@ -25,16 +25,15 @@ def waiting_for(core: Core[Any]) -> Iterator[None]:
         WouldDeadlock: That load waits for this thread: its loader waits here, or for a load whose loader does.
     """
     me = threading.get_ident()
-    before = _waiting.get(me)
-    _waiting[me] = core  # noted first, so that of two who close a circle at once the second sees it
+    mine = _waiting.setdefault(me, [])
+    mine.append(core)  # noted first, so that of two who close a circle at once the second sees it
     try:
         _refuse_circle(core, me)
         yield
     finally:
-        if before is None:
+        mine.remove(core)
+        if not mine:
             _waiting.pop(me, None)
-        else:
-            _waiting[me] = before
 
 
 def refuse_on_loop(name: str, action: str, instead: str) -> None:
@@ -59,10 +58,9 @@ def _refuse_circle(core: Core[Any], me: int) -> None:
                     why="its loader waits, here, for the very model that is being loaded",
                     fix="Use the model itself inside the loader, or move the call to warmup: it runs on the new model.",
                 )
-            following = _waiting.get(thread)
-            if following is not None and following not in seen:
-                seen.add(following)
-                to_look_at.append(following)
+            following = [other for other in _waiting.get(thread, ()) if other not in seen]
+            seen.update(following)
+            to_look_at.extend(following)
 
 
 def after_fork_in_child() -> None:

@@ -115,11 +115,33 @@ def test_waits_leave_nothing_behind(world: World) -> None:
         guard.load()
     with pytest.raises(LoadFailed):
         asyncio.run(guard.aload())
-    assert {} == circles._waiting
+    assert threading.get_ident() not in circles._waiting
 
 
 def test_nobody_waits_in_a_child(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     """What the parent's threads wait for is no business of a forked child."""
     monkeypatch.setattr(circles, "_waiting", {threading.get_ident() + 1: world.guard()._core})
     circles.after_fork_in_child()
-    assert {} == circles._waiting
+    assert threading.get_ident() not in circles._waiting
+
+
+def test_tasks_of_one_loop_end_their_waits_in_any_order(world: World) -> None:
+    """A task that waits longer than one that began before it leaves nothing behind either."""
+
+    async def wait_in(order: list[int]) -> None:
+        cores = [world.guard()._core for _ in order]
+        ends = [asyncio.Event() for _ in order]
+
+        async def wait(number: int) -> None:
+            with circles.waiting_for(cores[number]):
+                await ends[number].wait()
+
+        tasks = [asyncio.create_task(wait(number)) for number in order]
+        await asyncio.wait(tasks, timeout=0)
+        assert cores == circles._waiting[threading.get_ident()]
+        for each in order:
+            ends[each].set()
+            await tasks[each]
+
+    asyncio.run(wait_in([0, 1]))
+    assert threading.get_ident() not in circles._waiting

@@ -117,6 +117,7 @@ def test_who_waits_for_a_model_is_told(world: World) -> None:
     world.loader.hold()
     calls = [world.spawn(guard.load), world.spawn(lambda: asyncio.run(guard.aload()))]
     until(lambda: len(guard._core.waiting) == 2)
+    world.loader.reached()
     guard.close()
     assert [GuardClosed, GuardClosed] == [type(call.exception(TIMEOUT)) for call in calls]
     world.loader.open.set()

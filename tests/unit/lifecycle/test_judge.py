@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import TIMEOUT, World, outcome
+from tests.unit.lifecycle.world import TIMEOUT, World, outcome, until
 
 from modelguard import TTL, Backoff, Errors, ModelGuard, Policy, Snapshot, Uses
 from modelguard.errors import LoadFailed
@@ -163,6 +163,28 @@ def test_the_end_of_a_call_retries_as_well(world: World) -> None:
     use(guard)
     world.join()
     assert ("ready", 2) == (guard.status().state, guard.status().generation)
+
+
+def test_a_fault_after_a_load_loses_no_request(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the policies cannot be asked after a load, who waits for the next load still gets it, and the log tells."""
+    guard = world.guard()
+
+    def fail() -> None:
+        raise OSError("no clock")
+
+    monkeypatch.setattr(guard._judge, "verdict_after_load", fail)
+    world.loader.hold()
+    first = world.spawn(guard.load)
+    world.loader.reached()
+    second = world.spawn(guard.reload)
+    until(lambda: len(guard._core.waiting) == 2)
+    world.loader.open.set()
+    assert (None, None) == (outcome(first), outcome(second))
+    world.join()
+    assert 2 == guard.status().generation
+    assert "could not ask the policies of <ModelGuard 'model'" in caplog.text
 
 
 def test_joined_policies_name_all_that_are_due(world: World) -> None:

@@ -136,6 +136,10 @@ class TestJoined:
         policy = (TTL("1h") | Uses(5)) & Tired() | Errors()
         assert "(TTL('1h') | Uses(5)) & Tired() | Errors(consecutive=5)" == repr(policy)
         assert (TTL("1h"), Uses(5), Errors()) == (*policy.parts()[:2], policy.parts()[3])
+        strings = {"gauges": {"strings": 9}, "first_gauges": {"strings": 1}}
+        assert [False, False, True] == [
+            policy.due(Snapshot(uses=uses, **figures)) for uses, figures in [(5, {}), (4, strings), (5, strings)]
+        ]
 
     def test_they_are_asked_as_soon_as_one_of_them_wants(self) -> None:
         """A joined policy's horizon is the nearest of its members'."""

@@ -156,3 +156,5 @@ def test_a_guard_shows_its_name_and_state(world: World) -> None:
     guard = world.guard(name="ginza")
     guard.load()
     assert "<ModelGuard 'ginza' ready>" == repr(guard)
+    with guard.lease():
+        assert "<generation 1, 1 in flight>" == repr(guard._core.serving)

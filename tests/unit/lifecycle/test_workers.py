@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
@@ -117,6 +118,24 @@ def test_a_thread_that_waited_long_enough_ends(pool: Pool, monkeypatch: pytest.M
     first.join(TIMEOUT)
     assert not first.is_alive()
     assert pool.run("load") is not first
+
+
+def test_work_that_comes_in_the_last_moment_is_done(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that is handed over just when its thread has waited long enough is not lost."""
+    second = Job()
+
+    class LastMoment(SimpleQueue):  # type: ignore[type-arg]
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: FBT001, FBT002
+            if timeout is not None and not second.done.is_set():
+                pool.workers.start(second, "load")
+                raise Empty
+            return super().get(block, timeout)
+
+    monkeypatch.setattr(workers, "SimpleQueue", LastMoment)
+    first = Job()
+    pool.start("load", first)
+    assert second.done.wait(TIMEOUT)
+    assert first.thread is second.thread
 
 
 def test_work_that_raises_ends_its_thread_alone(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
