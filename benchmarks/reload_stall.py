@@ -262,7 +262,7 @@ def main() -> None:
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     found: Sides = {(scene, way): {} for scene in SCENES for way in WAYS}
     for scene, (title, _) in SCENES.items():
-        for turn in range(1 if benchmark.quick else 5):
+        for turn in range(1 if benchmark.quick else 4):
             for way, name in WAYS.items():
                 print(f"{title}, turn {turn + 1}: {name} ...", flush=True)
                 for key, values in _common.fresh(__file__, *scene.split(), way, **quiet).items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import GeneratorType
 from typing import Generic, TypeVar
 
-from modelguard import _units
+from modelguard import _units, telemetry
 from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
 from modelguard.lifecycle import adapting, loading
 from modelguard.lifecycle.core import Core, Ticket
@@ -18,14 +18,6 @@ from modelguard.lifecycle.release import release, see_off
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.lifecycle.settings import Settings
 from modelguard.lifecycle.watch import Watch
-from modelguard.telemetry import (
-    LoadDiscarded,
-    LoadErrored,
-    LoadFinished,
-    LoadStarted,
-    SwapChosen,
-    emit,
-)
 
 M = TypeVar("M")
 
@@ -100,8 +92,8 @@ class Flight(Generic[M]):
         return False
 
     def _tell(self, made: _Load[M], swap: str, waited: float) -> None:
-        emit(
-            LoadFinished(
+        telemetry.emit(
+            telemetry.LoadFinished(
                 guard=self._core.name,
                 generation=made.generation.number,
                 reasons=self._ticket.reasons,
@@ -143,7 +135,7 @@ class Flight(Generic[M]):
             swap = "load_first" if room is None or room >= need else "drain_first"
             free = "an unknown amount" if room is None else _units.format_bytes(room)
             why = f"a second copy needs {_units.format_bytes(need)} while it loads, and {free} is free"
-        emit(SwapChosen(guard=self._core.name, swap=swap, why=why, model_bytes=size, headroom=room))
+        telemetry.emit(telemetry.SwapChosen(guard=self._core.name, swap=swap, why=why, model_bytes=size, headroom=room))
         return swap
 
     # The load itself
@@ -151,8 +143,8 @@ class Flight(Generic[M]):
     def _make(self, *, slot: str, deferred: float) -> _Load[M] | None:
         """Load, validate and warm up within ``load_timeout``; None if that failed, of which all have been told."""
         name, timeout = self._core.name, self._settings.load_timeout
-        emit(
-            LoadStarted(
+        telemetry.emit(
+            telemetry.LoadStarted(
                 guard=name,
                 generation=self._core.generations + 1,
                 reasons=self._ticket.reasons,
@@ -241,8 +233,8 @@ class Flight(Generic[M]):
         failure = kind(core.name, reason, attempt=attempt, retry_after=wait)
         failure.__cause__ = cause
         serving = core.serving
-        emit(
-            LoadErrored(
+        telemetry.emit(
+            telemetry.LoadErrored(
                 guard=core.name,
                 attempt=attempt,
                 error=reason,
@@ -254,7 +246,7 @@ class Flight(Generic[M]):
 
     def _discard(self, generation: Generation[M], why: str) -> None:
         release(self._core, generation, unload=self._settings.unload, runtime=self._runtime)
-        emit(LoadDiscarded(guard=self._core.name, why=why))
+        telemetry.emit(telemetry.LoadDiscarded(guard=self._core.name, why=why))
 
 
 class _Refused(Exception):

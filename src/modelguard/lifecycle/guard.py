@@ -19,12 +19,13 @@ from modelguard.lifecycle.leases import Lease
 from modelguard.lifecycle.release import bury, see_off
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.lifecycle.settings import Settings
-from modelguard.lifecycle.status import State, Status
 from modelguard.telemetry.hooks import logger
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
     from types import TracebackType
+
+    from modelguard.lifecycle.status import State, Status
 
 M = TypeVar("M")
 S = TypeVar("S")
@@ -173,6 +174,8 @@ class ModelGuard(Generic[M]):
 
     def status(self) -> Status:
         """What there is to know of the guard now."""
+        from modelguard.lifecycle.status import Status
+
         core = self._core
         with core.lock:
             serving = core.serving

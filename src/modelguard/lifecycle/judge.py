@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from modelguard import telemetry
 from modelguard.lifecycle.policies import Policy, Snapshot
 from modelguard.lifecycle.watch import Watch
-from modelguard.telemetry import CallbackErrored, PolicyFutile, RecycleAsked, ReloadDue, emit
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.core import Core, Ticket
@@ -101,8 +101,8 @@ class Judge(Generic[M]):
             for part in self._policy.parts():
                 detail = part.futile(snapshot)
                 if detail is not None and self._first_complaint(f"futile {part!r}"):
-                    emit(
-                        PolicyFutile(
+                    telemetry.emit(
+                        telemetry.PolicyFutile(
                             guard=self._core.name, generation=snapshot.generation, policy=repr(part), detail=detail
                         )
                     )
@@ -114,7 +114,9 @@ class Judge(Generic[M]):
     def _due(self, generation: Generation[M], reasons: tuple[str, ...], *, after_call: bool) -> Ticket | None:
         if self._shares and self._recycle is not None:
             if self._first_complaint("recycle"):
-                emit(RecycleAsked(guard=self._core.name, generation=generation.number, reasons=reasons))
+                telemetry.emit(
+                    telemetry.RecycleAsked(guard=self._core.name, generation=generation.number, reasons=reasons)
+                )
                 try:
                     self._recycle(reasons)
                 except Exception as error:  # noqa: BLE001 - the worker serves on; the event tells
@@ -122,7 +124,7 @@ class Judge(Generic[M]):
             return None
         ticket = self._core.request_if_idle(reasons, urgent=False, after_call=after_call, instead_of=generation)
         if ticket is not None:
-            emit(ReloadDue(guard=self._core.name, generation=generation.number, reasons=reasons))
+            telemetry.emit(telemetry.ReloadDue(guard=self._core.name, generation=generation.number, reasons=reasons))
         return ticket
 
     def _set_alarm(self, generation: Generation[M], snapshot: Snapshot) -> None:
@@ -141,7 +143,11 @@ class Judge(Generic[M]):
 
     def _complain(self, callback: str, error: Exception) -> None:
         if self._first_complaint(f"{callback} {type(error)}"):
-            emit(CallbackErrored(guard=self._core.name, callback=callback, error=f"{type(error).__name__}: {error}"))
+            telemetry.emit(
+                telemetry.CallbackErrored(
+                    guard=self._core.name, callback=callback, error=f"{type(error).__name__}: {error}"
+                )
+            )
 
     def _first_complaint(self, about: str) -> bool:
         if about in self._complaints:

@@ -246,14 +246,21 @@ class Errors(Policy):
         return f"Errors(consecutive={self.consecutive})"
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class _Memory(Policy):
     reads_memory = True
+    size: int | _units.Share
+
+    def __init__(self, size: int | str) -> None:
+        object.__setattr__(self, "size", _units.size_or_share(size, "size"))
 
     def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - readings come at the guard's own pace
         return Horizon(uses=math.inf, seconds=1.0)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_show(self.size)!r})"
 
-@dataclass(frozen=True, init=False, repr=False)
+
 class MemoryGrowth(_Memory):
     """Due when private memory has grown by ``size`` since this generation settled.
 
@@ -269,20 +276,11 @@ class MemoryGrowth(_Memory):
         NoMemoryLimit: A share was given and nothing limits this process (raised by ``guard``).
     """
 
-    size: int | _units.Share
-
-    def __init__(self, size: int | str) -> None:
-        object.__setattr__(self, "size", _units.size_or_share(size, "size"))
-
     def due(self, now: Snapshot) -> bool:
         memory, bound = now.settled_memory, _bound(self.size, now)
         return memory is not None and now.baseline is not None and bound is not None and memory - now.baseline >= bound
 
-    def __repr__(self) -> str:
-        return f"MemoryGrowth({_show(self.size)!r})"
 
-
-@dataclass(frozen=True, init=False, repr=False)
 class MemoryLimit(_Memory):
     """Due when this process's private memory has reached ``size``, by three readings in a row.
 
@@ -298,11 +296,6 @@ class MemoryLimit(_Memory):
         NoMemoryLimit: A share was given and nothing limits this process (raised by ``guard``).
     """
 
-    size: int | _units.Share
-
-    def __init__(self, size: int | str) -> None:
-        object.__setattr__(self, "size", _units.size_or_share(size, "size"))
-
     def due(self, now: Snapshot) -> bool:
         memory, bound = now.settled_memory, _bound(self.size, now)
         return memory is not None and bound is not None and memory >= bound and self.futile(now) is None
@@ -313,9 +306,6 @@ class MemoryLimit(_Memory):
             return None
         held, allowed = _units.format_bytes(now.baseline), _units.format_bytes(bound)
         return f"the process holds {held} with a fresh model, and the bound is {allowed}"
-
-    def __repr__(self) -> str:
-        return f"MemoryLimit({_show(self.size)!r})"
 
 
 @dataclass(frozen=True, init=False, repr=False)

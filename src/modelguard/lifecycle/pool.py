@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -25,6 +24,7 @@ from modelguard.lifecycle.shelf import Entry, Shelf
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard
+    from modelguard.lifecycle.status import PoolStatus
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
@@ -33,29 +33,6 @@ M = TypeVar("M")
 _REMEMBERED = 256
 _POLL = 0.02
 _JITTER = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolStatus(Generic[K]):
-    """A pool at one moment.
-
-    Attributes:
-        name: The pool's name.
-        models: Size in bytes of each model that is loaded.
-        in_flight: Leases that run now.
-        used: Bytes of the budget in use.
-        max_memory: The budget in bytes.
-        loads: Loads that have succeeded.
-        evictions: Models released to make room or because their time was over.
-    """
-
-    name: str
-    models: dict[K, int]
-    in_flight: int
-    used: int
-    max_memory: int
-    loads: int
-    evictions: int
 
 
 class ModelPool(Generic[K, M]):
@@ -129,6 +106,8 @@ class ModelPool(Generic[K, M]):
 
     def status(self) -> PoolStatus[K]:
         """What there is to know of the pool now."""
+        from modelguard.lifecycle.status import PoolStatus
+
         with self._changed:
             loaded = {key: entry for key, entry in self._models.items() if not entry.loading}
             return PoolStatus(

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from modelguard import telemetry
 from modelguard.lifecycle import adapting, loading
-from modelguard.telemetry import CallbackErrored, GenerationAbandoned, GenerationReleased, emit
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.core import Core
@@ -33,8 +33,8 @@ def see_off(core: Core[M], old: Generation[M], *, settings: Settings[M], runtime
     started = runtime.clock()
     remaining = core.drain(old, settings.drain_timeout)
     if remaining:
-        emit(
-            GenerationAbandoned(
+        telemetry.emit(
+            telemetry.GenerationAbandoned(
                 guard=core.name, generation=old.number, in_flight=remaining, drain_timeout=settings.drain_timeout
             )
         )
@@ -50,10 +50,12 @@ def bury(
     try:
         event = release(core, old, unload=settings.unload, runtime=runtime, drain_seconds=drain_seconds)
     except Exception as error:  # noqa: BLE001 - the new generation serves well, whatever the old one's end is like
-        emit(CallbackErrored(guard=core.name, callback="release", error=f"{type(error).__name__}: {error}"))
+        telemetry.emit(
+            telemetry.CallbackErrored(guard=core.name, callback="release", error=f"{type(error).__name__}: {error}")
+        )
     core.released(old, event)
     if event is not None:
-        emit(event)
+        telemetry.emit(event)
 
 
 def release(
@@ -63,7 +65,7 @@ def release(
     unload: Callable[[M], object] | None,
     runtime: Runtime,
     drain_seconds: float | None = 0.0,
-) -> GenerationReleased:
+) -> telemetry.GenerationReleased:
     """Unload and drop a generation's model, and give its memory back to the system.
 
     In this order: the ``unload`` hook, the drop, ``gc.collect()`` only where the drop did not suffice (a collection
@@ -92,7 +94,7 @@ def release(
         gc.collect()
         collected = True
         trimmed, after = _give_back(adapter, runtime)
-    return GenerationReleased(
+    return telemetry.GenerationReleased(
         guard=core.name,
         generation=generation.number,
         bytes_before=before,

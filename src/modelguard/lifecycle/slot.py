@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,6 +106,8 @@ def private_folder() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime:
         return Path(runtime, "modelguard")
+    import tempfile
+
     user = os.getuid() if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir(), f"modelguard-{user}")
 

@@ -1,12 +1,15 @@
-"""What a guard tells of itself on request."""
+"""What guards and pools tell of themselves on request."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
     from modelguard.telemetry import GenerationReleased
+
+K = TypeVar("K", bound=Hashable)
 
 State = Literal["new", "loading", "ready", "reloading", "draining", "degraded", "failed", "closed"]
 
@@ -42,3 +45,26 @@ class Status:
     last_error: str | None
     model_bytes: int | None
     last_release: GenerationReleased | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStatus(Generic[K]):
+    """A pool at one moment.
+
+    Attributes:
+        name: The pool's name.
+        models: Size in bytes of each model that is loaded.
+        in_flight: Leases that run now.
+        used: Bytes of the budget in use.
+        max_memory: The budget in bytes.
+        loads: Loads that have succeeded.
+        evictions: Models released to make room or because their time was over.
+    """
+
+    name: str
+    models: dict[K, int]
+    in_flight: int
+    used: int
+    max_memory: int
+    loads: int
+    evictions: int

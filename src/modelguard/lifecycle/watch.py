@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -76,7 +75,7 @@ class Watch:
             uses=generation.uses,
             consecutive_errors=generation.errors,
             memory=tuple(self._latest),
-            baseline=int(median(self._first)) if len(self._first) == SAMPLES else None,
+            baseline=sorted(self._first)[SAMPLES // 2] if len(self._first) == SAMPLES else None,
             limit=self._limit,
             jitter=generation.jitter,
             files=MappingProxyType({path: self._change(path, *seen, now) for path, seen in self._seen.items()}),

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from modelguard.telemetry.events import (
-    CallbackErrored,
-    Event,
-    GenerationAbandoned,
-    GenerationReleased,
-    LoadDiscarded,
-    LoadErrored,
-    LoadFinished,
-    LoadStarted,
-    PolicyFutile,
-    RecycleAsked,
-    ReloadDue,
-    SwapChosen,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from modelguard.telemetry.hooks import Hook, add_hook, emit, set_hooks
+
+if TYPE_CHECKING:
+    from modelguard.telemetry.events import (
+        CallbackErrored,
+        Event,
+        GenerationAbandoned,
+        GenerationReleased,
+        LoadDiscarded,
+        LoadErrored,
+        LoadFinished,
+        LoadStarted,
+        PolicyFutile,
+        RecycleAsked,
+        ReloadDue,
+        SwapChosen,
+    )
 
 __all__ = [
     "CallbackErrored",
@@ -36,3 +41,10 @@ __all__ = [
     "emit",
     "set_hooks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Making a dozen dataclasses takes 7 ms, which importing modelguard does without: they come with the first event.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("modelguard.telemetry.events"), name)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-from modelguard.telemetry.events import Event
+if TYPE_CHECKING:
+    from modelguard.telemetry.events import Event
 
-Hook = Callable[[Event], None]
+Hook = Callable[["Event"], None]
 
 logger = logging.getLogger("modelguard")
 logger.addHandler(logging.NullHandler())

@@ -71,7 +71,7 @@ class TestWhileAModelIsReplaced:
         """Threads and tasks that wait are served as soon as the new generation is."""
         guard = replacing(world)
         calls = [world.spawn(number, guard), world.spawn(asyncio.run, anumber(guard))]
-        until(lambda: len(guard._core.waiting) == 2)
+        until(lambda: len(guard._core.waiting) == 3)  # and the reload that was asked for
         world.loader.open.set()
         assert [2, 2] == [outcome(call) for call in calls]
 
