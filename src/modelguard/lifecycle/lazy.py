@@ -113,12 +113,16 @@ async def finish(lease: Lease[Any], start: Callable[[Any], Coroutine[Any, Any, A
         lease.end(failed=failed)
 
 
-class _LeasedGenerator(_Proxy):
-    """A generator run by :func:`drive`. If it is closed before it has begun, none of that runs to end its lease."""
+class _Leased(_Proxy):
+    """A lazy result, otherwise untouched, and the lease that it keeps."""
 
     def __init__(self, wrapped: Any, lease: Lease[Any]) -> None:
         super().__init__(wrapped)
         self._self_lease = lease
+
+
+class _LeasedGenerator(_Leased):
+    """A generator run by :func:`drive`. If it is closed before it has begun, none of that runs to end its lease."""
 
     def __iter__(self) -> Any:
         return self
@@ -131,12 +135,8 @@ class _LeasedGenerator(_Proxy):
         self._self_lease.end(failed=False)
 
 
-class _LeasedIterator(_Proxy):
+class _LeasedIterator(_Leased):
     """An iterator such as ``map``, ``islice`` or a file, otherwise untouched, that ends its lease with itself."""
-
-    def __init__(self, wrapped: Any, lease: Lease[Any]) -> None:
-        super().__init__(wrapped)
-        self._self_lease = lease
 
     def __iter__(self) -> Any:
         return self
@@ -167,12 +167,8 @@ class _LeasedIterator(_Proxy):
             self._self_lease.end(failed=False)
 
 
-class _LeasedAsyncIterator(_Proxy):
+class _LeasedAsyncIterator(_Leased):
     """The same for asynchronous iterators."""
-
-    def __init__(self, wrapped: Any, lease: Lease[Any]) -> None:
-        super().__init__(wrapped)
-        self._self_lease = lease
 
     def __aiter__(self) -> Any:
         return self

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import World, number, outcome
 
-from modelguard import Errors, ModelGuard, Policy, Snapshot, Uses
+from modelguard import TTL, Errors, ModelGuard, Policy, Snapshot, Uses
 from modelguard.telemetry import CallbackErrored, LoadFinished, LoadStarted, RecycleAsked, ReloadDue
 
 
@@ -124,17 +124,39 @@ class TestQuietMoments:
         number(guard)
         assert 0.05 == pytest.approx(world.last(LoadStarted).deferred_seconds, abs=0.02)
 
+    def test_are_begun_with(self, world: World) -> None:
+        """A reload that comes due in the middle of a pause waits for the next one, which leaves it more time."""
+        world.inline = True
+        calls_to_come = [3.0, 3.02]
+
+        def sleep(seconds: float) -> None:
+            world.tick(seconds)
+            if calls_to_come and world.now >= due + calls_to_come[0]:
+                calls_to_come.pop(0)
+                number(guard)
+
+        object.__setattr__(world.runtime, "sleep", sleep)
+        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="10s")
+        number(guard)
+        world.tick(3600)
+        due = world.now
+        assert guard.check()
+        assert 3.07 == pytest.approx(world.last(LoadStarted).deferred_seconds, abs=0.03)
+
+    def test_are_not_waited_for_where_no_call_comes(self, world: World) -> None:
+        """A guard that nobody uses reloads after ``defer``."""
+        world.inline = True
+        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="3s")
+        guard.load()
+        world.tick(3600)
+        assert guard.check()
+        assert 3 == pytest.approx(world.last(LoadStarted).deferred_seconds, abs=0.02)
+
     def test_are_not_waited_for_longer_than_defer(self, world: World) -> None:
         """If there is no such moment it begins after ``defer``, beside the calls."""
         world.inline = True
-        guard = world.guard(reload_on=Uses(2), defer="3s", drain_timeout=0)
-        number(guard)
-        with guard.lease():  # runs through it all
-            number(guard)
-        assert 2 == number(guard)
-        # Its own end came first, so the next reload met no call; this one did.
         guard = world.guard(reload_on=Uses(1), defer="3s", drain_timeout=0)
-        with guard.lease():
+        with guard.lease():  # runs through it all
             number(guard)
         assert 3 == pytest.approx(world.last(LoadStarted).deferred_seconds, abs=0.02)
 

@@ -131,6 +131,13 @@ class TestEvents:
         assert {True} == {field.kw_only for field in dataclasses.fields(kind)}
         assert name == kind.__name__
 
+    def test_are_found_under_telemetry(self) -> None:
+        """Each event is a public name of ``modelguard.telemetry``, and what is none is not found."""
+        assert {kind.__name__ for kind in (Event, *Event.__subclasses__())} <= set(telemetry.__all__)
+        assert [] == [name for name in telemetry.__all__ if not hasattr(telemetry, name)]
+        with pytest.raises(AttributeError, match="has no attribute 'ReloadDeu'"):
+            telemetry.ReloadDeu  # type: ignore[attr-defined]  # noqa: B018 - it is looked up
+
     def test_come_while_no_lock_is_held(self) -> None:
         """A hook may ask the guard for its status, or order a reload, from any thread."""
         states: list[str] = []
