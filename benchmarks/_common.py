@@ -9,6 +9,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -233,7 +234,10 @@ def job() -> list[str] | None:
 def fresh(script: str, *words: str, **environment: str) -> Any:
     """Run ``script`` again in a process of its own, for the job that ``words`` name, and return its answer."""
     command = [sys.executable, script, "--job", *words]
-    done = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        # A reload slot of its own: a service on the same machine must not make it wait.
+        variables = {**os.environ, "MODELGUARD_RUNTIME_DIR": folder, **environment}
+        done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -145,7 +145,10 @@ def rows(found: dict[str, list[dict[str, Any]]], count: int) -> list[_common.Row
     remedies = [way for way in WAYS if way != "nothing"]
     return [
         *(row("largest growth", way, [max(run["growth"]) for run in found[way]], "MB", GROWTH_TARGET) for way in WAYS),
-        *(row("lowest in second half", way, [creep(run["growth"]) for run in found[way]], "MB", CREEP_TARGET) for way in WAYS),
+        *(
+            row("lowest in second half", way, [creep(run["growth"]) for run in found[way]], "MB", CREEP_TARGET)
+            for way in WAYS
+        ),
         *(row("CPU time", way, over_nothing(way, "cpu"), "%", COST_TARGET) for way in remedies),
         *(row("wall time", way, over_nothing(way, "wall"), "%") for way in remedies),
         *(row("  throughput", way, [count / run["cpu"] for run in found[way]], "texts/CPU s") for way in WAYS),

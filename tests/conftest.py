@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 from hypothesis import settings
 
 # The same examples in every run, so that a red run is the change's own doing, and no verdict on speed.
 # To explore instead: make test ARGS="--hypothesis-profile=default".
 settings.register_profile("modelguard", deadline=None, derandomize=True)
 settings.load_profile("modelguard")
+
+# One reload at a time on a host is a promise of the product; runs of this suite beside each other need not keep it.
+_RUNTIME = tempfile.TemporaryDirectory(prefix="modelguard-tests-", ignore_cleanup_errors=True)
+os.environ["MODELGUARD_RUNTIME_DIR"] = _RUNTIME.name

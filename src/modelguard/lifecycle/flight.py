@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import GeneratorType
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
@@ -15,9 +15,11 @@ from modelguard.lifecycle import adapting, loading
 from modelguard.lifecycle.core import Core, Ticket
 from modelguard.lifecycle.generation import Generation
 from modelguard.lifecycle.release import release, see_off
-from modelguard.lifecycle.runtime import Runtime
-from modelguard.lifecycle.settings import Settings
 from modelguard.lifecycle.watch import Watch
+
+if TYPE_CHECKING:
+    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.settings import Settings
 
 M = TypeVar("M")
 

@@ -17,14 +17,14 @@ from modelguard.lifecycle.generation import Generation
 from modelguard.lifecycle.judge import Judge
 from modelguard.lifecycle.leases import Lease
 from modelguard.lifecycle.release import bury, see_off
-from modelguard.lifecycle.runtime import Runtime
-from modelguard.lifecycle.settings import Settings
 from modelguard.telemetry.hooks import logger
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
     from types import TracebackType
 
+    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.settings import Settings
     from modelguard.lifecycle.status import State, Status
 
 M = TypeVar("M")

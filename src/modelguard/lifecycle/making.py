@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
@@ -14,8 +14,10 @@ from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
 from modelguard.lifecycle.pool import ModelPool
-from modelguard.lifecycle.runtime import Runtime
-from modelguard.lifecycle.settings import Settings, Swap, check_callable, check_policy, loader_name, memory_bound
+
+if TYPE_CHECKING:
+    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.settings import Settings, Swap
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
@@ -103,6 +105,10 @@ def guard(
     Warns:
         PolicyNeverFires: A policy cannot become due as it is written.
     """
+    # Here, and not above, for the sake of the import: they are needed by those who make a guard.
+    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.settings import Settings, check_callable, check_policy, loader_name
+
     check_callable("load", load, arguments=0)
     world = Runtime() if runtime is None else runtime
     if reload_on is not None:
@@ -163,6 +169,9 @@ def pool(
         InvalidOption: An option cannot be meant; the message names it, its value and the fix.
         NoMemoryLimit: ``max_memory`` is a share, and nothing limits this process.
     """
+    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.settings import check_callable, loader_name, memory_bound
+
     check_callable("load", load, arguments=1)
     if max_models is not None and (isinstance(max_models, bool) or not isinstance(max_models, int) or max_models < 1):
         raise InvalidOption("max_models", max_models, why="it counts models", fix="Give a whole number of at least 1.")

@@ -19,11 +19,11 @@ from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded
 from modelguard.lifecycle import circles, forking
 from modelguard.lifecycle.leases import Lease
 from modelguard.lifecycle.pooled import Keyed, PoolLease
-from modelguard.lifecycle.runtime import Runtime
 from modelguard.lifecycle.shelf import Entry, Shelf
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard
+    from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
 
 K = TypeVar("K", bound=Hashable)

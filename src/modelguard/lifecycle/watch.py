@@ -7,13 +7,15 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelguard.lifecycle import adapting
 from modelguard.lifecycle.files import Fingerprint
 from modelguard.lifecycle.generation import Generation
 from modelguard.lifecycle.policies import SAMPLES, FileChange, Modified, Policy, Snapshot
-from modelguard.lifecycle.runtime import Runtime
+
+if TYPE_CHECKING:
+    from modelguard.lifecycle.runtime import Runtime
 
 #: A generation has settled after this many calls or seconds, once its predecessor is gone: by then lazily built
 #: buffers are there, and what it grows by from now on is growth.

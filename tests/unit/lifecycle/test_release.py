@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import MB, Model, World, outcome
+from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World, number, outcome
 
 from modelguard import telemetry
 from modelguard.lifecycle import release
@@ -324,6 +324,19 @@ class TestUnload:
             unloaded.append(model.number)
 
         assert (None, [1]) == (released(world, unload=unload).error, unloaded)
+
+    @pytest.mark.parametrize(("swap", "ran_on"), [("load_first", [2]), ("drain_first", [])])
+    def test_may_call_guarded_functions(self, world: World, swap: str, ran_on: list[int]) -> None:
+        """They run on the new model; where there is none yet they are refused, and the reload goes on."""
+        seen: list[int] = []
+        guard = world.guard(swap=swap, unload=lambda _model: seen.append(number(guard)))
+        guard.load()
+        guard.reload(timeout=TIMEOUT)
+        world.join()
+        assert (ran_on, 2) == (seen, guard.status().generation)
+        error = world.last(GenerationReleased).error
+        assert (error is None) == bool(ran_on)
+        assert error is None or error.startswith("WouldDeadlock")
 
     @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
     def test_that_raises_is_reported(self, world: World, error: type[BaseException]) -> None:
