@@ -10,7 +10,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -117,6 +117,25 @@ class Policy(ABC):
         return _All(_operand(self, other, "&"))
 
 
+class _Value(Policy):
+    """A policy whose fields are set once. Written out, because six dataclasses would cost the import 3 ms."""
+
+    def _set(self, **fields: object) -> None:
+        vars(self).update(fields)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}: a policy is a value")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}: a policy is a value")
+
+    def __eq__(self, other: object) -> bool:
+        return self.__dict__ == other.__dict__ if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self.__dict__.values()))
+
+
 def _operand(left: Policy, right: object, sign: str) -> tuple[Policy, Policy]:
     if not isinstance(right, Policy):
         raise InvalidOption(
@@ -128,9 +147,11 @@ def _operand(left: Policy, right: object, sign: str) -> tuple[Policy, Policy]:
     return left, right
 
 
-@dataclass(frozen=True)
-class _Joined(Policy):
+class _Joined(_Value):
     members: tuple[Policy, ...]
+
+    def __init__(self, members: tuple[Policy, ...]) -> None:
+        self._set(members=members)
 
     @property
     def reads_memory(self) -> bool:  # type: ignore[override]
@@ -163,8 +184,7 @@ class _All(_Joined):
         return " & ".join(f"({member!r})" if isinstance(member, _Any) else repr(member) for member in self.members)
 
 
-@dataclass(frozen=True, init=False, repr=False)
-class TTL(Policy):
+class TTL(_Value):
     """Due when the generation is older than ``age``.
 
     Args:
@@ -182,8 +202,7 @@ class TTL(Policy):
     def __init__(self, age: _units.Duration, *, jitter: float = 0.1) -> None:
         if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
             raise InvalidOption("jitter", jitter, why="it is a share of the age", fix="Give a number from 0 to 1.")
-        object.__setattr__(self, "seconds", _units.seconds(age, "age"))
-        object.__setattr__(self, "jitter", float(jitter))
+        self._set(seconds=_units.seconds(age, "age"), jitter=float(jitter))
 
     def due(self, now: Snapshot) -> bool:
         return now.age >= self._age(now)
@@ -198,8 +217,7 @@ class TTL(Policy):
         return f"TTL({_units.format_seconds(self.seconds)!r})"
 
 
-@dataclass(frozen=True, repr=False)
-class Uses(Policy):
+class Uses(_Value):
     """Due when ``count`` calls or leases have ended on the generation.
 
     Raises:
@@ -208,8 +226,9 @@ class Uses(Policy):
 
     count: int
 
-    def __post_init__(self) -> None:
-        _whole("count", self.count)
+    def __init__(self, count: int) -> None:
+        _whole("count", count)
+        self._set(count=count)
 
     def due(self, now: Snapshot) -> bool:
         return now.uses >= self.count
@@ -221,8 +240,7 @@ class Uses(Policy):
         return f"Uses({self.count})"
 
 
-@dataclass(frozen=True, repr=False)
-class Errors(Policy):
+class Errors(_Value):
     """Due when this many calls in a row have raised an ``Exception``.
 
     Interrupts and cancellations are not errors of the model and do not count.
@@ -231,10 +249,11 @@ class Errors(Policy):
         InvalidOption: ``consecutive`` is not a whole number of at least 1.
     """
 
-    consecutive: int = 5
+    consecutive: int
 
-    def __post_init__(self) -> None:
-        _whole("consecutive", self.consecutive)
+    def __init__(self, consecutive: int = 5) -> None:
+        _whole("consecutive", consecutive)
+        self._set(consecutive=consecutive)
 
     def due(self, now: Snapshot) -> bool:
         return now.consecutive_errors >= self.consecutive
@@ -246,13 +265,12 @@ class Errors(Policy):
         return f"Errors(consecutive={self.consecutive})"
 
 
-@dataclass(frozen=True, init=False, repr=False)
-class _Memory(Policy):
+class _Memory(_Value):
     reads_memory = True
     size: int | _units.Share
 
     def __init__(self, size: int | str) -> None:
-        object.__setattr__(self, "size", _units.size_or_share(size, "size"))
+        self._set(size=_units.size_or_share(size, "size"))
 
     def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - readings come at the guard's own pace
         return Horizon(uses=math.inf, seconds=1.0)
@@ -308,8 +326,7 @@ class MemoryLimit(_Memory):
         return f"the process holds {held} with a fresh model, and the bound is {allowed}"
 
 
-@dataclass(frozen=True, init=False, repr=False)
-class Modified(Policy):
+class Modified(_Value):
     """Due when a file or folder has changed since the generation's load began.
 
     A half-written file is never loaded: a change counts once the path has been seen unchanged for ``quiet``. Writers
@@ -332,9 +349,7 @@ class Modified(Policy):
     def __init__(self, path: str | os.PathLike[str], *, quiet: _units.Duration = 2.0, atomic: bool = False) -> None:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise InvalidOption("path", path, why="it names no file", fix="Give the path that the loader reads.")
-        object.__setattr__(self, "path", Path(path).absolute())
-        object.__setattr__(self, "quiet", _units.seconds(quiet, "quiet", zero=True))
-        object.__setattr__(self, "atomic", atomic)
+        self._set(path=Path(path).absolute(), quiet=_units.seconds(quiet, "quiet", zero=True), atomic=atomic)
 
     def due(self, now: Snapshot) -> bool:
         seen = now.files.get(self.path)
