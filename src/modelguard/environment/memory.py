@@ -1,7 +1,7 @@
 """Memory readings of a process.
 
-The figure that matters is private memory (USS): what would come back if the process ended. RSS is no guide: it counts
-pages that forked workers share once for each of them.
+The figure that matters is private memory: what would come back if the process ended. RSS is no guide: it counts pages
+that forked workers share once for each of them.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Snapshot:
         age: Seconds since it began to serve.
         uses: Calls and leases that have ended on it.
         consecutive_errors: Calls in a row, up to the last, that raised an ``Exception``.
-        memory: The latest readings of private memory (USS, bytes), oldest first, at most three,
+        memory: The latest readings of private memory (bytes), oldest first, at most three,
             taken since the generation settled. Empty until then.
         baseline: Private memory when it settled, None until then.
         limit: The effective memory limit of this process in bytes, None if there is none.
@@ -283,8 +283,8 @@ class MemoryGrowth(_Memory):
     """Due when private memory has grown by ``size`` since this generation settled.
 
     A generation has settled when its predecessor is gone and it has served a little (ten calls or five seconds).
-    The verdict needs three readings in a row above the bound. Private memory is USS: never RSS, which counts what a
-    forked worker shares and does not fall after a peak.
+    The verdict needs three readings in a row above the bound. Private memory is what this process alone
+    has written: never RSS, which counts what a forked worker shares and does not fall after a peak.
 
     Args:
         size: Bytes, text such as ``"500 MB"`` or ``"1.5 GiB"``, or a share of the effective limit such as ``"20%"``.

@@ -19,7 +19,7 @@ from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded
 from modelguard.lifecycle import circles, forking
 from modelguard.lifecycle.leases import Lease
 from modelguard.lifecycle.pooled import Keyed, PoolLease
-from modelguard.lifecycle.shelf import Entry, Shelf
+from modelguard.lifecycle.shelf import Entry, Queue, Shelf
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard
@@ -67,6 +67,7 @@ class ModelPool(Generic[K, M]):
 
     def _renew_locks(self) -> None:
         self._changed = threading.Condition(threading.RLock())
+        self._queue = Queue(self._runtime.clock)
         self._one_load = threading.Lock()  # sizes are measured, so models are loaded one at a time
 
     def __repr__(self) -> str:
@@ -195,7 +196,7 @@ class ModelPool(Generic[K, M]):
 
     def _find(self, key: K, deadline: float) -> tuple[Entry[M], bool]:
         """The pinned entry of ``key``, and whether the caller is the one to load it."""
-        with self._changed:
+        with self._changed, self._queue.place() as place:
             while True:
                 self._refuse_if_closed()
                 entry = self._models.touch(key)
@@ -203,16 +204,19 @@ class ModelPool(Generic[K, M]):
                     self._models.evicted.append(self._models.pop(key))
                     entry = None
                 if entry is None:
-                    if self._make_room(key):
+                    self._refuse_if_too_large(key)
+                    if (place.first() or self._models.inside()) and self._make_room(key):
                         entry = self._models[key] = Entry(self._estimate(key))
                         entry.pins = 1
                         return entry, True
-                elif not entry.loading and (entry.mine or not self._expired(entry)):
+                elif not entry.loading and (not self._expired(entry) or self._models.inside()):
                     entry.pins += 1
                     return entry, False
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise Overloaded(self._why_full(key, entry))
+                if entry is None and place.overdue():
+                    self._models.send_away()
                 # Leases end without telling the pool; looking again now and then is cheaper than their telling it.
                 self._changed.wait(min(left, _POLL))
                 if entry is not None and entry.failure is not None:
@@ -221,11 +225,13 @@ class ModelPool(Generic[K, M]):
     def _expired(self, entry: Entry[M]) -> bool:
         return self._runtime.clock() >= entry.expires
 
+    def _refuse_if_too_large(self, key: K) -> None:
+        if (need := self._estimate(key)) > (budget := int(self._models.maxsize)):
+            raise ModelTooLarge(key, model_bytes=need, max_memory=budget)
+
     def _make_room(self, key: K) -> bool:
         """Evict what nobody uses until the model of ``key`` fits by what is known of its size."""
         models, need = self._models, self._estimate(key)
-        if need > models.maxsize:
-            raise ModelTooLarge(key, model_bytes=need, max_memory=int(models.maxsize))
         try:
             while models.currsize + need > models.maxsize or len(models) >= self._max_models:
                 models.popitem()

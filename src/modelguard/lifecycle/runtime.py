@@ -45,7 +45,7 @@ class Runtime:
     Attributes:
         clock: Seconds from any start, never going back.
         sleep: Waits so many seconds.
-        private: Private memory (USS) of this process in bytes.
+        private: Private memory of this process in bytes.
         headroom: Bytes that may still be allocated, or None.
         limit: The effective memory limit in bytes, or None.
         trim: Gives memory back and names the allocator.

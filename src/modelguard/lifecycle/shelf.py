@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from cachetools import Cache
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
+
+
+#: So many seconds the first in line waits for calls to end by themselves before a model in use is sent away.
+_PATIENCE = 0.25
 
 
 class Entry(Generic[M]):
@@ -43,6 +48,54 @@ class Entry(Generic[M]):
         """Whether the calling context is inside a call on it."""
         return self.guard is not None and self.guard._core.inside() is not None
 
+    def send_away(self) -> None:
+        """Lend it no more: it is evicted when the calls under way are done."""
+        self.expires = -math.inf
+
+
+class Place:
+    """One caller's place among those who wait for room; it is taken when the caller first asks whose turn it is."""
+
+    def __init__(self, queue: list[Place], clock: Callable[[], float]) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._since = 0.0
+
+    def first(self) -> bool:
+        """Whether it is this caller's turn to make room."""
+        if self not in self._queue:
+            self._queue.append(self)
+            self._since = self._clock()
+        return self._queue[0] is self
+
+    def overdue(self) -> bool:
+        """Whether this caller, the first in line, has waited so long that a model in use must be sent away for it."""
+        if not self.first() or self._clock() < self._since + _PATIENCE:
+            return False
+        self._since = self._clock()
+        return True
+
+
+class Queue:
+    """Those who wait for room, in order: else a key that is seldom asked for could wait for ever."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._places: list[Place] = []
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @contextmanager
+    def place(self) -> Iterator[Place]:
+        """A place for the block, given up at its end."""
+        place = Place(self._places, self._clock)
+        try:
+            yield place
+        finally:
+            if place in self._places:
+                self._places.remove(place)
+
 
 class Shelf(Cache[K, Entry[M]]):
     """cachetools adds up the sizes and makes room; what is evicted is the least recently used that nobody uses.
@@ -61,6 +114,17 @@ class Shelf(Cache[K, Entry[M]]):
             del self[key]
             self[key] = entry  # entries are kept in the order in which they were put in
         return entry
+
+    def inside(self) -> bool:
+        """Whether the calling context uses one of the models: it must not wait for those who wait for its end."""
+        return any(entry.mine for entry in self.values())
+
+    def send_away(self) -> None:
+        """Send away the least recently used of the models in use, so that steady traffic makes room some day."""
+        for entry in self.values():
+            if not entry.loading and entry.expires > -math.inf:
+                entry.send_away()
+                return
 
     def popitem(self) -> tuple[K, Entry[M]]:
         """Remove the least recently used model that nobody uses. KeyError if all are in use."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SETTLE_USES = 10
 SETTLE_SECONDS = 5.0
 
-#: A reading of USS walks the page tables (6 ms in a process of 600 MB). Readings take at most this share of the time.
+#: A reading walks the page tables (6 ms in a process of 600 MB). Readings take at most this share of the time.
 _BUSY = 0.01
 _FASTEST, _SLOWEST = 0.1, 10.0
 

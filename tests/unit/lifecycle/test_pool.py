@@ -139,6 +139,33 @@ class TestNoRoom:
         assert ["b"] == outcome(waiting)
         assert {"b": 60} == loaded(pool)
 
+    def test_is_made_at_the_cost_of_steady_traffic(self, world: World) -> None:
+        """For a key that waited a while, the least used model is lent no more, except to those inside."""
+        pool = world.pool(Sizes(world, a=60, b=60))
+        with pool.lease("a"):
+            rare = world.spawn(use, pool, "b")
+            until(lambda: len(pool._queue) == 1)
+            assert ["a"] == outcome(world.spawn(use, pool, "a"))  # a newcomer is served meanwhile
+            world.tick(1)
+            until(lambda: pool._expired(pool._models["a"]))
+            with pool.lease("a") as inner:  # this one must not wait for its own end
+                assert "a" == inner.key
+            with pytest.raises(Overloaded, match="still being replaced"):
+                outcome(world.spawn(lambda: pool.lease("a", timeout=0).__enter__()))
+        assert ["b"] == outcome(rare)
+
+    def test_is_given_in_order(self, world: World) -> None:
+        """Who waited first is served first, also where a later key would fit earlier."""
+        pool = world.pool(Sizes(world, a=60, b=60, c=30))
+        use(pool, "b", "c", "a")
+        with pool.lease("a"):
+            first = world.spawn(use, pool, "b")
+            until(lambda: len(pool._queue) == 1)
+            with pytest.raises(Overloaded, match="no room for key 'c'"):
+                outcome(world.spawn(lambda: pool.lease("c", timeout=0).__enter__()))
+        assert ["b"] == outcome(first)
+        assert 0 == len(pool._queue)
+
     def test_is_found_out_after_the_load_of_an_unknown_model(self, world: World) -> None:
         """A model that turns out larger than the room that was made is released again, and then waits for room."""
         pool = world.pool(Sizes(world, small=10, large=95), wait_timeout=0)
