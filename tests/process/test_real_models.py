@@ -84,7 +84,7 @@ def test_a_blank_pipeline_through_6000_unseen_texts_stays_flat() -> None:
         140,
     )
     held = told["held"]
-    assert told["reloads"] >= 5
+    assert told["reloads"] >= 3  # calls go on during each load, so how many fit in is a matter of speed
     first, last = held[10:30], held[-20:]  # a whole cycle of reloads lies in each
     assert max(last) < 120 * MB
     assert min(last) - min(first) < 15 * MB, f"the floor rises: {[step // MB for step in held]}"
