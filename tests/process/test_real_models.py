@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import textwrap
-from typing import Any
-
 import pytest
+from tests.process.fresh import fresh_process
 
 MB = 1_000_000
-
-
-def fresh_process(program: str, seconds: float) -> Any:
-    """Run ``program`` in an interpreter of its own; returns what it printed last, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=seconds, check=False
-    )
-    assert 0 == done.returncode, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.timeout(150)

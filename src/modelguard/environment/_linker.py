@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 __all__ = ["Argument", "MallocLibrary"]
 
-#: Bytes go to C as ``char *``, bool as ``bool``, int as ``size_t``, None as a null pointer.
-Argument: TypeAlias = bytes | int | None
+#: Bytes go to C as ``char *``, bool as ``bool``, int as ``size_t``, None as a null pointer, ctypes' own as they are.
+Argument: TypeAlias = Any
 
 
 class _DlInfo(ctypes.Structure):
@@ -32,25 +32,30 @@ class MallocLibrary:
 
     Attributes:
         path: Its name as the dynamic linker tells it. For the executable itself this is often just the command.
+        base: Where it begins in memory.
     """
 
     def __init__(self) -> None:
         # The scope of the whole program, searched in the order in which calls to malloc are bound.
         self._program = ctypes.CDLL(None)
-        self._base, self.path = self._home("malloc")
+        self.base, self.path = self._home("malloc")
 
     def exports(self, name: str) -> bool:
         """Whether the program's function of this name comes from the very file that serves ``malloc``."""
-        return hasattr(self._program, name) and self._home(name)[0] == self._base
+        return hasattr(self._program, name) and self._home(name)[0] == self.base
 
-    def call(self, name: str, *arguments: Argument) -> int:
+    def call(self, name: str, *arguments: Argument, returns: Any = ctypes.c_int) -> Any:
         """Call one of its functions, and give what it returns (of no meaning for a ``void`` function).
 
         Args:
             name: A function that it exports.
             arguments: What it is given.
+            returns: The type of what it returns.
         """
-        return int(self._program[name](*map(_to_c, arguments)))
+        # Looked up by index, a function is made anew each time, so its type is nobody else's.
+        function = self._program[name]
+        function.restype = returns
+        return function(*map(_to_c, arguments))
 
     def _home(self, name: str) -> tuple[int | None, str]:
         """Where the file that a function comes from begins in memory, and its name."""
@@ -65,4 +70,6 @@ def _to_c(value: Argument) -> Any:
         return ctypes.c_bool(value)
     if isinstance(value, int):
         return ctypes.c_size_t(value)
-    return ctypes.c_char_p(value)
+    if value is None or isinstance(value, bytes):
+        return ctypes.c_char_p(value)
+    return value

@@ -276,6 +276,8 @@ def _gone(pid: int | None) -> Exception:
     return ProcessLookupError(errno.ESRCH, f"process {pid} is gone, or is a part of the kernel")
 
 
-def _not_ours(pid: int | None) -> PermissionError:
+def _not_ours(pid: int | None) -> Exception:
+    if pid is None:
+        return NotSupported("memory readings", reason="this process may not look at itself")
     fix = "read it as its own user or as root"
     return PermissionError(errno.EACCES, f"process {pid} belongs to someone else; {fix}")

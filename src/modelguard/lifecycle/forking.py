@@ -25,6 +25,11 @@ def remember(guard: Any) -> None:
             _registered = True
 
 
+def marked() -> tuple[Any, ...]:
+    """The guards of this process that were made with ``prefork=True``, by name."""
+    return tuple(sorted((one for one in _guards if getattr(one, "prefork", False)), key=lambda one: one.name))
+
+
 def _before() -> None:
     # Nobody is inside a guard while the process forks, so the child finds every guard whole.
     _forking.acquire()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -16,7 +15,9 @@ from modelguard.lifecycle.flight import Flight
 from modelguard.lifecycle.generation import Generation
 from modelguard.lifecycle.judge import Judge
 from modelguard.lifecycle.leases import Lease
+from modelguard.lifecycle.patience import Patience
 from modelguard.lifecycle.release import bury, see_off
+from modelguard.lifecycle.trimming import Trimmer
 from modelguard.telemetry.hooks import logger
 
 if TYPE_CHECKING:
@@ -47,12 +48,19 @@ class ModelGuard(Generic[M]):
         self._runtime = runtime
         self._core: Core[M] = Core(settings.name)
         self._judge = Judge(self._core, settings.reload_on, self._runtime)
+        rhythm = settings.rhythm
+        self._trimmer = None if rhythm is None else Trimmer(rhythm, settings.name, runtime)
         forking.remember(self)
 
     @property
     def name(self) -> str:
         """The guard's name, as events and errors give it."""
         return self._settings.name
+
+    @property
+    def prefork(self) -> bool:
+        """Whether :func:`modelguard.prefork.prepare` shares this guard's model when no guard is named."""
+        return self._settings.prefork
 
     def __reduce__(self) -> Any:
         raise TypeError(f"guard {self.name!r} cannot be pickled: import the module that makes it, in each process")
@@ -137,20 +145,22 @@ class ModelGuard(Generic[M]):
                 pass  # refuses a loader that asks for its own reload before the request makes its load stale
         future = self._request_reload()
         if wait:
-            self._settle(future, _Patience(timeout))
+            self._settle(future, Patience(timeout))
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine; the event loop goes on meanwhile."""
         self._refuse_inside("areload")
-        await self._asettle(self._request_reload(), _Patience(timeout))
+        await self._asettle(self._request_reload(), Patience(timeout))
 
     def check(self) -> bool:
-        """Ask the policies now, as the keeper thread does by itself; true if a reload was begun."""
+        """Ask the policies now, and trim if it is time, as the keeper thread does by itself; true if a reload began."""
+        if self._trimmer is not None and (serving := self._core.serving) is not None:
+            self._trimmer.check((serving.number, serving.uses))
         return self._start(self._judge.verdict(sample=True))
 
     def pace(self) -> float:
-        """Seconds until the policies should be asked again; infinity if only the ends of calls matter."""
-        return self._judge.pace
+        """Seconds until :meth:`check` should be called again; infinity if only the ends of calls matter."""
+        return self._judge.pace if self._trimmer is None else min(self._judge.pace, self._trimmer.pace)
 
     def close(self) -> None:
         """Refuse further calls, wait for those under way up to ``drain_timeout``, and release the model.
@@ -274,17 +284,17 @@ class ModelGuard(Generic[M]):
 
     # Waiting
 
-    def _wait_ready(self, patience: _Patience) -> None:
+    def _wait_ready(self, patience: Patience) -> None:
         future = self._join_load()
         if future is not None:
             self._settle(future, patience)
 
-    async def _await_ready(self, patience: _Patience) -> None:
+    async def _await_ready(self, patience: Patience) -> None:
         future = self._join_load()
         if future is not None:
             await self._asettle(future, patience)
 
-    def _settle(self, future: Future[Outcome], patience: _Patience) -> None:
+    def _settle(self, future: Future[Outcome], patience: Patience) -> None:
         """Wait, and raise what the wait ended in if it did not end in a generation."""
         try:
             with circles.waiting_for(self._core):
@@ -295,7 +305,7 @@ class ModelGuard(Generic[M]):
             self._core.forget(future)
         _raise(outcome)
 
-    async def _asettle(self, future: Future[Outcome], patience: _Patience) -> None:
+    async def _asettle(self, future: Future[Outcome], patience: Patience) -> None:
         try:
             with circles.waiting_for(self._core):
                 outcome = await asyncio.wait_for(asyncio.wrap_future(future), patience.left())
@@ -305,10 +315,10 @@ class ModelGuard(Generic[M]):
             self._core.forget(future)
         _raise(outcome)
 
-    def _patience(self, timeout: _units.Duration | None) -> _Patience:
+    def _patience(self, timeout: _units.Duration | None) -> Patience:
         """A first load may take as long as it takes; a replacement is waited for up to ``wait_timeout``."""
         default = self._settings.wait_timeout if self._core.generations else None
-        return _Patience(default if timeout is None else timeout)
+        return Patience(default if timeout is None else timeout)
 
     def _join_load(self) -> Future[Outcome] | None:
         """Wait with all others for the one load, which is begun if need be; None if a generation serves already."""
@@ -389,20 +399,8 @@ class ModelGuard(Generic[M]):
     def _after_fork_in_child(self) -> None:
         self._core.after_fork_in_child(self._runtime.random())
         self._judge.after_fork_in_child()
-
-
-class _Patience:
-    """How long one caller waits, over as many attempts as it takes. None: without a bound."""
-
-    def __init__(self, timeout: _units.Duration | None) -> None:
-        self._started = time.monotonic()
-        self._timeout = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
-
-    def waited(self) -> float:
-        return time.monotonic() - self._started
-
-    def left(self) -> float | None:
-        return None if self._timeout is None else max(0.0, self._timeout - self.waited())
+        if self._trimmer is not None:
+            self._trimmer.after_fork_in_child()
 
 
 def _raise(outcome: Outcome) -> None:

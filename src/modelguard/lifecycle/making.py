@@ -37,6 +37,8 @@ def guard(
     drain_timeout: _units.Duration = ...,
     defer: _units.Duration = ...,
     backoff: Backoff | None = ...,
+    trim_every: _units.Duration | None = ...,
+    prefork: bool = ...,
     name: str | None = ...,
     runtime: Runtime | None = ...,
 ) -> ModelGuard[M]: ...
@@ -54,6 +56,8 @@ def guard(
     drain_timeout: _units.Duration = ...,
     defer: _units.Duration = ...,
     backoff: Backoff | None = ...,
+    trim_every: _units.Duration | None = ...,
+    prefork: bool = ...,
     name: str | None = ...,
     runtime: Runtime | None = ...,
 ) -> ModelGuard[M]: ...
@@ -70,6 +74,8 @@ def guard(
     drain_timeout: _units.Duration = 30.0,
     defer: _units.Duration = 5.0,
     backoff: Backoff | None = None,
+    trim_every: _units.Duration | None = None,
+    prefork: bool = False,
     name: str | None = None,
     runtime: Runtime | None = None,
 ) -> ModelGuard[Any]:
@@ -95,11 +101,17 @@ def guard(
         defer: How long a due reload may wait for a moment without calls. A loader that holds the GIL stalls every
             call beside it, so such a moment is worth waiting for. 0 does not wait.
         backoff: How failed loads are retried. Default: ``Backoff("1s", "1m")``.
+        trim_every: Give freed memory back to the system in the course of traffic: at this interval (``"30s"``), or
+            each time the process has grown by this much (``"100 MB"``). It is done beside the calls, for the whole
+            process. Default: only when a generation is released.
+        prefork: Have :func:`modelguard.prefork.prepare` share this model among forked workers when no guard is named
+            there, as the servers' hooks do.
         name: For events, logs and errors. Default: the loader's name.
         runtime: Clock, memory readings and threads; for tests.
 
     Raises:
         InvalidOption: An option cannot be meant; the message names it, its value and the fix.
+        NotSupported: ``trim_every`` was given, and the allocator in force is not known here.
         NoMemoryLimit: A policy asks for a share of a memory limit, and there is none.
 
     Warns:
@@ -108,11 +120,14 @@ def guard(
     # Here, and not above, for the sake of the import: they are needed by those who make a guard.
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.settings import Settings, check_callable, check_policy, loader_name
+    from modelguard.lifecycle.trimming import Rhythm
 
     check_callable("load", load, arguments=0)
     world = Runtime() if runtime is None else runtime
     if reload_on is not None:
         check_policy(reload_on, world.limit)
+    if trim_every is not None:
+        world.check_trim()
     settings: Settings[Any] = Settings(
         load=load,
         reload_on=reload_on,
@@ -125,6 +140,8 @@ def guard(
         drain_timeout=_units.seconds(drain_timeout, "drain_timeout", zero=True),
         defer=_units.seconds(defer, "defer", zero=True),
         backoff=Backoff() if backoff is None else backoff,
+        rhythm=None if trim_every is None else Rhythm.parse(trim_every),
+        prefork=prefork,
         name=loader_name(load) if name is None else name,
     )
     return ModelGuard(settings, world)

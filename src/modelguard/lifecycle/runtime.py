@@ -38,6 +38,25 @@ def trim() -> str:
     return allocator.serving().kind
 
 
+def in_use() -> int | None:
+    """Bytes that malloc has given out, None where it does not tell."""
+    try:
+        return allocator.stats().allocated
+    except NotSupported:
+        return None
+
+
+def check_trim() -> None:
+    """Refuse where no memory can be given back.
+
+    Raises:
+        NotSupported: The allocator in force is not known, or this is not Linux.
+    """
+    serving = allocator.serving()
+    if serving.kind == "unknown":
+        raise NotSupported("trim_every", reason=f"malloc is served by an unknown allocator ({serving.path})")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
     """The world of a guard. Every field may be replaced, which is how unit tests run without sleeping.
@@ -49,6 +68,8 @@ class Runtime:
         headroom: Bytes that may still be allocated, or None.
         limit: The effective memory limit in bytes, or None.
         trim: Gives memory back and names the allocator.
+        in_use: Bytes that malloc has given out, or None.
+        check_trim: Raises NotSupported where that is not possible.
         fingerprint: Identity of a watched path, None while it is missing.
         random: A number in [0, 1).
         start_thread: Runs a callable in the background under a name.
@@ -62,6 +83,8 @@ class Runtime:
     headroom: Callable[[], int | None] = headroom
     limit: Callable[[], int | None] = lambda: limits.effective().bytes
     trim: Callable[[], str] = trim
+    in_use: Callable[[], int | None] = in_use
+    check_trim: Callable[[], None] = check_trim
     fingerprint: Callable[[Path], files.Fingerprint | None] = files.fingerprint
     random: Callable[[], float] = random.random
     start_thread: Callable[[Callable[[], None], str], None] = workers.WORKERS.start

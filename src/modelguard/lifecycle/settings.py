@@ -15,6 +15,7 @@ from modelguard import _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.policies import MemoryGrowth, MemoryLimit, Modified, Policy
+from modelguard.lifecycle.trimming import Rhythm
 
 M = TypeVar("M")
 
@@ -39,6 +40,8 @@ class Settings(Generic[M]):
     drain_timeout: float
     defer: float
     backoff: Backoff
+    rhythm: Rhythm | None
+    prefork: bool
     name: str
 
     def __post_init__(self) -> None:
@@ -49,6 +52,8 @@ class Settings(Generic[M]):
             raise InvalidOption("swap", self.swap, why="there is no such way to swap", fix=f"Choose one of {names}.")
         if not isinstance(self.backoff, Backoff):
             raise InvalidOption("backoff", self.backoff, why="it is no Backoff", fix="Write Backoff('1s', '1m').")
+        if not isinstance(self.prefork, bool):
+            raise InvalidOption("prefork", self.prefork, why="it says neither yes nor no", fix="Write True or False.")
         if not isinstance(self.name, str) or not self.name:
             raise InvalidOption("name", self.name, why="it names nothing", fix="Give a short text, or leave it out.")
 

@@ -27,7 +27,7 @@ class Workers:
         """Threads do not survive a fork."""
         # Reentrant: a dropped lease that the garbage collector finds in here may bring work.
         self._lock = threading.RLock()
-        self._idle: dict[str, SimpleQueue[Work]] = {}
+        self._idle: dict[str, tuple[SimpleQueue[Work | None], threading.Thread]] = {}
 
     def start(self, work: Work, name: str) -> None:
         """Run ``work`` in a thread of that name, in the one that did so before if it is free.
@@ -36,31 +36,39 @@ class Workers:
             RuntimeError: There is no thread to be had.
         """
         with self._lock:
-            inbox = self._idle.pop(name, None)
-        if inbox is not None:
-            inbox.put(work)
+            idle = self._idle.pop(name, None)
+        if idle is not None:
+            idle[0].put(work)
             return
-        inbox = SimpleQueue()
+        inbox: SimpleQueue[Work | None] = SimpleQueue()
         inbox.put(work)  # and not as an argument, which the thread would keep as long as it runs
         threading.Thread(target=self._serve, args=(inbox, name), name=name, daemon=True).start()
 
-    def _serve(self, inbox: SimpleQueue[Work], name: str) -> None:
+    def dismiss(self) -> None:
+        """End the threads that wait for work, as a process that is about to fork should have few."""
+        with self._lock:
+            idle, self._idle = list(self._idle.values()), {}
+        for inbox, thread in idle:
+            inbox.put(None)
+            thread.join()
+
+    def _serve(self, inbox: SimpleQueue[Work | None], name: str) -> None:
         work: Work | None = inbox.get()
         while work is not None:
             work()
             del work  # nothing of it may be kept alive while the thread waits
             work = self._next(inbox, name)
 
-    def _next(self, inbox: SimpleQueue[Work], name: str) -> Work | None:
+    def _next(self, inbox: SimpleQueue[Work | None], name: str) -> Work | None:
         with self._lock:
             if name in self._idle or len(self._idle) >= _IDLE_THREADS:
                 return None
-            self._idle[name] = inbox
+            self._idle[name] = inbox, threading.current_thread()
         try:
             return inbox.get(timeout=_IDLE_SECONDS)
         except Empty:
             with self._lock:
-                if self._idle.get(name) is inbox:
+                if (idle := self._idle.get(name)) is not None and idle[0] is inbox:
                     del self._idle[name]
                     return None
             return inbox.get()  # it was handed over in this very moment

@@ -160,6 +160,28 @@ class GenerationAbandoned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryTrimmed(Event):
+    """Freed memory was given back because ``trim_every`` asked for it.
+
+    Attributes:
+        bytes_before: Private memory before.
+        bytes_after: Private memory after.
+        trim: The allocator in force, or why nothing was trimmed.
+        seconds: Duration of the trim.
+    """
+
+    bytes_before: int
+    bytes_after: int
+    trim: str
+    seconds: float
+
+    @property
+    def freed(self) -> int:
+        """Bytes given back; negative if the process grew meanwhile."""
+        return self.bytes_before - self.bytes_after
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyFutile(Event):
     """A policy would be due at once again after every reload, so it is ignored for this generation."""
 

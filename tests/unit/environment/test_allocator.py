@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modelguard.environment import allocator
-from modelguard.environment.allocator import Serving
+from modelguard.environment.allocator import AllocatorInfo, Figures, Problem, Serving
 from modelguard.errors import NotSupported
 
 
@@ -13,6 +15,7 @@ class Library:
     """The file that serves malloc, with the functions that it exports."""
 
     path = "/lib/it.so"
+    base = 0x7F0000
 
     def __init__(self, *names: str, answer: int = 0) -> None:
         self.names = names
@@ -22,7 +25,7 @@ class Library:
     def exports(self, name: str) -> bool:
         return name in self.names
 
-    def call(self, name: str, *arguments: bytes | int | None) -> int:
+    def call(self, name: str, *arguments: Any, returns: Any = None) -> Any:
         assert name in self.names
         self.calls.append((name, *arguments))
         return self.answer
@@ -75,6 +78,80 @@ def test_a_refusal_is_an_error() -> None:
 def test_other_platforms_say_so(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     """Away from Linux, asking and trimming are both refused with the reason."""
     monkeypatch.setattr(sys, "platform", platform)
-    for ask in (allocator.serving, allocator.trim):
+    for ask in (allocator.serving, allocator.trim, allocator.detect, allocator.stats):
         with pytest.raises(NotSupported, match=f"this is {platform}"):
             ask()
+
+
+PRELOADED = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4.5.10"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A ``/proc`` with this process in it, and the file that serves malloc at the library's address."""
+    folder = tmp_path / "proc" / "self"
+    folder.mkdir(parents=True)
+    (folder / "maps").write_text(f"7f0000-7f1000 r-xp 00000000 08:02 17   {PRELOADED}\n")
+    (folder / "environ").write_text("HOME=/root\0")
+    (folder / "exe").symlink_to("/usr/bin/python3.11")
+    return tmp_path
+
+
+def test_the_file_is_named_as_it_is_mapped(root: Path) -> None:
+    """The dynamic linker may know it by a link or a bare command; the mapping tells the file."""
+    info = allocator.detect(Library(), root=root, environ={})
+    assert ("unknown", PRELOADED, "linked", None, None) == (info.kind, info.path, info.how, info.version, info.figures)
+
+
+def test_without_proc_the_linkers_name_is_told(tmp_path: Path) -> None:
+    """A sandbox may hide /proc; then what is left is told."""
+    info = allocator.detect(Library("mi_collect"), root=tmp_path, environ={})
+    assert ("mimalloc", "/lib/it.so", "linked", ()) == (info.kind, info.path, info.how, info.problems)
+
+
+@pytest.mark.parametrize("variable", ["start", "now", "system"])
+def test_preloaded_is_what_any_of_the_three_places_names(root: Path, variable: str) -> None:
+    """The variable at the start, which a process may have removed since; as it is now; and the system's file."""
+    environ = {}
+    if variable == "start":
+        (root / "proc" / "self" / "environ").write_text("LD_PRELOAD=libtcmalloc_minimal.so.4\0")
+    elif variable == "now":  # a title may have been written over the variables of the start
+        environ["LD_PRELOAD"] = "libtcmalloc_minimal.so.4"
+    else:
+        (root / "etc").mkdir()
+        (root / "etc" / "ld.so.preload").write_text("# the whole machine\nlibtcmalloc_minimal.so.4\n")
+    assert "preloaded" == allocator.detect(Library(), root=root, environ=environ).how
+
+
+def test_static_is_what_comes_out_of_the_program_itself(root: Path) -> None:
+    """Its own file serves malloc, even if it was replaced on disk meanwhile."""
+    executable = root / "proc" / "self" / "exe"
+    executable.unlink()
+    executable.symlink_to(f"{PRELOADED} (deleted)")
+    assert "static" == allocator.detect(Library(), root=root, environ={}).how
+
+
+def test_an_allocator_that_tells_nothing_has_no_figures() -> None:
+    """Asked for, that is an error that names the file, and not a row of zeros."""
+    with pytest.raises(NotSupported, match=r"served by unknown \(/lib/it\.so\), which tells nothing"):
+        allocator.stats(Library())
+
+
+def test_what_was_found_is_read_as_text() -> None:
+    """One line for each fact, one for each problem with its fix."""
+    problem = Problem("missing", "LD_PRELOAD names /x.so, and there is no such file", "Correct the path.")
+    figures = Figures(allocated=3_000_000, active=None, resident=5_000_000, retained=2_000_000)
+    info = AllocatorInfo("glibc", "/lib/libc.so.6", "linked", "2.36", "pymalloc", figures, (problem,))
+    expected = """\
+malloc: glibc 2.36, linked (/lib/libc.so.6)
+Python's small objects: pymalloc
+figures: allocated 3 MB, resident 5 MB, retained 2 MB
+missing: LD_PRELOAD names /x.so, and there is no such file. Correct the path."""
+    assert expected == str(info)
+
+
+def test_every_public_name_is_there() -> None:
+    """Those that are looked up only when they are asked for, too; any other is missing as usual."""
+    assert all(getattr(allocator, name) for name in allocator.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = allocator.nothing

@@ -129,6 +129,45 @@ def test_the_soft_bound_is_told_apart_from_the_limit(machine: Machine) -> None:
     assert Limit(None, None, None, 2 * GB) == machine.limit()
 
 
+def test_how_much_may_be_swapped_is_the_least_along_the_path(machine: Machine) -> None:
+    """``memory.swap.max`` of 0 means that nothing may be moved out, wherever on the path it stands."""
+    machine.process("0::/a/b", V2)
+    machine.v2("/sys/fs/cgroup/a", "max")
+    machine.v2("/sys/fs/cgroup/a/b", 2 * GB)
+    assert machine.limit().swap is None
+    machine.write("/sys/fs/cgroup/a/memory.swap.max", 0)
+    machine.write("/sys/fs/cgroup/a/b/memory.swap.max", 1 * GB)
+    assert (2 * GB, 0) == (machine.limit().bytes, machine.limit().swap)
+    machine.write("/sys/fs/cgroup/a/memory.swap.max", "max")
+    assert 1 * GB == machine.limit().swap
+
+
+def test_swap_is_limited_without_a_limit_of_memory(machine: Machine) -> None:
+    """The two are set apart in version 2."""
+    machine.process("0::/a", V2)
+    machine.v2("/sys/fs/cgroup/a", "max")
+    machine.write("/sys/fs/cgroup/a/memory.swap.max", 1 * GB)
+    assert Limit(None, None, None, None, swap=1 * GB) == machine.limit()
+
+
+@pytest.mark.parametrize(("with_swap", "swap"), [(3 * GB, 2 * GB), (1 * GB, 0), (UNLIMITED_V1, None)])
+def test_version_1_limits_memory_and_swap_together(machine: Machine, with_swap: int, swap: int | None) -> None:
+    """What may be in swap is what that leaves beyond the limit of memory."""
+    machine.process("4:memory:/a", V1)
+    machine.v1("/sys/fs/cgroup/memory/a", 1 * GB)
+    machine.write("/sys/fs/cgroup/memory/a/memory.memsw.limit_in_bytes", with_swap)
+    assert (1 * GB, swap) == (machine.limit().bytes, machine.limit().swap)
+
+
+def test_version_1_knows_of_swap_limits_that_the_container_cannot_see(machine: Machine) -> None:
+    """The pod's limit of memory and swap shows in ``hierarchical_memsw_limit``."""
+    machine.process("4:memory:/pod/1", V1.replace(" / ", " /pod/1 ", 1))
+    machine.v1("/sys/fs/cgroup/memory", UNLIMITED_V1, hierarchical=1 * GB)
+    stat = machine.root / "sys/fs/cgroup/memory/memory.stat"
+    stat.write_text(stat.read_text() + f"hierarchical_memsw_limit {3 * GB}\n")
+    assert 2 * GB == machine.limit().swap
+
+
 def test_a_limit_is_told_even_if_usage_is_not(machine: Machine) -> None:
     """A cgroup that hides its usage still has a limit."""
     machine.process("0::/app", V2)

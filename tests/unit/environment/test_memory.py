@@ -231,7 +231,12 @@ def test_without_proc_psutil_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("answer", "pid", "expected"),
-    [(GoneError(), 77, ProcessLookupError), (DeniedError(), 77, PermissionError), (GoneError(), None, NotSupported)],
+    [
+        (GoneError(), 77, ProcessLookupError),
+        (DeniedError(), 77, PermissionError),
+        (GoneError(), None, NotSupported),
+        (DeniedError(), None, NotSupported),
+    ],
 )
 def test_psutils_errors_become_the_builtin_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Exception, pid: int | None, expected: type[Exception]

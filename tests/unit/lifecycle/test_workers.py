@@ -62,9 +62,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     made = Pool()
     yield made
     monkeypatch.setattr(workers, "_IDLE_THREADS", 0)
-    for name, inbox in list(made.workers._idle.items()):
-        del made.workers._idle[name]
-        inbox.put(lambda: None)
+    made.workers.dismiss()
     for thread in made.threads:
         thread.join(TIMEOUT)
         assert not thread.is_alive()
@@ -118,6 +116,19 @@ def test_a_thread_that_waited_long_enough_ends(pool: Pool, monkeypatch: pytest.M
     first.join(TIMEOUT)
     assert not first.is_alive()
     assert pool.run("load") is not first
+
+
+def test_threads_without_work_can_be_sent_home(pool: Pool) -> None:
+    """Before a fork, threads that only wait are ended; one that works is not disturbed, and more work gets a new one."""
+    waiting = pool.run("a")
+    busy = Job(held=True)
+    pool.start("b", busy)
+    pool.workers.dismiss()
+    assert not waiting.is_alive()
+    assert busy.thread is not None
+    assert busy.thread.is_alive()
+    assert pool.run("a") is not waiting
+    busy.go_on.set()
 
 
 def test_work_that_comes_in_the_last_moment_is_done(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ class World:
         self.memory = 100 * MB
         self.model_size = 0
         self.headroom: int | None = None
+        self.in_use: int | None = None
         self.limit: int | None = None
         self.draw = 0.0
         self.trims = 0
@@ -106,6 +107,8 @@ class World:
             headroom=lambda: self.headroom,
             limit=lambda: self.limit,
             trim=self.trim,
+            in_use=lambda: self.in_use,
+            check_trim=lambda: None,
             fingerprint=self.files.get,
             random=lambda: self.draw,
             start_thread=self.start,

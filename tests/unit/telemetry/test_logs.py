@@ -15,6 +15,7 @@ from modelguard.telemetry import (
     LoadErrored,
     LoadFinished,
     LoadStarted,
+    MemoryTrimmed,
     PolicyFutile,
     RecycleAsked,
     ReloadDue,
@@ -100,6 +101,11 @@ LINES: list[tuple[Event, str, str]] = [
         GenerationAbandoned(guard="nlp", generation=3, in_flight=2, drain_timeout=30.0),
         "WARNING",
         "GenerationAbandoned drain_timeout=30.0, generation=3, in_flight=2",
+    ),
+    (
+        MemoryTrimmed(guard="nlp", bytes_before=900 * MB, bytes_after=600 * MB, trim="glibc", seconds=0.012),
+        "INFO",
+        "300 MB given back by glibc in 12 ms",
     ),
     (
         PolicyFutile(guard="nlp", generation=3, policy="MemoryLimit('1 GB')", detail="too low"),

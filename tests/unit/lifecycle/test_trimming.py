@@ -1,0 +1,153 @@
+"""``trim_every``: freed memory is given back in the course of traffic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.unit.lifecycle.world import MB, World
+
+from modelguard.errors import InvalidOption, NotSupported
+from modelguard.lifecycle.trimming import Rhythm
+from modelguard.telemetry import MemoryTrimmed
+
+
+def call(guard: Any, times: int = 1) -> None:
+    """Use the guarded model."""
+    for _ in range(times):
+        with guard.lease():
+            pass
+
+
+def trims(world: World) -> int:
+    """How often memory was given back in the course of traffic."""
+    return sum(isinstance(event, MemoryTrimmed) for event in world.events)
+
+
+class TestAnInterval:
+    def test_passes_between_two_trims(self, world: World) -> None:
+        """With "30s", memory is given back every 30 seconds, and the event tells how much and how long it took."""
+        guard = world.guard(trim_every="30s")
+        call(guard)
+        world.tick(29)
+        guard.check()
+        assert 0 == trims(world)
+        world.tick(1)
+        guard.check()
+        guard.check()
+        assert 1 == trims(world)
+        event = world.last(MemoryTrimmed)
+        assert ("model", "fake", 0.0) == (event.guard, event.trim, event.seconds)
+        call(guard)
+        world.tick(30)
+        guard.check()
+        assert 2 == trims(world)
+
+    def test_without_calls_is_slept_through(self, world: World) -> None:
+        """A process that serves nobody frees nothing, so nothing is trimmed."""
+        guard = world.guard(trim_every=30)
+        call(guard)
+        for _ in range(5):
+            world.tick(30)
+            guard.check()
+        assert 1 == trims(world)
+
+    def test_is_told_to_the_keeper(self, world: World) -> None:
+        """The keeper wakes when the next trim is due."""
+        guard = world.guard(trim_every="30s")
+        call(guard)
+        world.tick(0.5)
+        guard.check()
+        assert 0 < guard.pace() <= 30
+        assert math.inf == world.guard().pace()
+
+    def test_before_the_first_load_is_slept_through(self, world: World) -> None:
+        """A guard that has loaded nothing trims nothing."""
+        guard = world.guard(trim_every="1s")
+        world.tick(10)
+        guard.check()
+        assert 0 == trims(world)
+
+
+class TestGrowth:
+    def test_by_the_bound_is_what_is_waited_for(self, world: World) -> None:
+        """With "100 MB", memory is given back at first, to know what is in use, and then after that much growth."""
+        guard = world.guard(trim_every="100 MB")
+        call(guard)
+        world.tick(1)
+        guard.check()
+        for grown in (60, 30, 20, 50):
+            world.memory += grown * MB
+            call(guard)
+            world.tick(1)
+            guard.check()
+        assert 2 == trims(world)
+
+    def test_is_counted_from_the_lowest_reading(self, world: World) -> None:
+        """What is released in between lowers the mark from which growth counts."""
+        guard = world.guard(trim_every="100 MB")
+        call(guard)
+        for change in (0, -50, 99, 1):
+            world.memory += change * MB
+            call(guard)
+            world.tick(1)
+            guard.check()
+        assert 2 == trims(world)
+
+    def test_is_of_what_is_not_in_use(self, world: World) -> None:
+        """What a call holds at the moment of a reading is no floor: when it is freed, it is given back."""
+        guard = world.guard(trim_every="100 MB")
+        call(guard)
+        world.memory, world.in_use = 300 * MB, 200 * MB
+        for in_use in (200, 200, 20):
+            world.in_use = in_use * MB
+            call(guard)
+            world.tick(1)
+            guard.check()
+        assert 2 == trims(world)
+
+    def test_readings_take_a_hundredth_of_the_time(self, world: World) -> None:
+        """A reading that took 10 ms is not repeated within the next second."""
+        taken = []
+
+        def slow() -> int:
+            taken.append(world.now)
+            world.tick(0.01)
+            return world.memory
+
+        guard = world.guard(trim_every="100 MB", runtime=replace(world.runtime, private=slow))
+        call(guard)
+        world.tick(1)
+        guard.check()
+        taken.clear()
+        for _ in range(25):
+            guard.check()
+            world.tick(0.1)
+        assert 2 == len(taken)
+
+
+class TestWhatCannotBeMeant:
+    @pytest.mark.parametrize("value", ["often", "0s", 0, -1, "0 MB", "-3 MB", math.nan, True, "ten MB"])
+    def test_is_refused_where_it_is_written(self, world: World, value: Any) -> None:
+        """A rhythm that is neither a duration nor a size is refused by name."""
+        with pytest.raises(InvalidOption, match="trim_every"):
+            world.guard(trim_every=value)
+
+    def test_is_refused_where_nothing_can_be_given_back(self, world: World) -> None:
+        """Under an allocator that is not known, the option is refused instead of doing nothing."""
+
+        def refuse() -> None:
+            raise NotSupported("trim_every", reason="malloc is served by an unknown allocator (musl)")
+
+        with pytest.raises(NotSupported, match="musl"):
+            world.guard(trim_every="30s", runtime=replace(world.runtime, check_trim=refuse))
+
+
+def test_text_that_ends_in_b_is_a_size() -> None:
+    """Seconds, text and sizes are told apart by their units."""
+    assert Rhythm(seconds=90.0) == Rhythm.parse("1m30s")
+    assert Rhythm(seconds=5.0) == Rhythm.parse(5)
+    assert Rhythm(growth=100_000_000) == Rhythm.parse("100 MB")
+    assert Rhythm(growth=2**30) == Rhythm.parse("1 GiB")
