@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+
 from modelguard import errors, telemetry
 from modelguard.environment import allocator, memory
 from modelguard.lifecycle.backoff import Backoff
@@ -19,6 +21,9 @@ from modelguard.lifecycle.policies import (
     Uses,
 )
 from modelguard.lifecycle.pool import ModelPool
+
+if typing.TYPE_CHECKING:
+    from modelguard.environment import presets
 
 __all__ = [
     "TTL",
@@ -38,11 +43,20 @@ __all__ = [
     "guard_of",
     "memory",
     "pool",
+    "presets",
     "telemetry",
 ]
 
 
-def __getattr__(name: str) -> str:
+#: What only some services need comes in when it is asked for.
+_LATER = {"presets": "modelguard.environment.presets"}
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name in _LATER:
+        from importlib import import_module
+
+        return import_module(_LATER[name])
     if name == "__version__":
         from importlib.metadata import version
 

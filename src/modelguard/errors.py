@@ -4,6 +4,7 @@
 
     ModelGuardError
     ├── InvalidOption (ValueError)        a bad argument, found where it is written
+    │   ├── CannotRun                     a command that is not there, or cannot be executed
     │   └── NoMemoryLimit                 a share such as "80%" without a limit to take it of
     ├── NotSupported (RuntimeError)       this platform or interpreter cannot do it
     ├── GuardClosed (RuntimeError)        used after close()
@@ -15,20 +16,32 @@
     │   └── Reloading (TimeoutError)      no generation serves while the model is replaced
     ├── ModelTooLarge (RuntimeError)      one model alone exceeds the pool's budget
     ├── UnhashableKey (TypeError)         a pool key that cannot be hashed
-    └── EscapedResult (RuntimeError)      a result still points into memory that is about to go
+    ├── EscapedResult (RuntimeError)      a result still points into memory that is about to go
+    ├── WeightsRefused (RuntimeError)     published weights that must not be used
+    │   ├── WeightsMissing (FileNotFoundError)  nothing has been published there
+    │   └── WeightsMismatch (ValueError)  they do not fit the model that build() makes
+    ├── PublishFailed (OSError)           the disk, the permissions or another publisher stood in the way
+    ├── ForkUnsafe (RuntimeError)         forking this process would give workers that hang or fail
+    └── ForkOrder (RuntimeError)          prepare() or in_child() in the wrong process, or at the wrong time
 
     ModelGuardWarning (UserWarning)
-    └── PolicyNeverFires                  a policy that cannot become due as it is written
+    ├── PolicyNeverFires                  a policy that cannot become due as it is written
+    └── ForkHazard                        something that may not survive a fork
 
 Every error keeps its fields when it is pickled, so it crosses process borders whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
+    "CannotRun",
     "EscapedResult",
+    "ForkHazard",
+    "ForkOrder",
+    "ForkUnsafe",
     "GuardClosed",
     "InvalidOption",
     "LoadFailed",
@@ -41,8 +54,12 @@ __all__ = [
     "NotSupported",
     "Overloaded",
     "PolicyNeverFires",
+    "PublishFailed",
     "Reloading",
     "UnhashableKey",
+    "WeightsMismatch",
+    "WeightsMissing",
+    "WeightsRefused",
     "WouldDeadlock",
 ]
 
@@ -82,6 +99,18 @@ class InvalidOption(ModelGuardError, ValueError):
 
 class NoMemoryLimit(InvalidOption):
     """A share of the memory limit was asked for, and nothing limits this process."""
+
+
+class CannotRun(InvalidOption):
+    """A command that cannot be started.
+
+    Attributes:
+        status: What a shell would exit with: 127 where there is no such command, 126 where it cannot be executed.
+    """
+
+    def __init__(self, command: object, *, why: str, fix: str, status: int) -> None:
+        super().__init__("command", command, why=why, fix=fix)
+        self.status = status
 
 
 class NotSupported(ModelGuardError, RuntimeError):
@@ -234,9 +263,81 @@ class EscapedResult(ModelGuardError, RuntimeError):
         self.kind = kind
 
 
+class WeightsRefused(ModelGuardError, RuntimeError):
+    """Published weights that must not be used: truncated, changed, somebody else's, or not shared as they should be.
+
+    Attributes:
+        path: What was refused.
+        why: The reason.
+        fix: What to do about it.
+    """
+
+    def __init__(self, path: object, *, why: str, fix: str) -> None:
+        super().__init__(f"weights {str(path)!r} are refused: {why}. {fix}")
+        self.path = str(path)
+        self.why = why
+        self.fix = fix
+
+
+class WeightsMissing(WeightsRefused, FileNotFoundError):
+    """Nothing has been published at this path."""
+
+
+class WeightsMismatch(WeightsRefused, ValueError):
+    """The weights do not fit the model that ``build`` makes."""
+
+
+class PublishFailed(ModelGuardError, OSError):
+    """Weights could not be published. What was published before is as it was, and nothing is left half written.
+
+    Attributes:
+        path: Where they should have been published.
+        why: The reason.
+        fix: What to do about it.
+    """
+
+    def __init__(self, path: object, *, why: str, fix: str) -> None:
+        super().__init__(f"weights cannot be published at {str(path)!r}: {why}. {fix}")
+        self.path = str(path)
+        self.why = why
+        self.fix = fix
+
+
+class ForkUnsafe(ModelGuardError, RuntimeError):
+    """Forking this process would give workers that hang or fail. Nothing was changed; the process can serve by itself.
+
+    Attributes:
+        hazards: What was found, in words, the worst first.
+    """
+
+    def __init__(self, hazards: Iterable[object]) -> None:
+        self.hazards = tuple(map(str, hazards))
+        super().__init__("this process must not be forked:\n" + "\n".join(self.hazards))
+
+
+class ForkOrder(ModelGuardError, RuntimeError):
+    """``prefork.prepare`` or ``prefork.in_child`` was called in the wrong process, or at the wrong time.
+
+    Attributes:
+        call: Which of the two.
+        why: What is wrong with it here.
+        fix: What to do instead.
+    """
+
+    def __init__(self, call: str, *, why: str, fix: str) -> None:
+        super().__init__(f"prefork.{call}() cannot be called here: {why}. {fix}")
+        self.call = call
+        self.why = why
+        self.fix = fix
+
+
 class ModelGuardWarning(UserWarning):
     """Base of modelguard's warnings."""
 
 
 class PolicyNeverFires(ModelGuardWarning):
     """A policy that cannot become due as it is written."""
+
+
+class ForkHazard(ModelGuardWarning):
+    """Something in this process may not survive a fork."""

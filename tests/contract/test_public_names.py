@@ -32,6 +32,7 @@ PUBLIC = [
     "guard_of",
     "memory",
     "pool",
+    "presets",
     "telemetry",
 ]
 

@@ -11,7 +11,10 @@ import pytest
 
 from modelguard import errors
 from modelguard.errors import (
+    CannotRun,
     EscapedResult,
+    ForkOrder,
+    ForkUnsafe,
     GuardClosed,
     InvalidOption,
     LoadFailed,
@@ -23,8 +26,12 @@ from modelguard.errors import (
     NoMemoryLimit,
     NotSupported,
     Overloaded,
+    PublishFailed,
     Reloading,
     UnhashableKey,
+    WeightsMismatch,
+    WeightsMissing,
+    WeightsRefused,
     WouldDeadlock,
 )
 
@@ -42,6 +49,13 @@ EXAMPLES: list[ModelGuardError] = [
     ModelTooLarge("anna", model_bytes=9_000_000, max_memory=5_000_000),
     UnhashableKey(["anna"]),
     EscapedResult("entities", path="result[0]", kind="Span"),
+    WeightsRefused("/srv/net", why="it is truncated", fix="Publish the weights again."),
+    WeightsMissing("/srv/net", why="nothing has been published there", fix="Publish."),
+    WeightsMismatch("/srv/net", why="size mismatch", fix="Build another."),
+    PublishFailed("/srv/net", why="No space left on device", fix="Make room."),
+    CannotRun("gunicron", why="it was not found", fix="Correct the name.", status=127),
+    ForkUnsafe(["fatal: cuda of torch: it runs. Do not."]),
+    ForkOrder("in_child", why="nothing was prepared", fix="Prepare."),
 ]
 
 CLASSES = {name: found for name, found in vars(errors).items() if inspect.isclass(found) and name in errors.__all__}
@@ -80,15 +94,18 @@ class TestEveryError:
             raise error
 
     def test_says_something(self, error: ModelGuardError) -> None:
-        """The message is one line that begins with what it is about."""
-        assert re.fullmatch(r"\S.{5,200}", str(error))
+        """The message begins with a line that says what it is about."""
+        assert re.fullmatch(r"\S.{5,200}", str(error).splitlines()[0])
 
 
 @pytest.mark.parametrize(
     ("kind", "builtin"),
     [
         (InvalidOption, ValueError),
+        (CannotRun, ValueError),
         (NotSupported, RuntimeError),
+        (ForkUnsafe, RuntimeError),
+        (ForkOrder, RuntimeError),
         (GuardClosed, RuntimeError),
         (WouldDeadlock, RuntimeError),
         (LoadFailed, RuntimeError),
@@ -98,6 +115,10 @@ class TestEveryError:
         (ModelTooLarge, RuntimeError),
         (UnhashableKey, TypeError),
         (EscapedResult, RuntimeError),
+        (WeightsRefused, RuntimeError),
+        (WeightsMissing, FileNotFoundError),
+        (WeightsMismatch, ValueError),
+        (PublishFailed, OSError),
         (ModelGuardWarning, UserWarning),
     ],
 )
@@ -133,6 +154,8 @@ def test_the_tree_is_as_drawn() -> None:
         (EXAMPLES[10], "model 'anna' takes 9 MB and the pool's budget is 5 MB; raise max_memory or serve this model"),
         (EXAMPLES[11], "pool key ['anna'] of type list cannot be hashed; use a string, a number or a tuple"),
         (EXAMPLES[12], "entities() returned a Span at result[0], which points into a memory zone"),
+        (EXAMPLES[13], "weights '/srv/net' are refused: it is truncated. Publish the weights again."),
+        (EXAMPLES[16], "weights cannot be published at '/srv/net': No space left on device. Make room."),
     ],
     ids=of,
 )

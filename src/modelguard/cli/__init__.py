@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from modelguard.cli import demo
+from modelguard.cli import demo, doctor, presets, run, top
 
 __all__ = ["main"]
 
@@ -29,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_to(commands)
+    doctor.add_to(commands)
+    presets.add_to(commands)
+    run.add_to(commands)
+    top.add_to(commands)
     options = parser.parse_args(argv)
     if options.version:
         print(f"modelguard {_version()}")  # noqa: T201 - this is what was asked for

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from modelguard.environment.allocator import Library
 
-__all__ = ["background_threads", "figures", "version"]
+__all__ = ["background_threads", "figures", "start_background_threads", "version"]
 
 #: Counters of what threads have taken and given back may be added up to less than nothing, which in C is a huge number.
 _ABSURD = 2**62
@@ -56,6 +56,12 @@ def figures(kind: Kind, library: Library, function: str) -> Figures | None:
 def background_threads(library: Library, mallctl: str) -> bool:
     """Whether jemalloc runs threads of its own in this process."""
     return bool(_control(library, mallctl, b"background_thread", ctypes.c_bool()))
+
+
+def start_background_threads(library: Library, mallctl: str) -> bool:
+    """Have jemalloc run threads of its own; false if it refused."""
+    on = ctypes.c_bool(1)
+    return not library.call(mallctl, b"background_thread", None, None, ctypes.byref(on), ctypes.sizeof(on))
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -39,6 +39,7 @@ __all__ = [
     "detect",
     "find",
     "observe",
+    "restart_threads",
     "serving",
     "stats",
     "trim",
@@ -47,6 +48,7 @@ __all__ = [
 #: Names that are looked up when they are asked for: a service that guards a model needs none of them.
 _LATER = {"Observed": "_observed", "check_preload": "_installed", "find": "_installed", "observe": "_observed"}
 
+_THREADS = "restarting jemalloc's background threads"
 _TRIMMING = "giving freed memory back to the system"
 _TELLING = "telling what serves malloc"
 
@@ -220,6 +222,25 @@ def trim(library: Library | None = None, *, private: Callable[[], int] | None = 
     before = private()
     found.release(library, found.function)
     return max(0, before - private())
+
+
+def restart_threads(library: Library | None = None) -> None:
+    """Have jemalloc start its background threads again: a forked child has none, whatever its setting was.
+
+    Args:
+        library: The file that serves ``malloc``, by default the one that the dynamic linker names.
+
+    Raises:
+        NotSupported: jemalloc does not serve ``malloc`` here, or it refused.
+    """
+    from modelguard.environment import _figures
+
+    library = library or _malloc_library(_THREADS)
+    kind, function = _known(library)
+    if kind != "jemalloc":
+        raise NotSupported(_THREADS, reason=f"malloc is served by {kind} ({library.path})")
+    if not _figures.start_background_threads(library, function):
+        raise NotSupported(_THREADS, reason=f"jemalloc ({library.path}) refused to start them")
 
 
 class _Allocator(NamedTuple):

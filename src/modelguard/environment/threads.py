@@ -23,7 +23,7 @@ def cap_openmp(count: int) -> list[tuple[Any, int]]:
         What :func:`restore_openmp` needs.
     """
     found = []
-    for path in _loaded():
+    for path in loaded_openmp():
         runtime = _open(path)
         if runtime is not None:
             before = runtime.omp_get_max_threads()
@@ -39,7 +39,8 @@ def restore_openmp(found: list[tuple[Any, int]]) -> None:
         runtime.omp_set_num_threads(before)
 
 
-def _loaded() -> set[str]:
+def loaded_openmp() -> set[str]:
+    """The files of the OpenMP runtimes that this process has loaded; none where ``/proc`` is missing."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:

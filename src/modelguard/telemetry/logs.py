@@ -35,10 +35,9 @@ def describe(event: events.Event) -> str:
         case events.GenerationReleased(alive=True):
             held_by = "; ".join(event.holders) or "unknown"
             return f"generation {event.generation} was dropped but is still alive, held by: {held_by}"
-        case events.GenerationReleased():
-            return f"generation {event.generation} released, {_units.format_bytes(event.freed)} given back"
-        case events.MemoryTrimmed():
-            return f"{_units.format_bytes(event.freed)} given back by {event.trim} in {event.seconds * 1e3:.0f} ms"
+        case events.GenerationReleased() | events.MemoryTrimmed():
+            what = "trimmed" if isinstance(event, events.MemoryTrimmed) else f"generation {event.generation} released"
+            return f"{what}, {_units.format_bytes(event.freed)} given back"
         case events.LoadFinished():
             return (
                 f"generation {event.generation} serves after {event.seconds:.2f} s "

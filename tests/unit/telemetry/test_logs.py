@@ -105,7 +105,7 @@ LINES: list[tuple[Event, str, str]] = [
     (
         MemoryTrimmed(guard="nlp", bytes_before=900 * MB, bytes_after=600 * MB, trim="glibc", seconds=0.012),
         "INFO",
-        "300 MB given back by glibc in 12 ms",
+        "trimmed, 300 MB given back",
     ),
     (
         PolicyFutile(guard="nlp", generation=3, policy="MemoryLimit('1 GB')", detail="too low"),

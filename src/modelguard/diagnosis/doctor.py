@@ -1,0 +1,121 @@
+"""Asks every check, and writes down what came of it."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+from modelguard.diagnosis.checks import CHECKS
+from modelguard.diagnosis.facts import Facts
+from modelguard.diagnosis.finding import Check, Finding
+
+__all__ = ["Report", "as_json", "as_text", "examine"]
+
+
+#: Where the text of a detail begins.
+_INDENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the doctor found.
+
+    Attributes:
+        subject: What was judged.
+        findings: Faults first, each kind by number.
+        unknown: What could not be known, in sentences.
+        asked: How many checks there were.
+    """
+
+    subject: str
+    findings: tuple[Finding, ...]
+    unknown: tuple[str, ...]
+    asked: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no fault. Notes may be meant that way."""
+        return not self.faults
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that are faults."""
+        return tuple(finding for finding in self.findings if finding.level == "fault")
+
+
+def examine(facts: Facts, checks: Iterable[Check] = CHECKS) -> Report:
+    """Ask every check.
+
+    Args:
+        facts: What is known.
+        checks: What to ask, by default everything.
+    """
+    asked = tuple(checks)
+    findings = [finding for check in asked if (finding := check(facts)) is not None]
+    findings.sort(key=lambda finding: (finding.level != "fault", finding.number))
+    return Report(_printable(facts.subject), tuple(findings), tuple(map(_printable, facts.unknown)), len(asked))
+
+
+def as_json(report: Report) -> str:
+    """Write a report for programs."""
+    told = {
+        "subject": report.subject,
+        "ok": report.ok,
+        "findings": [asdict(finding) for finding in report.findings],
+        "unknown": report.unknown,
+    }
+    return json.dumps(told, indent=2)
+
+
+def as_text(report: Report, width: int | None = None) -> Iterator[tuple[str, str]]:
+    """Write a report for people.
+
+    Args:
+        report: The report.
+        width: Where lines are broken, by default nowhere, so that they can be searched.
+
+    Yields:
+        Lines, each with the style that it may be shown in: ``"subject"``, ``"fault"``, ``"note"``, ``"detail"``,
+        ``"unknown"`` or ``"verdict"``.
+    """
+    for style, line in _lines(report):
+        if width is None or len(line) <= width:
+            yield style, line
+            continue
+        indent = " " * _INDENT if style == "detail" else "  "
+        yield from ((style, part) for part in textwrap.wrap(line, width, subsequent_indent=indent))
+
+
+def _lines(report: Report) -> Iterator[tuple[str, str]]:
+    yield "subject", f"Examined: {report.subject}"
+    for finding in report.findings:
+        yield "detail", ""
+        yield finding.level, f"{finding.number} {finding.level}: {finding.title}"
+        for seen in finding.seen:
+            yield "detail", f"  seen  {_printable(seen)}"
+        yield "detail", f"  why   {finding.why}"
+        yield "detail", f"  fix   {_printable(finding.fix)}"
+        yield "detail", f"  page  {finding.page}"
+    if report.unknown:
+        yield "detail", ""
+        yield "unknown", "Not known:"
+        for sentence in report.unknown:
+            yield "unknown", f"  {sentence}"
+    yield "detail", ""
+    yield "verdict", _verdict(report)
+
+
+def _verdict(report: Report) -> str:
+    faults, notes = len(report.faults), len(report.findings) - len(report.faults)
+    return f"{_count(faults, 'fault')} and {_count(notes, 'note')} by {report.asked} checks."
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number or 'no'} {word}{'' if number == 1 else 's'}"
+
+
+def _printable(text: str) -> str:
+    """Nothing that a terminal would take for a command, or that no stream can encode."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,0 +1,70 @@
+"""``modelguard presets``: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from modelguard.cli import presets as command
+from modelguard.environment import presets
+
+
+def run(*words: str) -> int:
+    """Run the command as ``modelguard`` does."""
+    parser = argparse.ArgumentParser(prog="modelguard")
+    command.add_to(parser.add_subparsers())
+    options = parser.parse_args(["presets", *words])
+    status: int = options.run(options)
+    return status
+
+
+def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a name every preset is shown with what it is for."""
+    assert 0 == run()
+    printed = capsys.readouterr().out
+    for name in presets.names():
+        assert f"{name} " in printed
+        assert presets.describe(name) in printed
+
+
+def test_a_preset_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name is answered with all that the preset sets."""
+    assert 0 == run("torch-cpu-dynamic", "--workers", "2", "--distinct-shapes", "3", "--cpus", "4.5")
+    expected = presets.get("torch-cpu-dynamic", workers=2, distinct_shapes=3, cpus=4.5).explain()
+    assert expected + "\n" == capsys.readouterr().out
+
+
+def test_names_are_put_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """Several names are one preset, the later one counting where both set a variable."""
+    assert 0 == run("torch-cpu", "prefork")
+    expected = (presets.get("torch-cpu") | presets.get("prefork")).explain()
+    assert expected + "\n" == capsys.readouterr().out
+
+
+def test_a_format_is_written_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    """The output can be redirected into a file as it is."""
+    assert 0 == run("low-memory", "--format", "dockerfile")
+    assert presets.get("low-memory").render("dockerfile") == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["torch-gpu"], "Did you mean 'torch-cpu'?"),
+        (["nothing-like-it"], "The presets are torch-cpu, torch-cpu-dynamic, prefork, low-memory."),
+        (["torch-cpu", "--workers", "0"], "workers=0: it is not a positive whole number"),
+        (["torch-cpu", "--workers", "two"], "workers='two': it is not a positive whole number"),
+        (["torch-cpu", "--cpus", "nan"], "cpus=nan: it is no number of CPUs"),
+        (["torch-cpu", "--distinct-shapes", "0"], "distinct_shapes=0: it is not a positive whole number"),
+        (["torch-cpu", "--format", "toml"], "The formats are shell, env, gunicorn, dockerfile, systemd, kubernetes."),
+        (["--format", "shell"], "it is a way to write a preset, and none was named"),
+    ],
+)
+def test_what_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says the fix, with status 2, and nothing is printed that could be taken for an answer."""
+    assert 2 == run(*words)
+    captured = capsys.readouterr()
+    assert "" == captured.out
+    assert said in captured.err
+    assert 1 == len(captured.err.splitlines())

@@ -1,0 +1,155 @@
+"""Planning what a program is started with, and becoming it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelguard.environment import launcher, presets
+from modelguard.environment._program import CannotRun
+from modelguard.errors import InvalidOption
+
+GLIBC = {"MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+
+
+# The plan
+
+
+def plan(*command: str, **options: Any) -> launcher.Plan:
+    options.setdefault("choose", lambda wanted, program, environ: ({"LD_PRELOAD": "/lib/a b.so"}, ["a remark"]))
+    options.setdefault("environ", {"PATH": "/bin:/usr/bin", "OMP_NUM_THREADS": "7"})
+    return launcher.plan(command, **options)
+
+
+def test_a_plan_holds_the_whole_environment() -> None:
+    """What the caller has, the preset's settings, and the allocator's; the caller's values win."""
+    preset = presets.get("torch-cpu", cpus=4)
+    planned = plan("sh", "-c", "exit", preset=preset)
+    assert ("sh", "-c", "exit") == planned.argv
+    assert planned.program in {"/bin/sh", "/usr/bin/sh"}
+    assert "7" == planned.environ["OMP_NUM_THREADS"]
+    assert "4" == planned.environ["MKL_NUM_THREADS"] == planned.added["MKL_NUM_THREADS"]
+    assert "/lib/a b.so" == planned.environ["LD_PRELOAD"]
+    assert "OMP_NUM_THREADS" not in planned.added
+    assert planned.environ == {"PATH": "/bin:/usr/bin", "OMP_NUM_THREADS": "7"} | planned.added
+
+
+def test_a_plan_tells_which_values_of_the_user_stay() -> None:
+    """A preset that does not take effect in part is no silent matter; an equal value is none at all."""
+    preset = presets.get("torch-cpu", cpus=4)
+    assert ("your OMP_NUM_THREADS=7 stays; the preset has 4", "a remark") == plan("sh", preset=preset).notes
+    assert ("a remark",) == plan("sh", preset=presets.get("torch-cpu", cpus=7)).notes
+
+
+def test_the_allocator_is_chosen_knowing_the_preset() -> None:
+    """What a preset sets of glibc counts like the user's own."""
+    preset = presets.get("low-memory")
+    planned = plan("sh", preset=preset, choose=lambda wanted, program, environ: ({}, [*environ]))
+    assert GLIBC <= set(planned.notes)
+
+
+def test_a_plan_as_a_line_for_a_shell() -> None:
+    """Quoted so that a shell reads back the very same words."""
+    line = str(plan("sh", "-c", "echo 'a  b' $HOME"))
+    assert ["env", "LD_PRELOAD=/lib/a b.so", "sh", "-c", "echo 'a  b' $HOME"] == shlex.split(line)
+
+
+def test_a_plan_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning sets nothing, neither in this process nor in what was handed in."""
+    environ = {"PATH": "/bin:/usr/bin"}
+    before = dict(os.environ)
+    plan("sh", environ=environ, preset=presets.get("torch-cpu", cpus=4))
+    assert {"PATH": "/bin:/usr/bin"} == environ
+    assert before == dict(os.environ)
+
+
+def test_bad_commands() -> None:
+    """No command at all, and one that no program could be given, are refused before anything is looked up."""
+    with pytest.raises(InvalidOption, match="there is no command"):
+        plan()
+    with pytest.raises(InvalidOption, match="NUL"):
+        plan("sh", "-c", "a\0b")
+
+
+def test_the_environment_is_what_was_inherited(tmp_path: Path) -> None:
+    """LC_CTYPE, which Python sets for itself in the C locale, is not handed on; the user's own value is."""
+    initial = tmp_path / "environ"
+    initial.write_bytes(b"LANG=C\0HOME=/root\0")
+    own = {"LANG": "C", "LC_CTYPE": "C.UTF-8"}
+    assert {"LANG": "C"} == launcher.inherited(initial, own)
+    initial.write_bytes(b"LANG=C\0LC_CTYPE=C\0")
+    assert {"LANG": "C", "LC_CTYPE": "C"} == launcher.inherited(initial, own)
+    assert own == launcher.inherited(tmp_path / "none", own)
+
+
+# Becoming it
+
+
+class Exec:
+    """Stands in for execve, and notes what it was called with."""
+
+    def __init__(self, error: OSError | None = None) -> None:
+        self.error = error
+        self.called: list[Any] = []
+
+    def __call__(self, path: str, argv: Any, environ: Any) -> None:
+        self.called = [path, argv, environ, signal.getsignal(signal.SIGPIPE), signal.getsignal(signal.SIGINT)]
+        if self.error is not None:
+            raise self.error
+
+
+def test_becoming_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is executed as planned, with the signals that Python ignores at their default."""
+    stand_in = Exec(OSError(8, "Exec format error"))
+    monkeypatch.setattr(os, "execve", stand_in)
+    planned = plan("sh", "-c", "exit")
+    with pytest.raises(CannotRun, match="Exec format error") as refused:
+        launcher.become(planned)
+    assert 126 == refused.value.status
+    assert [planned.program, planned.argv, planned.environ] == stand_in.called[:3]
+    assert signal.SIG_DFL == stand_in.called[3]
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [(errno.ENOEXEC, "#!/bin/sh"), (errno.E2BIG, "shorter"), (errno.ENOENT, "dynamic linker"), (errno.EPERM, "execve")],
+)
+def test_an_exec_that_fails_says_what_to_do(monkeypatch: pytest.MonkeyPatch, number: int, fix: str) -> None:
+    """The system's reason, and what helps against it."""
+    monkeypatch.setattr(os, "execve", Exec(OSError(number, os.strerror(number))))
+    with pytest.raises(CannotRun, match=os.strerror(number)) as refused:
+        launcher.become(plan("sh"))
+    assert fix in refused.value.fix
+
+
+def test_an_exec_that_fails_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signals are what they were."""
+    names = ("SIGPIPE", "SIGXFSZ", "SIGINT")
+    before = [signal.getsignal(getattr(signal, name)) for name in names]
+    monkeypatch.setattr(os, "execve", Exec(OSError(7, "Argument list too long")))
+    with pytest.raises(CannotRun):
+        launcher.become(plan("sh"))
+    assert before == [signal.getsignal(getattr(signal, name)) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("handler", "expected"),
+    [(signal.default_int_handler, signal.SIG_DFL), (signal.SIG_IGN, signal.SIG_IGN)],
+)
+def test_an_ignored_ctrl_c_stays_ignored(monkeypatch: pytest.MonkeyPatch, handler: Any, expected: Any) -> None:
+    """A shell that starts something in the background has Ctrl-C ignored, and means it."""
+    stand_in = Exec(OSError(8, "Exec format error"))
+    monkeypatch.setattr(os, "execve", stand_in)
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(CannotRun):
+            launcher.become(plan("sh"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert expected == stand_in.called[4]

@@ -1,0 +1,211 @@
+"""Presets: what they set, how they are put together, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelguard.environment import cpus, knobs, presets
+from modelguard.environment.allocator import Serving
+from modelguard.environment.knobs import Knob
+from modelguard.environment.presets import Preset
+from modelguard.errors import InvalidOption
+
+
+class Idle:
+    """A process in which nothing has happened yet."""
+
+    def started_with(self) -> dict[str, str]:
+        return {}
+
+    def malloc(self) -> Serving:
+        return Serving("glibc", "/lib/libc.so.6")
+
+    def primitive_cache(self) -> int | None:
+        return None
+
+    def descriptor_cache(self) -> int | None:
+        return None
+
+    def threads(self, name: str) -> dict[str, int]:
+        return {}
+
+    def grpc_forks(self) -> bool | None:
+        return None
+
+
+def values(preset: Preset) -> dict[str, str]:
+    return {knob.name: knob.value for knob in preset.knobs}
+
+
+def mine(*settings: str) -> Preset:
+    parts = [setting.split("=") for setting in settings]
+    made = [Knob(name, value, "any time", "it", "does", "costs", "source") for name, value in parts]
+    return Preset(settings[0], "Mine.", tuple(made))
+
+
+def test_the_presets_are_these() -> None:
+    """Their names are part of the interface."""
+    assert ("torch-cpu", "torch-cpu-dynamic", "prefork", "low-memory") == presets.names()
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_no_variable_appears_twice(name: str) -> None:
+    """Each variable has one value, and each preset says what it is for."""
+    preset = presets.get(name, cpus=2)
+    assert len(preset.knobs) == len(values(preset))
+    assert name == preset.name
+    assert preset.does == presets.describe(name)
+
+
+@pytest.mark.parametrize(
+    ("count", "workers", "expected"), [(4, 1, "4"), (4, 2, "2"), (2.5, 1, "2"), (4, 3, "1"), (1, 4, "1"), (0.5, 1, "1")]
+)
+@pytest.mark.parametrize("name", ["torch-cpu", "torch-cpu-dynamic", "prefork"])
+def test_threads_follow_cpus_and_workers(name: str, count: float, workers: int, expected: str) -> None:
+    """All workers together use no more threads than there are CPUs, and each has at least one."""
+    found = values(presets.get(name, cpus=count, workers=workers))
+    assert (expected, expected) == (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"])
+
+
+def test_cpus_are_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quota counts, not the machine's number of CPUs, and the preset says where it was found."""
+    monkeypatch.setattr(cpus, "effective", lambda: cpus.Cpus(1.5, "/sys/fs/cgroup/x/cpu.max"))
+    preset = presets.get("torch-cpu")
+    assert {"1"} == set(values(preset).values())
+    assert "1.5 CPUs by /sys/fs/cgroup/x/cpu.max for 1 worker" in preset.explain()
+
+
+def test_both_caches_of_onednn_are_limited() -> None:
+    """Either limit alone does not hold, so the preset never sets one without the other."""
+    found = values(presets.get("torch-cpu-dynamic", cpus=2))
+    assert str(knobs.DEFAULT_ENTRIES) == found["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == found["LRU_CACHE_CAPACITY"]
+
+
+@pytest.mark.parametrize(("shapes", "expected"), [(1, 128), (10, 1280), (10**9, 65536)])
+def test_known_shapes_all_fit(shapes: int, expected: int) -> None:
+    """Where the shapes are known, there is room for every layer's entry of each of them."""
+    found = values(presets.get("torch-cpu-dynamic", distinct_shapes=shapes, cpus=2))
+    assert str(expected) == found["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == found["LRU_CACHE_CAPACITY"]
+
+
+def test_a_server_that_forks_starts_no_threads_of_its_own() -> None:
+    """OpenBLAS would start them as numpy is imported, and jemalloc as the program starts."""
+    found = values(presets.get("torch-cpu", cpus=4) | presets.get("prefork", cpus=4))
+    assert "1" == found["OPENBLAS_NUM_THREADS"]
+    assert "background_thread:false" in found["MALLOC_CONF"]
+
+
+def test_presets_are_put_together() -> None:
+    """Each variable appears once, in the order of the first mention, and the right preset's value counts."""
+    together = mine("A=1", "B=1") | mine("B=2", "C=2")
+    assert [("A", "1"), ("B", "2"), ("C", "2")] == list(values(together).items())
+    assert "A=1 | B=2" == together.name
+
+
+def test_the_parts_of_a_composition_stay_as_they_are() -> None:
+    """A preset is a value: composing makes a new one."""
+    left, right = mine("A=1"), mine("A=2")
+    assert left | right != left
+    assert {"A": "1"} == values(left)
+
+
+def test_explanation() -> None:
+    """Value, moment, reader, effect, price and source of each variable are all written out."""
+    preset = presets.get("torch-cpu-dynamic", cpus=2)
+    text = preset.explain()
+    for knob in preset.knobs:
+        for part in (f"{knob.name}={knob.value}", knob.reader, knob.does, knob.costs, knob.source):
+            assert part in text
+
+
+def test_applying_sets_every_variable_that_is_free() -> None:
+    """In a process that has done nothing yet all that is read later is set, and the report says so."""
+    environ: dict[str, str] = {}
+    preset = presets.get("torch-cpu-dynamic", cpus=2)
+    report = preset.apply(environ, process=Idle())
+    assert values(preset) == environ
+    assert {"applied"} == {outcome.state for outcome in report}
+    assert report.ok
+
+
+def test_applying_never_overrides_the_user() -> None:
+    """What the user has set stays, and the report shows it."""
+    environ = {"OMP_NUM_THREADS": "3"}
+    report = presets.get("torch-cpu", cpus=2).apply(environ, process=Idle())
+    assert "3" == environ["OMP_NUM_THREADS"]
+    kept = report[0]
+    assert ("OMP_NUM_THREADS", "kept", "3") == (kept.knob.name, kept.state, kept.value)
+    assert report.ok
+
+
+def test_applying_again_changes_nothing() -> None:
+    """A preset may be applied in a configuration file and once more in the application."""
+    environ: dict[str, str] = {}
+    preset = presets.get("torch-cpu-dynamic", cpus=2)
+    first = preset.apply(environ, process=Idle())
+    assert first == preset.apply(environ, process=Idle())
+
+
+def test_what_cannot_take_effect_is_not_set() -> None:
+    """A variable that would only look set is left alone, and the report asks for what is left to do."""
+    environ: dict[str, str] = {}
+    report = presets.get("low-memory").apply(environ, process=Idle())
+    assert {} == environ
+    assert {"needs exec", "not supported"} == {outcome.state for outcome in report}
+    assert {None} == {outcome.value for outcome in report}
+    assert not report.ok
+
+
+def test_a_report_reads_well() -> None:
+    """One line per variable: its state, its value and the evidence."""
+    report = presets.get("torch-cpu", cpus=2).apply({"OMP_NUM_THREADS": "3"}, process=Idle())
+    lines = str(report).splitlines()
+    assert 3 == len(lines)
+    assert "kept          OMP_NUM_THREADS=3: no library that reads it is loaded yet" == lines[0]
+    assert "applied       MKL_NUM_THREADS=2: no library that reads it is loaded yet" == lines[1]
+
+
+def test_what_to_add_for_a_program() -> None:
+    """What the user has set is not among it, whatever its value."""
+    preset = mine("A=1", "B=2")
+    assert {"A": "1", "B": "2"} == preset.environment({})
+    assert {"B": "2"} == preset.environment({"A": ""})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("torch_cpu", "Did you mean 'torch-cpu'?"),
+        ("pre-fork", "'prefork'"),
+        ("lowmemory", "'low-memory'"),
+        ("x", "The"),
+    ],
+)
+def test_an_unknown_preset(name: str, hint: str) -> None:
+    """The nearest name is offered, and all of them are told."""
+    with pytest.raises(InvalidOption, match="there is no such preset") as raised:
+        presets.get(name)
+    assert hint in raised.value.fix
+    assert all(known in raised.value.fix for known in presets.names())
+
+
+@pytest.mark.parametrize("name", [None, 3, ["torch-cpu"]])
+def test_a_name_that_is_no_text(name: object) -> None:
+    """It is refused as any other unknown preset is."""
+    with pytest.raises(InvalidOption, match="there is no such preset"):
+        presets.get(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("argument", ["workers", "distinct_shapes"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, "2", True, float("nan")])
+def test_a_count_that_makes_no_sense(argument: str, value: object) -> None:
+    """Only positive whole numbers count processes and shapes, whichever preset is asked for."""
+    with pytest.raises(InvalidOption, match=rf"{argument}=.*not a positive whole number"):
+        presets.get("low-memory", **{argument: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0, -1.5, float("nan"), float("inf"), "2", True])
+def test_cpus_that_make_no_sense(value: object) -> None:
+    """Only a positive number counts CPUs; a part of one is allowed."""
+    with pytest.raises(InvalidOption, match=r"cpus=.*no number of CPUs"):
+        presets.get("torch-cpu", cpus=value)  # type: ignore[arg-type]
