@@ -119,7 +119,7 @@ def test_a_thread_that_waited_long_enough_ends(pool: Pool, monkeypatch: pytest.M
 
 
 def test_threads_without_work_can_be_sent_home(pool: Pool) -> None:
-    """Before a fork, threads that only wait are ended; one that works is not disturbed, and more work gets a new one."""
+    """Before a fork, threads that only wait are ended; one that works is left alone, and more work gets a new one."""
     waiting = pool.run("a")
     busy = Job(held=True)
     pool.start("b", busy)

@@ -1,0 +1,1 @@
+"""How several processes live on one copy of a model."""

@@ -1,0 +1,147 @@
+"""Where CPython keeps an object's reference count, which count makes it immortal, and whether that holds here.
+
+From PEP 683 on the lower 32 bits of the count say it: ``Py_DECREF`` leaves a count alone whose 31st bit is set, and
+``Py_INCREF`` one that is the interpreter's own immortal value or, from 3.14 on, above it. A count that is never written
+is a page that is never copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["IMMORTAL", "Build", "memory", "self_test", "unsupported", "value", "verdict"]
+
+#: A count from here on, as ``sys.getrefcount`` gives it, is immortal: ``_Py_IsImmortal`` in 3.12 - 3.15.
+IMMORTAL = 1 << 31
+
+#: The count that CPython gives its own immortal objects, by the version that brought it: ``_Py_IMMORTAL_REFCNT`` in
+#: Include/object.h of 3.12 and 3.13, ``_Py_IMMORTAL_INITIAL_REFCNT`` in Include/refcount.h of 3.14 and 3.15.
+_VALUES = {(3, 12): 0xFFFF_FFFF, (3, 14): 0xC000_0000}
+
+#: The newest version whose headers were read. What comes after may keep its counts elsewhere.
+_NEWEST = (3, 15)
+
+_WORD = 4  # bytes
+_WRITABLE = 0x200  # PyBUF_WRITE
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What decides whether an interpreter is supported.
+
+    Attributes:
+        implementation: As ``sys.implementation.name`` has it.
+        version: Major and minor.
+        pointer_bytes: 8 on every 64-bit platform.
+        free_threaded: Built without the GIL: counts are split between threads.
+        checks: Built to check its reference counts (``Py_DEBUG``, ``Py_TRACE_REFS``, assertions), which finds fault
+            with a string that is immortal and not interned.
+    """
+
+    implementation: str
+    version: tuple[int, int]
+    pointer_bytes: int
+    free_threaded: bool
+    checks: bool
+
+    @classmethod
+    def here(cls) -> Build:
+        """Describe this interpreter."""
+        import sysconfig
+
+        configured = sysconfig.get_config_var("CONFIG_ARGS") or ""
+        return cls(
+            implementation=sys.implementation.name,
+            version=sys.version_info[:2],
+            pointer_bytes=struct.calcsize("P"),
+            free_threaded=bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+            checks=hasattr(sys, "gettotalrefcount")
+            or hasattr(sys, "getobjects")
+            or "--with-assertions" in str(configured),
+        )
+
+
+def unsupported(build: Build) -> str | None:
+    """Say why objects cannot be made immortal in such an interpreter; None if they can, as far as one can know."""
+    name = "CPython" if build.implementation == "cpython" else build.implementation
+    named = "{} {}.{}".format(name, *build.version)
+    refusals = (
+        (build.implementation != "cpython", "is not CPython, whose reference counts are known"),
+        (build.version < min(_VALUES), "writes to every object that is read; the first with immortal objects is 3.12"),
+        (build.version > _NEWEST, "is newer than this modelguard knows, and may keep its reference counts elsewhere"),
+        (build.free_threaded, "is free-threaded here, and splits its reference counts between threads"),
+        (build.checks, "is a debug build here, which checks its reference counts"),
+        (build.pointer_bytes != 2 * _WORD, "is not a 64-bit build here"),
+    )
+    return next((f"{named} {why}" for refused, why in refusals if refused), None)
+
+
+def value(version: tuple[int, int]) -> int:
+    """Give the immortal count of a version that is not :func:`unsupported`."""
+    return _VALUES[max(known for known in _VALUES if known <= version)]
+
+
+def memory() -> memoryview[int]:
+    """Look at the process's memory as 32-bit words: those of ``memory()[id(x) >> 2]`` are the count of ``x``.
+
+    One view for all objects: making one for each would take longer than all the rest.
+
+    Raises:
+        ImportError, AttributeError, OSError: This Python comes without ctypes, or without its own C interface.
+    """
+    import ctypes
+
+    prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+    view: Any = prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))
+    low = 0 if sys.byteorder == "little" else _WORD  # the lower half of the 64-bit count comes first, or second
+    return view(low, sys.maxsize // _WORD * _WORD, _WRITABLE).cast("I")  # type: ignore[no-any-return]
+
+
+def self_test(words: memoryview[int], immortal: int) -> str | None:
+    """Make a private object immortal; say what is not as it should be, None if all is.
+
+    Reads first, and writes only where the count was found: a wrong layout changes nothing.
+    """
+    probe: list[Any] = []
+    at = id(probe) >> 2
+
+    def counts() -> tuple[int, ...]:
+        """Count while references come and go, one by one and many at a time."""
+        before = words[at]
+        one_by_one = [probe for _ in range(3)]
+        more = words[at]
+        one_by_one.clear()
+        fewer = words[at]
+        many = [probe] * 3
+        most = words[at]
+        many.clear()
+        return before, more, fewer, most, words[at]
+
+    start = words[at]
+    if counts() != (start, start + 3, start, start + 3, start) or not 0 < start < IMMORTAL:
+        return "the reference count of an object is not where CPython's headers have it"
+    words[at] = immortal
+    if counts() != (immortal,) * 5:
+        return "an object with the immortal reference count is counted still"
+    known: Any = getattr(sys, "_is_immortal", None)  # from 3.14 on
+    if sys.getrefcount(probe) < IMMORTAL or (known is not None and not known(probe)):
+        return "the interpreter does not take an object with the immortal reference count for one"
+    return None
+
+
+@functools.cache
+def verdict() -> str | None:
+    """Say why this interpreter is not supported, None if it is. Tried once, on one small object that stays."""
+    build = Build.here()
+    reason = unsupported(build)
+    if reason is not None:
+        return reason
+    try:
+        words = memory()
+    except (ImportError, AttributeError, OSError) as error:
+        return f"this Python comes without ctypes ({error})"
+    return self_test(words, value(build.version))

@@ -1,0 +1,193 @@
+"""Weights in a file that every process maps: one copy for servers that start their workers afresh (uvicorn, ...).
+
+``publish`` writes them once, ``load`` maps them::
+
+    weights.publish(make, "/var/lib/app/net", key="2026-11")  # the first worker makes the model, the others wait
+    net = guard(lambda: weights.load(Net, "/var/lib/app/net"), reload_on=Modified("/var/lib/app/net", atomic=True))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from modelguard import _units
+from modelguard.errors import InvalidOption, WeightsRefused
+from modelguard.sharing import formats
+from modelguard.sharing._store import Store
+
+if TYPE_CHECKING:
+    from modelguard.sharing._manifest import Manifest
+
+__all__ = ["Published", "current", "load", "publish"]
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version of published weights.
+
+    Attributes:
+        path: Where it is published.
+        version: Its number; the first is 1, and a newer one has a higher number.
+        sha256: Hash of its content.
+        bytes: Size of its files.
+        kind: ``"torch"``, ``"numpy"`` or ``"pickle"``.
+        key: What its publisher calls it.
+        fresh: Whether this call has written it; False if it was there already.
+    """
+
+    path: Path
+    version: int
+    sha256: str
+    bytes: int
+    kind: str
+    key: str | None
+    fresh: bool
+
+
+def publish(
+    source: Any,
+    path: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    allow_pickle: bool = False,
+    wait_timeout: _units.Duration = "10m",
+) -> Published:
+    """Write weights into a file that every process may map.
+
+    What is published replaces what was there by one rename: a reader sees the old version or the new one, whole. The
+    version before it stays for readers that are about to open it, older ones are removed; processes that have mapped
+    one keep it. Content that is current already is not written again.
+
+    Several processes may call this at the same time: one writes, the others wait for it. Give a function and a key,
+    and only the first one makes the model at all.
+
+    Args:
+        source: A torch module, a state dict, a numpy array, or a mapping of names to arrays. With a ``key`` also a
+            function without arguments that makes one; it is called only if what is current has another key.
+        path: A file, in a folder that exists. It becomes a small text file; the data goes into ``PATH.d`` beside it.
+            Both can be read by this user alone.
+        key: What you call these weights: the name or hash of the checkpoint, say.
+        allow_pickle: Write any other object by ``joblib.dump``. Only the arrays in it are mapped, and who loads it
+            runs whatever code it holds: arrays are the better choice.
+        wait_timeout: How long to wait for another publisher. One that dies is not waited for.
+
+    Returns:
+        What is current now.
+
+    Raises:
+        InvalidOption: ``source`` cannot be mapped, or is a function and there is no ``key``.
+        PublishFailed: The disk is full, permission is missing, or another publisher took too long. What was published
+            before still is.
+        WeightsRefused: ``PATH.d`` is another user's, or others may write to it.
+        NotSupported: This is Windows, or joblib is not installed.
+    """
+    store = Store(_path(path))
+    patience = _units.seconds(wait_timeout, "wait_timeout", zero=True)
+    _check_key(key)
+    form = formats.of(source, allow_pickle=allow_pickle and not callable(source))
+    if form is None and not callable(source):
+        raise formats.unknown(source)
+    if form is None and key is None:
+        why = "nothing tells whether what is published already is what this function makes"
+        raise InvalidOption("key", key, why=why, fix="Name what it makes, such as key='2026-11' or the file's hash.")
+    if form is None and (found := _with_key(store, key)):  # where nothing has to be made, nothing has to be writable
+        return _published(store, found, fresh=False)
+    with store.turn(patience):
+        if form is None:
+            if found := _with_key(store, key):
+                return _published(store, found, fresh=False)
+            source = source()
+            form = formats.of(source, allow_pickle=allow_pickle)
+            if form is None:
+                raise formats.unknown(source)
+        manifest, fresh = store.write(form, source, key=key)
+    return _published(store, manifest, fresh=fresh)
+
+
+def load(build: Callable[..., M], path: str | os.PathLike[str], *, allow_pickle: bool = False) -> M:
+    """Make a model whose weights lie in the published file, mapped: all processes that do so share one copy.
+
+    Writing to a weight of a torch model, as a BatchNorm in training mode does to its buffers, copies the page that is
+    written to, for this process alone; numpy arrays are read-only.
+
+    Args:
+        build: For torch: makes the module without arguments, weights of any content. It is run with its parameters
+            on the meta device, where they take no memory. For numpy and pickles: is called with the mapped array, the
+            dict of arrays, or the object, and returns the model.
+        path: What was given to :func:`publish`.
+        allow_pickle: Whether the file may be a pickle, which runs whatever code it holds.
+
+    Returns:
+        What ``build`` made.
+
+    Raises:
+        WeightsMissing: Nothing has been published there.
+        WeightsRefused: The file is truncated, changed, another user's or writable by others; or a weight would not
+            lie in the mapping.
+        WeightsMismatch: The weights do not fit the module: names, shapes or types differ.
+        InvalidOption: ``build`` is no function, or does not make a torch module.
+        NotSupported: This is Windows, or joblib is not installed.
+    """
+    if not callable(build):
+        raise InvalidOption("build", build, why="it cannot be called", fix="Give a function that makes the model.")
+    store = Store(_path(path))
+    while True:
+        manifest, folder = store.checked()
+        form = formats.named(manifest.kind, store.path, allow_pickle=allow_pickle)
+        try:
+            model: M = form.load(build, folder, manifest.details)
+        except FileNotFoundError:
+            if store.current() == manifest:  # else publishers have removed this version meanwhile, and a newer is there
+                raise
+        else:
+            return model
+
+
+def current(path: str | os.PathLike[str]) -> Published:
+    """Tell what is published at ``path``. Reads a small file; the weights themselves are not looked at.
+
+    Raises:
+        WeightsMissing: Nothing has been published there.
+        WeightsRefused: What is there cannot be trusted or read.
+        NotSupported: This is Windows.
+    """
+    store = Store(_path(path))
+    return _published(store, store.current(), fresh=False)
+
+
+def _path(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not Path(path).name:
+        raise InvalidOption("path", path, why="it names no file", fix="Give the path of a file, such as 'weights/net'.")
+    return Path(path).absolute()
+
+
+def _check_key(key: object) -> None:
+    if key is not None and (not isinstance(key, str) or not key):
+        raise InvalidOption("key", key, why="it is not a name", fix="Give text such as '2026-11'.")
+
+
+def _with_key(store: Store, key: str | None) -> Manifest | None:
+    """What is current, if it has this key and is sound."""
+    try:
+        manifest = store.current()
+        return store.checked()[0] if manifest.key == key else None
+    except WeightsRefused:
+        return None
+
+
+def _published(store: Store, manifest: Manifest, *, fresh: bool) -> Published:
+    return Published(
+        path=store.path,
+        version=manifest.version,
+        sha256=manifest.sha256,
+        bytes=sum(sealed.size for sealed in manifest.files.values()),
+        kind=manifest.kind,
+        key=manifest.key,
+        fresh=fresh,
+    )

@@ -1,0 +1,184 @@
+"""Immortal objects in processes of their own: what forked readers copy, and how the interpreter ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from tests.process.fresh import fresh_process
+
+from modelguard.sharing import immortal
+
+UNSUPPORTED = immortal.supported()
+pytestmark = [
+    pytest.mark.timeout(100),
+    pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED)),
+]
+
+MODEL = """
+import gc, json, os, pickle, sys, threading
+from modelguard.sharing.immortal import immortalize
+
+class Entry:
+    def __init__(self, number):
+        self.name = f"entry {number}"
+        self.weight = number + 0.5
+        self.parts = [number, (number, str(number)), {f"key {number}": number + 0.25}, None]
+        self.parts[3] = self.parts
+    def __del__(self):
+        dead.append(self.name)
+
+dead = []
+
+def build(size):
+    return {f"entry {number}": Entry(number) for number in range(size)}
+
+def read(model):
+    return sum(len(entry.name) + entry.weight + len(entry.parts[1][1]) + sum(entry.parts[2].values())
+               for key, entry in model.items() if key.startswith("entry"))
+"""
+
+SHARED = """
+def pss(pid):
+    with open(f"/proc/{pid}/smaps_rollup") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+model = MAKE
+gc.collect()
+gc.freeze()
+if IMMORTAL:
+    assert immortalize(model).complete
+alone = pss("self")
+done, tell = os.pipe()
+wait, leave = os.pipe()
+children = []
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(leave)
+            for _ in range(3):
+                read(model)
+                gc.collect()
+            os.write(tell, b"x")
+            os.read(wait, 1)
+        finally:
+            os._exit(0)
+    children.append(child)
+for _ in children:
+    os.read(done, 1)
+together = sum(map(pss, [os.getpid(), *children]))
+os.close(leave)
+for child in children:
+    os.waitpid(child, 0)
+print(json.dumps([alone, together / alone]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of processes from /proc")
+@pytest.mark.parametrize("make", ["build(60_000)", "pickle.loads(pickle.dumps(build(60_000)))"], ids=["made", "loaded"])
+def test_forked_readers_share_an_immortal_model(make: str) -> None:
+    """Two children that read all of a 60 MB graph, and collect, take next to nothing; with freezing alone, much."""
+    program = MODEL + SHARED.replace("MAKE", make)
+    alone, frozen = fresh_process(program.replace("IMMORTAL", "False"), 60)
+    assert 50_000 < alone
+    assert 1.6 < frozen
+    assert fresh_process(program.replace("IMMORTAL", "True"), 60)[1] <= 1.15
+
+
+def ends_cleanly(program: str, **variables: str) -> None:
+    """Run ``program`` to the end of its interpreter, memory debugging on, and let nothing be said on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", MODEL + textwrap.dedent(program)],
+        env={**os.environ, "PYTHONMALLOC": "debug", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (0, "") == (done.returncode, done.stderr[-3000:])
+
+
+ENDINGS = {
+    "kept": "",
+    "deleted": "del model; gc.collect()",
+    "emptied": "for entry in model.values(): entry.__dict__.clear()\nmodel.clear(); gc.collect()",
+    "changed": """
+        for entry in list(model.values()):
+            entry.name, entry.new = "new", [entry]
+            entry.parts.append({})
+            entry.parts[2].popitem()
+        model.update({number: Entry(number) for number in range(500)})
+        gc.collect()
+    """,
+    "frozen": "gc.freeze(); gc.unfreeze(); gc.collect(); gc.freeze()",
+    "interned": """
+        late = [sys.intern(entry.name) for entry in model.values()]
+        assert all(sys.intern("ent" + name[3:]) is name for name in late)
+    """,
+    "in a class": "class Holder: inside = model\nmodel['holder'] = Holder()\nimmortalize(model)\ndel Holder",
+    "in a module": "sys.model = model; import builtins; builtins.model = model",
+    "in a circle with its class": """
+        class Own:
+            pass
+        Own.me = Own()
+        immortalize(Own.me)
+    """,
+    "pickled": "import copy; again = pickle.loads(pickle.dumps(model)), copy.deepcopy(model); del again",
+    "in threads": """
+        threads = [threading.Thread(target=read, args=(model,)) for _ in range(4)]
+        [thread.start() for thread in threads]
+        immortalize(build(1000))
+        [thread.join() for thread in threads]
+    """,
+    "collected": "for _ in range(100): gc.collect(_ % 3); junk = []; junk.append(junk); del junk",
+    "forked": """
+        child = os.fork()
+        read(model); gc.collect()
+        if child:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """,
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+def test_the_interpreter_ends_cleanly(ending: str) -> None:
+    """Whatever became of an immortal model, the process exits with 0 and says nothing, under PYTHONMALLOC=debug."""
+    start = "model = build(2000)\nearly = [sys.intern(entry.name) for entry in list(model.values())[:1000]]\n"
+    ends_cleanly(start + "immortalize(model)\nread(model)\n" + textwrap.dedent(ending))
+
+
+def test_immortal_objects_die_with_their_process_only() -> None:
+    """Their finalizers do not run, neither when the last reference goes nor at exit; those of others do."""
+    ends_cleanly("""
+        model = build(3)
+        immortalize(model)
+        model.clear()
+        del model
+        gc.collect()
+        assert dead == []
+        build(1).clear()
+        gc.collect()
+        assert dead == ["entry 0"]
+    """)
+
+
+def test_thread_pools_of_the_models_own_go_on() -> None:
+    """A model with locks and a pool of threads still works, and its pool ends with the interpreter."""
+    ends_cleanly("""
+        from concurrent.futures import ThreadPoolExecutor
+        class Model:
+            def __init__(self):
+                self.lock, self.pool, self.entries = threading.Lock(), ThreadPoolExecutor(2), build(100)
+            def predict(self):
+                with self.lock:
+                    return self.pool.submit(read, self.entries).result()
+        model = Model()
+        before = model.predict()
+        report = immortalize(model)
+        assert ["lock", "thread"] == sorted(entry.kind for entry in report.skipped)
+        assert before == model.predict()
+    """)

@@ -1,0 +1,343 @@
+"""``prefork``: real forks, real hazards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.process.fresh import fresh_process
+
+JEMALLOC = next(Path("/usr/lib").glob("*/libjemalloc.so.2"), None)
+
+#: A model of Python objects, its guard, and a way to ask a forked child.
+SETTING = """
+    import json, os, signal, sys, threading, time, warnings
+    from modelguard import Uses, errors, guard, telemetry
+    from modelguard.sharing import prefork
+
+    telemetry.set_hooks([])
+    warmed = []
+
+    class Model(dict):
+        pass
+
+    def load():
+        return Model({f"feature-{n}": [n, str(n)] for n in range(1000)})
+
+    def warm(model):
+        warmed.append(os.getpid())
+
+    def in_child(ask):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            try:
+                answer = ask()
+            except BaseException as error:
+                answer = f"{type(error).__name__}: {error}"
+            os.write(writer, json.dumps(answer).encode())
+            os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            told = pipe.read()
+        os.waitpid(pid, 0)
+        return json.loads(told) if told else "died"
+"""
+
+
+def told(program: str, seconds: float = 60) -> Any:
+    """What a program over the setting prints last."""
+    return fresh_process(textwrap.dedent(SETTING) + textwrap.dedent(program), seconds)
+
+
+@pytest.mark.timeout(90)
+def test_children_share_the_parents_generation_and_are_warm_before_their_first_request() -> None:
+    """A child has the parent's very model, has warmed it up by itself, and counts from zero."""
+    assert [True, True, 1, 0] == told(
+        """
+        nlp = guard(load, reload_on=None, warmup=warm, prefork=True, name="nlp")
+        report = prefork.prepare()
+        assert ("nlp",) == report.guards and "nlp" in report.tried and report.frozen > 1000, report
+        parents = id(nlp._core.serving.model)
+
+        def ask():
+            status = nlp.status()
+            return [id(nlp._core.serving.model) == parents, os.getpid() in warmed, status.generation, status.uses]
+
+        print(json.dumps(in_child(ask)))
+        """
+    )
+
+
+@pytest.mark.timeout(90)
+def test_in_child_is_the_hooks_own_work_done_once() -> None:
+    """``in_child`` after the fork hook does nothing again; and it tells the error that the warm-up raised."""
+    assert [1, "OSError: no disk"] == told(
+        """
+        broken = []
+
+        def warm(model):
+            warmed.append(os.getpid())
+            if broken and os.getpid() != parent:
+                raise OSError("no disk")
+
+        parent = os.getpid()
+        nlp = guard(load, reload_on=None, warmup=warm, name="nlp")
+        prefork.prepare(nlp)
+
+        def ask():
+            prefork.in_child()
+            prefork.in_child()
+            return warmed.count(os.getpid())
+
+        first = in_child(ask)
+        broken.append(True)
+        print(json.dumps([first, in_child(ask)]))
+        """
+    )
+
+
+@pytest.mark.timeout(90)
+def test_a_warm_up_that_raises_in_a_child_is_found_before_the_first_worker() -> None:
+    """The throw-away child's error comes back with guard and traceback, and the parent serves on."""
+    refusal, serves = told(
+        """
+        parent = os.getpid()
+
+        def warm(model):
+            if os.getpid() != parent:
+                raise OSError("no disk")
+
+        nlp = guard(load, reload_on=None, warmup=warm, name="nlp")
+        try:
+            prefork.prepare(nlp)
+        except errors.ForkUnsafe as error:
+            with nlp.lease() as model:
+                print(json.dumps([str(error), len(model)]))
+        """
+    )
+    assert "guard 'nlp'" in refusal
+    assert "OSError: no disk" in refusal
+    assert 1000 == serves
+
+
+@pytest.mark.timeout(90)
+def test_a_warm_up_that_hangs_in_a_child_is_told_with_its_stack() -> None:
+    """A lock that a thread of the parent holds is never released in a child: the report shows who waits for it."""
+    refusal = told(
+        """
+        parent, lock = os.getpid(), threading.Lock()
+        held, over = threading.Event(), threading.Event()
+
+        def holder():
+            with lock:
+                held.set()
+                over.wait()
+
+        def warm_with_the_lock(model):
+            if os.getpid() != parent:
+                with lock:
+                    pass
+
+        threading.Thread(target=holder, name="holder", daemon=True).start()
+        held.wait()
+        nlp = guard(load, reload_on=None, warmup=warm_with_the_lock, name="nlp")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                prefork.prepare(nlp, warm_timeout=2)
+            except errors.ForkUnsafe as error:
+                named = [str(one.message) for one in caught if one.category is errors.ForkHazard]
+                print(json.dumps([str(error), named]))
+        """
+    )
+    assert "hang of guard 'nlp'" in refusal[0]
+    assert "warm_with_the_lock" in refusal[0]
+    assert any("holder" in text for text in refusal[1])
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        ("prefork.prepare()", "InvalidOption", "there is no guard to prepare"),
+        ("prefork.prepare(load)", "InvalidOption", "it is no guard, but a function"),
+        ("prefork.prepare(nlp, on_hazard='ignore')", "InvalidOption", "on_hazard='ignore'"),
+        ("prefork.prepare(nlp, immortalize='yes')", "InvalidOption", "immortalize='yes'"),
+        ("prefork.prepare(nlp, warm_timeout=0)", "InvalidOption", "warm_timeout"),
+        ("(prefork.prepare(nlp), prefork.prepare(nlp))", "ForkOrder", "prepared already"),
+        ("(prefork.prepare(nlp), prefork.in_child())", "ForkOrder", "this is the parent"),
+        ("prefork.in_child()", "ForkOrder", "nothing was prepared"),
+        ("asyncio.run(on_a_loop())", "ForkUnsafe", "an event loop runs"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(call: str, error: str, says: str) -> None:
+    """Each misuse has its error, and the guard serves on."""
+    kind, text, size = told(
+        f"""
+        import asyncio
+
+        async def on_a_loop():
+            prefork.prepare(nlp)
+
+        nlp = guard(load, reload_on=None, name="nlp")
+        try:
+            {call}
+        except errors.ModelGuardError as error:
+            with nlp.lease() as model:
+                print(json.dumps([type(error).__name__, str(error), len(model)]))
+        """
+    )
+    assert error == kind
+    assert says in text
+    assert 1000 == size
+
+
+@pytest.mark.timeout(90)
+def test_preparing_in_a_child_is_refused() -> None:
+    """A worker does not prepare: its parent did."""
+    assert told(
+        """
+        nlp = guard(load, reload_on=None, name="nlp")
+        prefork.prepare(nlp)
+        print(json.dumps(in_child(lambda: prefork.prepare(nlp))))
+        """
+    ).startswith("ForkOrder: prefork.prepare() cannot be called here: this is a child")
+
+
+@pytest.mark.timeout(90)
+def test_preparing_again_after_a_reload_gives_back_what_was_frozen() -> None:
+    """Five models with a cycle in each, each frozen: only the last one stays, since each preparation thaws first."""
+    alive = told(
+        """
+        import weakref
+
+        class Cycle:
+            def __init__(self):
+                self.me = self
+
+        made = []
+
+        def load():
+            made.append(weakref.ref(model := Cycle()))
+            return model
+
+        nlp = guard(load, reload_on=None, name="nlp")
+        prefork.prepare(nlp, immortalize=False)
+        for _ in range(4):
+            nlp.reload()
+            prefork.prepare(nlp, immortalize=False)
+        print(json.dumps(sum(ref() is not None for ref in made)))
+        """
+    )
+    assert 1 == alive
+
+
+@pytest.mark.timeout(90)
+def test_children_of_children_and_other_forks_are_left_alone() -> None:
+    """A worker's own child does not warm up: that is the worker's business."""
+    assert [1, 1] == told(
+        """
+        nlp = guard(load, reload_on=None, warmup=warm, name="nlp")
+        prefork.prepare(nlp)
+        count = len(warmed)
+        print(json.dumps(in_child(lambda: [len(warmed) - count, in_child(lambda: len(warmed) - count)])))
+        """
+    )
+
+
+@pytest.mark.timeout(90)
+def test_multiprocessing_children_by_fork_are_whole_too() -> None:
+    """The fork context of multiprocessing goes through the same hooks."""
+    assert told(
+        """
+        import multiprocessing
+
+        nlp = guard(load, reload_on=None, warmup=warm, name="nlp")
+        prefork.prepare(nlp)
+
+        def child(queue):
+            queue.put(os.getpid() in warmed)
+
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        answer = queue.get(timeout=30)
+        process.join(30)
+        print(json.dumps(answer))
+        """
+    )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("parent", ["quiet", "ran with two threads"])
+def test_torch_in_children_does_not_hang(parent: str) -> None:
+    """Inference in the parent's main thread leaves a pool without threads to the children: the gate puts it right."""
+    pytest.importorskip("torch")
+    hazards, answer = told(
+        f"""
+        import torch
+        torch.set_num_threads(2)
+
+        def load():
+            torch.manual_seed(0)
+            return torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 2048)).eval()
+
+        def warm(model):
+            with torch.inference_mode():
+                return model(torch.ones(256, 2048)).sum().item()
+
+        nlp = guard(load, reload_on=None, warmup=lambda model: warm(model), name="net")
+        nlp.load()
+        if {parent != "quiet"}:
+            with nlp.lease() as model:
+                warm(model)
+        report = prefork.prepare(nlp, warm_timeout=20)
+
+        def ask():
+            prefork.in_child()
+            with nlp.lease() as model:
+                warm(model)
+            return torch.rand(1).item()
+
+        print(json.dumps([[hazard.kind for hazard in report.hazards], [in_child(ask), in_child(ask)]]))
+        """,
+        100,
+    )
+    assert parent == "quiet" or "thread pool" in hazards
+    assert all(isinstance(number, float) for number in answer)
+    assert answer[0] != answer[1], "each child draws numbers of its own"
+
+
+@pytest.mark.skipif(JEMALLOC is None, reason="libjemalloc2 is not installed")
+@pytest.mark.timeout(90)
+def test_jemallocs_threads_are_started_again_in_children() -> None:
+    """background_thread:true is silently off in a forked child; there it is switched on again."""
+    program = textwrap.dedent(SETTING) + textwrap.dedent(
+        """
+        from modelguard import allocator
+        def running():
+            return any(problem.kind == "background threads" for problem in allocator.detect().problems)
+        nlp = guard(load, reload_on=None, name="nlp")
+        plain = in_child(running)
+        report = prefork.prepare(nlp)
+        print(json.dumps([running(), plain, in_child(running), [hazard.kind for hazard in report.hazards]]))
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "LD_PRELOAD": str(JEMALLOC), "MALLOC_CONF": "background_thread:true"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert 0 == done.returncode, done.stderr[-2000:]
+    assert '[true, false, true, ["allocator threads"' in done.stdout

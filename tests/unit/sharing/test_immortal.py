@@ -1,0 +1,293 @@
+"""Which objects become immortal, which never do, and what stays as it was."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import gc
+import pickle
+import re
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.unit.sharing.immortals import Slotted, is_immortal, needs_immortals, text
+
+from modelguard.errors import InvalidOption, NotSupported
+from modelguard.sharing import immortal
+from modelguard.sharing.immortal import immortalize
+
+
+class Entry:
+    """An entry of a dictionary, as models have them."""
+
+    def __init__(self, number: int) -> None:
+        self.name = text(number)
+        self.parts = [number * 10_000 + 7, (number + 0.25, text(number))]
+
+
+# What is refused
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python may have immortal objects")
+def test_before_3_12_there_are_no_immortal_objects() -> None:
+    """On 3.11 the query says why, and the call raises it."""
+    assert "the first with immortal objects is 3.12" in str(immortal.supported())
+    with pytest.raises(NotSupported, match=r"making objects immortal is not supported here: CPython 3\.11 writes"):
+        immortalize([1])
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, 1.5, "9"])
+def test_a_limit_that_makes_no_sense_is_refused(limit: Any) -> None:
+    """A limit is a whole number of objects."""
+    with pytest.raises(InvalidOption, match="it is not a whole number of at least 1"):
+        immortalize([1], limit=limit)
+
+
+def test_nothing_to_make_immortal_is_refused() -> None:
+    """A call without roots is a mistake."""
+    with pytest.raises(InvalidOption, match="there is nothing to make immortal"):
+        immortalize()
+
+
+# What becomes immortal
+
+
+@needs_immortals
+def test_every_object_of_the_model_becomes_immortal() -> None:
+    """Containers, instances, attributes, keys and leaves, and no more than these."""
+    entry = Entry(1)
+    model = {text(2): entry}
+    report = immortalize(model)
+    number, (fraction, label) = entry.parts
+    for one in (model, *model, entry, entry.name, entry.parts, number, entry.parts[1], fraction, label):
+        assert is_immortal(one), one
+    assert 9 == report.objects
+    assert report.complete
+    assert () == report.skipped
+    assert sys.getsizeof(model) < report.bytes_held < sys.getsizeof(model) + 1000
+
+
+CONTAINERS: dict[str, Callable[[str], object]] = {
+    "list": lambda leaf: [leaf],
+    "tuple": lambda leaf: (leaf,),
+    "set": lambda leaf: {leaf},
+    "frozenset": lambda leaf: frozenset([leaf]),
+    "value": lambda leaf: {1: leaf},
+    "text key": lambda leaf: {leaf: 1},
+    "mixed keys": lambda leaf: {leaf: 1, 2: 3},
+    "OrderedDict": lambda leaf: collections.OrderedDict({leaf: 1}),
+    "defaultdict": lambda leaf: collections.defaultdict(list, {leaf: [1]}),
+    "Counter": lambda leaf: collections.Counter([leaf]),
+    "deque": lambda leaf: collections.deque([leaf]),
+    "ChainMap": lambda leaf: collections.ChainMap({1: leaf}),
+    "mappingproxy": lambda leaf: types.MappingProxyType({1: leaf}),
+    "namespace": lambda leaf: types.SimpleNamespace(leaf=leaf),
+    "slots": Slotted,
+    "partial": lambda leaf: functools.partial(len, leaf),
+    "dict's method": lambda leaf: {leaf: 1}.get,
+    "list's method": lambda leaf: [leaf].__len__,
+    "slots' method": lambda leaf: Slotted(leaf).own,
+    "iterator": lambda leaf: iter([leaf]),
+    "items": lambda leaf: {leaf: 1}.items(),
+    "exception": ValueError,
+    "slice": slice,
+}
+
+
+@needs_immortals
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_the_walk_sees_into_every_container(make: Callable[[str], object]) -> None:
+    """What a container of Python's own holds is reached, text keys of dicts included."""
+    leaf = text(3)
+    immortalize(make(leaf))
+    assert is_immortal(leaf)
+
+
+@needs_immortals
+def test_attributes_are_reached_in_whichever_form_they_are_kept() -> None:
+    """CPython keeps attributes without a dict until somebody asks for ``__dict__``."""
+    plain, asked, unpickled = Entry(4), Entry(5), pickle.loads(pickle.dumps(Entry(6)))
+    assert {"name", "parts"} == set(asked.__dict__)
+    immortalize(plain, asked, unpickled)
+    assert all(is_immortal(entry.name) and is_immortal(entry.parts) for entry in (plain, asked, unpickled))
+
+
+@needs_immortals
+def test_circles_and_depth_end() -> None:
+    """A graph that leads back to itself, and one of a hundred thousand steps, are walked to their end."""
+    deep: list[Any] = []
+    bottom = deep
+    for _ in range(100_000):
+        bottom.append([])
+        bottom = bottom[0]
+    bottom.append(deep)
+    assert 100_001 == immortalize(deep, deep).objects
+    assert is_immortal(bottom)
+
+
+@needs_immortals
+def test_objects_in_numpy_arrays_are_reached() -> None:
+    """Numpy does not show the garbage collector what an array of objects holds; it is asked itself."""
+    numpy = pytest.importorskip("numpy")
+    leaf, other = text(5), text(6)
+    model = {"flat": numpy.array([leaf, None], dtype=object), "square": numpy.array([[other] * 2] * 2, dtype=object).T}
+    weights = numpy.zeros(3)
+    immortalize(model, weights)
+    for one in (leaf, other, weights, *model.values()):
+        assert is_immortal(one)
+
+
+@needs_immortals
+def test_the_limit_bounds_the_walk() -> None:
+    """A walk ends at the limit, and the report says that there was more."""
+    report = immortalize([object() for _ in range(100)], limit=30)
+    assert (30, False) == (report.objects, report.complete)
+
+
+@needs_immortals
+def test_what_is_immortal_already_is_left_alone() -> None:
+    """A second call finds nothing to do, but looks into its roots for what is new."""
+    model: dict[str, Any] = {text(7): Entry(8), text(8): [None, True, 1, "", ()]}
+    assert 0 < immortalize(model).objects
+    assert 0 == immortalize(model).objects
+    model["new"] = new = [text(9)]
+    assert 2 <= immortalize(model).objects <= 3  # the key may be immortal, as a constant of this file
+    assert is_immortal(new[0])
+
+
+@needs_immortals
+def test_sizes_are_told_without_running_the_models_code() -> None:
+    """A class's own ``__sizeof__`` is not asked: it may fail, or walk the whole model."""
+
+    class Rude:
+        def __sizeof__(self) -> int:
+            raise RuntimeError
+
+    rude = Rude()
+    assert 0 < immortalize([rude, text(10)]).bytes_held < 1000
+    assert is_immortal(rude)
+
+
+# What stays as it was
+
+
+@needs_immortals
+def test_an_immortal_model_behaves_as_before() -> None:
+    """It is equal, copied, pickled, changed and iterated as any other; copies are mortal."""
+    model = {text(number): Entry(number) for number in range(50)}
+    before = pickle.dumps(model)
+    immortalize(model)
+    assert before == pickle.dumps(model)
+    for twin in (copy.deepcopy(model), pickle.loads(before)):
+        assert [entry.parts for entry in model.values()] == [entry.parts for entry in twin.values()]
+        assert not is_immortal(twin)
+        assert not is_immortal(twin[text(3)].parts)
+    shallow = copy.copy(model)
+    assert not is_immortal(shallow)
+    model[text(3)].parts.append("more")
+    model["new"] = Entry(51)
+    del model[text(4)], model[text(5)].name
+    model[text(6)].parts.sort(key=str)
+    model.update(shallow)
+    assert 51 == len(model)
+    model.clear()
+    assert 50 == len(shallow)
+
+
+@needs_immortals
+def test_what_is_dropped_after_a_change_is_freed_if_it_is_mortal() -> None:
+    """Only what was there when it was made immortal stays for ever; what comes later comes and goes."""
+    model: list[Any] = [Slotted(1)]
+    first = weakref.ref(model[0])
+    immortalize(model)
+    model[0] = Slotted(2)
+    second = weakref.ref(model[0])
+    model[0] = None
+    gc.collect()
+    assert first() is not None
+    assert None is second()
+
+
+@needs_immortals
+def test_the_collector_still_frees_what_hangs_on_an_immortal_object() -> None:
+    """Many collections leave the model whole, and find circles among what is no longer reachable from it."""
+    model: dict[str, Any] = {text(number): Entry(number) for number in range(1000)}
+    immortalize(model)
+    for round_ in range(20):
+        circle = Slotted(None)
+        circle.value = [circle, model]
+        model["circle"] = circle
+        gone = weakref.ref(circle)
+        del circle
+        gc.collect(round_ % 3)
+        assert gone() is not None
+        del model["circle"]
+        gc.collect()
+        assert None is gone()
+    assert text(999) == model[text(999)].name
+
+
+@needs_immortals
+def test_a_collection_no_longer_writes_to_the_immortal_objects() -> None:
+    """They are out of the collector's generations, so that a forked process's collections leave their pages alone."""
+    model = [[number] for number in range(1000)]
+    immortalize(model)
+    mine = {id(one) for one in model}
+    assert not any(id(one) in mine for generation in range(3) for one in gc.get_objects(generation))
+
+
+@needs_immortals
+def test_nothing_outside_the_model_changes() -> None:
+    """An object that refers to the model, or lives beside it, keeps its count."""
+    part = [text(14)]
+    beside = [Slotted(part), [text(15)], (text(16), part)]
+    before = [sys.getrefcount(one) for one in beside]
+    immortalize(part)
+    assert before == [sys.getrefcount(one) for one in beside]
+    assert not is_immortal(beside[2][0])
+
+
+@needs_immortals
+def test_threads_may_use_and_change_the_model_meanwhile() -> None:
+    """Other threads read, extend and shrink the model while it becomes immortal."""
+    model: dict[int, Any] = {number: Entry(number) for number in range(20_000)}
+    stop, errors = threading.Event(), []
+
+    def work(count: int) -> None:
+        try:
+            while not stop.is_set():
+                count += 1
+                model[count] = Entry(count)
+                assert text(count) == model[count].name
+                del model[count]
+                assert 20_000 <= len(list(model.values())) <= 20_003
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(start << 20,)) for start in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    immortalize(model)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert [] == errors
+    assert all(is_immortal(model[number].name) for number in range(0, 20_000, 500))
+
+
+@needs_immortals
+def test_text_may_be_interned_before_and_after() -> None:
+    """Interning goes on as before, whichever came first."""
+    early, late = sys.intern(text(17)), text(18)
+    immortalize([early, late])
+    assert sys.intern(text(17)) is early
+    assert sys.intern(late) is late
+    assert sys.intern(text(18)) is late
+    assert {late: 1}[text(18)] == 1
+    assert re.fullmatch(r"TEXT \d+", late)

@@ -1,0 +1,287 @@
+"""Published weights of torch modules."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelguard.errors import InvalidOption, PublishFailed, WeightsMismatch, WeightsRefused
+from modelguard.sharing import weights
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+
+class Net(nn.Module):  # type: ignore[misc, name-defined]
+    """Has one of each thing that makes mapping hard."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, width)
+        self.rnn = nn.LSTM(width, width)
+        self.layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
+        self.norm = nn.BatchNorm1d(width)
+        self.out = nn.Linear(width, 10, bias=False)
+        self.out.weight = self.words.weight  # tied
+        self.small = nn.Parameter(torch.ones(width, dtype=torch.float16))
+        self.frozen = nn.Parameter(torch.ones(width), requires_grad=False)
+        self.register_buffer("positions", torch.arange(10), persistent=False)
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
+        self.scale = torch.full((width,), 2.0)  # neither parameter nor buffer
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+
+    def forward(self, index: Any) -> Any:
+        x, _ = self.rnn(self.words(index + self.positions[:1]))
+        x = self.normed(self.layer(x)) * self.scale * self.small * self.frozen
+        return self.out(self.norm(x))
+
+
+def made() -> Any:
+    torch.manual_seed(7)
+    return Net().eval()
+
+
+INDEX = torch.tensor([1, 5, 9])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "net"
+
+
+@pytest.fixture
+def published(path: Path) -> Any:
+    model = made()
+    weights.publish(model, path)
+    return model
+
+
+class TestAMappedModule:
+    def test_answers_as_the_unmapped_one(self, path: Path, published: Any) -> None:
+        """Every answer is bit for bit the answer of the model that was published."""
+        torch.manual_seed(1)  # so that nothing of it is right by chance
+        mapped = weights.load(Net, path).eval()
+        assert torch.equal(published(INDEX), mapped(INDEX))
+
+    def test_is_whole(self, path: Path, published: Any) -> None:
+        """Parameters, buffers and plain tensors are all there, in their types; nothing is left without content."""
+        mapped = weights.load(Net, path)
+        theirs, ours = published.state_dict(), mapped.state_dict()
+        assert list(theirs) == list(ours)
+        assert [value.dtype for value in theirs.values()] == [value.dtype for value in ours.values()]
+        assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+        assert torch.equal(published.positions, mapped.positions)
+        assert [None] == list({tensor.grad for tensor in mapped.parameters()})
+        assert published.frozen.requires_grad == mapped.frozen.requires_grad
+        assert published.small.requires_grad == mapped.small.requires_grad
+
+    def test_keeps_its_ties(self, path: Path, published: Any) -> None:
+        """A parameter under two names is one parameter."""
+        mapped = weights.load(Net, path)
+        assert mapped.out.weight is mapped.words.weight
+
+    def test_holds_no_weights_while_it_is_built(self, path: Path, published: Any) -> None:
+        """Build runs with parameters that take no memory; other tensors are made as always."""
+        seen = []
+
+        def build() -> Any:
+            model = Net()
+            seen.append((model.words.weight.is_meta, model.positions.is_meta))
+            return model
+
+        weights.load(build, path)
+        assert [(True, False)] == seen
+
+    def test_may_write_to_its_buffers(self, path: Path, published: Any) -> None:
+        """What a forward in training mode writes stays in this process: the file and other models keep theirs."""
+        mapped, other = weights.load(Net, path), weights.load(Net, path)
+        mapped.train()(INDEX)
+        assert (1, 0) == (mapped.norm.num_batches_tracked.item(), other.norm.num_batches_tracked.item())
+        assert 0 == weights.load(Net, path).norm.num_batches_tracked.item()
+
+    def test_never_writes_to_the_file(self, path: Path, published: Any) -> None:
+        """Nor if the application maps its own checkpoints shared."""
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            mapped = weights.load(Net, path)
+            assert mmap.MAP_SHARED == torch.serialization.get_default_mmap_options()
+        with torch.no_grad():
+            mapped.words.weight.zero_()
+        assert torch.equal(published.words.weight, weights.load(Net, path).words.weight)
+
+    def test_can_be_moved_on_to_another_type(self, path: Path) -> None:
+        """A model that was published in half precision is built in half precision."""
+        weights.publish(nn.Linear(4, 4).to(torch.bfloat16), path)
+        mapped = weights.load(lambda: nn.Linear(4, 4).to(torch.bfloat16), path)
+        assert torch.bfloat16 == mapped.weight.dtype
+
+    def test_of_a_state_dict_is_the_same(self, path: Path) -> None:
+        """A state dict is as good as the module; the first of two tied names is enough."""
+        model = made()
+        state = dict(model.state_dict())
+        del state["out.weight"]
+        weights.publish(state, path)
+        mapped = weights.load(Net, path).eval()
+        assert torch.equal(model(INDEX), mapped(INDEX))
+        assert mapped.out.weight is mapped.words.weight
+
+
+class TestBuilding:
+    def build(self, constructor: Callable[[Any], None]) -> Callable[[], Any]:
+        """A linear layer that does something more in its constructor."""
+
+        def build() -> Any:
+            model = nn.Linear(4, 4)
+            constructor(model)
+            return model
+
+        return build
+
+    @pytest.mark.parametrize(
+        "constructor",
+        [
+            lambda model: setattr(model, "largest", model.weight.max().item()),
+            lambda model: setattr(model, "array", model.weight.detach().numpy()),
+            lambda model: setattr(model, "copies", [model.weight.detach().clone()]),
+            lambda model: model.register_buffer("copy", model.weight.detach().clone(), persistent=False),
+        ],
+        ids=["a number", "an array", "a list", "a buffer"],
+    )
+    def test_may_look_at_parameters(self, path: Path, constructor: Callable[[Any], None]) -> None:
+        """A constructor that computes something from its parameters is run with real ones."""
+        model = nn.Linear(4, 4)
+        weights.publish(model, path)
+        mapped = weights.load(self.build(constructor), path)
+        assert torch.equal(model.weight, mapped.weight)
+        assert not any(copied.is_meta for copied in getattr(mapped, "copies", [*mapped.buffers()]))
+
+    def test_may_name_one_parameter_twice(self, path: Path) -> None:
+        """Names that share a parameter from the beginning still do."""
+
+        def twice(model: Any) -> None:
+            model.a = model.b = nn.Parameter(torch.ones(3))
+
+        build = self.build(twice)
+        weights.publish(build(), path)
+        mapped = weights.load(build, path)
+        assert mapped.a is mapped.b
+
+    def test_raises_what_the_constructor_raises(self, path: Path, published: Any) -> None:
+        """A failing build is the caller's own error."""
+
+        def build() -> Any:
+            raise RuntimeError("no config")
+
+        with pytest.raises(RuntimeError, match=r"^no config$"):
+            weights.load(build, path)
+
+    def test_leaves_other_threads_alone(self, path: Path, published: Any) -> None:
+        """A module that another thread makes at the same time has its weights."""
+        found = []
+
+        def build() -> Any:
+            other = threading.Thread(target=lambda: found.append(nn.Linear(2, 2).weight.is_meta))
+            other.start()
+            other.join()
+            return Net()
+
+        weights.load(build, path)
+        assert [False] == found
+        assert not nn.Linear(2, 2).weight.is_meta
+
+    def test_has_to_make_a_module(self, path: Path, published: Any) -> None:
+        """Something else than a module is refused."""
+        with pytest.raises(InvalidOption, match="build='dict'"):
+            weights.load(dict, path)
+
+    def test_on_the_meta_device_loses_what_is_in_no_file(self, path: Path) -> None:
+        """A build that leaves tensors without content is refused; which, and what to do, is said."""
+
+        def build() -> Any:
+            with torch.device("meta"):
+                model = nn.Linear(4, 4)
+                model.register_buffer("positions", torch.arange(10), persistent=False)
+            return model
+
+        weights.publish(nn.Linear(4, 4), path)
+        with pytest.raises(WeightsMismatch, match=r"not in the file: positions\. .*torch\.device\('meta'\)"):
+            weights.load(build, path)
+
+
+class TestWhatDoesNotFit:
+    @pytest.mark.parametrize(
+        ("build", "why"),
+        [
+            (lambda: Net(width=4), "size mismatch"),
+            (lambda: nn.Linear(4, 4), "Unexpected key"),
+            (lambda: nn.Sequential(Net(), nn.Linear(2, 2)), "Missing key"),
+            (lambda: Net().to(torch.float64), "float32 in the file and torch.float64 in the module"),
+        ],
+        ids=["shapes", "surplus", "missing", "types"],
+    )
+    def test_is_refused(self, path: Path, published: Any, build: Callable[[], Any], why: str) -> None:
+        """Weights of another model are refused with the names that do not fit."""
+        with pytest.raises(WeightsMismatch, match=why) as caught:
+            weights.load(build, path)
+        assert isinstance(caught.value, ValueError)
+        assert caught.value.fix
+
+    def test_what_lies_in_no_file_is_refused(self, path: Path) -> None:
+        """A module that copies its weights when they are loaded would be one copy per process."""
+
+        def build() -> Any:
+            model = nn.Linear(4, 4)
+            model.register_load_state_dict_pre_hook(
+                lambda _module, state, prefix, *_: state.update({prefix + "bias": state[prefix + "bias"].clone()})
+            )
+            return model
+
+        weights.publish(nn.Linear(4, 4), path)
+        if sys.platform.startswith("linux"):
+            with pytest.raises(WeightsRefused, match="own copy: bias"):
+                weights.load(build, path)
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            {"a": torch.ones(2), "b": {"c": torch.ones(2)}},
+            {"a": torch.empty(2, device="meta")},
+            {"a": torch.eye(3).to_sparse()},
+            {"a": nn.UninitializedParameter()},
+            {"a": torch.ones(2), "version": 3},
+        ],
+        ids=["nested", "meta", "sparse", "lazy", "numbers"],
+    )
+    def test_what_cannot_be_mapped_is_not_published(self, path: Path, source: Any) -> None:
+        """A state dict that is more than plain tensors is refused before anything is written."""
+        with pytest.raises(InvalidOption, match="source="):
+            weights.publish(source, path)
+        assert not path.exists()
+
+    def test_a_pickle_in_the_place_of_weights_is_never_run(self, path: Path, published: Any) -> None:
+        """Torch files are read as plain tensors only: the hash is checked, and then weights_only."""
+        (file,) = path.with_name("net.d").glob("*/weights.pt")
+        torch.save({"run": print}, file)
+        with pytest.raises(WeightsRefused):
+            weights.load(Net, path)
+
+
+def test_a_full_disk_is_told_as_such(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch says when it cannot write is not what the user needs to know."""
+
+    def full(_state: object, file: Any) -> None:
+        try:
+            Path("/").write_bytes(b"")  # any OSError
+        except OSError:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos")  # noqa: B904
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(PublishFailed, match="Is a directory"):
+        weights.publish(nn.Linear(4, 4), path)
+    assert not path.exists()
