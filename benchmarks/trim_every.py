@@ -1,6 +1,6 @@
 """What ``trim_every`` gives back, and what it costs: story 2's convolutions over ever new lengths, under glibc.
 
-400 random lengths (50 to 4,000) through eight one-dimensional convolutions, behind a guard. oneDNN keeps its primitives
+200 random lengths (50 to 4,000) through eight one-dimensional convolutions, behind a guard. oneDNN keeps its primitives
 (the environment guard sees to that); what is measured here is the rest, which glibc holds after it was freed. Ways:
 
 * nothing: a guard without ``trim_every``;
@@ -123,7 +123,7 @@ def paint(figure: Figure, found: dict[str, list[dict[str, Any]]], lines: list[_c
 
 def main() -> None:
     benchmark = _common.Benchmark("trim_every", "Story 2: giving freed memory back in the course of traffic")
-    count, rounds = (100, 1) if benchmark.quick else (400, 3)
+    count, rounds = (50, 1) if benchmark.quick else (200, 3)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     order = list(WAYS)
     for number in range(rounds):
