@@ -23,7 +23,9 @@ from modelguard.lifecycle.policies import (
 from modelguard.lifecycle.pool import ModelPool
 
 if typing.TYPE_CHECKING:
+    from modelguard import sharing
     from modelguard.environment import presets
+    from modelguard.sharing import prefork, weights
 
 __all__ = [
     "TTL",
@@ -43,13 +45,21 @@ __all__ = [
     "guard_of",
     "memory",
     "pool",
+    "prefork",
     "presets",
+    "sharing",
     "telemetry",
+    "weights",
 ]
 
 
 #: What only some services need comes in when it is asked for.
-_LATER = {"presets": "modelguard.environment.presets"}
+_LATER = {
+    "prefork": "modelguard.sharing.prefork",
+    "presets": "modelguard.environment.presets",
+    "sharing": "modelguard.sharing",
+    "weights": "modelguard.sharing.weights",
+}
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -32,8 +32,11 @@ PUBLIC = [
     "guard_of",
     "memory",
     "pool",
+    "prefork",
     "presets",
+    "sharing",
     "telemetry",
+    "weights",
 ]
 
 
