@@ -14,7 +14,15 @@ sys.path.insert(0, str(HERE))  # as for the scripts themselves
 
 import _common  # noqa: E402 - found by the line above
 
-NAMES = ("call_overhead", "import_cost", "reload_ja_ginza", "reload_stall", "spacy_growth")
+NAMES = (
+    "call_overhead",
+    "import_cost",
+    "reload_ja_ginza",
+    "reload_stall",
+    "spacy_growth",
+    "torch_dynamic_shapes",
+    "trim_every",
+)
 
 
 def main() -> int:

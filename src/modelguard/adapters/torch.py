@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 
+from modelguard.adapters.torch_bucketed import bucketed
+from modelguard.adapters.torch_buckets import pad_to_bucket
+
+__all__ = ["ADAPTER", "bucketed", "pad_to_bucket", "settle_threads"]
+
 
 class TorchAdapter:
     """Sizes by parameters and buffers; gives cached GPU memory back when a model is gone."""

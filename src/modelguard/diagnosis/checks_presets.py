@@ -34,9 +34,22 @@ def _one_cap(facts: Facts) -> Evidence | None:
     if given is None or (onednn and ideep) or _applies_something(facts):
         return None
     missing = _IDEEP if onednn else _ONEDNN[0]
-    value = "=" + given.value if given.value else ""
-    seen = f"{given.where} sets {given.name}{value}; {missing} is set nowhere that could be seen"
-    return Evidence((seen,), f"Set {missing}{value or ' to the same value'} beside it, or use: {_PRESET}")
+    seen = f"{given.where} sets {_written(given)}; {missing} is set nowhere that could be seen"
+    # ideep's must not be 0, whatever oneDNN's is: see MG205.
+    wanted = "1" if missing == _IDEEP and given.value == "0" else given.value
+    how = f"={wanted}" if wanted else " to the same value"
+    return Evidence((seen,), f"Set {missing}{how} beside it, or use: {_PRESET}")
+
+
+def _crash(facts: Facts) -> Evidence | None:
+    cap = facts.last(_IDEEP)
+    if cap is None or cap.value is None or cap.value.strip() != "0":
+        return None
+    return Evidence((f"{cap.where} sets {_written(cap)}",), f"Set {_IDEEP}=1 or more, or use: {_PRESET}")
+
+
+def _written(variable: Variable) -> str:
+    return variable.name if variable.value is None else f"{variable.name}={variable.value}"
 
 
 def _too_late(facts: Facts) -> Evidence | None:
@@ -153,5 +166,12 @@ CHECKS = (
         "Each worker's pool counts the machine's CPUs, not the quota and not its neighbours. Threads then wait for "
         "one another, and with a quota the kernel stops all of them for most of each tenth of a second.",
         _threads,
+    ),
+    Check(
+        "MG205",
+        "LRU_CACHE_CAPACITY=0 ends the process",
+        "ideep cannot do without any room in its cache: torch 2.13 dies of SIGSEGV at its first convolution on CPU. "
+        "oneDNN's own cache may be 0.",
+        _crash,
     ),
 )

@@ -138,6 +138,7 @@ def test_nothing_known() -> None:
             },
             id="more workers than CPUs",
         ),
+        pytest.param("MG205", "fault", {"variables": (variable(ONEDNN, "0"), variable(IDEEP, "0"))}, id="a cap of 0"),
         pytest.param(
             "MG301", "note", {"machine": replace(ROOMY, limit=Limit(None, None, None, None))}, id="no memory limit"
         ),
@@ -315,3 +316,17 @@ def test_the_fix_for_threads_names_the_share() -> None:
     report = examine(facts(app=app(freezes="x"), variables=caps(), server=PREFORK, machine=machine))
     assert "--workers 4 -- COMMAND (OMP_NUM_THREADS=1)" in report.findings[0].fix
     assert "on 6.5 CPU(s) (/sys/fs/cgroup/cpu.max)" in report.findings[0].seen[0]
+
+
+def test_no_fix_leads_into_a_crash() -> None:
+    """Beside a oneDNN cache of 0, which is harmless, ideep's is told to be 1, since 0 ends the process."""
+    (finding,) = [
+        one for one in examine(Facts("x", variables=(variable(ONEDNN, "0"),))).findings if one.number == "MG201"
+    ]
+    assert f"Set {IDEEP}=1 beside it" in finding.fix
+
+
+@pytest.mark.parametrize("value", ["1", "64", None])
+def test_room_for_one_is_no_crash(value: str | None) -> None:
+    """Only a cap of 0 for ideep is fatal."""
+    assert "MG205" not in found(Facts("x", variables=(variable(ONEDNN, "64"), variable(IDEEP, value))))
