@@ -22,6 +22,7 @@ _HOLDS_A_MODEL = 150_000_000
 _IMMORTAL = (3, 12)
 
 _FREEZE = "def when_ready(server): gc.collect(); gc.freeze()"
+_OURS = "gunicorn -c python:modelguard.frameworks.gunicorn"
 
 
 def _not_frozen(facts: Facts) -> Evidence | None:
@@ -33,14 +34,14 @@ def _not_frozen(facts: Facts) -> Evidence | None:
         f"gc.freeze is called neither in {_files(facts)}",
         *map(_own_share, facts.running("forked")),
     )
-    return Evidence(seen, f"Add to the gunicorn configuration: import gc, and {_FREEZE}")
+    return Evidence(seen, f"Use {_OURS}, or add to the configuration: import gc, and {_FREEZE}")
 
 
 def _copies(facts: Facts) -> Evidence | None:
     server = facts.server
     if server is None or not server.forks or server.preload is not False or not _several(server):
         return None
-    fix = f"Set preload_app = True, freeze ({_FREEZE}), and load the model in the master without running it there."
+    fix = f"Use {_OURS}, or set preload_app = True, freeze ({_FREEZE}), and load the model in the master."
     return _one_each(facts, server, facts.running("forked"), fix)
 
 
@@ -50,7 +51,7 @@ def _spawned_copies(facts: Facts) -> Evidence | None:
         return None
     fix = (
         "Use gunicorn with preload_app = True and an ASGI worker (uvicorn-worker), or one worker; or map the weights "
-        "from a file, such as torch.load(mmap=True)."
+        "from a file: modelguard.weights."
     )
     return _one_each(facts, server, facts.running("spawned"), fix)
 

@@ -149,7 +149,7 @@ class Source:
         files: The files that were read, the app's own first.
         imports: Each package that is imported anywhere in them, and where: ``{"torch": "app.py line 3"}``.
         variables: Those that it sets.
-        freezes: Where ``gc.freeze`` is called.
+        freezes: Where ``gc.freeze`` is called, or modelguard told to do so.
         reloads: Where a guard of modelguard is made that reloads in the process.
         cuda: Where a CUDA device is named.
         applies: Where a preset is applied whose name the source does not tell.

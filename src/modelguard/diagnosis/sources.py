@@ -113,6 +113,8 @@ class _Reader:
 
     def imports(self, name: str, where: str, function: str | None) -> None:
         """Take note of an import, and follow it if it stays within the project."""
+        if name.startswith("modelguard.frameworks"):  # whose hooks prepare the models
+            self.first("freezes", where)
         package = name.partition(".")[0]
         if package not in dict(self.source.imports):
             self._add(imports=(*self.source.imports, (package, where)))
@@ -313,6 +315,8 @@ def _limits_threads(reader: _Reader, node: ast.Call, where: str) -> None:
 _PRESETS_GET = ("modelguard.presets.get", "modelguard.environment.presets.get")
 _CALLS: Mapping[str, Callable[[_Reader, ast.Call, str], None]] = {
     "gc.freeze": _freezes,
+    "modelguard.prefork.prepare": _freezes,
+    "modelguard.sharing.prefork.prepare": _freezes,
     "modelguard.ModelGuard": _guards,
     "modelguard.guard": _guards,
     "torch.set_num_threads": _limits_threads,

@@ -13,11 +13,12 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from modelguard import _units
-from modelguard.environment import memory
+from modelguard.environment import allocator, memory
 from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, NotSupported
 from modelguard.lifecycle import forking, loading, workers
 from modelguard.lifecycle.guard import ModelGuard
@@ -143,8 +144,13 @@ def prepare(
     workers.WORKERS.dismiss()
     found = hazards.look(scene)
     _gate(found, on_hazard)
+    before = _state
     _install(_State(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn"))
-    tried = _try_all(chosen, timeout, on_hazard)
+    try:
+        tried = _try_all(chosen, timeout, on_hazard)
+    except ForkUnsafe:
+        _install(before)  # a server that prepared earlier forks on as it did
+        raise
     collected, frozen = _freeze(again=again) if freeze else (0, 0)
     made, why = _immortalize(chosen, immortalize)
     return ForkReport(
@@ -240,7 +246,6 @@ def _try_all(chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnH
             fix = "Look at where the child stands: what it waits for was left behind in the parent."
             bad = Hazard(kind, f"guard {guard.name!r}", seen, fix if verdict.hung else "Mend the warm-up.", "fatal")
             if on_hazard != "warn":
-                _install(None)
                 raise ForkUnsafe((bad,))
             warnings.warn(str(bad), ForkHazard, stacklevel=3)
         tried[guard.name] = verdict.seconds
@@ -283,7 +288,10 @@ def _immortalize(chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize) -> tu
         if size < _WORTH_IT:
             return None, f"{_units.format_bytes(size)} of models is not worth it"
     serving = (guard._core.serving for guard in chosen)
-    return immortal.immortalize(*(generation.model for generation in serving if generation is not None)), None
+    made = immortal.immortalize(*(generation.model for generation in serving if generation is not None))
+    with suppress(NotSupported):
+        allocator.trim()  # the walk over a model leaves a heap of its own: 52 MB for ja_ginza
+    return made, None
 
 
 # In the child

@@ -113,6 +113,9 @@ def test_a_preset_whose_name_is_not_known(tmp_path: Path, name: str) -> None:
     ("text", "field", "expected"),
     [
         ("import gc\ngc.freeze()\n", "freezes", "app.py line 2"),
+        ("from modelguard import prefork\nprefork.prepare()\n", "freezes", "app.py line 2"),
+        ("from modelguard.frameworks.gunicorn import *\n", "freezes", "app.py line 1"),
+        ("from modelguard.frameworks import gunicorn as sharing\n", "freezes", "app.py line 1"),
         ("from gc import freeze\ndef when_ready(server):\n    freeze()\n", "freezes", "app.py line 3"),
         ("from modelguard import guard\nnlp = guard(load, reload_on=TTL('1h'))\n", "reloads", "app.py line 2"),
         ("from modelguard import guard\nnlp = guard(load, reload_on=None)\n", "reloads", None),
