@@ -72,13 +72,7 @@ def demo(app_dir: Path, out: Path, *more: str) -> subprocess.CompletedProcess[st
 @contextlib.contextmanager
 def running(app_dir: Path, out: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A demo that sends words to its servers by now, and the processes of those."""
-    process = subprocess.Popen(
-        command(app_dir, out, "--seconds", "100"),
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell that runs the tests in the background has Ctrl-C ignored, and that is handed down.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
-    )
+    process = subprocess.Popen(command(app_dir, out, "--seconds", "100"), stderr=subprocess.PIPE, text=True)
     children: list[psutil.Process] = []
     try:
         assert process.stderr is not None
