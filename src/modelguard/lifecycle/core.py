@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -107,6 +109,17 @@ class Core(Generic[M]):
         """What the context is to hold while a call runs on ``generation``."""
         outer = tuple(self.held.get() or ())
         return [generation, outer[1] + 1 if outer and outer[0] is generation else 1]
+
+    @contextmanager
+    def on(self, generation: Generation[M]) -> Iterator[None]:
+        """Have guarded functions that the block calls run on ``generation``; the block itself is no use of it."""
+        mark = self.mark(generation)
+        token = self.held.set(mark)
+        try:
+            yield
+        finally:
+            mark.clear()
+            self.held.reset(token)
 
     @staticmethod
     def leave(generation: Generation[M], failed: bool) -> bool:  # noqa: FBT001 - a keyword would cost the hot path

@@ -204,16 +204,11 @@ class Flight(Generic[M]):
 
     def _prove(self, generation: Generation[M]) -> None:
         """Validate and warm up. Guarded functions that these call run on the new generation."""
-        mark = self._core.mark(generation)
-        token = self._core.held.set(mark)
-        try:
+        with self._core.on(generation):
             if self._settings.validate is not None:
                 self._validate(self._settings.validate, generation)
             if self._settings.warmup is not None:
                 loading.finished(self._settings.warmup(generation.model))
-        finally:
-            mark.clear()
-            self._core.held.reset(token)
 
     @staticmethod
     def _validate(validate: Callable[[M], object], generation: Generation[M]) -> None:

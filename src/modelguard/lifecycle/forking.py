@@ -25,9 +25,14 @@ def remember(guard: Any) -> None:
             _registered = True
 
 
+def alive() -> tuple[Any, ...]:
+    """The guards and pools of this process."""
+    return tuple(_guards)
+
+
 def marked() -> tuple[Any, ...]:
     """The guards of this process that were made with ``prefork=True``, by name."""
-    return tuple(sorted((one for one in _guards if getattr(one, "prefork", False)), key=lambda one: one.name))
+    return tuple(sorted((one for one in alive() if getattr(one, "prefork", False)), key=lambda one: one.name))
 
 
 def _before() -> None:

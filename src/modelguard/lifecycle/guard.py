@@ -222,14 +222,19 @@ class ModelGuard(Generic[M]):
     ) -> None:
         await self.aclose()
 
-    def recycle_in_children(self, ask: Callable[[tuple[str, ...]], object]) -> None:
+    def recycle_in_children(self, ask: Callable[[tuple[str, ...]], object], *, serves: bool = True) -> None:
         """Have forked children keep the model that they share with this process.
 
         In a child that is forked from now on a private reload would undo the sharing. There a due policy calls
-        ``ask(reasons)``, once, for the server to replace the whole worker; the model serves on until then.
+        ``ask(reasons)``, once, for the server to replace the whole worker; the model serves on until then. ``TTL`` and
+        ``Modified`` mean new weights, which a fresh worker of this process would not have: children leave them to it.
+
+        Args:
+            ask: Called in the child, from whichever thread finds the policy due.
+            serves: Whether this process answers requests too. If not, nothing but ``TTL`` and ``Modified`` counts here.
         """
         self._core.refuse_if_closed()
-        self._judge.recycle_in_children(ask)
+        self._judge.recycle_in_children(ask, serves=serves)
 
     # What leases and decorated functions call
 
@@ -362,6 +367,8 @@ class ModelGuard(Generic[M]):
                 self._judge.verdict_after_load()
             except Exception:  # noqa: BLE001 - a fault here must not lose the next ticket, for which others wait
                 logger.exception("modelguard could not ask the policies of %r", self)
+        if self._settings.reload_on is None and self._trimmer is None and not self._core.failures:
+            keeper.KEEPER.forget(self)  # nothing can become due by itself, and a process that forks needs no thread
 
     def _flight(self, ticket: Ticket) -> Flight[M]:
         return Flight(self._core, self._settings, self._runtime, self._judge.watch, ticket)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from modelguard import telemetry
-from modelguard.lifecycle.policies import Policy, Snapshot
+from modelguard.lifecycle.policies import Policy, Snapshot, share
 from modelguard.lifecycle.watch import Watch
 
 if TYPE_CHECKING:
@@ -30,11 +30,13 @@ class Judge(Generic[M]):
         self.pace = math.inf
         self._core = core
         self._policy = policy
+        self._deciding = policy
         self._runtime = runtime
         self._asking = threading.Lock()
         self._complaints: set[str] = set()
         self._recycle: Callable[[tuple[str, ...]], object] | None = None
         self._shares = False
+        self._serves = True
         self._uses_seen = -1
 
     def verdict(self, *, sample: bool) -> Ticket | None:
@@ -58,15 +60,19 @@ class Judge(Generic[M]):
             self._complaints.clear()
             self._set_alarm(generation, self.watch.snapshot(generation, settled=False, sample=False))
 
-    def recycle_in_children(self, ask: Callable[[tuple[str, ...]], object]) -> None:
+    def recycle_in_children(self, ask: Callable[[tuple[str, ...]], object], *, serves: bool) -> None:
         """Ask for a fresh worker instead of a reload, in children forked from now on."""
         self._recycle = ask
+        self._serves = serves
+        self._deciding = self._policy if serves else share(self._policy, renews=True)
 
     def after_fork_in_child(self) -> None:
         """Start the child's own readings."""
         self._asking = threading.Lock()
         self._complaints.clear()
         self._shares = self._recycle is not None
+        self._serves = True
+        self._deciding = share(self._policy, renews=False) if self._shares else self._policy
         self._uses_seen = -1
         generation = self._core.serving
         self.watch.forget(generation)
@@ -95,10 +101,10 @@ class Judge(Generic[M]):
         return self._due(generation, reasons, after_call=not sample)
 
     def _ask(self, snapshot: Snapshot) -> tuple[str, ...]:
-        if self._policy is None:
+        if self._deciding is None:
             return ()
         try:
-            for part in self._policy.parts():
+            for part in self._deciding.parts():
                 detail = part.futile(snapshot)
                 if detail is not None and self._first_complaint(f"futile {part!r}"):
                     telemetry.emit(
@@ -106,7 +112,7 @@ class Judge(Generic[M]):
                             guard=self._core.name, generation=snapshot.generation, policy=repr(part), detail=detail
                         )
                     )
-            return self._policy.reasons(snapshot)
+            return self._deciding.reasons(snapshot)
         except Exception as error:  # noqa: BLE001 - an own policy that raises must not fail the call that ends
             self._complain("reload_on", error)
             return ()
@@ -122,17 +128,18 @@ class Judge(Generic[M]):
                 except Exception as error:  # noqa: BLE001 - the worker serves on; the event tells
                     self._complain("recycle", error)
             return None
-        ticket = self._core.request_if_idle(reasons, urgent=False, after_call=after_call, instead_of=generation)
+        urgent = not self._serves  # where nobody calls, no pause among the calls is to be waited for
+        ticket = self._core.request_if_idle(reasons, urgent=urgent, after_call=after_call, instead_of=generation)
         if ticket is not None:
             telemetry.emit(telemetry.ReloadDue(guard=self._core.name, generation=generation.number, reasons=reasons))
         return ticket
 
     def _set_alarm(self, generation: Generation[M], snapshot: Snapshot) -> None:
         """Let calls pass on the fast way until the answer may change."""
-        if self._policy is None:
+        if self._deciding is None:
             return
         try:
-            horizon = self._policy.horizon(snapshot)
+            horizon = self._deciding.horizon(snapshot)
         except Exception as error:  # noqa: BLE001 - as above
             self._complain("reload_on", error)
             return

@@ -35,15 +35,20 @@ class Keeper:
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._running = False
+        self._dismissed = False
+        self._thread: threading.Thread | None = None
 
     def keep(self, guard: Kept) -> None:
         """Ask ``guard`` from now on, as long as somebody else refers to it."""
         with self._lock:
             self._guards.add(guard)
+            if self._dismissed:
+                return
             start, self._running = not self._running, True
         if start:
             try:
-                threading.Thread(target=self._run, name="modelguard-keeper", daemon=True).start()
+                self._thread = threading.Thread(target=self._run, name="modelguard-keeper", daemon=True)
+                self._thread.start()
             except RuntimeError:  # no thread to be had; the next to come tries again
                 self._running = False
                 raise
@@ -55,13 +60,25 @@ class Keeper:
             self._guards.discard(guard)
         self._wake.set()
 
+    def dismiss(self) -> None:
+        """End the thread, and start none any more: a process that forks asks its guards itself, between two forks.
+
+        Children that are forked from now on start their own.
+        """
+        with self._lock:
+            self._dismissed = True
+            thread = self._thread if self._running else None
+        self._wake.set()
+        if thread is not None and thread.is_alive():  # one that is about to start finds out by itself
+            thread.join()
+
     def _run(self) -> None:
         pace = _SHORTEST
         while True:
             self._wake.wait(pace)
             self._wake.clear()
             with self._lock:
-                if not self._guards:
+                if self._dismissed or not self._guards:
                     self._running = False
                     return
             pace = min(_LONGEST, max(_SHORTEST, self._ask_all()))

@@ -89,6 +89,8 @@ class Policy(ABC):
 
     #: Whether it reads ``Snapshot.memory``, so that the guard takes the readings.
     reads_memory: bool = False
+    #: Whether its end of a generation means new weights (TTL, Modified), and not a process that is the worse for wear.
+    renews: bool = False
 
     @abstractmethod
     def due(self, now: Snapshot) -> bool:
@@ -184,6 +186,19 @@ class _All(_Joined):
         return " & ".join(f"({member!r})" if isinstance(member, _Any) else repr(member) for member in self.members)
 
 
+def share(policy: Policy | None, *, renews: bool) -> Policy | None:
+    """The part of a policy that asks for new weights, or else the rest; None if there is no such part.
+
+    Where many processes share one copy, the process that made it decides on the one, and each of them on the other.
+    """
+    if isinstance(policy, _Any):
+        kept = tuple(part for member in policy.members if (part := share(member, renews=renews)) is not None)
+        return _Any(kept) if kept else None
+    if policy is None or all(part.renews for part in policy.parts()) is not renews:
+        return None
+    return policy
+
+
 class TTL(_Value):
     """Due when the generation is older than ``age``.
 
@@ -196,6 +211,7 @@ class TTL(_Value):
         InvalidOption: ``age`` is not a positive duration, or ``jitter`` is not in 0 to 1.
     """
 
+    renews = True
     seconds: float
     jitter: float
 
@@ -342,6 +358,7 @@ class Modified(_Value):
         InvalidOption: ``path`` is empty or ``quiet`` is not a duration.
     """
 
+    renews = True
     path: Path
     quiet: float
     atomic: bool

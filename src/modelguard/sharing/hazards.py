@@ -132,9 +132,9 @@ class Here:
     """This process."""
 
     def python_threads(self) -> Iterable[tuple[str, str]]:
-        """Every thread but the calling one."""
-        me = threading.current_thread()
-        return [(thread.name, _origin(thread)) for thread in threading.enumerate() if thread is not me]
+        """Every thread but the calling one, and the main one, which a server may have do the forking."""
+        ours = (threading.current_thread(), threading.main_thread())
+        return [(thread.name, _origin(thread)) for thread in threading.enumerate() if thread not in ours]
 
     def native_threads(self) -> list[str]:
         """Those in ``/proc/self/task`` that Python did not start."""

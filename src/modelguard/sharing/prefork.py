@@ -264,8 +264,8 @@ def _try(guard: ModelGuard[Any], timeout: float) -> trial.Verdict:
 def _warm(guard: ModelGuard[Any]) -> None:
     warmup, generation = guard._settings.warmup, guard._core.serving
     if warmup is not None and generation is not None:
-        with guard.lease() as model:
-            loading.finished(warmup(model))
+        with guard._core.on(generation):
+            loading.finished(warmup(generation.model))
         generation.uses = generation.errors = 0  # as after a load: a warm-up is no request
 
 

@@ -230,6 +230,32 @@ class TestInAForkedChild:
         guard.recycle_in_children(lambda _reasons: pytest.fail("the parent was recycled"))
         assert [1, 2] == [number(guard), number(guard)]
 
+    @pytest.mark.parametrize("policy", [TTL("1h"), TTL("1h") | Uses(3)])
+    def test_new_weights_are_left_to_the_parent(self, world: World, policy: Policy) -> None:
+        """A fresh worker would have the same old weights: a child asks for what is wrong with itself, and no more."""
+        asked: list[tuple[str, ...]] = []
+        guard = world.guard(reload_on=policy)
+        guard.load()
+        guard.recycle_in_children(asked.append)
+        guard._after_fork_in_child()
+        world.tick(7200)
+        assert not guard.check()
+        assert [] == asked
+        for _ in range(3):
+            number(guard)
+        assert ([] if isinstance(policy, TTL) else [("Uses(3)",)]) == asked
+
+    def test_a_parent_that_serves_nobody_decides_on_new_weights_alone(self, world: World) -> None:
+        """It renews at once, since there is no quiet moment to wait for, and its own uses are nobody's."""
+        world.inline = True
+        guard = world.guard(reload_on=TTL("1h") | Uses(1), defer="1h")
+        guard.load()
+        guard.recycle_in_children(print, serves=False)
+        assert [1, 1] == [number(guard), number(guard)]
+        world.tick(3600)
+        assert guard.check()
+        assert 2 == guard.status().generation
+
     def test_counts_and_chance_are_its_own(self, world: World) -> None:
         """The child keeps the generation and starts its own counters, with a jitter of its own."""
         guard = world.guard(reload_on=Uses(5))

@@ -144,6 +144,22 @@ def test_a_child_starts_its_own(kept: Keeper) -> None:
     assert guard.is_asked()
 
 
+def test_a_keeper_that_is_dismissed_keeps_its_guards_for_its_children(kept: Keeper) -> None:
+    """A process that forks has no such thread from then on; its children have one, and ask the guards it had."""
+    before = threads()
+    first, second = Kept(), Kept()
+    kept.keep(first)
+    assert first.is_asked()
+    kept.dismiss()
+    kept.dismiss()
+    kept.keep(second)
+    assert before == threads()
+    kept.before_fork()
+    kept.after_fork_in_child()
+    assert first.is_asked()
+    assert second.is_asked()
+
+
 class TestGuards:
     def test_are_kept_from_their_first_load(self, world: World, monkeypatch: pytest.MonkeyPatch, kept: Keeper) -> None:
         """A guard that is in use is asked in the background by itself: time passes for idle models too."""

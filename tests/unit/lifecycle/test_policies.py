@@ -11,7 +11,7 @@ import pytest
 
 from modelguard import TTL, Errors, MemoryGrowth, MemoryLimit, Modified, Policy, Snapshot, Uses
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle.policies import FileChange
+from modelguard.lifecycle.policies import FileChange, share
 
 MB = 10**6
 WEIGHTS = Path("/models/weights.bin")
@@ -235,3 +235,26 @@ def test_policies_that_cannot_be_meant_are_refused(make: Any, options: dict[str,
     with pytest.raises(InvalidOption) as refusal:
         make(**options)
     assert argument == refusal.value.argument
+
+
+@pytest.mark.parametrize(
+    ("policy", "weights", "rest"),
+    [
+        (None, None, None),
+        (TTL("1h"), TTL("1h"), None),
+        (Uses(5), None, Uses(5)),
+        (Tired(), None, "Tired()"),
+        (TTL("1h") | Uses(5) | Modified(WEIGHTS), TTL("1h") | Modified(WEIGHTS), Uses(5)),
+        (TTL("1h") & Modified(WEIGHTS), TTL("1h") & Modified(WEIGHTS), None),
+        (TTL("1h") & Uses(5), None, TTL("1h") & Uses(5)),
+        ((TTL("1h") | Uses(5)) & Errors(3), None, "(TTL('1h') | Uses(5)) & Errors(consecutive=3)"),
+    ],
+)
+def test_a_policy_parts_into_new_weights_and_the_rest(policy: Policy | None, weights: object, rest: object) -> None:
+    """What is due for age or a changed file is told from what is due for the state of the process, ``&`` kept whole."""
+
+    def text(part: object) -> str:
+        return part if isinstance(part, str) else repr(part)
+
+    parts = share(policy, renews=True), share(policy, renews=False)
+    assert (text(weights), text(rest)) == (text(parts[0]), text(parts[1]))

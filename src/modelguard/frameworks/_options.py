@@ -1,0 +1,100 @@
+"""Options of ``prefork.prepare`` from environment variables, for servers whose configuration has no place for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from modelguard import _units
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle import forking
+from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.policies import share
+from modelguard.sharing import prefork
+
+__all__ = ["Options", "guards"]
+
+T = TypeVar("T")
+
+_YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to prepare, as :func:`~modelguard.sharing.prefork.prepare` takes it.
+
+    Attributes:
+        freeze: ``MODELGUARD_FREEZE``: ``yes`` (default) or ``no``.
+        immortalize: ``MODELGUARD_IMMORTALIZE``: ``auto`` (default), ``yes`` or ``no``. With ``auto``, models that are
+            renewed by ``TTL`` or ``Modified`` stay mortal: an immortal one would stay in the parent for ever.
+        on_hazard: ``MODELGUARD_ON_HAZARD``: ``fix`` (default), ``refuse`` or ``warn``.
+        warm_timeout: ``MODELGUARD_WARM_TIMEOUT``: seconds, or text such as ``2m``. Default 60 s.
+    """
+
+    freeze: bool = True
+    immortalize: Literal["auto"] | bool = "auto"
+    on_hazard: Literal["fix", "refuse", "warn"] = "fix"
+    warm_timeout: float = 60.0
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Options:
+        """Read the variables that are set.
+
+        Raises:
+            InvalidOption: One of them cannot be meant.
+        """
+        timeout = _number(environ.get("MODELGUARD_WARM_TIMEOUT", "60s"))
+        return cls(
+            freeze=_choice(environ, "MODELGUARD_FREEZE", "yes", _YES_OR_NO),
+            immortalize=_choice(environ, "MODELGUARD_IMMORTALIZE", "auto", {"auto": "auto", **_YES_OR_NO}),
+            on_hazard=_choice(
+                environ, "MODELGUARD_ON_HAZARD", "fix", {"fix": "fix", "refuse": "refuse", "warn": "warn"}
+            ),
+            warm_timeout=_units.seconds(timeout, "MODELGUARD_WARM_TIMEOUT"),
+        )
+
+    def prepare(self, chosen: Sequence[ModelGuard[Any]]) -> prefork.ForkReport:
+        """Prepare this process to be forked."""
+        renewed = any(share(guard._settings.reload_on, renews=True) for guard in chosen)  # noqa: SLF001
+        return prefork.prepare(
+            *chosen,
+            freeze=self.freeze,
+            immortalize=False if renewed and self.immortalize == "auto" else self.immortalize,
+            on_hazard=self.on_hazard,
+            warm_timeout=self.warm_timeout,
+        )
+
+
+def guards() -> tuple[ModelGuard[Any], ...]:
+    """Whose models to share: the guards made with ``prefork=True``, or all of this process if none is marked so.
+
+    Raises:
+        InvalidOption: There is none.
+    """
+    found = forking.marked() or sorted(_all(), key=lambda guard: guard.name)
+    if not found:
+        why = "the application made no guard while it was imported"
+        raise InvalidOption("guards", (), why=why, fix="Make it at the top of a module: nlp = guard(load_model, ...).")
+    return tuple(found)
+
+
+def _all() -> Iterator[ModelGuard[Any]]:
+    return (one for one in forking.alive() if isinstance(one, ModelGuard))
+
+
+def _choice(environ: Mapping[str, str], name: str, default: str, choices: Mapping[str, T]) -> T:
+    text = environ.get(name, default)
+    try:
+        return choices[text.strip().lower()]
+    except KeyError:
+        fix = f"Choose one of {', '.join(choices)}."
+        raise InvalidOption(name, text, why="there is no such choice", fix=fix) from None
+
+
+def _number(text: str) -> float | str:
+    """Environment variables are text; a number without a unit means seconds, as it does everywhere else."""
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,250 @@
+"""uWSGI with one copy of the model: real servers on loopback, under load where that is the point."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+from tests.process.gunicorn_server import Load, free_port, until
+
+from modelguard.sharing.reporting import report
+
+#: Beside the interpreter: one that is linked to another Python could not import what this one has.
+UWSGI = shutil.which("uwsgi", path=str(Path(sys.executable).parent))
+
+pytestmark = [
+    pytest.mark.skipif(UWSGI is None, reason="uWSGI is not installed beside this Python: pip install uwsgi"),
+    pytest.mark.timeout(120),
+]
+
+FIT = ("--master", "--py-call-uwsgi-fork-hooks", "--need-app", "--skip-atexit-teardown")
+MODEL_BYTES = 60_000_000
+
+#: The model is 60 MB that knows its version, and a call reads every page of it. An answer is the worker, the version,
+#: whether the model was made in the master, and whether the worker was warm.
+APP = """
+    import logging, os, time
+    from pathlib import Path
+    from modelguard import TTL, MemoryGrowth, Modified, Uses, guard
+    from modelguard.frameworks import uwsgi
+
+    logging.basicConfig(level=logging.INFO)
+    HERE = Path(__file__).parent
+    WEIGHTS = HERE / "weights"
+    MASTER, WARMED, HELD = os.getpid(), [], []
+
+    class Model(dict):
+        pass
+
+    def load():
+        version = WEIGHTS.read_text()
+        if version == "broken":
+            raise OSError("no weights in there")
+        return Model(version=version, pid=os.getpid(), weights=[bytes([n]) * 1_000_000 for n in range(60)])
+
+    def warm(model):
+        if (HERE / "cold").exists() and os.getpid() != MASTER:
+            raise OSError("no warmth")
+        WARMED.append(os.getpid())
+
+    nlp = guard(load, reload_on=POLICY, warmup=warm, prefork=True, name="nlp")
+
+    @nlp
+    def answer(model, path):
+        if path == "/slow":
+            time.sleep(1)
+        if path == "/leak":
+            HELD.append(b"x" * 5_000_000)
+        assert 60 == sum(set(chunk[::4096]) == {chunk[0]} for chunk in model["weights"])
+        return f"{os.getpid()} {model['version']} {model['pid'] == MASTER} {os.getpid() in WARMED}"
+
+    def application(environ, start_response):
+        body = answer(environ["PATH_INFO"]).encode()
+        start_response("200 OK", [("Content-Length", str(len(body)))])
+        return [body]
+
+    print(uwsgi.install(min_lifetime=0), flush=True)
+"""
+
+
+class Server:
+    """uWSGI in a process of its own, with its log in a file."""
+
+    def __init__(self, folder: Path, *options: str, policy: str = "Uses(10**9)", app: str = APP) -> None:
+        self.folder = folder
+        self.port = free_port()
+        (folder / "weights").write_text("1")
+        (folder / "app.py").write_text(textwrap.dedent(app).replace("POLICY", policy))
+        self._log = (folder / "log").open("w")
+        self.process = subprocess.Popen(
+            [str(UWSGI), "--http-socket", f"127.0.0.1:{self.port}", "--module", "app", "--disable-logging", *options],
+            cwd=folder,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def ask(self, path: str = "/") -> list[str]:
+        """What the application says: worker, version, whether the model is the master's, whether it was warm."""
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        with contextlib.closing(client):
+            client.request("GET", path)
+            return client.getresponse().read().decode().split(" ")
+
+    def up(self) -> None:
+        def answers() -> bool:
+            assert self.process.poll() is None, self.log
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                return len(self.ask()) == 4
+            return False
+
+        until(answers, what="it answers")
+
+    def workers(self) -> set[int]:
+        done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, check=False)
+        return set(map(int, done.stdout.split()))
+
+    def replaced(self) -> int:
+        return self.log.count("Respawned uWSGI worker")
+
+    def write(self, version: str) -> None:
+        """Replace the weights atomically."""
+        (self.folder / "new").write_text(version)
+        (self.folder / "new").rename(self.folder / "weights")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+        self._log.close()
+
+
+@contextlib.contextmanager
+def running(folder: Path, *options: str, policy: str = "Uses(10**9)") -> Iterator[Server]:
+    """A server that answers."""
+    with Server(folder, *FIT, *options, policy=policy) as server:
+        server.up()
+        yield server
+
+
+def assert_one_copy(server: Server, workers: int) -> None:
+    """Every worker has read the whole model, and there is one of it."""
+    asked: set[int] = set()
+    until(lambda: asked.add(int(server.ask()[0])) or server.workers() <= asked, what="every worker has answered")
+    tree = report(server.process.pid)
+    assert workers + 1 == len(tree.processes)
+    assert MODEL_BYTES < tree.pss < 2 * MODEL_BYTES, tree
+    assert all(process.uss < MODEL_BYTES / 2 for process in tree.processes), tree
+
+
+def test_workers_share_the_masters_model_and_are_warm_before_the_first_request(tmp_path: Path) -> None:
+    """Three workers and the master hold one copy, and no answer comes from a worker that has not warmed up."""
+    with running(tmp_path, "--processes", "3") as server:
+        assert {("1", "True", "True")} == {tuple(server.ask()[1:]) for _ in range(20)}
+        assert_one_copy(server, workers=3)
+        assert "prepared nlp in" in server.log
+
+
+@pytest.mark.parametrize("threads", ["1", "4"])
+def test_no_request_is_lost_while_workers_are_recycled(threads: str, tmp_path: Path) -> None:
+    """A due policy has workers replaced by fresh ones that share; every request that was sent is answered."""
+    with running(tmp_path, "--processes", "2", "--threads", threads, policy="Uses(20)") as server:
+        with Load(server) as load:
+            until(lambda: server.replaced() >= 4, what="four workers are replaced")
+        assert (load.sent, []) == (load.answered, load.failures), f"{load}\n{server.log}"
+        assert {"1": load.answered} == load.versions
+        assert len(load.pids) >= 4
+        assert 1 == server.log.count("prepared nlp"), "the master loaded once"
+        assert ["1", "True", "True"] == server.ask()[1:]
+
+
+def test_a_recycled_worker_gives_back_what_it_had_grown_by(tmp_path: Path) -> None:
+    """Memory growth ends with a fresh worker that shares the master's copy, and with no load."""
+    with running(tmp_path, "--processes", "1", policy="MemoryGrowth('40 MB')") as server:
+        first = server.workers()
+        until(lambda: bool(server.ask("/leak")) and not first & server.workers(), what="the worker is replaced")
+        server.up()
+        assert_one_copy(server, workers=1)
+        assert 1 == server.log.count("prepared nlp")
+
+
+def test_a_long_request_is_finished_before_its_worker_goes(tmp_path: Path) -> None:
+    """The request that makes the policy due is answered by the worker that ends after it."""
+    with running(tmp_path, "--processes", "1", "--threads", "2", policy="Uses(1)") as server:
+        for _ in range(2):
+            assert ["1", "True", "True"] == server.ask("/slow")[1:], server.log
+        until(lambda: server.replaced() >= 1, what="a worker is replaced")
+
+
+def test_new_weights_are_rolled_out_without_a_lost_request(tmp_path: Path) -> None:
+    """The master loads a changed file and prepares again, then each worker is replaced. A broken file does nothing."""
+    with running(tmp_path, "--processes", "2", policy="Modified(WEIGHTS, atomic=True)") as server:
+        with Load(server) as load:
+            old = server.workers()
+            server.write("broken")
+            until(lambda: "no weights in there" in server.log, what="the load fails")
+            assert old == server.workers(), "a failed load leaves all as it was"
+            server.write("2")
+            until(lambda: not old & server.workers() and server.replaced() == 2, what="both workers are replaced")
+        assert (load.sent, []) == (load.answered, load.failures), f"{load}\n{server.log}"
+        assert {"1", "2"} == set(load.versions)
+        assert ["2", "True", "True"] == server.ask()[1:]
+        assert_one_copy(server, workers=2)
+
+
+def test_a_worker_that_cannot_warm_up_does_not_accept(tmp_path: Path) -> None:
+    """It ends with the reason, and uWSGI tries again; meanwhile the others answer."""
+    with running(tmp_path, "--processes", "2") as server:
+        (tmp_path / "cold").touch()
+        os.kill(min(server.workers()), signal.SIGKILL)
+        until(lambda: "failed loading app in worker" in server.log, what="uWSGI has noticed")
+        assert "OSError: no warmth" in server.log
+        assert ["1", "True", "True"] == server.ask()[1:]
+        (tmp_path / "cold").unlink()
+        until(lambda: 2 == len({server.ask()[0] for _ in range(20)}), what="two workers answer")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (FIT[1:], "master=False: without a master the first worker is the parent of the others"),
+        ((*FIT, "--lazy-apps"), "lazy-apps=True: each worker loads the application by itself"),
+        ((FIT[0], *FIT[2:]), "py-call-uwsgi-fork-hooks=False: without it Python is not told of forks"),
+        ((*FIT, "--async", "4", "--ugreen"), "recycling under uWSGI's loop 'async' is not supported here"),
+    ],
+    ids=["no master", "lazy-apps", "no fork hooks", "async"],
+)
+def test_a_configuration_that_cannot_share_is_refused_by_name(
+    options: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    """With need-app uWSGI does not start, and its log says which option is wrong and what to write."""
+    with Server(tmp_path, *options, "--processes", "2") as server:
+        until(lambda: says in server.log, what="the refusal")
+        server.process.wait(20)
+        assert 0 != server.process.returncode
+
+
+def test_what_uwsgi_should_be_told_besides_is_advised(tmp_path: Path) -> None:
+    """Two options that are needed for good service, though not for sharing, are named in the log."""
+    with Server(tmp_path, *FIT[:2], "--processes", "1") as server:
+        server.up()
+        assert "uWSGI: set 'need-app = true'" in server.log
+        assert "uWSGI: set 'skip-atexit-teardown = true'" in server.log

@@ -1,0 +1,108 @@
+"""``_workers``: when a worker asks to be replaced, and whose turn it is to go. Nothing is forked here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelguard import guard
+from modelguard.errors import InvalidOption
+from modelguard.frameworks import _workers
+from modelguard.frameworks._options import Options
+from modelguard.frameworks._workers import Board, Workers
+from modelguard.sharing import prefork
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def worker(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Workers:
+    """A worker of a prepared parent, as it is after the fork."""
+    monkeypatch.setattr(Options, "prepare", lambda self, guards: None)
+    monkeypatch.setattr(_workers.keeper.KEEPER, "dismiss", lambda: None)
+    monkeypatch.setattr(prefork, "in_child", lambda: None)
+    one = Workers((guard(dict, reload_on=None, name="nlp"),), Options(), min_lifetime="10s", clock=clock)
+    one.prepare()
+    one.begin()
+    return one
+
+
+def test_a_worker_leaves_once_when_a_policy_has_asked_and_it_is_old_enough(worker: Workers, clock: Clock) -> None:
+    """Not before its least lifetime, whatever its policies say; and a server that asks twice is told once."""
+    clock.now += 60
+    assert not worker.leaves(), "nobody asked"
+    worker.begin()
+    worker._ask(("Uses(5)",))
+    assert not worker.leaves()
+    clock.now += 10
+    assert [True, False] == [worker.leaves(), worker.leaves()]
+
+
+def test_new_weights_are_a_reason_to_leave_at_any_age(worker: Workers) -> None:
+    """The parent has prepared again: whoever was forked before goes, though no policy of its own is due."""
+    worker._board.edition += 1
+    assert worker.leaves()
+
+
+def test_workers_leave_one_at_a_time(worker: Workers, clock: Clock) -> None:
+    """The next one stays until the replacement of the last has arrived, or has failed to for a minute."""
+    board = worker._board
+    assert [True, False] == [board.leave(clock()), board.leave(clock())]
+    board.arrive()
+    assert board.leave(clock())
+    clock.now += 59
+    assert not board.leave(clock())
+    clock.now += 1
+    assert board.leave(clock()), "nobody comes: the others need not wait for ever"
+
+
+def test_a_board_begins_with_the_first_edition_and_nobody_gone() -> None:
+    """A fresh board tells nobody to leave."""
+    board = Board()
+    assert 0 == board.edition
+    board.edition = 2**40
+    assert 2**40 == board.edition
+
+
+@pytest.mark.parametrize("value", [-1, "soon", None])
+def test_a_lifetime_that_cannot_be_meant_is_refused(value: Any) -> None:
+    """By the name that the caller wrote."""
+    with pytest.raises(InvalidOption, match="min_lifetime"):
+        Workers((), Options(), min_lifetime=value)
+
+
+def test_new_weights_are_prepared_once_for_each_load(worker: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a generation that has not been prepared is; after a failure the next load is tried, and no worker told."""
+    monkeypatch.setattr(worker, "_loading", lambda: False)  # the old generation may still be on its way out
+    prepared: list[int] = []
+    monkeypatch.setattr(Options, "prepare", lambda self, guards: prepared.append(guards[0].status().generation))
+    one = worker._guards[0]
+    worker._generations = worker._serving()
+    worker._renew()
+    assert [] == prepared
+    one.reload()
+    worker._renew()
+    worker._renew()
+    assert ([one.status().generation], 1) == (prepared, worker._board.edition)
+
+    def refuse(self: Options, guards: Any) -> None:
+        raise OSError("not now")
+
+    monkeypatch.setattr(Options, "prepare", refuse)
+    one.reload()
+    with pytest.raises(OSError, match="not now"):
+        worker._renew()
+    worker._renew()
+    assert 1 == worker._board.edition
