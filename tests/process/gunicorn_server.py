@@ -134,7 +134,7 @@ class Server:
 
         until(answers, what="it answers")
         # A worker has warmed up before it says this.
-        until(lambda: self.log.count("Booting worker") == self.size, what="all workers are there")
+        until(lambda: self.log.count("Booting worker") >= self.size, what="all workers are there")
 
     def workers(self) -> set[int]:
         return {child.pid for child in psutil.Process(self.process.pid).children()}

@@ -36,6 +36,8 @@ Immortalize = Literal[True, False, "auto"]
 #: Below this, setting counts costs more time at start than the pages are worth.
 _WORTH_IT = 16_000_000
 
+_LOOK = 0.005
+
 
 @dataclass(frozen=True, slots=True)
 class ForkReport:
@@ -115,7 +117,8 @@ def prepare(
             interpreter allows it and the models take at least 16 MB; True: always, or ``NotSupported``.
         on_hazard: ``"fix"``: refuse what no child could survive, have children put right what can be, warn of the rest.
             ``"refuse"``: refuse every hazard. ``"warn"``: warn of all and put nothing right.
-        warm_timeout: How long a warm-up may take in the throw-away child before it counts as hung.
+        warm_timeout: How long a warm-up may take in the throw-away child before it counts as hung; and how long a
+            reload that is under way may take to end.
 
     Returns:
         What was found and done.
@@ -139,6 +142,7 @@ def prepare(
         raise NotSupported("immortalize=True", reason=why)
     for guard in chosen:
         guard.load()
+        _wait_for_release(guard, timeout)
     generations = tuple(guard.status().generation for guard in chosen)
     again = _refuse_wrong_order(chosen, generations)
     workers.WORKERS.dismiss()
@@ -208,6 +212,17 @@ def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:
         fix = "Name a guard, or make it with guard(..., prefork=True) in a module that is imported before."
         raise InvalidOption("guards", (), why="there is no guard to prepare", fix=fix)
     return chosen
+
+
+def _wait_for_release(guard: ModelGuard[Any], timeout: float) -> None:
+    """A reload has returned when the new model serves; the old one may still be on its way out, and would be frozen."""
+    end = time.monotonic() + timeout
+    while guard._core.ticket is not None:
+        if time.monotonic() > end:
+            seen = f"a load or a release has not ended within {timeout:g} s"
+            bad = Hazard("python thread", f"guard {guard.name!r}", seen, "Prepare when it has ended.", "fatal")
+            raise ForkUnsafe((bad,))
+        time.sleep(_LOOK)
 
 
 def _refuse_wrong_order(chosen: tuple[ModelGuard[Any], ...], generations: tuple[int, ...]) -> bool:
