@@ -50,14 +50,15 @@ class Flight(Generic[M]):
         self._watch = watch
         self._ticket = ticket
 
-    def run(self) -> Ticket | None:
-        """Do it all; returns the ticket of a follow-up, if more requests came in meanwhile."""
+    def run(self, afterwards: Callable[[], None]) -> Ticket | None:
+        """Do it all, and what is to follow; returns the ticket of a follow-up, if more requests came in meanwhile."""
         installed = False
         self._ticket.threads.add(threading.get_ident())
         try:
             installed = self._replace() if self._ticket.replaces else self._load("first", slot="none")
         except BaseException as error:  # noqa: BLE001 - a fault of ours must not leave callers waiting for ever
             self.fail(LoadFailed, f"{type(error).__name__}: {error}", error)
+        afterwards()
         return self._core.finish(self._ticket, failed=not installed)
 
     def _replace(self) -> bool:

@@ -362,11 +362,14 @@ class ModelGuard(Generic[M]):
 
     def _fly(self, ticket: Ticket | None) -> None:
         while ticket is not None:
-            ticket = self._flight(ticket).run()
-            try:
-                self._judge.verdict_after_load()
-            except Exception:  # noqa: BLE001 - a fault here must not lose the next ticket, for which others wait
-                logger.exception("modelguard could not ask the policies of %r", self)
+            ticket = self._flight(ticket).run(self._loaded)
+
+    def _loaded(self) -> None:
+        """See to what follows from a load, while its ticket is held: a request in between would get another thread."""
+        try:
+            self._judge.verdict_after_load()
+        except Exception:  # noqa: BLE001 - a fault here must not lose the next ticket, for which others wait
+            logger.exception("modelguard could not ask the policies of %r", self)
         if self._settings.reload_on is None and self._trimmer is None and not self._core.failures:
             keeper.KEEPER.forget(self)  # nothing can become due by itself, and a process that forks needs no thread
 
