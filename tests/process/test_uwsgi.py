@@ -99,9 +99,15 @@ class Server:
     def log(self) -> str:
         return (self.folder / "log").read_text()
 
-    def ask(self, path: str = "/") -> list[str]:
+    def try_to_ask(self) -> list[str]:
+        """The same, or nothing: beside workers that die as they start, uWSGI now and then leaves a request lying."""
+        with contextlib.suppress(TimeoutError):
+            return self.ask(timeout=2)
+        return []
+
+    def ask(self, path: str = "/", timeout: float = 20) -> list[str]:
         """What the application says: worker, version, whether the model is the master's, whether it was warm."""
-        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         with contextlib.closing(client):
             client.request("GET", path)
             return client.getresponse().read().decode().split(" ")
@@ -217,9 +223,9 @@ def test_a_worker_that_cannot_warm_up_does_not_accept(tmp_path: Path) -> None:
         os.kill(min(server.workers()), signal.SIGKILL)
         until(lambda: "failed loading app in worker" in server.log, what="uWSGI has noticed")
         assert "OSError: no warmth" in server.log
-        assert ["1", "True", "True"] == server.ask()[1:]
+        until(lambda: ["1", "True", "True"] == server.try_to_ask()[1:], what="the other one answers")
         (tmp_path / "cold").unlink()
-        until(lambda: 2 == len({server.ask()[0] for _ in range(20)}), what="two workers answer")
+        until(lambda: 2 == len({tuple(server.try_to_ask()[:1]) for _ in range(20)} - {()}), what="two workers answer")
 
 
 @pytest.mark.parametrize(
