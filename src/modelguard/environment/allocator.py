@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from modelguard.environment import memory
-from modelguard.environment._known import Figures, Found, How, Kind, Problem, SmallObjects
 from modelguard.errors import NotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from modelguard.environment._installed import check_preload, find
+    from modelguard.environment._known import Figures, Found, How, Kind, Problem, SmallObjects
     from modelguard.environment._observed import Observed, observe
 
 __all__ = [
@@ -46,7 +46,11 @@ __all__ = [
 ]
 
 #: Names that are looked up when they are asked for: a service that guards a model needs none of them.
-_LATER = {"Observed": "_observed", "check_preload": "_installed", "find": "_installed", "observe": "_observed"}
+_LATER = {
+    **dict.fromkeys(("Figures", "Found", "Kind", "Problem"), "_known"),
+    **dict.fromkeys(("Observed", "observe"), "_observed"),
+    **dict.fromkeys(("check_preload", "find"), "_installed"),
+}
 
 _THREADS = "restarting jemalloc's background threads"
 _TRIMMING = "giving freed memory back to the system"
