@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from modelguard import _units, telemetry
+from modelguard.lifecycle.watch import pause_after
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.runtime import Runtime
-
-#: A reading walks the page tables (6 ms in a process of 600 MB). Readings take at most this share of the time.
-_BUSY = 0.01
-_FASTEST, _SLOWEST = 0.1, 10.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,9 @@ class Trimmer:
         self._busy = threading.Lock()
         self._uses = (0, 0)
         self._floor: int | None = None
-        self._next = self._runtime.clock() + (self._rhythm.seconds if self._rhythm.growth == math.inf else _FASTEST)
+        self._next = self._runtime.clock() + (
+            self._rhythm.seconds if self._rhythm.growth == math.inf else pause_after(0)
+        )
 
     @property
     def pace(self) -> float:
@@ -75,7 +74,7 @@ class Trimmer:
         started = self._runtime.clock()
         held = self._slack()
         now = self._runtime.clock()
-        self._next = now + min(max((now - started) / _BUSY, _FASTEST), _SLOWEST)
+        self._next = now + pause_after(now - started)
         if self._floor is not None:
             self._floor = min(self._floor, held)
         # The first time too: only what a trim leaves is known to be in use, and growth counts from there.

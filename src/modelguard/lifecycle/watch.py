@@ -27,6 +27,11 @@ _BUSY = 0.01
 _FASTEST, _SLOWEST = 0.1, 10.0
 
 
+def pause_after(cost: float) -> float:
+    """Seconds to wait after a reading that took ``cost`` seconds."""
+    return min(max(cost / _BUSY, _FASTEST), _SLOWEST)
+
+
 class Watch:
     """Takes the readings of one guard. Not thread safe: the guard asks it from one thread at a time."""
 
@@ -95,7 +100,7 @@ class Watch:
             return
         reading = self._runtime.private()
         cost = self._runtime.clock() - now
-        self._next_reading = now + min(max(cost / _BUSY, _FASTEST), _SLOWEST)
+        self._next_reading = now + pause_after(cost)
         # The first three make the baseline, and the verdicts rest on later ones.
         (self._first if len(self._first) < SAMPLES else self._latest).append(reading)
 
