@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -18,6 +19,10 @@ __all__ = ["Options", "guards"]
 T = TypeVar("T")
 
 _YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+
+#: A parent that is told to fork during a load waits for its end, for at most so many seconds.
+_LOAD_PATIENCE = 60.0
+_LOOK = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,23 @@ def guards() -> tuple[ModelGuard[Any], ...]:
         why = "the application made no guard while it was imported"
         raise InvalidOption("guards", (), why=why, fix="Make it at the top of a module: nlp = guard(load_model, ...).")
     return tuple(found)
+
+
+def generations(chosen: Sequence[ModelGuard[Any]]) -> tuple[int, ...]:
+    """Which generation serves, of each guard."""
+    return tuple(guard.status().generation for guard in chosen)
+
+
+def loading(chosen: Sequence[ModelGuard[Any]]) -> bool:
+    """Whether one of them loads, or releases what it has replaced."""
+    return any(guard._core.ticket is not None for guard in chosen)  # noqa: SLF001
+
+
+def wait_for_loads(chosen: Sequence[ModelGuard[Any]]) -> None:
+    """Before a fork: whatever lock a loading thread holds would stay locked in the child. For a minute at most."""
+    started = time.monotonic()
+    while loading(chosen) and time.monotonic() - started < _LOAD_PATIENCE:
+        time.sleep(_LOOK)
 
 
 def _all() -> Iterator[ModelGuard[Any]]:

@@ -36,10 +36,6 @@ _PACE = 1.0
 #: Seconds after which a worker that has left is no longer waited for: its replacement has failed, or nobody comes.
 _PATIENCE = 60.0
 
-#: A parent that is told to fork during a load waits for the end of the load, for at most so many seconds.
-_LOAD_PATIENCE = 60.0
-_LOOK = 0.05
-
 
 class Workers:
     """All workers in the parent; this worker in a worker.
@@ -83,7 +79,7 @@ class Workers:
         keeper.KEEPER.dismiss()  # its place is taken by the thread below, which knows when not to be in the way
         for guard in self._guards:
             guard.recycle_in_children(self._ask, serves=False)
-        self._generations = self._serving()
+        self._generations = _options.generations(self._guards)
         self._board = Board()
         self._edition = self._board.edition
         if any(share(guard._settings.reload_on, renews=True) for guard in self._guards):  # noqa: SLF001
@@ -105,9 +101,10 @@ class Workers:
         for guard in self._guards:
             guard.check()
         with self._forking:  # no worker may be forked from something half prepared
-            if self._loading() or self._serving() == self._generations or not all(one.ready for one in self._guards):
+            found = _options.generations(self._guards)
+            if _options.loading(self._guards) or found == self._generations or not all(g.ready for g in self._guards):
                 return
-            self._generations = self._serving()  # once for each load, however it ends
+            self._generations = found  # once for each load, however it ends
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ForkHazard)  # the report has them
                 report = self._options.prepare(self._guards)
@@ -115,18 +112,10 @@ class Workers:
             self._board.edition = self._edition
         logger.info("modelguard %s", report)
 
-    def _serving(self) -> tuple[int, ...]:
-        return tuple(guard.status().generation for guard in self._guards)
-
-    def _loading(self) -> bool:
-        return any(guard._core.ticket is not None for guard in self._guards)  # noqa: SLF001
-
     def _before_fork(self) -> None:
         """Fork, but not while another thread loads: whatever lock it holds would stay locked in the worker."""
         if not threading.current_thread().name.startswith("modelguard-"):  # a loader may fork as it likes
-            started = time.monotonic()
-            while self._loading() and time.monotonic() - started < _LOAD_PATIENCE:
-                time.sleep(_LOOK)
+            _options.wait_for_loads(self._guards)
         self._forking.acquire()
 
     def _after_fork(self) -> None:

@@ -30,13 +30,12 @@ import contextlib
 import os
 import signal
 import sys
-import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from modelguard import telemetry
 from modelguard.errors import ForkHazard, InvalidOption, ModelGuardError
-from modelguard.frameworks._options import Options, guards
+from modelguard.frameworks._options import Options, generations, guards, loading, wait_for_loads
 from modelguard.frameworks.rolling import Rolling
 from modelguard.lifecycle import keeper
 from modelguard.sharing import prefork
@@ -53,10 +52,6 @@ preload_app = True
 #: gunicorn's control server is a thread with an event loop in the master, which goes on forking: a lock that the
 #: thread holds in that moment would stay locked in the worker.
 control_socket_disable = True
-
-#: A master that is told to fork during a load waits for the end of the load, for at most so many seconds.
-_LOAD_PATIENCE = 60.0
-_LOOK = 0.05
 
 #: What a pipe takes in one piece, by POSIX.
 _MESSAGE = 512
@@ -143,11 +138,11 @@ class _Master:
         self._listen()
         for guard in self._guards:
             self._check(guard)
-        loading = self._loading()
-        if not loading:
+        busy = loading(self._guards)
+        if not busy:
             self._renew()
-        self.rolling.step(may_fork=not loading)
-        if not loading and not self.rolling.surplus:
+        self.rolling.step(may_fork=not busy)
+        if not busy and not self.rolling.surplus:
             self._manage_workers()
 
     def _check(self, guard: ModelGuard[Any]) -> None:
@@ -158,28 +153,20 @@ class _Master:
 
     def _spawn(self) -> int:
         """Fork, but not while another thread loads: whatever lock it holds would stay locked in the worker."""
-        started = time.monotonic()
-        while self._loading() and time.monotonic() - started < _LOAD_PATIENCE:
-            time.sleep(_LOOK)
+        wait_for_loads(self._guards)
         self._renew()
         pid: int = self._spawn_worker()
         return pid
 
-    def _loading(self) -> bool:
-        return any(guard._core.ticket is not None for guard in self._guards)  # noqa: SLF001
-
-    def _generations(self) -> tuple[int, ...]:
-        return tuple(guard.status().generation for guard in self._guards)
-
     def _renew(self) -> None:
         """Share the weights that were loaded since, and have every worker replaced."""
-        if self._generations() == self._prepared or not all(guard.ready for guard in self._guards):
+        if generations(self._guards) == self._prepared or not all(guard.ready for guard in self._guards):
             return
         stale = list(self._server.WORKERS)
         try:
             self._prepare()
         except ModelGuardError:
-            self._prepared = self._generations()  # once for each load
+            self._prepared = generations(self._guards)  # once for each load
             self._server.log.exception("modelguard: the new weights cannot be shared; workers keep the old ones")
             return
         for pid in stale:
@@ -189,6 +176,6 @@ class _Master:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ForkHazard)  # the report has them
             report = _options.prepare(self._guards)
-        self._prepared = self._generations()
+        self._prepared = generations(self._guards)
         for line in str(report).splitlines():
             self._server.log.info("modelguard: %s", line)

@@ -8,7 +8,7 @@ import pytest
 
 from modelguard import guard
 from modelguard.errors import InvalidOption
-from modelguard.frameworks import _workers
+from modelguard.frameworks import _options, _workers
 from modelguard.frameworks._options import Options
 from modelguard.frameworks._workers import Board, Workers
 from modelguard.sharing import prefork
@@ -85,11 +85,11 @@ def test_a_lifetime_that_cannot_be_meant_is_refused(value: Any) -> None:
 
 def test_new_weights_are_prepared_once_for_each_load(worker: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a generation that has not been prepared is; after a failure the next load is tried, and no worker told."""
-    monkeypatch.setattr(worker, "_loading", lambda: False)  # the old generation may still be on its way out
+    monkeypatch.setattr(_options, "loading", lambda guards: False)  # the old generation may still be on its way out
     prepared: list[int] = []
     monkeypatch.setattr(Options, "prepare", lambda self, guards: prepared.append(guards[0].status().generation))
     one = worker._guards[0]
-    worker._generations = worker._serving()
+    worker._generations = _options.generations(worker._guards)
     worker._renew()
     assert [] == prepared
     one.reload()
