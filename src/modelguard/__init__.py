@@ -23,13 +23,17 @@ from modelguard.lifecycle.policies import (
 from modelguard.lifecycle.pool import ModelPool
 
 if typing.TYPE_CHECKING:
-    from modelguard import sharing
+    from modelguard import serving, sharing
     from modelguard.environment import presets
+    from modelguard.serving import Batched, BatchStatus, Breaker, batched, deadline
     from modelguard.sharing import prefork, weights
 
 __all__ = [
     "TTL",
     "Backoff",
+    "BatchStatus",
+    "Batched",
+    "Breaker",
     "Errors",
     "MemoryGrowth",
     "MemoryLimit",
@@ -40,6 +44,8 @@ __all__ = [
     "Snapshot",
     "Uses",
     "allocator",
+    "batched",
+    "deadline",
     "errors",
     "guard",
     "guard_of",
@@ -47,6 +53,7 @@ __all__ = [
     "pool",
     "prefork",
     "presets",
+    "serving",
     "sharing",
     "telemetry",
     "weights",
@@ -55,8 +62,10 @@ __all__ = [
 
 #: What only some services need comes in when it is asked for.
 _LATER = {
+    **{name: f"modelguard.serving:{name}" for name in ("BatchStatus", "Batched", "Breaker", "batched", "deadline")},
     "prefork": "modelguard.sharing.prefork",
     "presets": "modelguard.environment.presets",
+    "serving": "modelguard.serving",
     "sharing": "modelguard.sharing",
     "weights": "modelguard.sharing.weights",
 }
@@ -64,9 +73,9 @@ _LATER = {
 
 def __getattr__(name: str) -> typing.Any:
     if name in _LATER:
-        from importlib import import_module
+        from pkgutil import resolve_name
 
-        return import_module(_LATER[name])
+        return resolve_name(_LATER[name])
     if name == "__version__":
         from importlib.metadata import version
 

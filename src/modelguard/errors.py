@@ -13,7 +13,16 @@
     │   ├── LoadTimeout (TimeoutError)    the loader ran past load_timeout
     │   └── ModelRejected                 the loader gave None, or validate refused the model
     ├── Overloaded (RuntimeError)         not now: try again later
-    │   └── Reloading (TimeoutError)      no generation serves while the model is replaced
+    │   ├── Reloading (TimeoutError)      no generation serves while the model is replaced
+    │   ├── QueueFull                     as many requests wait as may
+    │   ├── DeadlineUnreachable           by the measured rate the answer would come too late
+    │   └── CircuitOpen                   the model has failed several times in a row
+    ├── DeadlineExceeded (TimeoutError)   it was let in, and its time ran out
+    ├── CallerGone (RuntimeError)         nobody waits for the answer any more
+    ├── ItemRefused (ValueError)          one item that cannot be put into a batch
+    │   └── ItemTooHeavy                  it alone weighs more than a batch may
+    ├── BatchFailed (RuntimeError)        a whole batch failed, through nobody's item in particular
+    │   └── WrongResults (TypeError)      the batch function did not return one result for each item
     ├── ModelTooLarge (RuntimeError)      one model alone exceeds the pool's budget
     ├── UnhashableKey (TypeError)         a pool key that cannot be hashed
     ├── EscapedResult (RuntimeError)      a result still points into memory that is about to go
@@ -37,13 +46,20 @@ from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
+    "BatchFailed",
+    "CallerGone",
     "CannotRun",
+    "CircuitOpen",
+    "DeadlineExceeded",
+    "DeadlineUnreachable",
     "EscapedResult",
     "ForkHazard",
     "ForkOrder",
     "ForkUnsafe",
     "GuardClosed",
     "InvalidOption",
+    "ItemRefused",
+    "ItemTooHeavy",
     "LoadFailed",
     "LoadTimeout",
     "ModelGuardError",
@@ -55,12 +71,14 @@ __all__ = [
     "Overloaded",
     "PolicyNeverFires",
     "PublishFailed",
+    "QueueFull",
     "Reloading",
     "UnhashableKey",
     "WeightsMismatch",
     "WeightsMissing",
     "WeightsRefused",
     "WouldDeadlock",
+    "WrongResults",
 ]
 
 
@@ -209,6 +227,130 @@ class Reloading(Overloaded, TimeoutError):
         )
         self.guard = guard
         self.waited = waited
+
+
+class QueueFull(Overloaded):
+    """As many requests wait as may. Nothing was queued; it was told at once.
+
+    Attributes:
+        function: The batched function's name.
+        queued: How many waited.
+    """
+
+    def __init__(self, function: str, *, queued: int, retry_after: float) -> None:
+        super().__init__(f"{function}(): {queued} requests wait already, which is the limit", retry_after=retry_after)
+        self.function = function
+        self.queued = queued
+
+
+class DeadlineUnreachable(Overloaded):
+    """By the measured rate the answer would come after the deadline. Nothing was queued; it was told at once.
+
+    Attributes:
+        function: The batched function's name.
+        estimate: Seconds after which the answer would have come.
+        left: Seconds that were left until the deadline.
+    """
+
+    def __init__(self, function: str, *, estimate: float, left: float, retry_after: float) -> None:
+        super().__init__(
+            f"{function}(): the answer would take {estimate:.3f} s, and the deadline is in {left:.3f} s",
+            retry_after=retry_after,
+        )
+        self.function = function
+        self.estimate = estimate
+        self.left = left
+
+
+class CircuitOpen(Overloaded):
+    """The model has failed several times in a row, and is left alone for a while.
+
+    Attributes:
+        function: The batched function's name.
+        failures: How many batches in a row have failed.
+    """
+
+    def __init__(self, function: str, *, failures: int, retry_after: float) -> None:
+        super().__init__(
+            f"{function}(): {failures} batches in a row have failed; next try in {retry_after:.1f} s",
+            retry_after=retry_after,
+        )
+        self.function = function
+        self.failures = failures
+
+
+class DeadlineExceeded(ModelGuardError, TimeoutError):
+    """The request was let in and its time ran out, in the queue or while it was computed; a web service answers 504.
+
+    Attributes:
+        function: The batched function's name.
+        waited: Seconds from its arrival.
+    """
+
+    def __init__(self, function: str, *, waited: float) -> None:
+        super().__init__(f"{function}(): no answer within the deadline; {waited:.3f} s have passed")
+        self.function = function
+        self.waited = waited
+
+
+class CallerGone(ModelGuardError, RuntimeError):
+    """The request was taken out of the queue because nobody waits for its answer, as when a client has hung up.
+
+    Attributes:
+        function: The batched function's name.
+    """
+
+    def __init__(self, function: str) -> None:
+        super().__init__(f"{function}(): the caller is gone, so the request was dropped")
+        self.function = function
+
+
+class ItemRefused(ModelGuardError, ValueError):
+    """One item that cannot be put into a batch. It was not queued, and harms no other.
+
+    Attributes:
+        function: The batched function's name.
+        why: The reason.
+    """
+
+    def __init__(self, function: str, *, why: str) -> None:
+        super().__init__(f"{function}(): {why}")
+        self.function = function
+        self.why = why
+
+
+class ItemTooHeavy(ItemRefused):
+    """One item alone weighs more than a whole batch may; a web service answers 413.
+
+    Attributes:
+        weight: What it weighs.
+        max_weight: What a batch may weigh.
+    """
+
+    def __init__(self, function: str, *, weight: float, max_weight: float) -> None:
+        super().__init__(function, why=f"the item weighs {weight:g}, and a whole batch may weigh {max_weight:g}")
+        self.weight = weight
+        self.max_weight = max_weight
+
+
+class BatchFailed(ModelGuardError, RuntimeError):
+    """A whole batch failed, and the failure could not be pinned on one item. What was raised is the ``__cause__``.
+
+    Attributes:
+        function: The batched function's name.
+        size: How many items the batch had.
+        reason: The failure in one line.
+    """
+
+    def __init__(self, function: str, reason: str, *, size: int) -> None:
+        super().__init__(f"{function}() failed on a batch of {size}: {reason}")
+        self.function = function
+        self.size = size
+        self.reason = reason
+
+
+class WrongResults(BatchFailed, TypeError):
+    """The batch function did not return one result for each item, in the order of the items."""
 
 
 class ModelTooLarge(ModelGuardError, RuntimeError):

@@ -9,7 +9,11 @@ from modelguard.telemetry.hooks import Hook, add_hook, emit, set_hooks
 
 if TYPE_CHECKING:
     from modelguard.telemetry.events import (
+        BatchErrored,
+        BatchFinished,
         CallbackErrored,
+        CircuitClosed,
+        CircuitOpened,
         Event,
         GenerationAbandoned,
         GenerationReleased,
@@ -21,11 +25,16 @@ if TYPE_CHECKING:
         PolicyFutile,
         RecycleAsked,
         ReloadDue,
+        RequestsRefused,
         SwapChosen,
     )
 
 __all__ = [
+    "BatchErrored",
+    "BatchFinished",
     "CallbackErrored",
+    "CircuitClosed",
+    "CircuitOpened",
     "Event",
     "GenerationAbandoned",
     "GenerationReleased",
@@ -38,6 +47,7 @@ __all__ = [
     "PolicyFutile",
     "RecycleAsked",
     "ReloadDue",
+    "RequestsRefused",
     "SwapChosen",
     "add_hook",
     "emit",

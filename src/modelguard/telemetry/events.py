@@ -196,3 +196,82 @@ class CallbackErrored(Event):
 
     callback: str
     error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFinished(Event):
+    """A batch was computed. Made only if somebody listens: a hook of yours, or a log at level DEBUG.
+
+    Attributes:
+        size: Its items.
+        waiting: Items that wait for the next one.
+        wait_seconds: How long the first of its items had waited.
+        run_seconds: How long it ran, with what was run again.
+        failed: Items whose answer is an error.
+        reruns: How often the function was called again to find the items at fault.
+    """
+
+    size: int
+    waiting: int
+    wait_seconds: float
+    run_seconds: float
+    failed: int
+    reruns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchErrored(Event):
+    """The batch function raised, or did not return one result for each item.
+
+    Attributes:
+        size: Items of the batch.
+        failed: Items that have an error for an answer; the rest succeeded when they were run again.
+        error: What it raised on the whole batch.
+        reruns: How often it was called again to find the items at fault.
+    """
+
+    size: int
+    failed: int
+    error: str
+    reruns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestsRefused(Event):
+    """Requests were turned away or dropped since the last event of this kind; told once a second at most.
+
+    Attributes:
+        full: Refused since the queue was full.
+        late: Refused since by the measured rate the deadline could not be met.
+        open: Refused since the circuit was open.
+        expired: Dropped at their deadline.
+        cancelled: Dropped since their caller was gone.
+        waiting: Items that wait now.
+    """
+
+    full: int
+    late: int
+    open: int
+    expired: int
+    cancelled: int
+    waiting: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CircuitOpened(Event):
+    """Several batches in a row have failed, or a probe has: requests are refused for a while.
+
+    Attributes:
+        failures: How many have failed in a row.
+        retry_after: Seconds until the next probe.
+        error: What the last one failed with.
+    """
+
+    failures: int
+    retry_after: float
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CircuitClosed(Event):
+    """The probe has succeeded: requests are let in again."""

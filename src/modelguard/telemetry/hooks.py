@@ -61,6 +61,11 @@ def emit(event: Event) -> None:
             logger.exception("modelguard hook %r failed on %s", hook, type(event).__name__)
 
 
+def listening() -> bool:
+    """Whether events that come with every batch are worth making."""
+    return _hooks is not None or logger.isEnabledFor(logging.DEBUG)
+
+
 def _current() -> tuple[Hook, ...]:
     if _hooks is not None:
         return _hooks

@@ -17,13 +17,18 @@ _WARNINGS = (
     events.GenerationAbandoned,
     events.PolicyFutile,
     events.CallbackErrored,
+    events.BatchErrored,
+    events.RequestsRefused,
+    events.CircuitOpened,
 )
 
 
 def log_event(event: events.Event) -> None:
-    """Log one event: a warning if somebody should look at it, else at level INFO."""
+    """Log one event: a warning if somebody should look at it, else at level INFO; what comes often, at level DEBUG."""
     troubled = isinstance(event, _WARNINGS) or (isinstance(event, events.GenerationReleased) and bool(event.alive))
     level = logging.WARNING if troubled else logging.INFO
+    if isinstance(event, events.BatchFinished):
+        level = logging.DEBUG
     if logger.isEnabledFor(level):
         fields = {f"modelguard_{name}": value for name, value in dataclasses.asdict(event).items()}
         logger.log(level, "%s: %s", event.guard, describe(event), extra=fields)
@@ -31,6 +36,10 @@ def log_event(event: events.Event) -> None:
 
 def describe(event: events.Event) -> str:
     """One line of plain English about an event."""
+    return _of_a_batch(event) or _of_a_guard(event)
+
+
+def _of_a_guard(event: events.Event) -> str:
     match event:
         case events.GenerationReleased(alive=True):
             held_by = "; ".join(event.holders) or "unknown"
@@ -53,3 +62,27 @@ def describe(event: events.Event) -> str:
         case _:
             own = {f.name for f in dataclasses.fields(event)} - {f.name for f in dataclasses.fields(events.Event)}
             return f"{type(event).__name__} " + ", ".join(f"{name}={getattr(event, name)!r}" for name in sorted(own))
+
+
+def _of_a_batch(event: events.Event) -> str | None:
+    match event:
+        case events.BatchErrored():
+            kept = f"{event.size - event.failed} of {event.size} items succeeded when they were run again"
+            return f"a batch failed with {event.error}; " + (kept if event.reruns else f"all {event.size} items fail")
+        case events.RequestsRefused():
+            counts = {
+                "queue full": event.full,
+                "too late": event.late,
+                "circuit open": event.open,
+                "expired": event.expired,
+                "cancelled": event.cancelled,
+            }
+            told = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+            return f"requests without a result: {told}; {event.waiting} wait"
+        case events.CircuitOpened():
+            return (
+                f"circuit open after {event.failures} failed batches, next try in {event.retry_after:.1f} s: "
+                f"{event.error}"
+            )
+        case _:
+            return None

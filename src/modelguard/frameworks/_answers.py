@@ -1,0 +1,186 @@
+"""What a web service answers when modelguard refuses: problem documents (RFC 9457) that tell nothing of the inside."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from modelguard import _units
+from modelguard.errors import (
+    CallerGone,
+    DeadlineExceeded,
+    GuardClosed,
+    InvalidOption,
+    ItemTooHeavy,
+    LoadFailed,
+    Overloaded,
+)
+from modelguard.lifecycle import forking
+from modelguard.lifecycle.guard import ModelGuard
+from modelguard.serving import registry
+
+#: What a proxy logs for a client that has gone, after nginx; nobody reads it.
+_CLIENT_GONE = 499
+_TOO_LARGE = 413  # its name in HTTPStatus changed with Python 3.13
+#: A client's header is read up to here: no timeout is longer.
+_LONGEST_NUMBER = 20
+
+_TOLD: dict[int, str] = {
+    HTTPStatus.SERVICE_UNAVAILABLE: "The service cannot take this request now. Try again later.",
+    HTTPStatus.GATEWAY_TIMEOUT: "The answer was not ready in time.",
+    _TOO_LARGE: "The request is too large.",
+    _CLIENT_GONE: "The client has closed the connection.",
+}
+
+#: The errors that have an answer, for frameworks that want a handler for each.
+ANSWERED = (Overloaded, LoadFailed, GuardClosed, DeadlineExceeded, ItemTooHeavy, CallerGone)
+
+
+class Ready(Protocol):
+    """What a readiness probe can ask: a guard, a batched function."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response.
+
+    Attributes:
+        status: The HTTP status.
+        headers: Names and values.
+        body: JSON.
+    """
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+
+    @property
+    def line(self) -> str:
+        """Status and reason, as WSGI wants them."""
+        return f"{self.status} {_title(self.status)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebOptions:
+    """What both middlewares take.
+
+    Args:
+        deadline: Bound on the batched calls of every request, from its arrival; None for none.
+        timeout_header: The header by which a client can shorten it, in seconds; None to read none.
+        livez: Where to tell that the process lives; None to leave it to the application.
+        readyz: Where to tell that the models are ready; None to leave it to the application.
+        guards: Whom ``readyz`` asks; default: all guards and batched functions of the process.
+        detail: Whether an answer tells the error's own text. For development: it names functions and figures.
+
+    Raises:
+        InvalidOption: One of them cannot be meant.
+    """
+
+    deadline: _units.Duration | None = None
+    timeout_header: str | None = "Request-Timeout"
+    livez: str | None = "/livez"
+    readyz: str | None = "/readyz"
+    guards: Iterable[Ready] | None = None
+    detail: bool = False
+
+    def __post_init__(self) -> None:
+        if self.deadline is not None:
+            _units.seconds(self.deadline, "deadline")
+        for name in ("livez", "readyz"):
+            path = getattr(self, name)
+            if path is not None and not (isinstance(path, str) and path.startswith("/")):
+                raise InvalidOption(name, path, why="it is no path", fix=f"Write {name}='/{name}', or None.")
+        header = self.timeout_header
+        if header is not None and not (
+            isinstance(header, str) and header.isascii() and header.replace("-", "").isalnum()
+        ):
+            raise InvalidOption(
+                "timeout_header", header, why="it is no name of a header", fix="Write 'Request-Timeout'."
+            )
+        if self.guards is not None:
+            guards = tuple(self.guards)
+            for one in guards:
+                if not hasattr(one, "ready") or not hasattr(one, "name"):
+                    why = f"a {type(one).__name__} cannot tell whether it is ready"
+                    raise InvalidOption("guards", one, why=why, fix="Give guards and batched functions.")
+            object.__setattr__(self, "guards", guards)
+
+    def probe(self, method: str, path: str) -> Answer | None:
+        """The answer to a probe, None if this is none."""
+        if method not in {"GET", "HEAD"} or path not in {self.livez, self.readyz}:
+            return None
+        if path == self.livez:
+            return _answer(HTTPStatus.OK, {"status": "alive"}, "application/json")
+        missing = [one.name for one in (_everything() if self.guards is None else self.guards) if not one.ready]
+        told: dict[str, Any] = {"status": "not ready" if missing else "ready"}
+        if self.detail and missing:
+            told["waiting_for"] = missing
+        return _answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, told, "application/json")
+
+    def bound(self, header: str | None) -> float | Answer | None:
+        """Seconds that a request has by the middleware and its client; or the answer to a header that is nonsense."""
+        own = None if self.deadline is None else _units.seconds(self.deadline, "deadline")
+        if header is None:
+            return own
+        try:
+            asked = float(header) if len(header) <= _LONGEST_NUMBER else math.nan
+        except ValueError:
+            asked = math.nan
+        if not 0 <= asked < math.inf:
+            why = f"The header {self.timeout_header} must be a number of seconds, such as 2.5."
+            return problem(HTTPStatus.BAD_REQUEST, why)
+        return asked if own is None else min(own, asked)
+
+    def answer(self, error: Exception, random: Callable[[], float] = random.random) -> Answer | None:
+        """The answer to an error, None if it is not one that a client should be told of.
+
+        ``Retry-After`` is whole seconds, at least one, and up to half as long again at random: those who were refused
+        together should not come back together.
+        """
+        retry: float | None = None
+        if isinstance(error, Overloaded | LoadFailed | GuardClosed):
+            status = int(HTTPStatus.SERVICE_UNAVAILABLE)
+            retry = getattr(error, "retry_after", 1.0) * (1 + random() / 2)
+        elif isinstance(error, DeadlineExceeded):
+            status = int(HTTPStatus.GATEWAY_TIMEOUT)
+        elif isinstance(error, ItemTooHeavy):
+            status = _TOO_LARGE
+        elif isinstance(error, CallerGone):
+            status = _CLIENT_GONE
+        else:
+            return None
+        headers = () if retry is None else (("retry-after", str(max(math.ceil(retry), 1))),)
+        return problem(status, str(error) if self.detail else _TOLD[status], headers)
+
+
+def problem(status: int, detail: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
+    """A problem document."""
+    told = {"type": "about:blank", "title": _title(status), "status": int(status), "detail": detail}
+    return _answer(status, told, "application/problem+json", headers)
+
+
+def _answer(status: int, told: object, kind: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
+    body = json.dumps(told).encode()
+    own = (("content-type", kind), ("content-length", str(len(body))), ("cache-control", "no-store"))
+    return Answer(int(status), (*own, *headers), body)
+
+
+def _title(status: int) -> str:
+    return "Client Closed Request" if status == _CLIENT_GONE else HTTPStatus(status).phrase
+
+
+def _everything() -> tuple[Ready, ...]:
+    return (*(one for one in forking.alive() if isinstance(one, ModelGuard)), *registry.alive())

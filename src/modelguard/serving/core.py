@@ -1,0 +1,373 @@
+"""What to admit, to batch, to expire and to refuse. A plain state machine: no thread, no event loop, no clock.
+
+Every method takes the time as an argument and is called under the batcher's lock. What the core answers by itself
+(expired, refused after all, closed) goes to ``outbox``, from where the batcher hands it over outside of the lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from modelguard.errors import CircuitOpen, DeadlineExceeded, DeadlineUnreachable, GuardClosed, QueueFull
+from modelguard.serving.entries import DONE, RUNNING, Entry, Failure, gone
+from modelguard.serving.estimate import Estimator
+
+if TYPE_CHECKING:
+    from modelguard.serving.breaker import Circuit
+
+#: ``"good"``: an item succeeded; ``"bad"``: the model is to blame; ``"neither"``: nobody can tell.
+Verdict = Literal["good", "bad", "neither"]
+
+#: Seconds to retry after while nothing has been measured.
+_UNKNOWN = 1.0
+#: So many dead entries may lie in queues and heap before these are swept.
+_DEAD = 64
+#: Batches that the quantiles are taken of.
+_REMEMBERED = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What bounds a batch and a queue; see :func:`~modelguard.serving.making.batched`."""
+
+    name: str
+    max_size: int
+    max_queue: int
+    max_wait: float = 0.0
+    max_weight: float = math.inf
+    workers: int = 1
+    sort: bool = False
+
+    def share(self, count: int, weight: float) -> float:
+        """How many full batches they make."""
+        return max(count / self.max_size, weight / self.max_weight)
+
+
+class Batch:
+    """Entries that are computed together.
+
+    Attributes:
+        extras: Keyword arguments that they share.
+        entries: In the order in which they are computed.
+        share: How full it is, where 1 is full.
+        started: When it was taken.
+        oldest: When the first of them had arrived.
+    """
+
+    __slots__ = ("entries", "extras", "oldest", "share", "started")
+
+    def __init__(self, entries: list[Entry], share: float, started: float) -> None:
+        self.extras: dict[str, Any] = {name: value for name, _, value in entries[0].group or ()}
+        self.entries = entries
+        self.oldest = entries[0].arrived
+        self.share = share
+        self.started = started
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has happened, in items; ``batches``, ``failed_batches`` and ``bisected`` are in batches."""
+
+    answered: int = 0
+    failed: int = 0
+    refused_full: int = 0
+    refused_late: int = 0
+    refused_open: int = 0
+    expired: int = 0
+    cancelled: int = 0
+    batches: int = 0
+    failed_batches: int = 0
+    bisected: int = 0
+
+
+class Core:
+    """The state of one batcher.
+
+    Attributes:
+        waiting: Entries that wait, without those that expired or were called off.
+        running: Batches under way.
+        outbox: What is to be answered, and how.
+        closed: Nothing more is admitted.
+        recent: Size, longest wait and run time of the last batches.
+    """
+
+    def __init__(self, limits: Limits, circuit: Circuit | None = None) -> None:
+        self._limits = limits
+        self._max_queue = limits.max_queue
+        self.circuit = circuit
+        self.estimator = Estimator()
+        self.waiting = 0
+        self.running: list[Batch] = []
+        self.outbox: list[tuple[Entry, Failure]] = []
+        self.closed = False
+        self.tally = Tally()
+        self.recent: deque[tuple[int, float, float]] = deque(maxlen=_REMEMBERED)
+        self._weight: float = 0
+        self._queues: dict[Hashable, deque[Entry]] = {}
+        self._deadlines: list[tuple[float, int, Entry]] = []
+        self._number = 0
+        self._dead = 0
+        self._probe: Entry | None = None
+
+    # In
+
+    def admit(self, entry: Entry, now: float) -> None:
+        """Queue an entry whose deadline, weight and group are set.
+
+        Raises:
+            GuardClosed, CircuitOpen, QueueFull, DeadlineUnreachable, DeadlineExceeded: It was not queued.
+        """
+        if self._deadlines and self._deadlines[0][0] <= now:
+            self.expire(now)
+        if self.closed:
+            raise GuardClosed(self._limits.name)
+        if self.circuit is not None and (pause := self.circuit.refuses(now)) is not None:
+            self.tally.refused_open += 1
+            raise CircuitOpen(self._limits.name, failures=self.circuit.failures, retry_after=pause)
+        if self.waiting >= self._max_queue:
+            self.tally.refused_full += 1
+            raise QueueFull(self._limits.name, queued=self.waiting, retry_after=self._until_drained(now))
+        if entry.deadline != math.inf:
+            self._bound(entry, now)
+        entry.arrived = now
+        queue = self._queues.get(entry.group)
+        if queue is None:
+            queue = self._queues[entry.group] = deque()
+        queue.append(entry)
+        self.waiting += 1
+        self._weight += entry.weight
+        if self.circuit is not None and self.circuit.passed():
+            self._probe = entry
+
+    def _bound(self, entry: Entry, now: float) -> None:
+        left = entry.deadline - now
+        if left <= 0:
+            self.tally.expired += 1
+            raise DeadlineExceeded(self._limits.name, waited=0.0)
+        if self.waiting:  # who would be the next is let in whatever was measured: its run is the measurement of today
+            estimate = self._until_answered(entry.weight, now)
+            if estimate is not None and estimate > left:
+                self.tally.refused_late += 1
+                raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
+        self._number += 1
+        heapq.heappush(self._deadlines, (entry.deadline, self._number, entry))
+
+    def _until_answered(self, weight: float, now: float) -> float | None:
+        """Seconds until one more entry would have its answer, None without evidence at the sizes that it takes."""
+        share = self._limits.share(self.waiting + 1, self._weight + weight)
+        ahead = math.ceil(share) - 1
+        # Behind a full batch it will stand in a full one: more arrive meanwhile.
+        own = self.estimator.seconds(1.0 if ahead else share, now)
+        if own is None:
+            return None
+        busy = 0.0
+        if len(self.running) >= self._limits.workers:
+            busy = math.fsum(self._left(batch, now) for batch in self.running)
+        return (busy + ahead * own) / self._limits.workers + own
+
+    def _left(self, batch: Batch, now: float) -> float:
+        return max(batch.started + (self.estimator.seconds(batch.share, now) or 0.0) - now, 0.0)
+
+    def _until_drained(self, now: float) -> float:
+        rate = self.estimator.rate(now)
+        return _UNKNOWN if rate is None else self.waiting / (rate * self._limits.workers)
+
+    # Out
+
+    def take(self, now: float) -> Batch | float | None:
+        """The next batch for a free worker; or seconds after which to ask again; or None until more is admitted."""
+        self.expire(now)
+        found: deque[Entry] | None = None
+        first = math.inf
+        for group, queue in list(self._queues.items()):
+            while queue and queue[0].place:
+                queue.popleft()
+                self._dead -= 1
+            if not queue:
+                if group is not None:
+                    del self._queues[group]
+                continue
+            due = self._due(queue, now) if self._limits.max_wait else queue[0].arrived
+            if due < first:
+                found, first = queue, due
+        if found is None:
+            return None
+        return first - now if first > now else self._form(found, now)
+
+    def _due(self, queue: deque[Entry], now: float) -> float:
+        """When a batch of this queue has to go: full at once, else ``max_wait`` after the oldest arrived."""
+        alive = [entry for entry in queue if not entry.place]
+        share = self._limits.share(len(alive), sum(entry.weight for entry in alive))
+        oldest = alive[0].arrived
+        if share >= 1:
+            return oldest
+        due = oldest + self._limits.max_wait
+        nearest = min(entry.deadline for entry in alive)
+        takes = self.estimator.seconds(share, now)
+        if takes is None:  # nobody knows how early it has to begin
+            return oldest if nearest <= due else due
+        return min(due, nearest - takes)
+
+    def _form(self, queue: deque[Entry], now: float) -> Batch:
+        limits = self._limits
+        spare, takes = 0, None
+        if self._deadlines:
+            spare = sum(not entry.place for entry in queue) - limits.max_size
+            takes = self.estimator.seconds(1.0, now)
+        entries: list[Entry] = []
+        weight = 0.0
+        while queue and len(entries) < limits.max_size:
+            entry = queue[0]
+            if entry.place:
+                queue.popleft()
+                self._dead -= 1
+                continue
+            if spare > 0 and takes is not None and now + takes > entry.deadline:
+                # Too late whatever is done, and others can use its place. Only if they fill it: else nothing might
+                # run, and nothing be measured, after one estimate that was too long.
+                spare -= 1
+                self._drop(entry, Failure(self._overdue(entry, now)))
+                self.tally.expired += 1
+                continue
+            if entries and weight + entry.weight > limits.max_weight:
+                break
+            queue.popleft()
+            entry.place = RUNNING
+            entries.append(entry)
+            weight += entry.weight
+        self.waiting -= len(entries)
+        self._weight -= weight
+        batch = Batch(entries, limits.share(len(entries), weight), now)
+        if limits.sort:
+            entries.sort(key=lambda entry: entry.weight, reverse=True)
+        self.running.append(batch)
+        return batch
+
+    def finish(self, batch: Batch, outcomes: list[Any]) -> tuple[list[Entry], list[Any]]:
+        """A batch has ended, with one outcome for each of its entries.
+
+        Returns:
+            Those that still wait for an answer, and their outcomes.
+        """
+        self.running.remove(batch)
+        entries = batch.entries
+        if any([entry.place == DONE for entry in entries]):  # noqa: C419 - twice as fast, and once an item
+            pairs = [(entry, outcome) for entry, outcome in zip(entries, outcomes, strict=True) if entry.place != DONE]
+            entries, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        failed = 0
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            entry.place = DONE
+            failed += type(outcome) is Failure
+        self.tally.batches += 1
+        self.tally.failed += failed
+        self.tally.answered += len(entries) - failed
+        if len(self._deadlines) > _DEAD + 4 * (self.waiting + sum(len(other.entries) for other in self.running)):
+            self._sweep()
+        return entries, outcomes
+
+    def judge(self, batch: Batch, verdict: Verdict, now: float) -> Literal["opened", "closed"] | None:
+        """Tell the breaker how a batch went, and whether that opens or closes the circuit."""
+        self.tally.failed_batches += verdict == "bad"
+        if self.circuit is None:
+            return None
+        probe = self._probe is not None and self._probe in batch.entries
+        if probe:
+            self._probe = None
+        if verdict == "good":
+            return "closed" if self.circuit.succeeded(probe=probe) else None
+        if verdict == "neither":
+            if probe:
+                self.circuit.unproven()
+            return None
+        if not self.circuit.failed(now, probe=probe):
+            return None
+        pause = self.circuit.refuses(now) or 0.0
+        for entry in self._alive():
+            self.tally.refused_open += 1
+            self._drop(
+                entry, Failure(CircuitOpen(self._limits.name, failures=self.circuit.failures, retry_after=pause))
+            )
+        return "opened"
+
+    def record(self, batch: Batch, seconds: float, now: float) -> None:
+        """The function has run once over all of a batch, for so many seconds."""
+        self.estimator.record(min(batch.share, 1.0), len(batch.entries), seconds, now)
+        self.recent.append((len(batch.entries), batch.started - batch.oldest, seconds))
+
+    # Out of turn
+
+    def expire(self, now: float) -> None:
+        """Answer those whose deadline has come, whether they wait or are being computed."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            entry = heapq.heappop(self._deadlines)[2]
+            if entry.place != DONE:
+                self.tally.expired += 1
+                self._drop(entry, Failure(self._overdue(entry, now)))
+
+    def next_deadline(self) -> float:
+        """When :meth:`expire` has something to do; infinity for never."""
+        while self._deadlines and self._deadlines[0][2].place == DONE:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def cancel(self, entry: Entry, *, told: bool = False) -> bool:
+        """Nobody wants its answer any more; false if it has been given already.
+
+        Args:
+            entry: Which one.
+            told: Whether somebody waits all the same, and is to get ``CallerGone``.
+        """
+        if entry.place == DONE:
+            return False
+        self.tally.cancelled += 1
+        self._drop(entry, gone(self._limits.name) if told else None)
+        return True
+
+    def close(self) -> None:
+        """Admit nothing more. What waits is computed."""
+        self.closed = True
+
+    def give_up(self) -> None:
+        """Refuse what waits."""
+        for entry in self._alive():
+            self._drop(entry, Failure(GuardClosed(self._limits.name)))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        return not self.waiting and not self.running
+
+    def _overdue(self, entry: Entry, now: float) -> DeadlineExceeded:
+        return DeadlineExceeded(self._limits.name, waited=now - entry.arrived)
+
+    def _alive(self) -> list[Entry]:
+        return [entry for queue in self._queues.values() for entry in queue if not entry.place]
+
+    def _drop(self, entry: Entry, failure: Failure | None) -> None:
+        if entry.place != RUNNING:  # it lies dead in its queue until somebody comes by
+            self.waiting -= 1
+            self._weight -= entry.weight
+            self._dead += 1
+            entry.item = None
+            if entry is self._probe and self.circuit is not None:
+                self._probe = None
+                self.circuit.unproven()
+        entry.place = DONE
+        if failure is not None:
+            self.outbox.append((entry, failure))
+        if self._dead > _DEAD and self._dead > self.waiting:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        for queue in self._queues.values():
+            alive = [entry for entry in queue if not entry.place]
+            queue.clear()
+            queue.extend(alive)
+        self._deadlines = [due for due in self._deadlines if due[2].place != DONE]
+        heapq.heapify(self._deadlines)
+        self._dead = 0

@@ -1,0 +1,171 @@
+"""One item on its way through a batcher, and how its caller gets the answer: one kind for each door."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from modelguard.errors import CallerGone
+from modelguard.telemetry.hooks import logger
+
+__all__ = ["Entry", "Failure", "FutureEntry", "LoopEntry", "Submitted", "ThreadEntry", "answer"]
+
+#: Where an entry is. DONE: it has its answer, or needs none any more.
+WAITING, RUNNING, DONE = range(3)
+
+
+class Failure:
+    """An answer that is an error."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Entry:
+    """One item.
+
+    Attributes:
+        item: What the caller gave.
+        arrived: Seconds on the batcher's clock.
+        deadline: Seconds on the same clock; infinity for none.
+        weight: What it counts for against ``max_weight``; 1 if nothing is weighed.
+        group: Entries of one group may share a batch: their keyword arguments as ``(name, type, value)``, None if
+            there are none.
+        place: ``WAITING``, ``RUNNING`` or ``DONE``; changed by the core alone.
+        loop: The event loop on which its caller waits, None if it is a thread.
+    """
+
+    __slots__ = ("arrived", "deadline", "group", "item", "loop", "place", "weight")
+
+    def __init__(self, item: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.item = item
+        self.loop = loop
+        self.arrived = 0.0
+        self.deadline = math.inf
+        self.weight: float = 1
+        self.group: Any = None
+        self.place = WAITING
+
+    def answer(self, outcome: Any) -> None:
+        """Hand the outcome over, a result or a :class:`Failure`. Called once, outside of every lock."""
+        raise NotImplementedError
+
+
+class ThreadEntry(Entry):
+    """A thread waits for it."""
+
+    __slots__ = ("_arrival", "_outcome")
+
+    def __init__(self, item: Any) -> None:
+        super().__init__(item)
+        self._arrival = threading.Lock()
+        self._arrival.acquire()
+
+    def answer(self, outcome: Any) -> None:
+        """Wake the thread."""
+        self._outcome = outcome
+        self._arrival.release()
+
+    def wait(self) -> Any:
+        """Block until the answer is there.
+
+        Raises:
+            BaseException: What the item failed with.
+        """
+        self._arrival.acquire()
+        outcome = self._outcome
+        if type(outcome) is Failure:
+            raise outcome.error
+        return outcome
+
+
+class LoopEntry(Entry):
+    """A coroutine waits for it, on whichever loop."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, item: Any, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(item, loop)
+        self.future: asyncio.Future[Any] = loop.create_future()
+
+
+class Submitted(Future[Any]):
+    """A future whose ``cancel`` takes the item out of its batcher, too."""
+
+    call_off: Callable[[], object] | None = None
+
+    def cancel(self) -> bool:
+        """Drop the item if it waits, and its result if it is being computed; false if there is an answer already."""
+        cancelled = super().cancel()
+        if cancelled and self.call_off is not None:
+            self.call_off()
+        return cancelled
+
+
+class FutureEntry(Entry):
+    """A future was given for it."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, item: Any) -> None:
+        super().__init__(item)
+        self.future = Submitted()
+
+    def answer(self, outcome: Any) -> None:
+        """Complete the future, unless it was cancelled."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if type(outcome) is Failure:
+            self.future.set_exception(outcome.error)
+        else:
+            self.future.set_result(outcome)
+
+
+def answer(entries: list[Entry], outcomes: list[Any]) -> None:
+    """Hand each entry its outcome; those of one event loop in one wake-up. Never raises."""
+    loops: dict[Any, tuple[list[Entry], list[Any]]] = {}
+    homes = {entry.loop for entry in entries}
+    if len(homes) == 1 and (loop := homes.pop()) is not None:
+        _wake(loop, entries, outcomes)
+        return
+    for entry, outcome in zip(entries, outcomes, strict=True):
+        if entry.loop is None:
+            try:
+                entry.answer(outcome)
+            except BaseException:  # noqa: BLE001 - callbacks of futures; whatever they raise, the others get their answers
+                logger.exception("modelguard: a callback of a submitted call failed")
+        else:
+            theirs, answers = loops.setdefault(entry.loop, ([], []))
+            theirs.append(entry)
+            answers.append(outcome)
+    for loop, (theirs, answers) in loops.items():
+        _wake(loop, theirs, answers)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, entries: list[Any], outcomes: Iterable[Any]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits there any more
+        loop.call_soon_threadsafe(_settle, entries, outcomes)
+
+
+def _settle(entries: list[LoopEntry], outcomes: Iterable[Any]) -> None:
+    """On the loop."""
+    for entry, outcome in zip(entries, outcomes, strict=True):
+        future = entry.future
+        if future.done():  # cancelled meanwhile
+            continue
+        if type(outcome) is Failure:
+            future.set_exception(outcome.error)
+        else:
+            future.set_result(outcome)
+
+
+def gone(function: str) -> Failure:
+    """The answer for one whose client has hung up."""
+    return Failure(CallerGone(function))
