@@ -93,7 +93,6 @@ class Batcher:
         self._core = Core(self._limits, None if self._breaker is None else Circuit(self._breaker))
         self._idle: list[Bell] = []
         self._threads = 0
-        self._inside: set[int] = set()
         self._alarm = math.inf  # the time for which the timekeeper has been woken
         self._timekeeper: Bell | None = None
         self._drained = threading.Event()
@@ -108,36 +107,32 @@ class Batcher:
             WouldDeadlock: Called by the batch function itself.
             Overloaded, DeadlineExceeded, GuardClosed: It was not queued.
         """
-        if self._inside and threading.get_ident() in self._inside:
+        scope = current.get()
+        if scope is not None or timeout is not None or self._deadline != math.inf:
+            entry.deadline = self._until(timeout, scope)
+        with self._lock:
+            self._core.admit(entry, self._clock())
+            bell = self._idle.pop() if self._idle else None
+            if bell is None and self._threads < self._limits.workers:
+                self._start(entry)
+            if entry.deadline < self._alarm:
+                self._set_alarm(entry.deadline)
+        if bell is not None:
+            bell.ring()
+        if scope is not None and scope.hangup is not None:
+            scope.hangup.add(_Call(self, entry))
+
+    def _until(self, timeout: float | None, scope: Scope | None) -> float:
+        until = self._clock() + min(self._deadline, math.inf if timeout is None else timeout)
+        if scope is None:
+            return until
+        if scope.inside is self:
             raise WouldDeadlock(
                 self.name,
                 why="its batch function calls it, and would wait for the thread that it occupies",
                 fix="Call the function that computes a batch instead.",
             )
-        now = self._clock()
-        scope = current.get()
-        if scope is not None or timeout is not None or self._deadline != math.inf:
-            entry.deadline = self._until(now, timeout, scope)
-        core = self._core
-        try:
-            with self._lock:
-                core.admit(entry, now)
-                bell = self._idle.pop() if self._idle else None
-                if bell is None and self._threads < self._limits.workers:
-                    self._start(entry)
-                if entry.deadline < self._alarm:
-                    self._set_alarm(entry.deadline)
-            if bell is not None:
-                bell.ring()
-        finally:
-            if core.outbox:
-                self._flush()
-        if scope is not None and scope.hangup is not None:
-            scope.hangup.add(_Call(self, entry))
-
-    def _until(self, now: float, timeout: float | None, scope: Scope | None) -> float:
-        until = now + min(self._deadline, math.inf if timeout is None else timeout)
-        return until if scope is None else min(until, scope.deadline)
+        return min(until, scope.deadline)
 
     def cancel(self, entry: Entry, *, told: bool = False) -> None:
         """Nobody waits for the answer any more; or somebody who is to be told so."""
@@ -159,9 +154,9 @@ class Batcher:
 
     def _serve(self) -> None:
         """A worker: whatever waits when it is free is its next batch."""
-        bell, me = Bell(), threading.get_ident()
+        bell = Bell()
         core = self._core  # a forked child has another one, and none of these threads
-        self._inside.add(me)
+        current.set(Scope(inside=self))
         while True:
             with self._lock:
                 found = core.take(self._clock())
@@ -179,7 +174,6 @@ class Batcher:
                 if core.waiting or (rang and not core.closed) or found is not None:
                     continue
                 self._threads -= 1
-                self._inside.discard(me)
                 return
 
     def _compute(self, batch: Batch) -> None:
@@ -251,7 +245,8 @@ class Batcher:
             WouldDeadlock: Called by the batch function.
         """
         patience = _units.seconds(timeout, "timeout", zero=True)
-        if threading.get_ident() in self._inside:
+        scope = current.get()
+        if scope is not None and scope.inside is self:
             raise WouldDeadlock(
                 self.name, why="its batch function closes it, and would wait for itself", fix="Close it outside."
             )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from modelguard.errors import CircuitOpen, DeadlineExceeded, DeadlineUnreachable, GuardClosed, QueueFull
-from modelguard.serving.entries import DONE, RUNNING, Entry, Failure, gone
+from modelguard.serving.entries import DONE, RUNNING, WAITING, Entry, Failure, gone
 from modelguard.serving.estimate import Estimator
 
 if TYPE_CHECKING:
@@ -108,10 +108,13 @@ class Core:
         self.tally = Tally()
         self.recent: deque[tuple[int, float, float]] = deque(maxlen=_REMEMBERED)
         self._weight: float = 0
-        self._queues: dict[Hashable, deque[Entry]] = {}
+        self._plain: deque[Entry] = deque()
+        self._queues: dict[Hashable, deque[Entry]] = {None: self._plain}
+        self._gated = circuit is not None  # whether there is more to ask at the door than for room
         self._deadlines: list[tuple[float, int, Entry]] = []
         self._number = 0
-        self._dead = 0
+        self._dead = 0  # entries in the queues that need no answer any more
+        self._abandoned = 0  # the same in running batches
         self._probe: Entry | None = None
 
     # In
@@ -124,6 +127,23 @@ class Core:
         """
         if self._deadlines and self._deadlines[0][0] <= now:
             self.expire(now)
+        if self.waiting >= self._max_queue or self._gated:
+            self._refuse(now)
+        if entry.deadline != math.inf:
+            self._bound(entry, now)
+        entry.arrived = now
+        if entry.group is None:
+            self._plain.append(entry)
+        else:
+            self._queues.setdefault(entry.group, deque()).append(entry)
+        self.waiting += 1
+        if self._limits.sort:
+            self._weight += entry.weight
+        if self._gated and self.circuit is not None and self.circuit.passed():
+            self._probe = entry
+
+    def _refuse(self, now: float) -> None:
+        """Raise if nothing is let in."""
         if self.closed:
             raise GuardClosed(self._limits.name)
         if self.circuit is not None and (pause := self.circuit.refuses(now)) is not None:
@@ -132,17 +152,6 @@ class Core:
         if self.waiting >= self._max_queue:
             self.tally.refused_full += 1
             raise QueueFull(self._limits.name, queued=self.waiting, retry_after=self._until_drained(now))
-        if entry.deadline != math.inf:
-            self._bound(entry, now)
-        entry.arrived = now
-        queue = self._queues.get(entry.group)
-        if queue is None:
-            queue = self._queues[entry.group] = deque()
-        queue.append(entry)
-        self.waiting += 1
-        self._weight += entry.weight
-        if self.circuit is not None and self.circuit.passed():
-            self._probe = entry
 
     def _bound(self, entry: Entry, now: float) -> None:
         left = entry.deadline - now
@@ -215,38 +224,45 @@ class Core:
 
     def _form(self, queue: deque[Entry], now: float) -> Batch:
         limits = self._limits
-        spare, takes = 0, None
-        if self._deadlines:
-            spare = sum(not entry.place for entry in queue) - limits.max_size
-            takes = self.estimator.seconds(1.0, now)
-        entries: list[Entry] = []
-        weight = 0.0
-        while queue and len(entries) < limits.max_size:
-            entry = queue[0]
-            if entry.place:
-                queue.popleft()
-                self._dead -= 1
-                continue
-            if spare > 0 and takes is not None and now + takes > entry.deadline:
-                # Too late whatever is done, and others can use its place. Only if they fill it: else nothing might
-                # run, and nothing be measured, after one estimate that was too long.
-                spare -= 1
-                self._drop(entry, Failure(self._overdue(entry, now)))
-                self.tally.expired += 1
-                continue
-            if entries and weight + entry.weight > limits.max_weight:
-                break
-            queue.popleft()
+        if self._dead or self._deadlines or limits.max_weight != math.inf:
+            entries = self._choose(queue, now)
+        else:  # the common case: whatever comes first
+            entries = [queue.popleft() for _ in range(min(len(queue), limits.max_size))]
+        for entry in entries:
             entry.place = RUNNING
-            entries.append(entry)
-            weight += entry.weight
+        weight = sum([entry.weight for entry in entries]) if limits.sort else len(entries)
         self.waiting -= len(entries)
-        self._weight -= weight
+        self._weight -= weight if limits.sort else 0
         batch = Batch(entries, limits.share(len(entries), weight), now)
         if limits.sort:
             entries.sort(key=lambda entry: entry.weight, reverse=True)
         self.running.append(batch)
         return batch
+
+    def _choose(self, queue: deque[Entry], now: float) -> list[Entry]:
+        """The next entries that are alive, may still be in time, and weigh no more than a batch may."""
+        limits = self._limits
+        spare = sum(not entry.place for entry in queue) - limits.max_size if self._deadlines else 0
+        takes = self.estimator.seconds(1.0, now) if spare > 0 else None
+        entries: list[Entry] = []
+        weight = 0.0
+        while queue and len(entries) < limits.max_size:
+            entry = queue[0]
+            if entry.place:
+                self._dead -= 1
+            elif spare > 0 and takes is not None and now + takes > entry.deadline:
+                # Too late whatever is done, and others can use its place. Only if they fill it: else nothing might
+                # run, and nothing be measured, after one estimate that was too long.
+                spare -= 1
+                self.tally.expired += 1
+                self._leave(entry, Failure(self._overdue(entry, now)))
+            elif entries and weight + entry.weight > limits.max_weight:
+                break
+            else:
+                entries.append(entry)
+                weight += entry.weight
+            queue.popleft()
+        return entries
 
     def finish(self, batch: Batch, outcomes: list[Any]) -> tuple[list[Entry], list[Any]]:
         """A batch has ended, with one outcome for each of its entries.
@@ -256,13 +272,13 @@ class Core:
         """
         self.running.remove(batch)
         entries = batch.entries
-        if any([entry.place == DONE for entry in entries]):  # noqa: C419 - twice as fast, and once an item
+        if self._abandoned:
             pairs = [(entry, outcome) for entry, outcome in zip(entries, outcomes, strict=True) if entry.place != DONE]
+            self._abandoned -= len(entries) - len(pairs)
             entries, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        failed = 0
-        for entry, outcome in zip(entries, outcomes, strict=True):
+        for entry in entries:
             entry.place = DONE
-            failed += type(outcome) is Failure
+        failed = sum([type(outcome) is Failure for outcome in outcomes]) if Failure in {*map(type, outcomes)} else 0
         self.tally.batches += 1
         self.tally.failed += failed
         self.tally.answered += len(entries) - failed
@@ -330,7 +346,7 @@ class Core:
 
     def close(self) -> None:
         """Admit nothing more. What waits is computed."""
-        self.closed = True
+        self.closed = self._gated = True
 
     def give_up(self) -> None:
         """Refuse what waits."""
@@ -349,19 +365,29 @@ class Core:
         return [entry for queue in self._queues.values() for entry in queue if not entry.place]
 
     def _drop(self, entry: Entry, failure: Failure | None) -> None:
-        if entry.place != RUNNING:  # it lies dead in its queue until somebody comes by
-            self.waiting -= 1
-            self._weight -= entry.weight
+        """Answer an entry out of turn. If it waits, it lies dead in its queue until somebody comes by."""
+        if entry.place == WAITING:
             self._dead += 1
-            entry.item = None
-            if entry is self._probe and self.circuit is not None:
-                self._probe = None
-                self.circuit.unproven()
+            self._leave(entry, failure)
+        else:
+            self._abandoned += 1
+            self._settle(entry, failure)
+        if self._dead > _DEAD and self._dead > self.waiting:
+            self._sweep()
+
+    def _leave(self, entry: Entry, failure: Failure | None) -> None:
+        self.waiting -= 1
+        self._weight -= entry.weight if self._limits.sort else 0
+        entry.item = None
+        if entry is self._probe and self.circuit is not None:
+            self._probe = None
+            self.circuit.unproven()
+        self._settle(entry, failure)
+
+    def _settle(self, entry: Entry, failure: Failure | None) -> None:
         entry.place = DONE
         if failure is not None:
             self.outbox.append((entry, failure))
-        if self._dead > _DEAD and self._dead > self.waiting:
-            self._sweep()
 
     def _sweep(self) -> None:
         for queue in self._queues.values():

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -227,7 +227,7 @@ class Batched(Generic[X, Y]):
             entry.weight = self._weigh(self._settings.weight, entry.item)
         self._batcher.put(entry, None if timeout is None else _units.seconds(timeout, "timeout", zero=True))
 
-    def _group(self, extras: dict[str, Any]) -> Hashable:
+    def _group(self, extras: dict[str, Any]) -> tuple[tuple[str, type, Any], ...] | None:
         names = tuple(sorted(extras))
         if names not in self._fits:
             why = self._misfit(extras) if extras else self._unfit
@@ -240,7 +240,7 @@ class Batched(Generic[X, Y]):
         except TypeError as error:
             why = f"its keyword arguments decide which items may share a batch, and {error}"
             raise ItemRefused(self.name, why=why) from None
-        return group
+        return group or None
 
     def _misfit(self, extras: dict[str, Any]) -> str | None:
         try:

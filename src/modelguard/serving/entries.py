@@ -31,6 +31,8 @@ class Failure:
 class Entry:
     """One item.
 
+    What most entries have in common are attributes of the class: an entry is made for every call.
+
     Attributes:
         item: What the caller gave.
         arrived: Seconds on the batcher's clock.
@@ -42,16 +44,15 @@ class Entry:
         loop: The event loop on which its caller waits, None if it is a thread.
     """
 
-    __slots__ = ("arrived", "deadline", "group", "item", "loop", "place", "weight")
+    arrived = 0.0
+    deadline = math.inf
+    weight: float = 1
+    group: tuple[tuple[str, type, Any], ...] | None = None
+    place = WAITING
+    loop: asyncio.AbstractEventLoop | None = None
 
-    def __init__(self, item: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(self, item: Any) -> None:
         self.item = item
-        self.loop = loop
-        self.arrived = 0.0
-        self.deadline = math.inf
-        self.weight: float = 1
-        self.group: Any = None
-        self.place = WAITING
 
     def answer(self, outcome: Any) -> None:
         """Hand the outcome over, a result or a :class:`Failure`. Called once, outside of every lock."""
@@ -61,10 +62,10 @@ class Entry:
 class ThreadEntry(Entry):
     """A thread waits for it."""
 
-    __slots__ = ("_arrival", "_outcome")
+    _outcome: Any
 
     def __init__(self, item: Any) -> None:
-        super().__init__(item)
+        self.item = item
         self._arrival = threading.Lock()
         self._arrival.acquire()
 
@@ -82,17 +83,19 @@ class ThreadEntry(Entry):
         self._arrival.acquire()
         outcome = self._outcome
         if type(outcome) is Failure:
-            raise outcome.error
+            try:
+                raise outcome.error
+            finally:
+                del self, outcome  # the error's traceback refers to this frame
         return outcome
 
 
 class LoopEntry(Entry):
     """A coroutine waits for it, on whichever loop."""
 
-    __slots__ = ("future",)
-
     def __init__(self, item: Any, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(item, loop)
+        self.item = item
+        self.loop: asyncio.AbstractEventLoop = loop
         self.future: asyncio.Future[Any] = loop.create_future()
 
 
@@ -112,10 +115,8 @@ class Submitted(Future[Any]):
 class FutureEntry(Entry):
     """A future was given for it."""
 
-    __slots__ = ("future",)
-
     def __init__(self, item: Any) -> None:
-        super().__init__(item)
+        self.item = item
         self.future = Submitted()
 
     def answer(self, outcome: Any) -> None:
@@ -157,13 +158,13 @@ def _wake(loop: asyncio.AbstractEventLoop, entries: list[Any], outcomes: Iterabl
 def _settle(entries: list[LoopEntry], outcomes: Iterable[Any]) -> None:
     """On the loop."""
     for entry, outcome in zip(entries, outcomes, strict=True):
-        future = entry.future
-        if future.done():  # cancelled meanwhile
-            continue
-        if type(outcome) is Failure:
-            future.set_exception(outcome.error)
-        else:
-            future.set_result(outcome)
+        try:
+            if type(outcome) is Failure:
+                entry.future.set_exception(outcome.error)
+            else:
+                entry.future.set_result(outcome)
+        except asyncio.InvalidStateError:  # noqa: PERF203 - free where nothing is raised; cancelled meanwhile
+            pass
 
 
 def gone(function: str) -> Failure:

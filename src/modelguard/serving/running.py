@@ -97,7 +97,7 @@ def compute(function: Function, entries: list[Entry], extras: dict[str, Any]) ->
             return _Bisection(function, entries, items, extras).run_all(error)
         failures = [Failure(_for_one(error, function.name, len(entries))) for _ in entries]
         return Computed(failures, _verdict([error], function.ignore), error)
-    if any([isinstance(result, BaseException) for result in results]):  # noqa: C419 - twice as fast, and once an item
+    if any(issubclass(kind, BaseException) for kind in {*map(type, results)}):
         good = not all(isinstance(result, BaseException) for result in results)
         return Computed(_with_failures(results, function.name), "good" if good else "neither")
     return Computed(results)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from modelguard import _units
@@ -74,10 +74,12 @@ class Scope:
     Attributes:
         deadline: Seconds on the monotonic clock by which they must have their answers; infinity for no bound.
         hangup: Who can call them off.
+        inside: The batcher whose batch function runs in this context.
     """
 
     deadline: float = math.inf
     hangup: Hangup | None = None
+    inside: object = None
 
 
 _OPEN = Scope()
@@ -102,7 +104,7 @@ def deadline(timeout: _units.Duration) -> Iterator[None]:
     """
     outer = current.get() or _OPEN
     until = min(outer.deadline, clock() + _units.seconds(timeout, "timeout", zero=True))
-    token = current.set(Scope(until, outer.hangup))
+    token = current.set(replace(outer, deadline=until))
     try:
         yield
     finally:
@@ -112,7 +114,7 @@ def deadline(timeout: _units.Duration) -> Iterator[None]:
 @contextmanager
 def hangup(wire: Hangup) -> Iterator[None]:
     """Have ``wire`` call off the batched calls inside the block."""
-    token = current.set(Scope((current.get() or _OPEN).deadline, wire))
+    token = current.set(replace(current.get() or _OPEN, hangup=wire))
     try:
         yield
     finally:
