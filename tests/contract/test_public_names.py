@@ -16,6 +16,9 @@ DISTRIBUTION = "modelguard-lifecycle"
 
 PUBLIC = [
     "Backoff",
+    "BatchStatus",
+    "Batched",
+    "Breaker",
     "Errors",
     "MemoryGrowth",
     "MemoryLimit",
@@ -27,6 +30,8 @@ PUBLIC = [
     "TTL",
     "Uses",
     "allocator",
+    "batched",
+    "deadline",
     "errors",
     "guard",
     "guard_of",
@@ -34,6 +39,7 @@ PUBLIC = [
     "pool",
     "prefork",
     "presets",
+    "serving",
     "sharing",
     "telemetry",
     "weights",

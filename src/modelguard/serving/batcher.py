@@ -160,21 +160,30 @@ class Batcher:
         while True:
             with self._lock:
                 found = core.take(self._clock())
-                if not isinstance(found, Batch):
+                leaves = found is None and core.closed
+                if leaves:
+                    self._threads -= 1
+                elif not isinstance(found, Batch):
                     self._idle.append(bell)
             if core.outbox:
                 self._flush()
+            if leaves:
+                return
             if isinstance(found, Batch):
                 self._compute(found)
-                continue
-            rang = bell.wait(_LINGER if found is None else min(found, _LINGER))
-            with self._lock:
-                if bell in self._idle:
-                    self._idle.remove(bell)
-                if core.waiting or (rang and not core.closed) or found is not None:
-                    continue
-                self._threads -= 1
+            elif not self._waits(bell, found):
                 return
+
+    def _waits(self, bell: Bell, seconds: float | None) -> bool:
+        """Wait for work, or until a batch is due; false if none came and the thread is to end."""
+        rang = bell.wait(_LINGER if seconds is None else min(seconds, _LINGER))
+        with self._lock:
+            if bell in self._idle:
+                self._idle.remove(bell)
+            if rang or seconds is not None or self._core.waiting:
+                return True
+            self._threads -= 1
+            return False
 
     def _compute(self, batch: Batch) -> None:
         started = self._clock()

@@ -163,7 +163,7 @@ def _settle(entries: list[LoopEntry], outcomes: Iterable[Any]) -> None:
                 entry.future.set_exception(outcome.error)
             else:
                 entry.future.set_result(outcome)
-        except asyncio.InvalidStateError:  # noqa: PERF203 - free where nothing is raised; cancelled meanwhile
+        except asyncio.InvalidStateError:
             pass
 
 

@@ -56,7 +56,8 @@ class Function:
             BaseException: Whatever the function raises.
             WrongResults: It returned something else.
         """
-        return _checked(self.run(items, **extras), self.name, len(items))
+        count = len(items)  # the list is the function's own, and it may change it
+        return _checked(self.run(items, **extras), self.name, count)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,284 @@
+"""``batched`` under load: threads, tasks and futures together, with all that can go wrong going wrong at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import pytest
+
+from modelguard import batched
+from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
+
+pytestmark = pytest.mark.timeout(120)
+
+ITEMS = 100_000
+THREADS = 4
+TASKS = 300
+
+
+class Bad(Exception):
+    """What a bad item raises."""
+
+
+class Model:
+    """Answers an item with itself; raises on bad ones; returns errors for others; now and then takes its time."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(1)
+        self.batches = 0
+        self.seen: Counter[int] = Counter()
+
+    def __call__(self, items: list[int], *, lane: int = 0) -> list[Any]:
+        self.batches += 1
+        assert 0 < len(items) <= 32
+        self.seen.update(items)
+        if self.random.random() < 0.02:
+            time.sleep(0.003)
+        if any(item % 997 == 0 for item in items):
+            raise Bad(*items)
+        return [Bad(item) if item % 499 == 0 else (item, lane) for item in items]
+
+
+class Tally:
+    """What the callers saw."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def result(self, item: int, lane: int, found: Any) -> None:
+        with self.lock:
+            self.counts["result"] += 1
+            if found != (item, lane) or not item % 997 or not item % 499:
+                self.wrong.append(f"{item}: {found}")
+
+    def error(self, item: int, error: BaseException) -> None:
+        kind = type(error).__name__
+        with self.lock:
+            self.counts[kind] += 1
+            expected = (Overloaded, DeadlineExceeded, GuardClosed, CancelledError, asyncio.CancelledError)
+            pinned = isinstance(error, Bad) and item in error.args and (not item % 997 or not item % 499)
+            if not pinned and not isinstance(error, expected):
+                self.wrong.append(f"{item}: {error!r}")
+
+
+def in_threads(f: Any, tally: Tally, numbers: list[int]) -> None:
+    """Blocking calls, some with too little time."""
+    dice = random.Random(numbers[0])
+    for item in numbers:
+        lane = item % 3
+        try:
+            timeout = dice.choice([None, None, 0.0005, 1.0])
+            tally.result(item, lane, f(item, timeout=timeout, lane=lane) if lane else (f(item, timeout=timeout)))
+        except Exception as error:  # noqa: BLE001 - judged there
+            tally.error(item, error)
+
+
+def in_futures(f: Any, tally: Tally, numbers: list[int]) -> None:
+    """Futures, some of which are cancelled; never more under way than a quarter of the queue."""
+    dice = random.Random(numbers[0])
+    waiting: list[tuple[int, Future[Any]]] = []
+
+    def collect() -> None:
+        for item, future in waiting:
+            try:
+                tally.result(item, 0, future.result(60))
+            except (Exception, CancelledError) as error:  # noqa: BLE001 - judged there
+                tally.error(item, error)
+        waiting.clear()
+
+    for item in numbers:
+        try:
+            waiting.append((item, f.submit(item)))
+        except Exception as error:  # noqa: BLE001 - judged there
+            tally.error(item, error)
+        if waiting and dice.random() < 0.1:
+            dice.choice(waiting)[1].cancel()
+        if len(waiting) >= 64:
+            collect()
+    collect()
+
+
+async def in_tasks(f: Any, tally: Tally, numbers: list[int]) -> None:
+    """Tasks, some of which are cancelled while they wait or are computed."""
+    dice = random.Random(numbers[0])
+    left = iter(numbers)
+
+    async def one(item: int) -> None:
+        try:
+            tally.result(item, 0, await f.aio(item, timeout=dice.choice([None, None, 0.001])))
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - judged there
+            tally.error(item, error)
+
+    async def client() -> None:
+        for item in left:
+            task = asyncio.create_task(one(item))
+            await asyncio.sleep(0)
+            if dice.random() < 0.1:
+                task.cancel()
+            await task
+
+    await asyncio.gather(*(client() for _ in range(TASKS)))
+
+
+def test_nobody_is_lost_and_nobody_gets_anothers_answer() -> None:
+    """100,000 items through all doors, with cancels, deadlines, failing items and a close in the middle of it all."""
+    model, tally = Model(), Tally()
+    f = batched(max_size=32, max_queue=512, workers=2)(model)
+    numbers = list(range(1, ITEMS + 1))
+    half = ITEMS // 2
+    shares = [numbers[half + n : ITEMS : THREADS] for n in range(THREADS)]
+    threads = [threading.Thread(target=in_threads, args=(f, tally, share)) for share in shares[:2]]
+    threads += [threading.Thread(target=in_futures, args=(f, tally, share)) for share in shares[2:]]
+    for thread in threads:
+        thread.start()
+    asyncio.run(in_tasks(f, tally, numbers[:half]))
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive(), "somebody was lost"
+    assert [] == tally.wrong
+    assert ITEMS == sum(tally.counts.values())
+    f.close()  # what was called off while it was computed may be computed still
+    status = f.status()
+    assert (0, 0) == (status.waiting, status.running)
+    told = status.answered + status.failed + status.expired + status.cancelled
+    assert ITEMS == told + status.refused_full + status.refused_late
+    assert tally.counts["result"] > ITEMS / 2
+    assert all(tally.counts[kind] for kind in ("Bad", "DeadlineExceeded", "CancelledError")), tally.counts
+    with pytest.raises(GuardClosed):
+        f(1)
+
+
+def test_a_close_amid_the_traffic_answers_everybody() -> None:
+    """Each has a result, or is told that it is closed."""
+    for _ in range(20):
+        tally = Tally()
+        f = batched(max_size=8, workers=2)(Model())
+        threads = [
+            threading.Thread(target=in_threads, args=(f, tally, list(range(n * 997 + 1, n * 997 + 400))))
+            for n in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        f.close()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        assert [] == tally.wrong
+        assert 3 * 399 == sum(tally.counts.values())
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Fork, work, and give the child's exit status."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            work()
+            code = 0
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_begins_with_an_empty_queue() -> None:
+    """What waits in the parent is answered there; the child has threads, queue and counts of its own."""
+    gate = threading.Event()
+
+    def run(items: list[int]) -> list[int]:
+        if os.getpid() == parent:
+            gate.wait(30)
+        return [os.getpid() for _ in items]
+
+    parent = os.getpid()
+    f = batched(max_size=4, deadline="1m")(run)
+    futures = [f.submit(n) for n in range(10)]
+
+    def child() -> None:
+        assert 0 == f.status().waiting + f.status().running + f.status().batches
+        assert os.getpid() == f(1)
+        assert os.getpid() == asyncio.run(f.aio(1))
+        f.close()
+
+    for _ in range(5):
+        assert 0 == in_child(child)
+    gate.set()
+    assert {parent} == {future.result(30) for future in futures}
+
+
+def echo(items: list[int]) -> list[int]:
+    return items
+
+
+shared = batched(max_size=4)(echo)
+shared.__qualname__ = "shared"
+
+
+def test_it_works_in_a_pool_of_forked_processes() -> None:
+    """As multiprocessing makes them, while the parent uses it, too."""
+    stop = threading.Event()
+
+    def use() -> None:
+        while not stop.is_set():
+            shared(1)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    try:
+        with multiprocessing.get_context("fork").Pool(3) as pool:
+            assert list(range(30)) == pool.map_async(shared, range(30)).get(60)
+    finally:
+        stop.set()
+        thread.join(30)
+
+
+def python(code: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def test_an_idle_batcher_costs_no_cpu() -> None:
+    """Neither a worker nor the deadlines are looked after while nothing is there."""
+    done = python("""
+        import time
+        from modelguard import batched
+        f = batched(max_size=4, max_wait="1ms", deadline="50ms", workers=2)(lambda items: items)
+        for n in range(100):
+            f(n)
+        time.sleep(0.2)
+        before = time.process_time()
+        time.sleep(3)
+        print(time.process_time() - before)
+    """)
+    assert "" == done.stderr
+    assert float(done.stdout) < 0.015
+
+
+def test_the_interpreter_ends_although_items_are_under_way() -> None:
+    """Without a traceback and without waiting for the model."""
+    done = python(
+        """
+        import time
+        from modelguard import batched
+        f = batched(max_size=1, deadline="1h")(lambda items: time.sleep(60) or items)
+        futures = [f.submit(n) for n in range(10)]
+        time.sleep(0.2)
+        print("end")
+        """,
+        timeout=20,
+    )
+    assert (0, "end\n", "") == (done.returncode, done.stdout, done.stderr)
