@@ -53,6 +53,8 @@ APP = """
         return Model(version=version, pid=os.getpid(), weights=[bytes([n]) * 1_000_000 for n in range(60)])
 
     def warm(model):
+        if (HERE / "cold").exists() and os.getpid() != MASTER:
+            raise OSError("no warmth")
         WARMED.append(os.getpid())
 
     nlp = guard(load, reload_on=POLICY, warmup=warm, prefork=True, name="nlp")
@@ -143,10 +145,21 @@ def running(folder: Path, *options: str, policy: str = "Uses(10**9)") -> Iterato
         yield server
 
 
+def all_answer(server: Server, workers: int) -> set[int]:
+    """The workers, of which none is starting any more: one that answers tells nothing of the others."""
+    asked: set[int] = set()
+
+    def so_many() -> bool:
+        asked.add(int(server.ask()[0]))
+        return len(server.workers()) == workers and server.workers() <= asked
+
+    until(so_many, what="every worker has answered")
+    return server.workers()
+
+
 def assert_one_copy(server: Server, workers: int) -> None:
     """Every worker has read the whole model, and there is one of it."""
-    asked: set[int] = set()
-    until(lambda: asked.add(int(server.ask()[0])) or server.workers() <= asked, what="every worker has answered")
+    all_answer(server, workers)
     tree = report(server.process.pid)
     assert workers + 1 == len(tree.processes)
     assert MODEL_BYTES < tree.pss < 2 * MODEL_BYTES, tree
@@ -206,6 +219,26 @@ def test_new_weights_are_rolled_out_without_a_lost_request(tmp_path: Path) -> No
         assert {"1", "2"} == set(load.versions)
         assert ["2", "True", "True"] == server.ask()[1:]
         assert_one_copy(server, workers=2)
+
+
+def test_a_worker_that_cannot_warm_up_does_not_accept(tmp_path: Path) -> None:
+    """It ends with the reason, and uWSGI tries again; meanwhile the other one answers every request."""
+    with running(tmp_path, "--processes", "2") as server:
+        killed, other = sorted(all_answer(server, workers=2))
+        (tmp_path / "cold").touch()
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: server.replaced() >= 1, what="uWSGI has noticed")
+        answers: set[tuple[str, ...]] = set()
+
+        def three_failed() -> bool:
+            answers.add(tuple(server.ask()))
+            return server.log.count("failed loading app in worker") >= 3
+
+        until(three_failed, what="uWSGI tries again")
+        assert {(str(other), "1", "True", "True")} == answers, server.log
+        assert "OSError: no warmth" in server.log
+        (tmp_path / "cold").unlink()
+        assert other in all_answer(server, workers=2)
 
 
 @pytest.mark.parametrize(

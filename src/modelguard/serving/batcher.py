@@ -194,7 +194,7 @@ class Batcher:
             if computed.error is None:
                 core.record(batch, now - started, now)
             core.tally.bisected += bool(computed.reruns)
-            entries, outcomes = core.finish(batch, computed.outcomes)
+            entries, outcomes = core.finish(batch, computed.outcomes, computed.failed)
             change = core.judge(batch, computed.verdict, now)
         if entries:
             answer(entries, outcomes)

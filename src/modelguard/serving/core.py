@@ -226,8 +226,11 @@ class Core:
         limits = self._limits
         if self._dead or self._deadlines or limits.max_weight != math.inf:
             entries = self._choose(queue, now)
-        else:  # the common case: whatever comes first
-            entries = [queue.popleft() for _ in range(min(len(queue), limits.max_size))]
+        elif len(queue) <= limits.max_size:  # the common case: all that waits
+            entries = list(queue)
+            queue.clear()
+        else:
+            entries = [queue.popleft() for _ in range(limits.max_size)]
         for entry in entries:
             entry.place = RUNNING
         weight = sum([entry.weight for entry in entries]) if limits.sort else len(entries)
@@ -264,8 +267,8 @@ class Core:
             queue.popleft()
         return entries
 
-    def finish(self, batch: Batch, outcomes: list[Any]) -> tuple[list[Entry], list[Any]]:
-        """A batch has ended, with one outcome for each of its entries.
+    def finish(self, batch: Batch, outcomes: list[Any], failed: int = 0) -> tuple[list[Entry], list[Any]]:
+        """A batch has ended, with one outcome for each of its entries, of which so many are failures.
 
         Returns:
             Those that still wait for an answer, and their outcomes.
@@ -276,9 +279,9 @@ class Core:
             pairs = [(entry, outcome) for entry, outcome in zip(entries, outcomes, strict=True) if entry.place != DONE]
             self._abandoned -= len(entries) - len(pairs)
             entries, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            failed = sum(isinstance(outcome, Failure) for outcome in outcomes)
         for entry in entries:
             entry.place = DONE
-        failed = sum([type(outcome) is Failure for outcome in outcomes]) if Failure in {*map(type, outcomes)} else 0
         self.tally.batches += 1
         self.tally.failed += failed
         self.tally.answered += len(entries) - failed

@@ -46,6 +46,7 @@ class Batched(Generic[X, Y]):
         self._fits: set[tuple[str, ...]] = set()
         self._batcher = settings.batcher(function)
         self._unfit = self._misfit({})
+        self._dressed = self._unfit is not None or settings.weight is not None
 
     # The doors
 
@@ -84,7 +85,10 @@ class Batched(Generic[X, Y]):
         Arguments and errors are those of a call.
         """
         entry = LoopEntry(item, asyncio.get_running_loop())
-        self._send(entry, timeout, extras)
+        if extras or timeout is not None or self._dressed:  # else what _send would find out, a call earlier
+            self._send(entry, timeout, extras)
+        else:
+            self._batcher.put(entry)
         try:
             return await entry.future  # type: ignore[no-any-return]
         except asyncio.CancelledError:
@@ -194,6 +198,7 @@ class Batched(Generic[X, Y]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._method = name
+        self._dressed = True
         self._unfit = f"it is a method of {owner.__name__}: call it on an instance"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

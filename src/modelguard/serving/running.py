@@ -66,20 +66,17 @@ class Computed:
 
     Attributes:
         outcomes: For each entry a result or a :class:`Failure`.
+        failed: How many are failures.
         verdict: Whether the model is to blame for what failed.
         error: What the batch was bisected for, or failed with; None if the function returned.
         reruns: How often the function was called again.
     """
 
     outcomes: list[Any]
+    failed: int = 0
     verdict: Verdict = "good"
     error: BaseException | None = None
     reruns: int = 0
-
-    @property
-    def failed(self) -> int:
-        """How many outcomes are failures."""
-        return sum(isinstance(outcome, Failure) for outcome in self.outcomes)
 
 
 def compute(function: Function, entries: list[Entry], extras: dict[str, Any]) -> Computed:
@@ -97,10 +94,11 @@ def compute(function: Function, entries: list[Entry], extras: dict[str, Any]) ->
         if function.isolate and len(entries) > 1 and not isinstance(error, ModelGuardError):
             return _Bisection(function, entries, items, extras).run_all(error)
         failures = [Failure(_for_one(error, function.name, len(entries))) for _ in entries]
-        return Computed(failures, _verdict([error], function.ignore), error)
+        return Computed(failures, len(entries), _verdict([error], function.ignore), error)
     if any(issubclass(kind, BaseException) for kind in {*map(type, results)}):
-        good = not all(isinstance(result, BaseException) for result in results)
-        return Computed(_with_failures(results, function.name), "good" if good else "neither")
+        results = _with_failures(results, function.name)
+        failed = _failures(results)
+        return Computed(results, failed, "good" if failed < len(results) else "neither")
     return Computed(results)
 
 
@@ -135,7 +133,7 @@ class _Bisection:
             else:
                 self._rerun(piece)
         verdict: Verdict = "good" if self._succeeded else _verdict(self._errors or [first], self._function.ignore)
-        return Computed(self._outcomes, verdict, first, self._reruns)
+        return Computed(self._outcomes, _failures(self._outcomes), verdict, first, self._reruns)
 
     def _rerun(self, piece: list[int]) -> None:
         self._reruns += 1
@@ -195,6 +193,10 @@ def _like_a_list(results: Any) -> bool:
 def _with_failures(results: list[Any], name: str) -> list[Any]:
     """The same, where exceptions among them are failures of their items."""
     return [Failure(_for_one(result, name, 1)) if isinstance(result, BaseException) else result for result in results]
+
+
+def _failures(outcomes: list[Any]) -> int:
+    return sum(isinstance(outcome, Failure) for outcome in outcomes)
 
 
 def _for_one(error: BaseException, name: str, size: int) -> Exception:

@@ -318,7 +318,7 @@ def failing(made: Core, times: int, now: float = 0.0) -> list[Any]:
         made.admit(entry(), now)
         batch = made.take(now)
         assert isinstance(batch, Batch)
-        made.finish(batch, [Failure(ValueError())])
+        made.finish(batch, [Failure(ValueError())], failed=1)
         changes.append(made.judge(batch, "bad", now))
     return changes
 
@@ -383,7 +383,7 @@ def test_a_probe_without_a_verdict_is_followed_by_another(end: str) -> None:
     else:
         batch = made.take(10.0)
         assert isinstance(batch, Batch)
-        made.finish(batch, [Failure(Overloaded("not now"))])
+        made.finish(batch, [Failure(Overloaded("not now"))], failed=1)
         made.judge(batch, "neither", 10.0)
     made.admit(entry(), 11.0)
     assert 1 == made.waiting
