@@ -51,7 +51,7 @@ format: $(VENV)/.dev ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev ## Run every benchmark, peers beside us in the same run
+bench: $(VENV)/.bench ## Run every benchmark, peers beside us in the same run
 	$(BIN)/python -m benchmarks $(ARGS)
 
 build: $(VENV)/.dev ## Build the wheel and the source archive into dist/
@@ -82,4 +82,8 @@ ifeq ($(VERSION),$(MAIN))
 endif
 	$(PIP) install --editable '.[$(EXTRAS)]' --group $(GROUP)
 	@$(PIP) install uwsgi || echo "uWSGI could not be built here (it needs a C compiler): its tests are skipped"
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml | $(VENV)/.dev
+	$(PIP) install --group peers
 	@touch $@

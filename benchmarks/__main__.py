@@ -15,6 +15,7 @@ sys.path.insert(0, str(HERE))  # as for the scripts themselves
 import _common  # noqa: E402 - found by the line above
 
 NAMES = (
+    "batching",
     "call_overhead",
     "import_cost",
     "reload_ja_ginza",

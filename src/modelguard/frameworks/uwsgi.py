@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["install"]
 
-#: What uWSGI calls a worker that could not load its application; it forks another one, and sleeps a bit if they die fast.
+#: What uWSGI calls a worker that could not load its application; it forks another one, with pauses if they die fast.
 _NO_APP = 22
 
 #: Options without which it goes on, but not as well.

@@ -143,6 +143,11 @@ async def seen(told: Callable[[], bool]) -> None:
     await asyncio.to_thread(until, told)
 
 
+async def a_turn() -> None:
+    """Let the others on the loop go on for a while."""
+    await asyncio.to_thread(lambda: None)
+
+
 async def alone() -> None:
     """Tasks that were left behind end by themselves, at once."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -642,7 +647,7 @@ def test_a_body_is_not_read_ahead_of_the_application(model: Gated) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         for asked in range(51):
             await f.aio(asked)
-            await asyncio.to_thread(lambda: None)
+            await a_turn()
             ahead.append(len(client.received) - asked)
             assert (asked < 50) == (await receive())["more_body"]
         await fine(scope, receive, send)
@@ -671,7 +676,7 @@ def test_an_application_can_ask_before_it_reads_the_body(model: Gated, pieces: i
         serving = asyncio.create_task(ModelGuardMiddleware(app)(scope("POST"), client.receive, client.send))
         await seen(lambda: f.status().answered == 1)
         for n in range(pieces):
-            await asyncio.to_thread(lambda: None)
+            await a_turn()
             client.say(piece(b"%d" % n, more=n < pieces - 1))
         await asyncio.wait_for(serving, 2)
         await alone()
@@ -813,29 +818,30 @@ def test_an_application_that_listens_for_the_hang_up_itself_is_not_disturbed(mod
 def test_the_look_out_begins_when_an_application_stops_listening(model: Gated) -> None:
     """A listener that is cancelled, as Starlette does it, leaves the client watched."""
     f = batched(max_size=1)(model)
+    client = Client()
+    stopped = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
         listening = asyncio.create_task(receive())
-        await asyncio.to_thread(lambda: None)
+        await a_turn()
         waiting = asyncio.create_task(f.aio(1))
         await seen(lambda: f.status().waiting == 1)
+        await a_turn()
         listening.cancel()
         await asyncio.wait([listening])
+        stopped.set()
         await waiting
 
     async def main() -> None:
         await behind(f, model)
-        client = Client()
         serving = asyncio.create_task(ModelGuardMiddleware(app)(scope(), client.receive, client.send))
-        await seen(lambda: f.status().waiting == 1)
-        await asyncio.to_thread(lambda: None)
+        await stopped.wait()
+        await a_turn()
         client.hang_up()
-        try:
-            await asyncio.wait_for(asyncio.shield(serving), 2)
-        finally:
-            model.gate.set()
-            await serving
+        await asyncio.wait([serving], timeout=2)
+        model.gate.set()
+        await serving
         await alone()
 
     asyncio.run(main())
@@ -848,7 +854,7 @@ def test_a_request_that_asks_no_model_costs_no_task() -> None:
     tasks: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.to_thread(lambda: None)
+        await a_turn()
         tasks.append(len(asyncio.all_tasks()))
         await fine(scope, receive, send)
 
@@ -860,9 +866,21 @@ def test_a_request_that_asks_no_model_costs_no_task() -> None:
     assert ([1, 1], []) == (tasks, client.received)
 
 
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """What another test has left is not this one's."""
+    gc.collect()
+    caplog.clear()
+
+
+def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What asyncio has to say: a task whose exception nobody wanted, one that was destroyed while it waited."""
+    return [one.getMessage() for one in caplog.records if (one.name, one.levelname) == ("asyncio", "ERROR")]
+
+
 @pytest.mark.parametrize("end", ["answer", "error", "deadline", "cancelled"])
 def test_the_look_out_ends_with_the_request(model: Gated, end: str, caplog: pytest.LogCaptureFixture) -> None:
     """However that ends: no task is left, and asyncio has nothing to complain of."""
+    quiet(caplog)
     f = batched(max_size=1)(model)
     if end in ("answer", "error"):
         model.gate.set()
@@ -891,11 +909,12 @@ def test_the_look_out_ends_with_the_request(model: Gated, end: str, caplog: pyte
 
     asyncio.run(main(), debug=True)
     gc.collect()
-    assert [] == [record for record in caplog.records if record.name == "asyncio" and record.levelname == "ERROR"]
+    assert [] == complaints(caplog)
 
 
 def test_a_server_that_fails_to_receive_harms_nobody(model: Gated, caplog: pytest.LogCaptureFixture) -> None:
     """The application is answered by the model, hears of the failure when it reads, and nothing is logged."""
+    quiet(caplog)
     f = batched(max_size=1)(model)
     model.gate.set()
     client = Client()
@@ -916,7 +935,7 @@ def test_a_server_that_fails_to_receive_harms_nobody(model: Gated, caplog: pytes
     asyncio.run(main())
     gc.collect()
     assert 200 == client.status
-    assert [] == [record.message for record in caplog.records if record.name == "asyncio"]
+    assert [] == complaints(caplog)
 
 
 def test_what_a_request_leaves_to_be_done_is_done(model: Gated) -> None:
@@ -926,11 +945,8 @@ def test_what_a_request_leaves_to_be_done_is_done(model: Gated) -> None:
     done: list[Any] = []
 
     async def later() -> None:
-        await alone_but_one_turn()
+        await a_turn()
         done.append(await f.aio("later"))
-
-    async def alone_but_one_turn() -> None:
-        await asyncio.to_thread(lambda: None)
 
     async def now(request: Request) -> PlainTextResponse:
         return PlainTextResponse(await f.aio("now"), background=BackgroundTask(later))
@@ -961,11 +977,11 @@ def test_a_task_that_outlives_its_request_is_not_called_off(model: Gated, before
     async def main() -> Any:
         client = Client()
         await ModelGuardMiddleware(app)(scope(), client.receive, client.send)
-        await asyncio.to_thread(lambda: None)
+        await a_turn()
         model.gate.clear()
         go.set()
         await asyncio.to_thread(until, lambda: f.status().running + f.status().cancelled == 1)
-        await asyncio.to_thread(lambda: None)
+        await a_turn()
         model.gate.set()
         return await tasks[0]
 
