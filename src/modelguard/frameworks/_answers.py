@@ -29,6 +29,7 @@ _CLIENT_GONE = 499
 _TOO_LARGE = 413  # its name in HTTPStatus changed with Python 3.13
 #: A client's header is read up to here: no timeout is longer.
 _LONGEST_NUMBER = 20
+_LONGEST = 86_400.0
 
 _TOLD: dict[int, str] = {
     HTTPStatus.SERVICE_UNAVAILABLE: "The service cannot take this request now. Try again later.",
@@ -139,10 +140,10 @@ class WebOptions:
             asked = float(header) if len(header) <= _LONGEST_NUMBER else math.nan
         except ValueError:
             asked = math.nan
-        if not 0 <= asked < math.inf:
+        if not 0 <= asked < math.inf:  # nan, too
             why = f"The header {self.timeout_header} must be a number of seconds, such as 2.5."
             return problem(HTTPStatus.BAD_REQUEST, why)
-        return asked if own is None else min(own, asked)
+        return min(asked, _LONGEST) if own is None else min(own, asked)
 
     def answer(self, error: Exception, random: Callable[[], float] = random.random) -> Answer | None:
         """The answer to an error, None if it is not one that a client should be told of.
@@ -151,6 +152,8 @@ class WebOptions:
         together should not come back together.
         """
         retry: float | None = None
+        while isinstance(error, ExceptionGroup) and error.exceptions:  # of tasks that the handler began
+            error = error.exceptions[0]
         if isinstance(error, Overloaded | LoadFailed | GuardClosed):
             status = int(HTTPStatus.SERVICE_UNAVAILABLE)
             retry = getattr(error, "retry_after", 1.0) * (1 + random() / 2)

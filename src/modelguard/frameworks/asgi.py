@@ -16,12 +16,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import ExitStack
 from typing import Any
 
-from modelguard.errors import CallerGone, ModelGuardError
+from modelguard.errors import ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, WebOptions
-from modelguard.serving.scope import Hangup, deadline, hangup
+from modelguard.serving.scope import Request, serving
 
 __all__ = ["ModelGuardMiddleware", "exception_handlers"]
 
@@ -66,35 +65,34 @@ class ModelGuardMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        bound = self._options.probe(scope["method"], scope["path"]) or self._options.bound(self._asked(scope))
+        path = scope["path"].removeprefix(scope.get("root_path") or "")
+        bound = self._options.probe(scope["method"], path) or self._options.bound(self._asked(scope))
         if isinstance(bound, Answer):
             await _Response(bound)(scope, receive, send)
         else:
             await self._serve(scope, receive, send, bound)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, bound: float | None) -> None:
-        client = _Client(receive)
+        client = _Client(receive, bound)
         begun = False
 
         async def sending(message: Message) -> None:
             nonlocal begun
             begun = True
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                client.end()  # what goes on in the background is nobody's request
             await send(message)
 
         try:
-            with ExitStack() as stack:
-                stack.enter_context(hangup(client.hangup))
-                if bound is not None:
-                    stack.enter_context(deadline(bound))
+            with serving(client.request):
                 await self.app(scope, client.receive, sending)
-        except ModelGuardError as error:
+        except (ModelGuardError, ExceptionGroup) as error:
             answer = self._options.answer(error)
             if answer is None or begun:
                 raise
-            if not (isinstance(error, CallerGone) and client.gone):  # nobody reads an answer to that
-                await _Response(answer)(scope, receive, send)
+            await _Response(answer)(scope, receive, send)  # if the client is gone, the server drops it
         finally:
-            client.forget()
+            client.end()
 
     def _asked(self, scope: Scope) -> str | None:
         if self._header is None:
@@ -139,53 +137,65 @@ class _Client:
     of an application that is still reading the body.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, bound: float | None) -> None:
         self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._read: deque[Message] = deque()
+        self._news = asyncio.Event()
         self._reading = False
         self._wanted = False
+        self._over = False
         self._look_out: asyncio.Task[None] | None = None
-        self.gone = False
-        self.hangup = Hangup(lambda: self._loop.call_soon_threadsafe(self._want))
+        self.request = Request(bound, lambda: self._loop.call_soon_threadsafe(self._want))
 
     async def receive(self) -> Message:
         """What the application reads."""
         while not self._read:
-            if self._look_out is not None and not self._look_out.done():
-                await asyncio.wait({self._look_out})
+            if self.request.gone:
+                return {"type": "http.disconnect"}
+            if self._looking:
+                self._news.clear()
+                await self._news.wait()
                 continue
-            self._reading = True
+            self._reading, message = True, None
             try:
                 message = await self._receive()
             finally:
                 self._reading = False
+                if self._wanted and not (message and message.get("more_body")):
+                    self._loop.call_soon(self._want)
             self._note(message)
-            if self._wanted and not message.get("more_body"):
-                self._want()
             return message
         return self._read.popleft()
 
-    def forget(self) -> None:
-        """The request has been served."""
-        self._wanted = False
+    def end(self) -> None:
+        """The request has been answered."""
+        self.request.end()
+        self._over = True
         if self._look_out is not None:
             self._look_out.cancel()
 
+    @property
+    def _looking(self) -> bool:
+        return self._look_out is not None and not self._look_out.done()
+
     def _want(self) -> None:
         self._wanted = True
-        if not (self._reading or self.gone) and (self._look_out is None or self._look_out.done()):
+        if not (self._over or self._reading or self.request.gone or self._looking):
             self._look_out = self._loop.create_task(self._look())
 
     async def _look(self) -> None:
-        while not self.gone:
-            message = await self._receive()
-            self._read.append(message)
-            self._note(message)
-            if message.get("more_body"):
-                return  # the application reads on, at its own pace
+        try:
+            while not self.request.gone:
+                message = await self._receive()
+                self._read.append(message)
+                self._news.set()
+                self._note(message)
+                if message.get("more_body"):
+                    return  # the application reads on, at its own pace
+        finally:
+            self._news.set()
 
     def _note(self, message: Message) -> None:
         if message["type"] == "http.disconnect":
-            self.gone = True
-            self.hangup.hang_up()
+            self.request.hang_up()

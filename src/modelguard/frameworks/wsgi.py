@@ -13,12 +13,11 @@ WSGI does not tell when a client hangs up; what its request waits for is compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, WebOptions
-from modelguard.serving.scope import deadline
+from modelguard.serving.scope import Request, serving
 
 __all__ = ["ModelGuardMiddleware", "install"]
 
@@ -65,16 +64,17 @@ class ModelGuardMiddleware:
             begun = True
             return start_response(*args, **kwargs)
 
+        request = Request(bound)
         try:
-            with ExitStack() as stack:
-                if bound is not None:
-                    stack.enter_context(deadline(bound))
+            with serving(request):
                 return self.app(environ, starting)
-        except ModelGuardError as error:
+        except (ModelGuardError, ExceptionGroup) as error:
             answer = self._options.answer(error)
             if answer is None or begun:
                 raise
             return _respond(answer, environ, start_response)
+        finally:
+            request.end()
 
 
 def install(app: Any, **options: Any) -> None:

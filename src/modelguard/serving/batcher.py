@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from modelguard import _units
-from modelguard.errors import Overloaded, WouldDeadlock
+from modelguard.errors import GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
 from modelguard.serving import registry, telling
 from modelguard.serving.breaker import Breaker, Circuit
 from modelguard.serving.core import Batch, Core, Limits
-from modelguard.serving.entries import DONE, Entry, answer
+from modelguard.serving.entries import DONE, Entry, Failure, FutureEntry, answer
 from modelguard.serving.running import Function, Run, compute
 from modelguard.serving.scope import Scope, current
 from modelguard.telemetry.hooks import logger
@@ -84,15 +86,26 @@ class Batcher:
         self._deadline = deadline
         self._breaker = breaker
         self._clock = time.monotonic
-        self.after_fork_in_child()
+        self._begin()
         registry.remember(self)
 
     def after_fork_in_child(self) -> None:
-        """What waits and runs is the parent's; here nothing does."""
-        self._lock = threading.Lock()
+        """What waits and runs is the parent's; here nothing does. What was closed stays so."""
+        closed = self._core.closed
+        self._begin()
+        if closed:
+            self._core.close()
+
+    def _begin(self) -> None:
+        # Reentrant: the garbage collector and signal handlers may call in from anywhere, under the lock as well. What
+        # they want is put off until the state is whole again; see cancel().
+        self._lock = threading.RLock()
+        self._late: deque[tuple[Entry, bool]] = deque()
         self._core = Core(self._limits, None if self._breaker is None else Circuit(self._breaker))
         self._idle: list[Bell] = []
+        self._bells: set[Bell] = set()  # of all workers
         self._threads = 0
+        self._nested = False  # whether a batch function has ever called this one
         self._alarm = math.inf  # the time for which the timekeeper has been woken
         self._timekeeper: Bell | None = None
         self._drained = threading.Event()
@@ -104,75 +117,123 @@ class Batcher:
         """Queue an entry; its answer comes from another thread.
 
         Raises:
-            WouldDeadlock: Called by the batch function itself.
+            WouldDeadlock: Called by the batch function itself, or by one that it waits for.
             Overloaded, DeadlineExceeded, GuardClosed: It was not queued.
         """
         scope = current.get()
         if scope is not None or timeout is not None or self._deadline != math.inf:
-            entry.deadline = self._until(timeout, scope)
-        with self._lock:
-            self._core.admit(entry, self._clock())
-            bell = self._idle.pop() if self._idle else None
-            if bell is None and self._threads < self._limits.workers:
-                self._start(entry)
-            if entry.deadline < self._alarm:
-                self._set_alarm(entry.deadline)
-        if bell is not None:
-            bell.ring()
-        if scope is not None and scope.hangup is not None:
-            scope.hangup.add(_Call(self, entry))
+            self._dress(entry, timeout, scope)
+        bell = None
+        try:
+            with self._lock:
+                self._core.admit(entry, self._clock())
+                bell = self._wake()
+                if entry.deadline < self._alarm:
+                    self._set_alarm(entry.deadline)
+            if bell is not None:
+                bell.ring()
+            if self._late or self._core.outbox:
+                self._flush()
+        except ModelGuardError:
+            raise
+        except BaseException:  # Ctrl-C, a time limit by signal: at any point of the above
+            with self._lock:
+                self._core.withdraw(entry)
+            for each in tuple(self._bells):  # one of them may have been chosen, and not been told
+                each.ring()
+            raise
+        if scope is not None and scope.request is not None:
+            scope.request.add(_Call(self, entry))
 
-    def _until(self, timeout: float | None, scope: Scope | None) -> float:
+    def _dress(self, entry: Entry, timeout: float | None, scope: Scope | None) -> None:
+        """See to what bounds the call, and whom it is made for."""
         until = self._clock() + min(self._deadline, math.inf if timeout is None else timeout)
-        if scope is None:
-            return until
-        if scope.inside is self:
-            raise WouldDeadlock(
-                self.name,
-                why="its batch function calls it, and would wait for the thread that it occupies",
-                fix="Call the function that computes a batch instead.",
-            )
-        return min(until, scope.deadline)
+        if scope is not None:
+            until = min(until, scope.until)
+            if self in scope.inside:
+                raise WouldDeadlock(
+                    self.name,
+                    why="its batch function calls it, and would wait for the thread that it occupies",
+                    fix="Call the function that computes a batch instead.",
+                )
+            if scope.inside:
+                entry.inside = scope.inside
+                self._nested = True
+        entry.deadline = until
 
     def cancel(self, entry: Entry, *, told: bool = False) -> None:
         """Nobody waits for the answer any more; or somebody who is to be told so."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition asks it
+            self._late.append((entry, told))  # by the collector, amid a change; this thread sees to it when it is done
+            return
         with self._lock:
             self._core.cancel(entry, told=told)
         self._flush()
 
     # Threads
 
-    def _start(self, entry: Entry) -> None:
-        try:
-            threading.Thread(target=self._serve, name=f"modelguard-batch-{self.name}", daemon=True).start()
-        except RuntimeError as error:
-            if self._threads:
-                return  # there are others
-            self._core.cancel(entry)
-            raise Overloaded(f"{self.name}(): no thread to be had: {error}") from error
+    def _wake(self) -> Bell | None:
+        """A worker that is to be woken for what waits, if one is free; else start one, if there may be more."""
+        if self._idle:
+            return self._idle.pop()
+        if self._threads < self._limits.workers:
+            self._start()
+        return None
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._serve, name=f"modelguard-batch-{self.name}", daemon=True)
         self._threads += 1
+        try:
+            if sys.is_finalizing():  # it would wait for a thread that never runs
+                raise RuntimeError("the interpreter is shutting down")  # noqa: TRY301
+            thread.start()
+        except RuntimeError as error:
+            self._threads -= 1
+            if not self._threads:
+                self._core.give_up(Overloaded(f"{self.name}(): no thread to be had: {error}"))
+        except BaseException:
+            self._threads -= thread.ident is None
+            raise
 
     def _serve(self) -> None:
         """A worker: whatever waits when it is free is its next batch."""
         bell = Bell()
         core = self._core  # a forked child has another one, and none of these threads
-        current.set(Scope(inside=self))
-        while True:
+        self._bells.add(bell)
+        try:
+            while self._turn(core, bell):
+                pass
+        except BaseException:  # noqa: BLE001 - a fault of ours; another thread takes over
+            with contextlib.suppress(BaseException):
+                logger.exception("modelguard: a worker of %s() failed", self.name)
             with self._lock:
-                found = core.take(self._clock())
-                leaves = found is None and core.closed
-                if leaves:
-                    self._threads -= 1
-                elif not isinstance(found, Batch):
-                    self._idle.append(bell)
-            if core.outbox:
-                self._flush()
-            if leaves:
-                return
+                self._threads -= 1
+                other = self._wake() if core.waiting else None
+            if other is not None:
+                other.ring()
+        finally:
+            self._bells.discard(bell)
+
+    def _turn(self, core: Core, bell: Bell) -> bool:
+        """Compute a batch, or wait for one; false if this thread is to end."""
+        other = None
+        with self._lock:
+            found = core.take(self._clock())
             if isinstance(found, Batch):
-                self._compute(found)
-            elif not self._waits(bell, found):
-                return
+                other = self._wake() if core.waiting else None  # what is left may be due before this one has ended
+            elif found is None and core.closed:
+                self._threads -= 1
+                return False
+            else:
+                self._idle.append(bell)
+        if other is not None:
+            other.ring()
+        if core.outbox or self._late:
+            self._flush()
+        if not isinstance(found, Batch):
+            return self._waits(bell, found)
+        self._compute(found)
+        return True
 
     def _waits(self, bell: Bell, seconds: float | None) -> bool:
         """Wait for work, or until a batch is due; false if none came and the thread is to end."""
@@ -186,8 +247,13 @@ class Batcher:
             return False
 
     def _compute(self, batch: Batch) -> None:
+        inside: frozenset[object] = frozenset({self})
+        if self._nested:
+            inside = inside.union(*(entry.inside for entry in batch.entries))
         started = self._clock()
+        token = current.set(Scope(inside=inside))
         computed = compute(self._function, batch.entries, batch.extras)
+        current.reset(token)  # what comes now is no longer inside: callbacks of futures may call again
         now = self._clock()
         core = self._core
         with self._lock:
@@ -198,7 +264,7 @@ class Batcher:
             change = core.judge(batch, computed.verdict, now)
         if entries:
             answer(entries, outcomes)
-        if core.outbox or core.closed:
+        if core.outbox or core.closed or self._late:
             self._flush()
         try:
             self._telling.batch(batch, computed, core, seconds=now - started, change=change)
@@ -229,21 +295,36 @@ class Batcher:
                 due = self._alarm = core.next_deadline()
                 if due == math.inf and not rang:
                     self._timekeeper = None
-            self._flush()
+            self._flush(aside=True)
             if due == math.inf and not rang:
                 return
             rang = bell.wait(min(due - now, _LINGER)) or due != math.inf
 
-    def _flush(self) -> None:
-        """Hand over what the core has answered by itself."""
+    def _flush(self, *, aside: bool = False) -> None:
+        """Hand over what the core has answered by itself, and see to what was put off.
+
+        Args:
+            aside: Whether to run the callbacks of futures in another thread, since this one has appointments.
+        """
         core = self._core
         with self._lock:
+            while self._late:
+                entry, told = self._late.popleft()
+                core.cancel(entry, told=told)
             settled, core.outbox = core.outbox, []
             drained = core.closed and core.idle
+        if aside and any(isinstance(entry, FutureEntry) for entry, _ in settled):
+            callbacks = [pair for pair in settled if isinstance(pair[0], FutureEntry)]
+            settled = [pair for pair in settled if not isinstance(pair[0], FutureEntry)]
+            with contextlib.suppress(RuntimeError):  # no thread to be had: here, then
+                threading.Thread(target=_answer, args=(callbacks,), daemon=True).start()
+                callbacks = []
+            settled += callbacks
         if settled:
-            answer([entry for entry, _ in settled], [failure for _, failure in settled])
+            _answer(settled)
         if drained:
             self._drained.set()
+            registry.forget(self)
 
     # Out
 
@@ -251,13 +332,19 @@ class Batcher:
         """Admit nothing more, compute what waits, and refuse what still does when the time is over.
 
         Raises:
-            WouldDeadlock: Called by the batch function.
+            WouldDeadlock: Called by the batch function, or by a signal handler or finalizer amid a call.
         """
         patience = _units.seconds(timeout, "timeout", zero=True)
         scope = current.get()
-        if scope is not None and scope.inside is self:
+        if scope is not None and self in scope.inside:
             raise WouldDeadlock(
                 self.name, why="its batch function closes it, and would wait for itself", fix="Close it outside."
+            )
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as in cancel()
+            raise WouldDeadlock(
+                self.name,
+                why="close() was called by a signal handler or a finalizer that interrupted a call",
+                fix="Set a flag in the handler, and close at the end of the program.",
             )
         with self._lock:
             self._core.close()
@@ -267,7 +354,7 @@ class Batcher:
         self._flush()
         if not self._drained.wait(patience):
             with self._lock:
-                self._core.give_up()
+                self._core.give_up(GuardClosed(self.name))
             self._flush()
 
     @property
@@ -279,8 +366,14 @@ class Batcher:
         """What there is to know of it now."""
         from modelguard.serving.status import describe
 
+        if self._late:
+            self._flush()
         with self._lock:
             return describe(self.name, self._core, self._clock())
 
     def __repr__(self) -> str:
         return f"<Batcher {self.name!r}>"
+
+
+def _answer(settled: list[tuple[Entry, Failure]]) -> None:
+    answer([entry for entry, _ in settled], [failure for _, failure in settled])

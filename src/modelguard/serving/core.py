@@ -6,6 +6,8 @@ Every method takes the time as an argument and is called under the batcher's loc
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import heapq
 import math
 from collections import deque
@@ -13,7 +15,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from modelguard.errors import CircuitOpen, DeadlineExceeded, DeadlineUnreachable, GuardClosed, QueueFull
+from modelguard.errors import (
+    CircuitOpen,
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    GuardClosed,
+    ModelGuardError,
+    QueueFull,
+)
 from modelguard.serving.entries import DONE, RUNNING, WAITING, Entry, Failure, gone
 from modelguard.serving.estimate import Estimator
 
@@ -130,7 +139,7 @@ class Core:
         if self.waiting >= self._max_queue or self._gated:
             self._refuse(now)
         if entry.deadline != math.inf:
-            self._bound(entry, now)
+            self._refuse_late(entry, now)
         entry.arrived = now
         if entry.group is None:
             self._plain.append(entry)
@@ -139,6 +148,9 @@ class Core:
         self.waiting += 1
         if self._limits.sort:
             self._weight += entry.weight
+        if entry.deadline != math.inf:
+            self._number += 1
+            heapq.heappush(self._deadlines, (entry.deadline, self._number, entry))
         if self._gated and self.circuit is not None and self.circuit.passed():
             self._probe = entry
 
@@ -153,7 +165,21 @@ class Core:
             self.tally.refused_full += 1
             raise QueueFull(self._limits.name, queued=self.waiting, retry_after=self._until_drained(now))
 
-    def _bound(self, entry: Entry, now: float) -> None:
+    def withdraw(self, entry: Entry) -> None:
+        """Undo an admission that an exception interrupted, wherever it was: count again what is really there."""
+        self._abandoned += entry.place == RUNNING
+        entry.place = DONE
+        every = [one for queue in self._queues.values() for one in queue]
+        alive = [one for one in every if not one.place]
+        self.waiting = len(alive)
+        self._weight = sum(one.weight for one in alive) if self._limits.sort else 0
+        self._dead = len(every) - len(alive)
+        if entry is self._probe and self.circuit is not None:
+            self._probe = None
+            self.circuit.unproven()
+
+    def _refuse_late(self, entry: Entry, now: float) -> None:
+        """Raise if by what is known it could not be answered in time."""
         left = entry.deadline - now
         if left <= 0:
             self.tally.expired += 1
@@ -163,8 +189,6 @@ class Core:
             if estimate is not None and estimate > left:
                 self.tally.refused_late += 1
                 raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
-        self._number += 1
-        heapq.heappush(self._deadlines, (entry.deadline, self._number, entry))
 
     def _until_answered(self, weight: float, now: float) -> float | None:
         """Seconds until one more entry would have its answer, None without evidence at the sizes that it takes."""
@@ -198,8 +222,7 @@ class Core:
                 queue.popleft()
                 self._dead -= 1
             if not queue:
-                if group is not None:
-                    del self._queues[group]
+                self._remove(group)
                 continue
             due = self._due(queue, now) if self._limits.max_wait else queue[0].arrived
             if due < first:
@@ -213,7 +236,7 @@ class Core:
         alive = [entry for entry in queue if not entry.place]
         share = self._limits.share(len(alive), sum(entry.weight for entry in alive))
         oldest = alive[0].arrived
-        if share >= 1:
+        if share >= 1 or self.closed:
             return oldest
         due = oldest + self._limits.max_wait
         nearest = min(entry.deadline for entry in alive)
@@ -279,7 +302,7 @@ class Core:
             pairs = [(entry, outcome) for entry, outcome in zip(entries, outcomes, strict=True) if entry.place != DONE]
             self._abandoned -= len(entries) - len(pairs)
             entries, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            failed = sum(isinstance(outcome, Failure) for outcome in outcomes)
+            failed = sum(type(outcome) is Failure for outcome in outcomes)
         for entry in entries:
             entry.place = DONE
         self.tally.batches += 1
@@ -351,10 +374,10 @@ class Core:
         """Admit nothing more. What waits is computed."""
         self.closed = self._gated = True
 
-    def give_up(self) -> None:
+    def give_up(self, error: ModelGuardError) -> None:
         """Refuse what waits."""
         for entry in self._alive():
-            self._drop(entry, Failure(GuardClosed(self._limits.name)))
+            self._drop(entry, Failure(copy.copy(error)))
 
     @property
     def idle(self) -> bool:
@@ -392,11 +415,19 @@ class Core:
         if failure is not None:
             self.outbox.append((entry, failure))
 
+    def _remove(self, group: Hashable) -> None:
+        """Forget the queue of a group. Values that have changed since, and so their hash, leave an empty one behind."""
+        if group is not None:
+            with contextlib.suppress(Exception):
+                del self._queues[group]
+
     def _sweep(self) -> None:
-        for queue in self._queues.values():
+        for group, queue in list(self._queues.items()):
             alive = [entry for entry in queue if not entry.place]
             queue.clear()
             queue.extend(alive)
+            if not alive:
+                self._remove(group)
         self._deadlines = [due for due in self._deadlines if due[2].place != DONE]
         heapq.heapify(self._deadlines)
         self._dead = 0

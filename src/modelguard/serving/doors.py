@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import math
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _units
-from modelguard.errors import InvalidOption, ItemRefused, ItemTooHeavy, Overloaded, WouldDeadlock
+from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, ItemTooHeavy, Overloaded, WouldDeadlock
 from modelguard.serving.entries import Entry, FutureEntry, LoopEntry, ThreadEntry
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 _DRAIN = 30.0
+_MANY = 64
 
 
 class Batched(Generic[X, Y]):
@@ -67,10 +71,9 @@ class Batched(Generic[X, Y]):
             GuardClosed: After :meth:`close`.
             Exception: What the function raised, or returned, for this item.
         """
-        if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none
-            raise WouldDeadlock(
-                self.name, why="the call would block the running event loop", fix="Write: await f.aio(item)."
-            )
+        self._refuse_on_loop("the call would block", "await f.aio(item)")
+        if sys.is_finalizing():  # a finalizer calls, and the threads do not run any more
+            raise GuardClosed(self.name)
         entry = ThreadEntry(item)
         self._send(entry, timeout, extras)
         try:
@@ -78,6 +81,8 @@ class Batched(Generic[X, Y]):
         except BaseException:
             self._batcher.cancel(entry)  # Ctrl-C while it waited; nothing if this is its answer
             raise
+        finally:
+            del entry  # the error's traceback refers to this frame
 
     async def aio(self, item: X, /, *, timeout: _units.Duration | None = None, **extras: Any) -> Y:
         """Compute one item without blocking the event loop; cancelling the task takes the item out of the queue.
@@ -94,6 +99,8 @@ class Batched(Generic[X, Y]):
         except asyncio.CancelledError:
             self._batcher.cancel(entry)
             raise
+        finally:
+            del entry  # as above
 
     def submit(self, item: X, /, *, timeout: _units.Duration | None = None, **extras: Any) -> Future[Y]:
         """Queue one item and return at once. Cancelling the future takes the item out of the queue.
@@ -119,6 +126,10 @@ class Batched(Generic[X, Y]):
         Raises:
             Exception: What an item failed with, in its place; the items that are queued then are dropped.
         """
+        self._refuse_on_loop("map() would block", "await f.aio(item) for each item")
+        return self._map(items, timeout, extras)
+
+    def _map(self, items: Iterable[X], timeout: _units.Duration | None, extras: dict[str, Any]) -> Iterator[Y]:
         limits = self._settings.limits
         window = min(limits.max_size * (limits.workers + 1), limits.max_queue)
         queued: deque[Future[Y]] = deque()
@@ -165,10 +176,7 @@ class Batched(Generic[X, Y]):
         Raises:
             WouldDeadlock: On a running event loop (use :meth:`aclose`), or from inside the batch function.
         """
-        if asyncio._get_running_loop() is not None:  # noqa: SLF001 - as above
-            raise WouldDeadlock(
-                self.name, why="close() would block the running event loop", fix="Write: await f.aclose()."
-            )
+        self._refuse_on_loop("close() would block", "await f.aclose()")
         self._batcher.close(timeout)
 
     async def aclose(self, timeout: _units.Duration = _DRAIN) -> None:
@@ -197,7 +205,11 @@ class Batched(Generic[X, Y]):
     # As a method
 
     def __set_name__(self, owner: type, name: str) -> None:
+        written = getattr(self._function, "__qualname__", "")
+        if written != f"{owner.__qualname__}.{name}":
+            return  # a function of elsewhere that is kept in a class
         self._method = name
+        self._place = f"_modelguard_batched_{written}"  # not its name, which a subclass may use for its own
         self._dressed = True
         self._unfit = f"it is a method of {owner.__name__}: call it on an instance"
 
@@ -213,9 +225,15 @@ class Batched(Generic[X, Y]):
                 why=f"{type(instance).__name__} has __slots__, and no place for a queue of its own",
                 fix="Add '__dict__' to its __slots__, or batch a function at module level.",
             ) from None
-        bound: Batched[X, Y] = Batched(self._function.__get__(instance, owner), self._settings)
-        bound._method, bound._owner = self._method, instance
-        return mine.setdefault(self._method, bound)  # from now on this is what the instance finds first
+        kept: _Kept | None = mine.get(self._place)
+        if kept is None or kept.owner is not instance:  # none yet, or that of the instance which this one copies
+            with _binding:
+                kept = mine.get(self._place)
+                if kept is None or kept.owner is not instance:
+                    bound: Batched[X, Y] = Batched(self._function.__get__(instance, owner), self._settings)
+                    bound._method, bound._owner = self._method, instance
+                    kept = mine[self._place] = _Kept(instance, bound)
+        return kept.bound
 
     # By reference, as functions are pickled; a method by its instance.
     def __reduce__(self) -> Any:
@@ -223,7 +241,14 @@ class Batched(Generic[X, Y]):
             return getattr, (self._owner, self._method)
         return str(self.__qualname__)  # type: ignore[attr-defined]
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self if self._owner is None else getattr(copy.deepcopy(self._owner, memo), str(self._method))
+
     # What the doors share
+
+    def _refuse_on_loop(self, why: str, instead: str) -> None:
+        if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none
+            raise WouldDeadlock(self.name, why=f"{why} the running event loop", fix=f"Write: {instead}.")
 
     def _send(self, entry: Entry, timeout: _units.Duration | None, extras: dict[str, Any]) -> None:
         if extras or self._unfit is not None:
@@ -238,7 +263,8 @@ class Batched(Generic[X, Y]):
             why = self._misfit(extras) if extras else self._unfit
             if why is not None:
                 raise TypeError(f"{self.name}(): {why}")
-            self._fits.add(names)
+            if len(self._fits) < _MANY:  # a function that takes any name may be given ever new ones
+                self._fits.add(names)
         group = tuple((name, type(extras[name]), extras[name]) for name in names)  # True is not 1 here
         try:
             hash(group)
@@ -266,3 +292,18 @@ class Batched(Generic[X, Y]):
         if weight > self._settings.limits.max_weight:
             raise ItemTooHeavy(self.name, weight=weight, max_weight=self._settings.limits.max_weight)
         return weight
+
+
+#: Two threads that call a method of a new instance at once get the same queue.
+_binding = threading.Lock()
+
+
+class _Kept:
+    """The queue of an instance, among its attributes. In copies of the instance it is empty."""
+
+    def __init__(self, owner: Any = None, bound: Any = None) -> None:
+        self.owner = owner
+        self.bound = bound
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()

@@ -41,6 +41,7 @@ class Entry:
         group: Entries of one group may share a batch: their keyword arguments as ``(name, type, value)``, None if
             there are none.
         place: ``WAITING``, ``RUNNING`` or ``DONE``; changed by the core alone.
+        inside: The batchers that wait for this one, if it was asked for by a batch function.
         loop: The event loop on which its caller waits, None if it is a thread.
     """
 
@@ -49,6 +50,7 @@ class Entry:
     weight: float = 1
     group: tuple[tuple[str, type, Any], ...] | None = None
     place = WAITING
+    inside: frozenset[object] = frozenset()
     loop: asyncio.AbstractEventLoop | None = None
 
     def __init__(self, item: Any) -> None:
@@ -121,6 +123,7 @@ class FutureEntry(Entry):
 
     def answer(self, outcome: Any) -> None:
         """Complete the future, unless it was cancelled."""
+        self.future.call_off = None  # it refers to this entry, which refers to the future
         if not self.future.set_running_or_notify_cancel():
             return
         if type(outcome) is Failure:
@@ -130,24 +133,33 @@ class FutureEntry(Entry):
 
 
 def answer(entries: list[Entry], outcomes: list[Any]) -> None:
-    """Hand each entry its outcome; those of one event loop in one wake-up. Never raises."""
-    loops: dict[Any, tuple[list[Entry], list[Any]]] = {}
+    """Hand each entry its outcome; those of one event loop in one wake-up. Never raises.
+
+    Futures come last: their callbacks are foreign code, for which nobody else should wait.
+    """
     homes = {entry.loop for entry in entries}
     if len(homes) == 1 and (loop := homes.pop()) is not None:
         _wake(loop, entries, outcomes)
         return
+    loops: dict[Any, tuple[list[Entry], list[Any]]] = {}
+    futures: list[tuple[Entry, Any]] = []
     for entry, outcome in zip(entries, outcomes, strict=True):
-        if entry.loop is None:
-            try:
-                entry.answer(outcome)
-            except BaseException:  # noqa: BLE001 - callbacks of futures; whatever they raise, the others get their answers
-                logger.exception("modelguard: a callback of a submitted call failed")
+        if isinstance(entry, FutureEntry):
+            futures.append((entry, outcome))
+        elif entry.loop is None:
+            entry.answer(outcome)
         else:
             theirs, answers = loops.setdefault(entry.loop, ([], []))
             theirs.append(entry)
             answers.append(outcome)
     for loop, (theirs, answers) in loops.items():
         _wake(loop, theirs, answers)
+    for entry, outcome in futures:
+        try:
+            entry.answer(outcome)
+        except BaseException:  # noqa: BLE001 - whatever a callback raises, the others get their answers
+            with contextlib.suppress(BaseException):  # a log that raises is not their fault either
+                logger.exception("modelguard: a callback of a submitted call failed")
 
 
 def _wake(loop: asyncio.AbstractEventLoop, entries: list[Any], outcomes: Iterable[Any]) -> None:

@@ -10,7 +10,7 @@ _LEVELS = 32
 #: So many measurements at a size are evidence; the last so many are kept, and for so many seconds.
 _ENOUGH = 3
 _KEPT = 16
-_FRESH = 30.0
+_FRESH = 10.0
 #: Of sixteen the second longest counts: an estimate that half of all batches overrun would let in what is bound to
 #: come too late.
 _QUANTILE = 0.9

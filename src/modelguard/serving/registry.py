@@ -25,6 +25,12 @@ def remember(batcher: Batcher) -> None:
             _registered = True
 
 
+def forget(batcher: Batcher) -> None:
+    """It is closed for good: nobody waits for it to become ready."""
+    with _lock:
+        _batchers.discard(batcher)
+
+
 def alive() -> tuple[Batcher, ...]:
     """The batchers of this process."""
     with _lock:

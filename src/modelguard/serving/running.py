@@ -14,7 +14,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from modelguard.errors import BatchFailed, ItemRefused, ModelGuardError, Overloaded, WrongResults
+from modelguard.errors import (
+    BatchFailed,
+    GuardClosed,
+    ItemRefused,
+    LoadFailed,
+    ModelGuardError,
+    NotSupported,
+    Overloaded,
+    WouldDeadlock,
+    WrongResults,
+)
 from modelguard.serving.entries import DONE, Entry, Failure
 
 if TYPE_CHECKING:
@@ -22,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Errors that say nothing of the model.
 _BLAMELESS = (Overloaded, ItemRefused)
+#: Errors that no part of the batch would be spared.
+_UNDIVIDED = (Overloaded, LoadFailed, GuardClosed, WouldDeadlock, NotSupported, WrongResults)
 #: Have a length, and are no list of results all the same.
 _NO_LISTS = (Mapping, AbstractSet, str, bytes, bytearray, memoryview)
 
@@ -87,11 +99,19 @@ def compute(function: Function, entries: list[Entry], extras: dict[str, Any]) ->
         entries: What to compute.
         extras: Keyword arguments that all entries share.
     """
+    try:
+        return _compute(function, entries, extras)
+    except BaseException as error:  # noqa: BLE001 - what it raised or returned cannot even be looked at
+        failures = [Failure(_failed(error, function.name, len(entries))) for _ in entries]
+        return Computed(failures, len(entries), "bad", error)
+
+
+def _compute(function: Function, entries: list[Entry], extras: dict[str, Any]) -> Computed:
     items = [entry.item for entry in entries]
     try:
         results = function(list(items), extras)
     except BaseException as error:  # noqa: BLE001 - not even sys.exit() in a model may end the loop
-        if function.isolate and len(entries) > 1 and not isinstance(error, ModelGuardError):
+        if function.isolate and len(entries) > 1 and not isinstance(error, _UNDIVIDED):
             return _Bisection(function, entries, items, extras).run_all(error)
         failures = [Failure(_for_one(error, function.name, len(entries))) for _ in entries]
         return Computed(failures, len(entries), _verdict([error], function.ignore), error)
@@ -140,7 +160,7 @@ class _Bisection:
         try:
             results = self._function([self._items[at] for at in piece], self._extras)
         except BaseException as error:  # noqa: BLE001 - as for the whole batch
-            if len(piece) > 1 and not isinstance(error, ModelGuardError):
+            if len(piece) > 1 and not isinstance(error, _UNDIVIDED):
                 self._pieces.extend(_halves(piece))
             else:
                 self._fail(piece, error)
@@ -168,8 +188,7 @@ def _checked(results: Any, name: str, count: int) -> list[Any]:
     """
     kind = type(results)
     if kind is list and len(results) == count:
-        found: list[Any] = results
-        return found
+        return list(results)  # the function may keep its own, and change it
     wanted = f"a list of {count} results is needed, one for each item in their order"
     if results is None:
         raise WrongResults(name, f"it returned None, and {wanted}: is its return missing?", size=count)
@@ -183,8 +202,8 @@ def _checked(results: Any, name: str, count: int) -> list[Any]:
 
 def _like_a_list(results: Any) -> bool:
     """Whether it is something like an array or a tensor with a first axis."""
-    if not hasattr(results, "__getitem__") or not hasattr(results, "__iter__"):
-        return False
+    if not hasattr(results, "__getitem__") or not hasattr(results, "__iter__") or hasattr(results, "columns"):
+        return False  # a data frame would give the names of its columns
     with contextlib.suppress(TypeError):
         return len(results) >= 0
     return False  # without an axis
@@ -192,11 +211,20 @@ def _like_a_list(results: Any) -> bool:
 
 def _with_failures(results: list[Any], name: str) -> list[Any]:
     """The same, where exceptions among them are failures of their items."""
-    return [Failure(_for_one(result, name, 1)) if isinstance(result, BaseException) else result for result in results]
+    wrapped, seen = [], set()
+    for result in results:
+        if not issubclass(type(result), BaseException):
+            wrapped.append(result)
+        elif id(result) in seen or result.__traceback__ is not None:  # it belongs to others, too
+            wrapped.append(Failure(_failed(result, name, 1)))
+        else:
+            seen.add(id(result))
+            wrapped.append(Failure(_for_one(result, name, 1)))
+    return wrapped
 
 
 def _failures(outcomes: list[Any]) -> int:
-    return sum(isinstance(outcome, Failure) for outcome in outcomes)
+    return sum(type(outcome) is Failure for outcome in outcomes)
 
 
 def _for_one(error: BaseException, name: str, size: int) -> Exception:
@@ -206,15 +234,28 @@ def _for_one(error: BaseException, name: str, size: int) -> Exception:
     that is raised in several threads mixes up their tracebacks.
     """
     if isinstance(error, ModelGuardError):
-        again: ModelGuardError = copy.copy(error)
-        again.__cause__ = error.__cause__
-        return again
+        with contextlib.suppress(Exception):  # a subclass that cannot be copied
+            again: ModelGuardError = copy.copy(error)
+            again.__cause__ = error.__cause__
+            return again
     # Futures refuse StopIteration; CancelledError and SystemExit would be taken for the caller's own.
     if size == 1 and isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    failed = BatchFailed(name, f"{type(error).__name__}: {error}", size=size)
+    return _failed(error, name, size)
+
+
+def _failed(error: BaseException, name: str, size: int) -> BatchFailed:
+    failed = BatchFailed(name, one_line(error), size=size)
     failed.__cause__ = error
     return failed
+
+
+def one_line(error: BaseException) -> str:
+    """Type and text of an error; the type alone where it cannot tell its text."""
+    text = ""
+    with contextlib.suppress(Exception):
+        text = f": {error}".partition("\n")[0]
+    return f"{type(error).__name__}{text}"
 
 
 def _verdict(errors: list[BaseException], ignore: tuple[type[BaseException], ...]) -> Verdict:

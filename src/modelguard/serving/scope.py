@@ -1,7 +1,8 @@
-"""``deadline``: what bounds the calls made inside a block, and who can call them off."""
+"""``deadline``; and requests, which bound the batched calls made for them and may have them called off."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Protocol
 
 from modelguard import _units
 
-__all__ = ["Call", "Hangup", "Scope", "current", "deadline", "hangup", "left"]
+__all__ = ["Call", "Request", "Scope", "current", "deadline", "left", "serving"]
 
 clock = time.monotonic
 
@@ -32,22 +33,35 @@ class Call(Protocol):
         """Nobody waits for its answer any more."""
 
 
-class Hangup:
-    """Calls off the batched calls of one request, once its client is gone. Safe from any thread.
+class Request:
+    """One request of a web service: bounds its batched calls, and calls them off once its client is gone.
+
+    When it has been answered it does neither any more: what it has left behind, such as a background task, lives on in
+    its context. Safe from any thread.
 
     Args:
+        bound: Seconds that it has from now; None for no bound.
         begin: Called when the first call is made that could be called off: from now on it is worth watching the client.
     """
 
-    def __init__(self, begin: Callable[[], object] | None = None) -> None:
+    def __init__(self, bound: float | None = None, begin: Callable[[], object] | None = None) -> None:
         self._lock = threading.Lock()
+        self._deadline = math.inf if bound is None else clock() + bound
         self._begin = begin
         self._calls: list[Call] = []
+        self._answered = False
         self.gone = False
+
+    @property
+    def deadline(self) -> float:
+        """On the monotonic clock; infinity for none."""
+        return math.inf if self._answered else self._deadline
 
     def add(self, call: Call) -> None:
         """Call this one off when the client is gone; at once if it is gone already."""
         with self._lock:
+            if self._answered:
+                return
             gone = self.gone
             if len(self._calls) >= _MANY:
                 self._calls = [call for call in self._calls if not call.done]
@@ -56,15 +70,24 @@ class Hangup:
         if gone:
             call.hang_up()
         elif begin is not None:
-            begin()
+            with contextlib.suppress(RuntimeError):  # its event loop is closed
+                begin()
 
     def hang_up(self) -> None:
         """The client is gone: call off what it waits for, and what it may still ask for."""
         with self._lock:
+            if self._answered:
+                return
             self.gone = True
             calls, self._calls = self._calls, []
         for call in calls:
             call.hang_up()
+
+    def end(self) -> None:
+        """The client has its answer."""
+        with self._lock:
+            self._answered = True
+            self._calls, self._begin = [], None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +96,18 @@ class Scope:
 
     Attributes:
         deadline: Seconds on the monotonic clock by which they must have their answers; infinity for no bound.
-        hangup: Who can call them off.
-        inside: The batcher whose batch function runs in this context.
+        request: The request for which they are made.
+        inside: The batchers whose batch functions run here, or wait for what runs here.
     """
 
     deadline: float = math.inf
-    hangup: Hangup | None = None
-    inside: object = None
+    request: Request | None = None
+    inside: frozenset[object] = frozenset()
+
+    @property
+    def until(self) -> float:
+        """The nearest deadline."""
+        return self.deadline if self.request is None else min(self.deadline, self.request.deadline)
 
 
 _OPEN = Scope()
@@ -112,9 +140,9 @@ def deadline(timeout: _units.Duration) -> Iterator[None]:
 
 
 @contextmanager
-def hangup(wire: Hangup) -> Iterator[None]:
-    """Have ``wire`` call off the batched calls inside the block."""
-    token = current.set(replace(current.get() or _OPEN, hangup=wire))
+def serving(request: Request) -> Iterator[None]:
+    """Make the batched calls inside the block for ``request``."""
+    token = current.set(replace(current.get() or _OPEN, request=request))
     try:
         yield
     finally:
@@ -127,4 +155,4 @@ def left() -> float | None:
     For what the batched call is only a part of: the timeout of a query that comes before it, say.
     """
     scope = current.get()
-    return None if scope is None or scope.deadline == math.inf else scope.deadline - clock()
+    return None if scope is None or scope.until == math.inf else scope.until - clock()

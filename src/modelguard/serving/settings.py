@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,7 +65,11 @@ def check_weight(max_weight: float | None, weight: Callable[[Any], float] | None
     if weight is None:
         why = "nothing tells what an item weighs"
         raise InvalidOption("max_weight", max_weight, why=why, fix="Give weight= as well, such as weight=len.")
-    if isinstance(max_weight, bool) or not isinstance(max_weight, int | float) or not 0 < max_weight < math.inf:
+    if (
+        isinstance(max_weight, bool)
+        or not isinstance(max_weight, int | float)
+        or not 0 < max_weight <= sys.float_info.max
+    ):
         raise InvalidOption(
             "max_weight", max_weight, why="a number above 0 is needed", fix="Give what a full batch weighs, in all."
         )

@@ -51,7 +51,7 @@ class BatchStatus:
         batch_size: Items of a batch.
         wait: Seconds that the first item of a batch had waited, which is the longest wait in it.
         run: Seconds that the function ran on a batch, where it did not raise.
-        rate: Items a second that one worker computes, by the last batches; None if there were none in 30 seconds.
+        rate: Items a second that one worker computes, by the last batches; None if there were none in ten seconds.
     """
 
     name: str

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 from modelguard import telemetry
+from modelguard.serving.running import one_line
 from modelguard.telemetry import hooks
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Telling:
                     guard=self._name,
                     size=len(batch.entries),
                     failed=computed.failed,
-                    error=_line(computed.error),
+                    error=one_line(computed.error),
                     reruns=computed.reruns,
                 )
             )
@@ -67,7 +68,7 @@ class Telling:
                 guard=self._name,
                 failures=core.circuit.failures,
                 retry_after=core.circuit.cooldown,
-                error="" if error is None else _line(error),
+                error="" if error is None else one_line(error),
             )
         )
 
@@ -89,7 +90,3 @@ class Telling:
                 waiting=core.waiting,
             )
         )
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -264,7 +264,7 @@ def test_evidence_grows_old() -> None:
     made = core(max_queue=100)
     evidence(made, 4, 1.0)
     for number in range(8):
-        made.admit(entry(number, deadline=31.5), 31.0)
+        made.admit(entry(number, deadline=11.5), 11.0)
     assert 8 == made.waiting
 
 
@@ -413,7 +413,7 @@ def test_closing_computes_what_waits_and_lets_nothing_in() -> None:
     with pytest.raises(GuardClosed):
         made.admit(entry(), 0.0)
     assert [0, 1, 2, 3] == taken(made, 0.0)
-    made.give_up()
+    made.give_up(GuardClosed("f"))
     assert entries[4:] == [refused for refused, _ in made.outbox]
     assert made.take(0.0) is None
 
@@ -553,7 +553,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.core.closed)
     @rule()
     def give_up(self) -> None:
-        self.core.give_up()
+        self.core.give_up(GuardClosed("f"))
         self.collect()
 
     def collect(self) -> None:

@@ -1,95 +1,28 @@
-"""``doors`` and ``batcher``: three doors to one queue, with real threads that wait for gates and not for time."""
+"""``doors``: three doors to one queue, with real threads that wait for gates and not for time."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import gc
-import os
 import pickle
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
-from modelguard import Breaker, batched, deadline, guard, telemetry
+from modelguard import batched
 from modelguard.errors import (
-    BatchFailed,
-    CallerGone,
-    CircuitOpen,
-    DeadlineExceeded,
     GuardClosed,
     InvalidOption,
     ItemRefused,
     ItemTooHeavy,
-    Overloaded,
     QueueFull,
     WouldDeadlock,
-    WrongResults,
 )
-from modelguard.serving.scope import Hangup, hangup, left
-
-TIMEOUT = 20.0
-
-
-class Gated:
-    """A batch function that computes when it is let, and remembers its batches and their threads."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.entered = threading.Semaphore(0)
-        self.batches: list[list[Any]] = []
-        self.threads: set[str] = set()
-
-    def __call__(self, items: list[Any], *, by: int = 1) -> list[Any]:
-        self.threads.add(threading.current_thread().name)
-        self.batches.append(list(items))
-        self.entered.release()
-        assert self.gate.wait(TIMEOUT)
-        if "bad" in items:
-            raise ValueError("bad item")
-        return [item * by for item in items]
-
-    def busy(self) -> None:
-        """Wait until a batch is being computed."""
-        assert self.entered.acquire(timeout=TIMEOUT)
-
-
-@pytest.fixture
-def model() -> Iterator[Gated]:
-    made = Gated()
-    yield made
-    made.gate.set()
-
-
-@pytest.fixture
-def events() -> Iterator[list[telemetry.Event]]:
-    heard: list[telemetry.Event] = []
-    telemetry.set_hooks([heard.append])
-    yield heard
-    telemetry.set_hooks(None)
-
-
-def queued(f: Any, model: Gated, *items: Any, **options: Any) -> list[Future[Any]]:
-    """One item is being computed, and these wait behind it."""
-    f.submit("first")
-    model.busy()
-    return [f.submit(item, **options) for item in items]
-
-
-def until(told: Callable[[], bool]) -> None:
-    """Spin until it is so; for what another thread does next."""
-    end = time.monotonic() + TIMEOUT
-    while not told():
-        assert time.monotonic() < end
-        os.sched_yield()
-
 
 # Three doors
 
@@ -239,171 +172,15 @@ class TestMethods:
 
     def test_an_instance_can_be_collected(self) -> None:
         """Its queue does not keep it, once its thread has ended."""
+        before = {*threading.enumerate()}
         one = Service(2)
         one.times(1)
         one.times.close()
         gone = weakref.ref(one)
-        until(lambda: not any("Service.times" in thread.name for thread in threading.enumerate()))
+        until(lambda: {*threading.enumerate()} <= before)
         del one
         gc.collect()
         assert gone() is None
-
-
-# Bounds and deadlines
-
-
-def test_a_full_queue_refuses_at_once(model: Gated) -> None:
-    """All doors alike."""
-    f = batched(max_size=2, max_queue=2)(model)
-    queued(f, model, 1, 2)
-    with pytest.raises(QueueFull):
-        f(3)
-    with pytest.raises(QueueFull):
-        f.submit(3)
-    with pytest.raises(QueueFull):
-        asyncio.run(f.aio(3))
-    assert 3 == f.status().refused_full
-
-
-@pytest.mark.parametrize("door", ["call", "aio", "submit"])
-@pytest.mark.parametrize("how", ["timeout", "context", "option"])
-def test_a_deadline_is_told_although_the_model_is_stuck(model: Gated, door: str, how: str) -> None:
-    """At the deadline, and not when the model has ended; in the queue as in the batch."""
-    f = batched(max_size=1, deadline=0.05 if how == "option" else None)(model)
-    timeout = 0.05 if how == "timeout" else None
-
-    def ask() -> Any:
-        if door == "call":
-            return f(1, timeout=timeout)
-        if door == "submit":
-            return f.submit(1, timeout=timeout).result(TIMEOUT)
-        return asyncio.run(f.aio(1, timeout=timeout))
-
-    with deadline(0.05) if how == "context" else contextlib.nullcontext():
-        for _ in range(2):  # one that is being computed, and one that waits
-            with pytest.raises(DeadlineExceeded):
-                ask()
-    assert (2, 1) == (f.status().expired, len(model.batches))
-
-
-def test_deadlines_nest_and_only_shorten() -> None:
-    """An inner block cannot give itself more time."""
-    assert left() is None
-    with deadline("1h"):
-        outer = left()
-        with deadline("2h"):
-            assert left() <= outer  # type: ignore[operator]
-        with deadline("1m"):
-            assert left() <= 60  # type: ignore[operator]
-        assert 3500 < left() <= 3600  # type: ignore[operator]
-    assert left() is None
-
-
-def test_no_time_at_all_lets_nothing_through(model: Gated) -> None:
-    """Whoever has no time left is told at once."""
-    f = batched(max_size=1)(model)
-    with deadline(0), pytest.raises(DeadlineExceeded):
-        f(1)
-    assert [] == model.batches
-
-
-@pytest.mark.parametrize("timeout", [-1, float("nan"), "soon", True, object()])
-def test_a_timeout_that_cannot_be_meant_is_that_callers_alone(model: Gated, timeout: Any) -> None:
-    """It is refused at the door, and the queue is as it was."""
-    model.gate.set()
-    f = batched(max_size=1)(model)
-    with pytest.raises(InvalidOption, match="timeout"):
-        f(1, timeout=timeout)
-    with pytest.raises(InvalidOption, match="timeout"), deadline(timeout):
-        pass
-    assert 1 == f(1)
-
-
-# Neighbours
-
-
-def test_a_bad_item_fails_alone(model: Gated, events: list[telemetry.Event]) -> None:
-    """Its batch-mates have their results, and an event tells."""
-    f = batched(max_size=8)(model)
-    futures = queued(f, model, "a", "bad", "c")
-    model.gate.set()
-    assert ["a", "c"] == [futures[0].result(TIMEOUT), futures[2].result(TIMEOUT)]
-    with pytest.raises(ValueError, match="bad item"):
-        futures[1].result(TIMEOUT)
-    until(lambda: any(isinstance(event, telemetry.BatchErrored) for event in events))
-    (told,) = [event for event in events if isinstance(event, telemetry.BatchErrored)]
-    assert (3, 1, "ValueError: bad item") == (told.size, told.failed, told.error)
-    assert 1 == f.status().bisected
-
-
-def test_a_cancelled_task_harms_nobody(model: Gated) -> None:
-    """Cancelled in the queue it is not computed, cancelled in the batch its result is dropped."""
-    f = batched(max_size=2)(model)
-
-    async def main() -> None:
-        tasks = [asyncio.create_task(f.aio(n)) for n in range(4)]
-        await asyncio.to_thread(model.busy)
-        tasks[0].cancel()
-        tasks[3].cancel()
-        await asyncio.gather(tasks[0], tasks[3], return_exceptions=True)
-        model.gate.set()
-        assert [1, 2] == [await tasks[1], await tasks[2]]
-
-    asyncio.run(main())
-    assert 4 not in [len(batch) for batch in model.batches]
-    assert all(3 not in batch for batch in model.batches)
-    assert 2 == f.status().cancelled
-
-
-def test_a_cancelled_future_gives_its_place_away(model: Gated) -> None:
-    """Until it has its answer a future can be cancelled."""
-    f = batched(max_size=1, max_queue=1)(model)
-    (waiting,) = queued(f, model, 1)
-    assert waiting.cancel()
-    second = f.submit(2)
-    model.gate.set()
-    assert 2 == second.result(TIMEOUT)
-    assert not second.cancel()
-    with pytest.raises(CancelledError):
-        waiting.result()
-    assert [["first"], [2]] == model.batches
-
-
-def test_a_callback_that_raises_harms_nobody(model: Gated, caplog: pytest.LogCaptureFixture) -> None:
-    """The loop goes on, and so do the batch-mates."""
-    f = batched(max_size=4)(model)
-    futures = queued(f, model, 1, 2)
-
-    def leave(_future: object) -> None:
-        raise SystemExit("callback")
-
-    futures[0].add_done_callback(leave)
-    model.gate.set()
-    assert [1, 2, 3] == [futures[0].result(TIMEOUT), futures[1].result(TIMEOUT), f(3)]
-
-
-def test_a_hook_that_raises_harms_nobody(model: Gated) -> None:
-    """Observers are not asked to be careful."""
-
-    def hook(event: telemetry.Event) -> None:
-        raise RuntimeError("hook")
-
-    model.gate.set()
-    f = batched(max_size=4)(model)
-    telemetry.set_hooks([hook])
-    try:
-        assert [1, 2] == [f(1), f(2)]
-    finally:
-        telemetry.set_hooks(None)
-
-
-def test_a_wrong_number_of_results_fails_its_batch_alone() -> None:
-    """The next one is computed."""
-    answers = iter([[], [1]])
-    f = batched(max_size=4)(lambda items: next(answers))
-    with pytest.raises(WrongResults, match="returned 0 results"):
-        f(1)
-    assert 1 == f(1)
 
 
 # Items
@@ -561,141 +338,3 @@ def test_it_is_closed_at_the_end_of_a_block(model: Gated) -> None:
             await g.aio(1)
 
     asyncio.run(main())
-
-
-# The breaker
-
-
-def test_the_breaker_asks_its_guard_for_a_fresh_model(events: list[telemetry.Event]) -> None:
-    """It opens, refuses, and the model is reloaded meanwhile."""
-    nlp = guard(lambda: {"loads": len(events)}, reload_on=None, name="nlp")
-
-    @batched(max_size=4, breaker=Breaker(failures=2, cooldown="1h", max_cooldown="1h", reload=nlp), name="f")
-    @nlp
-    def f(model: dict[str, int], items: list[int]) -> list[int]:
-        raise OSError("device lost")
-
-    for _ in range(2):
-        with pytest.raises(OSError, match="device lost"):
-            f(1)
-    until(lambda: any(isinstance(event, telemetry.CircuitOpened) for event in events))
-    with pytest.raises(CircuitOpen) as refused:
-        f(1)
-    assert 3590 < refused.value.retry_after <= 3600
-    until(lambda: nlp.status().generation == 2)
-    assert ("circuit open", 1) == (f.status().state, f.status().refused_open)
-    assert f.ready, "without traffic there would be no probe"
-
-
-# Who hangs up
-
-
-def test_a_hang_up_calls_off_what_waits(model: Gated) -> None:
-    """From any thread; the caller is told, the item is not computed, and later calls are called off, too."""
-    f = batched(max_size=1)(model)
-    watched: list[int] = []
-    wire = Hangup(lambda: watched.append(1))
-    queued(f, model)
-    with hangup(wire):
-        waiting = [f.submit(1), f.submit(2)]
-        threading.Thread(target=wire.hang_up).start()
-        for future in waiting:
-            with pytest.raises(CallerGone):
-                future.result(TIMEOUT)
-        with pytest.raises(CallerGone):
-            f.submit(3).result(TIMEOUT)
-    assert [1] == watched, "the client is watched from the first call on, once"
-    model.gate.set()
-    f.close()
-    assert [["first"]] == model.batches
-
-
-def test_a_request_that_makes_many_calls_does_not_keep_them(model: Gated) -> None:
-    """What has its answer is forgotten."""
-    model.gate.set()
-    f = batched(max_size=64)(model)
-    wire = Hangup()
-    with hangup(wire):
-        for n in range(1000):
-            f(n)
-    assert len(wire._calls) <= 65
-
-
-# No thread to be had
-
-
-def test_without_a_thread_the_caller_is_told(model: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an overload; the item is not queued for ever."""
-
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    f = batched(max_size=1)(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(Overloaded, match="no thread to be had"):
-            f(1)
-    assert f.status().waiting == 0
-    model.gate.set()
-    assert 1 == f(1)
-
-
-def test_status_tells_what_happened(model: Gated, events: list[telemetry.Event]) -> None:
-    """Counts, sizes and times; the same by events."""
-    f = batched(max_size=4, max_queue=4, name="f")(model)
-    futures = queued(f, model, 1, 2, 3)
-    assert (3, 1, "open") == (f.status().waiting, f.status().running, f.status().state)
-    with pytest.raises(QueueFull):
-        [f.submit(n) for n in range(9)]
-    model.gate.set()
-    for future in futures:
-        future.result(TIMEOUT)
-    f.close()
-    status = f.status()
-    assert (5, 1, 2, 4, 4) == (status.answered, status.refused_full, status.batches, status.batch_size.max, 4)
-    assert status.rate is not None
-    assert status.run.max > 0
-    sizes = [event.size for event in events if isinstance(event, telemetry.BatchFinished)]
-    assert [1, 4] == sizes
-    assert [1] == [event.full for event in events if isinstance(event, telemetry.RequestsRefused)]
-
-
-def test_a_caller_that_is_interrupted_leaves_the_queue(model: Gated) -> None:
-    """Ctrl-C in a blocking call takes its item out."""
-    import signal
-
-    f = batched(max_size=1)(model)
-    queued(f, model)
-    waiting = threading.Timer(0.05, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
-    waiting.start()
-    with pytest.raises(KeyboardInterrupt):
-        f("mine")
-    assert (0, 1) == (f.status().waiting, f.status().cancelled)
-
-
-def test_a_timeout_of_the_future_itself_drops_nothing(model: Gated) -> None:
-    """It is the caller's own patience; the item stays."""
-    f = batched(max_size=1)(model)
-    future = f.submit(1)
-    with pytest.raises(FutureTimeout):
-        future.result(0)
-    model.gate.set()
-    assert 1 == future.result(TIMEOUT)
-
-
-def test_a_failing_batch_does_not_fail_the_next() -> None:
-    """Whatever was raised."""
-    answers: Iterator[Any] = iter([SystemExit(1), ValueError("x")])
-
-    def run(items: list[int]) -> list[int]:
-        error = next(answers, None)
-        if error is not None:
-            raise error
-        return items
-
-    f = batched(max_size=4)(run)
-    with pytest.raises(BatchFailed):
-        f(1)
-    with pytest.raises(ValueError, match="x"):
-        f(1)
-    assert 1 == f(1)

@@ -37,13 +37,13 @@ def test_the_last_sixteen_count() -> None:
     assert 1.0 == measured(*[9.0] * 30, *[1.0] * 16).seconds(1.0, 0.0)
 
 
-def test_evidence_lasts_half_a_minute() -> None:
+def test_evidence_lasts_ten_seconds() -> None:
     """Then nothing is known any more."""
     made = measured(1.0, 1.0, 1.0)
-    assert 1.0 == made.seconds(1.0, 30.0)
-    assert made.seconds(1.0, 30.1) is None
-    made.record(1.0, 4, 5.0, 31.0)
-    assert made.seconds(1.0, 31.0) is None, "one new measurement is no evidence"
+    assert 1.0 == made.seconds(1.0, 10.0)
+    assert made.seconds(1.0, 10.1) is None
+    made.record(1.0, 4, 5.0, 11.0)
+    assert made.seconds(1.0, 11.0) is None, "one new measurement is no evidence"
 
 
 def test_the_rate_is_items_over_the_time_that_they_took() -> None:

@@ -1,0 +1,50 @@
+"""A batch function that computes when it is let, and ways to wait for what other threads do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+TIMEOUT = 20.0
+
+
+class Gated:
+    """A batch function that computes when it is let, and remembers its batches and their threads."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self.batches: list[list[Any]] = []
+        self.threads: set[str] = set()
+
+    def __call__(self, items: list[Any], *, by: int = 1) -> list[Any]:
+        self.threads.add(threading.current_thread().name)
+        self.batches.append(list(items))
+        self.entered.release()
+        assert self.gate.wait(TIMEOUT)
+        if "bad" in items:
+            raise ValueError("bad item")
+        return [item * by for item in items]
+
+    def busy(self) -> None:
+        """Wait until a batch is being computed."""
+        assert self.entered.acquire(timeout=TIMEOUT)
+
+
+def queued(f: Any, model: Gated, *items: Any, **options: Any) -> list[Future[Any]]:
+    """One item is being computed, and these wait behind it."""
+    f.submit("first")
+    model.busy()
+    return [f.submit(item, **options) for item in items]
+
+
+def until(told: Callable[[], bool]) -> None:
+    """Spin until it is so; for what another thread does next."""
+    end = time.monotonic() + TIMEOUT
+    while not told():
+        assert time.monotonic() < end
+        os.sched_yield()
