@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, assert_type
 
+import torch
 from spacy.lang.ja import Japanese
 
 from modelguard import (
     TTL,
+    Batched,
+    Breaker,
     MemoryGrowth,
     ModelGuard,
     ModelPool,
     Policy,
     Snapshot,
     Uses,
+    batched,
+    deadline,
     guard,
     guard_of,
     pool,
+    prefork,
+    presets,
+    sharing,
     telemetry,
+    weights,
 )
 from modelguard.adapters.spacy import IndexGrowth, Zoned, zoned
+from modelguard.adapters.torch import bucketed, pad_to_bucket
 
 
 class Model:
@@ -275,3 +286,67 @@ async def zoned_later() -> None:
     assert_type(await names_later("a"), list[str])
     async with entities.lease(timeout="1s") as zoned_pipeline:
         assert_type(zoned_pipeline, Japanese)
+
+
+# Batches: a function of a list becomes a function of one item.
+
+
+@batched(max_size=32, deadline="2s", breaker=Breaker(failures=3, reload=model))
+@model
+def lengths(model: Model, texts: list[str]) -> list[int]:
+    return [len(model.predict(text)) for text in texts]
+
+
+@batched(max_size=8)
+def greet(names: list[str], *, language: str = "en") -> list[str]:
+    return [f"{language} {name}" for name in names]
+
+
+assert_type(lengths, Batched[str, int])
+assert_type(lengths("a"), int)
+assert_type(lengths("a", timeout="1s"), int)
+assert_type(lengths.submit("a"), Future[int])
+assert_type(lengths.map(["a"]), Iterator[int])
+assert_type(greet("a", language="fr"), str)
+assert_type(lengths.status().waiting, int)
+assert_type(lengths.status().run.p99, float)
+
+
+async def batches_later() -> None:
+    assert_type(await lengths.aio("a", timeout=0.5), int)
+    async with lengths as open_until_the_end:
+        assert_type(open_until_the_end, Batched[str, int])
+
+
+class Scaling:
+    @batched(max_size=8, weight=len)
+    def scale(self, texts: list[str]) -> list[float]:
+        return [float(len(text)) for text in texts]
+
+
+assert_type(Scaling().scale, Batched[str, float])
+assert_type(Scaling().scale("a"), float)
+
+with deadline("1s"):
+    assert_type(lengths("a"), int)
+
+# Buckets: the function stays what it was.
+
+
+@model
+@bucketed("wave")
+def synthesize(model: Model, wave: torch.Tensor) -> torch.Tensor:
+    return wave
+
+
+assert_type(synthesize(torch.zeros(1, 8)), torch.Tensor)
+assert_type(pad_to_bucket(torch.zeros(1, 8)), torch.Tensor)
+assert_type(pad_to_bucket(torch.zeros(1, 8), mask=True), tuple[torch.Tensor, torch.Tensor])
+
+# Presets and sharing.
+
+assert_type(presets.get("torch-cpu-dynamic", workers=4) | presets.get("prefork"), presets.Preset)
+assert_type(presets.get("low-memory").apply().ok, bool)
+assert_type(prefork.prepare(model, freeze=True), prefork.ForkReport)
+assert_type(sharing.report(), sharing.TreeReport)
+assert_type(weights.load(torch.nn.Module, "weights"), torch.nn.Module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelguard import TTL, Uses, guard, pool
+from modelguard import TTL, Uses, batched, guard, pool
 
 
 class Model:
@@ -62,3 +62,17 @@ with model.lease() as leased:
 
 voices.lease(5)  # WRONG
 model.status().generation = 2  # WRONG
+
+
+@batched(max_size=4)
+def lengths(texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+lengths(3)  # WRONG
+lengths(["a"])  # WRONG
+text: str = lengths("a")  # WRONG
+lengths("a", timeout=[1])  # WRONG
+batched(4)  # WRONG
+batched(max_size="4")  # WRONG
+batched(max_size=4, on_error="ignore")  # WRONG
