@@ -83,9 +83,10 @@ class Batcher:
         ignore = () if breaker is None else breaker.ignore
         self._function = Function(run=run, name=limits.name, isolate=isolate, ignore=ignore)
         self._limits = limits
+        self._workers = limits.workers
         self._deadline = deadline
+        self._bounded = deadline != math.inf
         self._breaker = breaker
-        self._clock = time.monotonic
         self._begin()
         registry.remember(self)
 
@@ -121,24 +122,28 @@ class Batcher:
             Overloaded, DeadlineExceeded, GuardClosed: It was not queued.
         """
         scope = current.get()
-        if scope is not None or timeout is not None or self._deadline != math.inf:
+        bounded = scope is not None or timeout is not None or self._bounded
+        if bounded:
             self._dress(entry, timeout, scope)
-        bell = None
+        core, bell = self._core, None
         try:
             with self._lock:
-                self._core.admit(entry, self._clock())
-                bell = self._wake()
-                if entry.deadline < self._alarm:
+                core.admit(entry, time.monotonic())
+                if self._idle:
+                    bell = self._idle.pop()
+                elif self._threads < self._workers:
+                    self._start()
+                if bounded and entry.deadline < self._alarm:
                     self._set_alarm(entry.deadline)
             if bell is not None:
                 bell.ring()
-            if self._late or self._core.outbox:
+            if self._late or core.outbox:
                 self._flush()
         except ModelGuardError:
             raise
         except BaseException:  # Ctrl-C, a time limit by signal: at any point of the above
             with self._lock:
-                self._core.withdraw(entry)
+                core.withdraw(entry)
             for each in tuple(self._bells):  # one of them may have been chosen, and not been told
                 each.ring()
             raise
@@ -147,7 +152,7 @@ class Batcher:
 
     def _dress(self, entry: Entry, timeout: float | None, scope: Scope | None) -> None:
         """See to what bounds the call, and whom it is made for."""
-        until = self._clock() + min(self._deadline, math.inf if timeout is None else timeout)
+        until = time.monotonic() + min(self._deadline, math.inf if timeout is None else timeout)
         if scope is not None:
             until = min(until, scope.until)
             if self in scope.inside:
@@ -176,7 +181,7 @@ class Batcher:
         """A worker that is to be woken for what waits, if one is free; else start one, if there may be more."""
         if self._idle:
             return self._idle.pop()
-        if self._threads < self._limits.workers:
+        if self._threads < self._workers:
             self._start()
         return None
 
@@ -218,7 +223,7 @@ class Batcher:
         """Compute a batch, or wait for one; false if this thread is to end."""
         other = None
         with self._lock:
-            found = core.take(self._clock())
+            found = core.take(time.monotonic())
             if isinstance(found, Batch):
                 other = self._wake() if core.waiting else None  # what is left may be due before this one has ended
             elif found is None and core.closed:
@@ -250,11 +255,11 @@ class Batcher:
         inside: frozenset[object] = frozenset({self})
         if self._nested:
             inside = inside.union(*(entry.inside for entry in batch.entries))
-        started = self._clock()
+        started = time.monotonic()
         token = current.set(Scope(inside=inside))
         computed = compute(self._function, batch.entries, batch.extras)
         current.reset(token)  # what comes now is no longer inside: callbacks of futures may call again
-        now = self._clock()
+        now = time.monotonic()
         core = self._core
         with self._lock:
             if computed.error is None:
@@ -291,7 +296,7 @@ class Batcher:
         rang = True
         while True:
             with self._lock:
-                core.expire(now := self._clock())
+                core.expire(now := time.monotonic())
                 due = self._alarm = core.next_deadline()
                 if due == math.inf and not rang:
                     self._timekeeper = None
@@ -369,7 +374,7 @@ class Batcher:
         if self._late:
             self._flush()
         with self._lock:
-            return describe(self.name, self._core, self._clock())
+            return describe(self.name, self._core, time.monotonic())
 
     def __repr__(self) -> str:
         return f"<Batcher {self.name!r}>"

@@ -108,6 +108,7 @@ class Core:
     def __init__(self, limits: Limits, circuit: Circuit | None = None) -> None:
         self._limits = limits
         self._max_queue = limits.max_queue
+        self._sort = limits.sort
         self.circuit = circuit
         self.estimator = Estimator()
         self.waiting = 0
@@ -146,7 +147,7 @@ class Core:
         else:
             self._queues.setdefault(entry.group, deque()).append(entry)
         self.waiting += 1
-        if self._limits.sort:
+        if self._sort:
             self._weight += entry.weight
         if entry.deadline != math.inf:
             self._number += 1
