@@ -74,7 +74,7 @@ def batched_pipeline(
         InvalidOption: An argument cannot be meant; the message names it, its value and the fix.
     """
     guarded = isinstance(pipe, ModelGuard)
-    if not guarded and not (callable(pipe) and hasattr(pipe, "preprocess")):
+    if not guarded and (isinstance(pipe, type) or not (callable(pipe) and hasattr(pipe, "preprocess"))):
         why = "a pipeline is needed, or a guard of one"
         raise InvalidOption("pipe", pipe, why=why, fix="Write: pipe = guard(lambda: pipeline(...), reload_on=None).")
     if length is not None and not callable(length):

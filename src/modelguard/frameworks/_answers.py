@@ -112,7 +112,11 @@ class WebOptions:
                 "timeout_header", header, why="it is no name of a header", fix="Write 'Request-Timeout'."
             )
         if self.guards is not None:
-            guards = tuple(self.guards)
+            try:
+                guards = tuple(self.guards)
+            except TypeError:
+                why = f"a {type(self.guards).__name__} is no list"
+                raise InvalidOption("guards", self.guards, why=why, fix="Write guards=[...].") from None
             for one in guards:
                 if not hasattr(one, "ready") or not hasattr(one, "name"):
                     why = f"a {type(one).__name__} cannot tell whether it is ready"
@@ -152,8 +156,11 @@ class WebOptions:
         together should not come back together.
         """
         retry: float | None = None
-        while isinstance(error, ExceptionGroup) and error.exceptions:  # of tasks that the handler began
-            error = error.exceptions[0]
+        if isinstance(error, ExceptionGroup):  # of tasks that the handler began
+            if error.split(ANSWERED)[1] is not None:
+                return None
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
         if isinstance(error, Overloaded | LoadFailed | GuardClosed):
             status = int(HTTPStatus.SERVICE_UNAVAILABLE)
             retry = getattr(error, "retry_after", 1.0) * (1 + random() / 2)

@@ -14,6 +14,7 @@ same, give the application ``exception_handlers()`` as well.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -78,7 +79,7 @@ class ModelGuardMiddleware:
 
         async def sending(message: Message) -> None:
             nonlocal begun
-            begun = True
+            begun = begun or message["type"] == "http.response.start"
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 client.end()  # what goes on in the background is nobody's request
             await send(message)
@@ -162,10 +163,12 @@ class _Client:
                 message = await self._receive()
             finally:
                 self._reading = False
-                if self._wanted and not (message and message.get("more_body")):
+                if self._wanted:
                     self._loop.call_soon(self._want)
             self._note(message)
             return message
+        if self._wanted:
+            self._loop.call_soon(self._want)
         return self._read.popleft()
 
     def end(self) -> None:
@@ -181,20 +184,20 @@ class _Client:
 
     def _want(self) -> None:
         self._wanted = True
-        if not (self._over or self._reading or self.request.gone or self._looking):
+        ahead = self._read and self._read[-1].get("more_body")  # the application reads on, at its own pace
+        if not (self._over or self._reading or self.request.gone or self._looking or ahead):
             self._look_out = self._loop.create_task(self._look())
 
     async def _look(self) -> None:
-        try:
+        with contextlib.suppress(Exception):  # the application gets it when it reads by itself
             while not self.request.gone:
                 message = await self._receive()
                 self._read.append(message)
                 self._news.set()
                 self._note(message)
                 if message.get("more_body"):
-                    return  # the application reads on, at its own pace
-        finally:
-            self._news.set()
+                    break
+        self._news.set()
 
     def _note(self, message: Message) -> None:
         if message["type"] == "http.disconnect":
