@@ -88,23 +88,32 @@ class Answer:
     body: bytes
 
 
-async def ask(port: int, text: str, path: str = "/", patience: float = PATIENCE) -> Answer:
-    """Send a text, or without one ask for a page, over a connection of its own."""
-    began, writer = time.perf_counter(), None
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def ask(
+    port: int, text: str, path: str = "/", *, patience: float = PATIENCE, idle: list[Connection] | None = None
+) -> Answer:
+    """Send a text, or without one ask for a page, over one of the ``idle`` connections if there is one."""
+    began, spare, writer = time.perf_counter(), [] if idle is None else idle, None
     try:
         async with asyncio.timeout(patience):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            body, method = text.encode(), "POST" if text else "GET"
-            head = f"{method} {path} HTTP/1.1\r\nHost: me\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
-            first, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    except (TimeoutError, ConnectionError):
-        return Answer(0, math.inf, {}, b"")
-    finally:
+            while spare and spare[-1][0].at_eof():
+                spare.pop()[1].close()
+            reader, writer = spare.pop() if spare else await asyncio.open_connection("127.0.0.1", port)
+            sent = text.encode()
+            head = f"{'POST' if text else 'GET'} {path} HTTP/1.1\r\nHost: me\r\nContent-Length: {len(sent)}\r\n\r\n"
+            writer.write(head.encode() + sent)
+            status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+            headers = dict(line.lower().split(": ", 1) for line in lines)
+            body = await reader.readexactly(int(headers["content-length"]))
+    except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
         if writer is not None:
             writer.close()
-    status, *lines = first.decode().split("\r\n")
-    headers = dict(line.lower().split(": ", 1) for line in lines)
+        return Answer(0, math.inf, {}, b"")
+    spare.append((reader, writer))
+    if idle is None:
+        writer.close()
     return Answer(int(status.split()[1]), time.perf_counter() - began, headers, body)
 
 
@@ -117,12 +126,12 @@ def texts(seed: int = 0) -> Iterator[str]:
 
 async def closed_loop(port: int, clients: int, seconds: float) -> list[Answer]:
     """Clients that each send the next text when the last is answered: what comes through is the capacity."""
-    made, end = texts(), time.perf_counter() + seconds
+    made, idle, end = texts(), list[Connection](), time.perf_counter() + seconds
 
     async def client() -> list[Answer]:
         answers = []
         while time.perf_counter() < end:
-            answers.append(await ask(port, next(made)))
+            answers.append(await ask(port, next(made), idle=idle))
         return answers
 
     return list(itertools.chain(*await asyncio.gather(*(client() for _ in range(clients)))))
@@ -130,12 +139,12 @@ async def closed_loop(port: int, clients: int, seconds: float) -> list[Answer]:
 
 async def open_loop(port: int, rate: float, seconds: float) -> list[Answer]:
     """Texts at random times, so many a second on average, whether the others are answered or not."""
-    made, rng = texts(), random.Random(1)
+    made, idle, rng = texts(), list[Connection](), random.Random(1)
     began, due = time.perf_counter(), rng.expovariate(rate)
     tasks: list[asyncio.Task[Answer]] = []
     while due < seconds:
         await asyncio.sleep(max(began + due - time.perf_counter(), 0))
-        tasks.append(asyncio.create_task(ask(port, next(made))))
+        tasks.append(asyncio.create_task(ask(port, next(made), idle=idle)))
         due += rng.expovariate(rate)
     return list(await asyncio.gather(*tasks))
 
@@ -192,8 +201,9 @@ def wrk(name: str, connections: int, seconds: float) -> None:
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     took, p50, p99, told = output.partition("TOLD ")[2].split(" ", 3)
     good = sum(int(part.split(" x ")[0]) for part in told.split(", ") if part.endswith(str(OK)))
-    figures = (f"{good / float(took):.0f}", "", f"{float(p50):.2f} s", f"{float(p99):.2f} s")
-    print(row(name, f"wrk, {connections} open", *figures, told=told), flush=True)
+    times = [f"{float(value):.2f} s" if told else "" for value in (p50, p99)]  # of all answers, refusals too
+    figures = (f"{good / float(took):.0f}", "", *times)
+    print(row(name, f"wrk, {connections} open", *figures, told=told.strip() or "none"), flush=True)
 
 
 def draw(measured: dict[str, list[tuple[float, float]]], rates: list[float], path: Path) -> None:

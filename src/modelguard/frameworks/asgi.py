@@ -14,7 +14,6 @@ same, give the application ``exception_handlers()`` as well.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -189,15 +188,18 @@ class _Client:
             self._look_out = self._loop.create_task(self._look())
 
     async def _look(self) -> None:
-        with contextlib.suppress(Exception):  # the application gets it when it reads by itself
+        try:
             while not self.request.gone:
                 message = await self._receive()
                 self._read.append(message)
                 self._news.set()
                 self._note(message)
                 if message.get("more_body"):
-                    break
-        self._news.set()
+                    return
+        except Exception:  # noqa: BLE001 - the application gets it when it reads by itself
+            return
+        finally:
+            self._news.set()
 
     def _note(self, message: Message) -> None:
         if message["type"] == "http.disconnect":
