@@ -1,0 +1,211 @@
+"""Batched functions behind uvicorn and gunicorn's ASGI worker: hang-ups, refusals, deadlines, the end."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import signal
+import socket
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.process.gunicorn_server import until
+from tests.process.web_server import MODEL, NEEDS_SERVERS, QUEUE, UVICORN, Answer, Server, burst, gunicorn
+
+pytestmark = [pytest.mark.timeout(120), NEEDS_SERVERS]
+
+#: Each kind of handler under each arrangement of middleware, by environment.
+STARLETTE = (
+    MODEL
+    + """
+    from contextlib import asynccontextmanager
+    from starlette.applications import Starlette
+    from starlette.background import BackgroundTask
+    from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware
+    from starlette.responses import JSONResponse, PlainTextResponse
+    from starlette.routing import Route
+    from modelguard.frameworks.asgi import ModelGuardMiddleware
+
+    class Seen(BaseHTTPMiddleware):
+        async def dispatch(self, request, call_next):
+            response = await call_next(request)
+            response.headers["x-seen"] = "yes"
+            return response
+
+    async def awaiting(request):
+        await request.body()
+        return PlainTextResponse(await predict.aio(request.query_params["item"]))
+
+    def blocking(request):
+        return PlainTextResponse(predict(request.query_params["item"]))
+
+    async def early(request):
+        told = await predict.aio(request.query_params["item"])
+        return PlainTextResponse((await request.body()).decode() + told)
+
+    async def later(request):
+        return PlainTextResponse("later", background=BackgroundTask(predict.aio, request.query_params["item"]))
+
+    async def twice(request):
+        task = BackgroundTask(predict.aio, request.query_params["item"] + "-again")
+        return PlainTextResponse(await predict.aio(request.query_params["item"]), background=task)
+
+    async def status(request):
+        return JSONResponse(tell())
+
+    @asynccontextmanager
+    async def lifespan(app):
+        async with predict:
+            yield
+        (HERE / "closed").touch()
+
+    mine = Middleware(ModelGuardMiddleware, deadline="30s")
+    stacks = {"alone": [mine], "above": [Middleware(Seen), mine], "below": [mine, Middleware(Seen)]}
+    routes = [
+        Route("/async", awaiting, methods=["GET", "POST"]),
+        Route("/sync", blocking, methods=["GET", "POST"]),
+        Route("/early", early, methods=["POST"]),
+        Route("/later", later),
+        Route("/twice", twice),
+        Route("/status", status),
+    ]
+    app = Starlette(routes=routes, middleware=stacks[os.environ.get("STACK", "alone")], lifespan=lifespan)
+"""
+)
+
+
+def uvicorn(folder: Path, **environ: str) -> Server:
+    return Server(folder, *UVICORN, app=STARLETTE, **environ)
+
+
+def hang_up_half(server: Server, path: str, method: str) -> None:
+    """Of those who wait for a model every other one goes: these are not computed, and the rest is answered."""
+    with server.busy(path) as first:
+        items = [f"item-{n}" for n in range(36)]
+        lines = [server.connect(f"{path}?item={item}", method) for item in items]
+        server.seen(waiting=36, cancelled=0)
+        for line in lines[::2]:
+            line.close()
+        server.seen(waiting=18, cancelled=18)
+    staying = items[1::2]
+    for line, item in zip(lines[1::2], staying, strict=True):
+        with contextlib.closing(line):
+            response = http.client.HTTPResponse(line)
+            response.begin()
+            answer = Answer(response)
+            assert (200, item) == (answer.status, answer.text.split()[0])
+    assert 200 == first.result(30).status
+    assert sorted(["first", *staying]) == sorted(server.computed)
+    server.seen(running=0, waiting=0, cancelled=18)
+    assert "Traceback" not in server.log, server.log
+    assert "ERROR" not in server.log, server.log
+
+
+@pytest.mark.parametrize("stack", ["alone", "above", "below"])
+def test_who_hangs_up_is_not_computed(stack: str, tmp_path: Path) -> None:
+    """Behind uvicorn, with and without a body, wherever BaseHTTPMiddleware stands; and the log stays clean."""
+    with uvicorn(tmp_path, STACK=stack) as server:
+        hang_up_half(server, "/async", method="POST" if stack == "alone" else "GET")
+        assert (stack == "above") == ("x-seen" in server.ask("/livez").headers)
+
+
+def test_who_hangs_up_on_a_handler_in_a_thread_is_not_computed(tmp_path: Path) -> None:
+    """Starlette's thread pool gets its threads back, too: they serve the others."""
+    with uvicorn(tmp_path) as server:
+        hang_up_half(server, "/sync", method="GET")
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+def test_refusals_and_deadlines_behind_uvicorn(kind: str, tmp_path: Path) -> None:
+    """A full queue is 503 at once, a client's own deadline 504 when it comes, and nonsense 400; then all is well."""
+    with uvicorn(tmp_path) as server:
+        with server.busy("/async") as first:
+            late = server.ask(f"/{kind}?item=late", headers={"Request-Timeout": "0.2"})
+            assert late.is_problem(504), late.text
+            waiting = [server.begin(f"/async?item=waits-{n}") for n in range(QUEUE)]
+            server.seen(waiting=QUEUE)
+            for _ in range(5):
+                refused = server.ask(f"/{kind}?item=refused")
+                assert refused.is_problem(503), refused.text
+            assert [200, 200] == [server.ask(path).status for path in ("/livez", "/readyz")]
+            for nonsense in ("soon", "-1", "nan", "1e999", ""):
+                assert server.ask(f"/{kind}?item=no", headers={"Request-Timeout": nonsense}).is_problem(400)
+        assert {200} == {asked.result(30).status for asked in [first, *waiting]}
+        assert not {"late", "refused", "no"} & set(server.computed)
+        told = burst(server, f"/{kind}", clients=60)
+        assert {200} <= set(told) <= {200, 503, 504}, told
+        assert 200 == server.ask(f"/{kind}?item=after", headers={"Request-Timeout": "20"}).status
+        assert "Traceback" not in server.log, server.log
+
+
+def test_a_burst_that_is_too_much_is_refused_in_part(tmp_path: Path) -> None:
+    """Clients with little time: some are served, and the others know at once, or in time, that they are not."""
+    with uvicorn(tmp_path) as server:
+        assert [200] * 3 == [server.ask("/async?item=warm").status for _ in range(3)]
+        asked = [server.begin(f"/async?item={n}", headers={"Request-Timeout": "1"}) for n in range(60)]
+        answers = [one.result(30) for one in asked]
+        told = Counter(answer.status for answer in answers)
+        assert {200} < set(told) <= {200, 503, 504}, told
+        assert all(answer.status == 200 or answer.is_problem(answer.status) for answer in answers)
+
+
+def test_who_waits_when_uvicorn_ends_is_answered(tmp_path: Path) -> None:
+    """It stops letting anyone in, computes what waits, closes the function, and ends in order."""
+    with uvicorn(tmp_path) as server:
+        with server.busy("/async") as first:
+            waiting = [server.begin(f"/{kind}?item={kind}-{n}") for n in range(6) for kind in ("async", "sync")]
+            server.seen(waiting=12)
+            server.process.terminate()
+            until(lambda: "Shutting down" in server.log, what="it has begun to end")
+        assert {200} == {asked.result(30).status for asked in [first, *waiting]}
+        # uvicorn ends by the signal that it was sent, once all is done.
+        assert server.process.wait(30) in (0, -signal.SIGTERM)
+        assert (tmp_path / "closed").exists()
+        assert "Application shutdown complete" in server.log
+        assert "Traceback" not in server.log, server.log
+
+
+@pytest.mark.parametrize("kind", ["uvicorn", "gunicorn"])
+def test_a_body_that_comes_after_the_model_was_asked(kind: str, tmp_path: Path) -> None:
+    """The look-out for a hang-up and the application wait for the same message, and the application has it."""
+    with uvicorn(tmp_path) if kind == "uvicorn" else gunicorn(tmp_path, "-k", "asgi", app=STARLETTE) as server:
+        with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), timeout=10)) as line:
+            line.sendall(b"POST /early?item=1 HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\n")
+            until(lambda: server.computed == ["1"], seconds=20, what="the model is asked")
+            server.seen(running=0, waiting=0)
+            line.sendall(b"text ")
+            response = http.client.HTTPResponse(line)
+            response.begin()
+            assert ["text", "1"] == Answer(response).text.split()[:2]
+        assert "Traceback" not in server.log, server.log
+
+
+@pytest.mark.parametrize("kind", ["uvicorn", "gunicorn"])
+def test_what_is_left_for_after_the_answer_is_computed(kind: str, tmp_path: Path) -> None:
+    """A background task outlives its answer, and who has that and goes is no client that hangs up."""
+    with uvicorn(tmp_path) if kind == "uvicorn" else gunicorn(tmp_path, "-k", "asgi", app=STARLETTE) as server:
+        assert "later" == server.ask("/later?item=1").text
+        assert ["2"] == server.ask("/twice?item=2").text.split()[:1]
+        until(lambda: {"1", "2", "2-again"} == set(server.computed), seconds=5, what=f"all is computed: {server.log}")
+        server.seen(running=0, waiting=0, cancelled=0)
+        assert "Traceback" not in server.log, server.log
+
+
+def test_starlette_behind_gunicorn(tmp_path: Path) -> None:
+    """Its own ASGI worker tells of hang-ups, refuses as promised, and answers those who wait when it ends."""
+    with gunicorn(tmp_path, "-k", "asgi", app=STARLETTE) as server:
+        hang_up_half(server, "/async", method="POST")
+        told = burst(server, "/async", clients=60)
+        assert {200} <= set(told) <= {200, 503, 504}, told
+        (tmp_path / "computed").write_text("")
+        with server.busy("/async") as first:
+            assert server.ask("/async?item=late", headers={"Request-Timeout": "0.2"}).is_problem(504)
+            waiting = [server.begin(f"/async?item={n}") for n in range(10)]
+            server.seen(waiting=10)
+            server.process.terminate()
+            until(lambda: "Handling signal: term" in server.log, what="it has begun to end")
+        assert {200} == {asked.result(30).status for asked in [first, *waiting]}
+        assert 0 == server.process.wait(30), server.log
+        assert (tmp_path / "closed").exists()

@@ -1,0 +1,303 @@
+"""``frameworks.asgi``: clients that hang up, and what of their requests is called off."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.unit.frameworks.asgi_by_hand import (
+    DISCONNECT,
+    TIMEOUT,
+    Client,
+    a_turn,
+    alone,
+    behind,
+    calling,
+    fine,
+    hang_up,
+    piece,
+    read,
+    scope,
+    seen,
+    serve,
+)
+
+from modelguard import batched
+from modelguard.errors import CallerGone
+from modelguard.frameworks.asgi import ModelGuardMiddleware
+
+if TYPE_CHECKING:
+    from tests.unit.serving.gated import Gated
+
+
+@pytest.mark.parametrize("body", ["unread", "read", "in pieces"])
+def test_a_hang_up_calls_off_what_waits(model: Gated, body: str) -> None:
+    """The item is not computed, whether the application has read the body or not."""
+    f = batched(max_size=1)(model)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if body != "unread":
+            await read(receive)
+        await f.aio(1)
+
+    async def main() -> None:
+        await behind(f, model)
+        pieces = [piece(b"a", more=True), piece(b"b", more=True), piece()] if body == "in pieces" else [piece()]
+        await hang_up(ModelGuardMiddleware(app), Client(*pieces), f)
+
+    asyncio.run(main())
+    model.gate.set()
+    f.close()
+    assert [["first"]] == model.batches
+
+
+def test_a_hang_up_before_the_body_is_complete_calls_off_what_waits(model: Gated) -> None:
+    """The application streams the body, and asks the model on the way."""
+    f = batched(max_size=1)(model)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await f.aio(1)
+
+    async def main() -> None:
+        await behind(f, model)
+        await hang_up(ModelGuardMiddleware(app), Client(piece(b"a", more=True)), f)
+
+    asyncio.run(main())
+    model.gate.set()
+    f.close()
+    assert [["first"]] == model.batches
+
+
+def test_each_call_on_the_way_through_a_body_can_be_called_off(model: Gated) -> None:
+    """Not the first alone: the look-out comes back when the application has read what it had found."""
+    quick = batched(max_size=1)(lambda items: items)
+    f = batched(max_size=1)(model)
+    client = Client(piece(b"a", more=True), piece(b"b", more=True))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await quick.aio(1)
+        await seen(lambda: len(client.received) == 2)
+        await receive()
+        await f.aio(2)
+
+    async def main() -> None:
+        await behind(f, model)
+        await hang_up(ModelGuardMiddleware(app), client, f)
+
+    asyncio.run(main())
+    model.gate.set()
+    f.close()
+    assert [["first"]] == model.batches
+
+
+def test_a_body_is_not_read_ahead_of_the_application(model: Gated) -> None:
+    """Of what the application has not asked for, one piece at most is held: a slow one still slows its client."""
+    f = batched(max_size=64)(model)
+    client = Client(*(piece(b"x", more=True) for _ in range(50)), piece())
+    ahead: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for asked in range(51):
+            await f.aio(asked)
+            await a_turn()
+            ahead.append(len(client.received) - asked)
+            assert (asked < 50) == (await receive())["more_body"]
+        await fine(scope, receive, send)
+
+    model.gate.set()
+    asyncio.run(serve(ModelGuardMiddleware(app), client))
+    assert 200 == client.status
+    assert max(ahead) <= 1
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_an_application_can_ask_before_it_reads_the_body(model: Gated, pieces: int) -> None:
+    """What the look-out has found is the application's, in order, also if it came while both were waiting for it."""
+    f = batched(max_size=1)(model)
+    model.gate.set()
+    client = Client(piece(b"0", more=True))
+    client.received.append(client._inbox.get_nowait())
+    body: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await f.aio(1)
+        body.append(await read(receive))
+        await fine(scope, receive, send)
+
+    async def main() -> None:
+        serving = asyncio.create_task(ModelGuardMiddleware(app)(scope("POST"), client.receive, client.send))
+        await seen(lambda: f.status().answered == 1)
+        for n in range(pieces):
+            await a_turn()
+            client.say(piece(b"%d" % n, more=n < pieces - 1))
+        await asyncio.wait_for(serving, 2)
+        await alone()
+
+    asyncio.run(main())
+    assert ([b"012"[:pieces]], 200) == (body, client.status)
+
+
+def test_the_application_hears_of_the_hang_up_too(model: Gated) -> None:
+    """What the look-out has read it can read, as often as it asks; and it may answer, although nobody listens."""
+    f = batched(max_size=1)(model)
+    heard: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await f.aio(1)
+        except CallerGone:
+            heard.extend([(await receive())["type"] for _ in range(3)])
+            raise
+
+    async def main() -> None:
+        await behind(f, model)
+        await hang_up(ModelGuardMiddleware(app), Client(), f)
+
+    asyncio.run(main())
+    assert ["http.request", "http.disconnect", "http.disconnect"] == heard
+
+
+def test_a_handler_that_wants_to_goes_on_without_its_client(model: Gated) -> None:
+    """It gets the error where it waits; nothing else of it is cancelled, and later calls of it are called off."""
+    f = batched(max_size=1)(model)
+    other = batched(max_size=1)(lambda items: items)
+    heard: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        beside = asyncio.create_task(asyncio.to_thread(model.gate.wait, TIMEOUT))
+        with pytest.raises(CallerGone):
+            await f.aio(1)
+        with pytest.raises(CallerGone):
+            await other.aio(2)
+        model.gate.set()
+        heard.append(await beside)
+
+    async def main() -> None:
+        await behind(f, model)
+        await hang_up(ModelGuardMiddleware(app), Client(), f)
+
+    asyncio.run(main())
+    assert [True] == heard
+
+
+def test_what_is_being_computed_is_not_waited_for(model: Gated) -> None:
+    """The handler ends although the model is still at it."""
+    f = batched(max_size=1)(model)
+    client = Client()
+
+    async def main() -> None:
+        app = ModelGuardMiddleware(calling(lambda: f.aio(1)))
+        serving = asyncio.create_task(app(scope(), client.receive, client.send))
+        await asyncio.to_thread(model.busy)
+        client.hang_up()
+        await asyncio.wait_for(serving, TIMEOUT)
+        await alone()
+
+    asyncio.run(main())
+    assert 1 == f.status().cancelled
+
+
+def test_all_that_a_request_waits_for_is_called_off(model: Gated) -> None:
+    """Side by side, and of several functions."""
+    f, g = batched(max_size=1)(model), batched(max_size=1)(model)
+
+    async def both() -> None:
+        with pytest.raises(CallerGone):
+            await g.aio(1)
+        with pytest.raises(CallerGone):
+            await f.aio(2)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.gather(f.aio(1), both(), return_exceptions=True)
+
+    async def main() -> None:
+        await behind(f, model)
+        await behind(g, model)
+        await hang_up(ModelGuardMiddleware(app), Client(), g)
+
+    asyncio.run(main())
+    assert 2 == f.status().cancelled
+    model.gate.set()
+    f.close()
+    g.close()
+    assert [["first"], ["first"]] == model.batches
+
+
+def test_a_neighbour_is_not_called_off(model: Gated) -> None:
+    """One client hangs up, the others are answered."""
+    f = batched(max_size=8)(model)
+    app = ModelGuardMiddleware(calling(lambda: f.aio(1)))
+    others = [Client() for _ in range(3)]
+
+    async def main() -> None:
+        await behind(f, model)
+        gone = Client()
+        serving = [asyncio.create_task(app(scope(), one.receive, one.send)) for one in (*others, gone)]
+        await seen(lambda: f.status().waiting == 4)
+        gone.hang_up()
+        await asyncio.wait_for(serving[-1], TIMEOUT)
+        model.gate.set()
+        await asyncio.wait_for(asyncio.gather(*serving), TIMEOUT)
+        await alone()
+
+    asyncio.run(main())
+    assert [200, 200, 200] == [one.status for one in others]
+    assert [["first"], [1, 1, 1]] == model.batches
+
+
+def test_an_application_that_listens_for_the_hang_up_itself_is_not_disturbed(model: Gated) -> None:
+    """It reads while its call waits; what it hears calls the call off."""
+    f = batched(max_size=1)(model)
+    heard: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        listening = asyncio.create_task(receive())
+        with pytest.raises(CallerGone):
+            await f.aio(1)
+        heard.append(await listening)
+
+    async def main() -> None:
+        await behind(f, model)
+        client = Client()
+        await hang_up(ModelGuardMiddleware(app), client, f)
+        assert [piece(), DISCONNECT] == client.received
+
+    asyncio.run(main())
+    assert [DISCONNECT] == heard
+
+
+def test_the_look_out_begins_when_an_application_stops_listening(model: Gated) -> None:
+    """A listener that is cancelled, as Starlette does it, leaves the client watched."""
+    f = batched(max_size=1)(model)
+    client = Client()
+    stopped = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        listening = asyncio.create_task(receive())
+        await a_turn()
+        waiting = asyncio.create_task(f.aio(1))
+        await seen(lambda: f.status().waiting == 1)
+        await a_turn()
+        listening.cancel()
+        await asyncio.wait([listening])
+        stopped.set()
+        await waiting
+
+    async def main() -> None:
+        await behind(f, model)
+        serving = asyncio.create_task(ModelGuardMiddleware(app)(scope(), client.receive, client.send))
+        await stopped.wait()
+        await a_turn()
+        client.hang_up()
+        await asyncio.wait([serving], timeout=2)
+        model.gate.set()
+        await serving
+        await alone()
+
+    asyncio.run(main())
+    assert 1 == f.status().cancelled

@@ -1,0 +1,34 @@
+"""``frameworks.asgi``: options that cannot be meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.frameworks.asgi_by_hand import fine
+
+from modelguard import guard
+from modelguard.errors import InvalidOption
+from modelguard.frameworks.asgi import ModelGuardMiddleware
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("deadline", value) for value in (0, -1, "soon", "2", float("nan"), float("inf"), True, object())),
+        *(("livez", value) for value in ("", "livez", 3, b"/livez")),
+        *(("readyz", value) for value in ("", "readyz", 3)),
+        *(("timeout_header", value) for value in ("", "a b", "a:b", "Ø", "a\r\nb", 3, b"a")),
+        *(("guards", value) for value in ([1], [None], 5, "ab")),
+    ],
+)
+def test_an_option_that_cannot_be_meant_is_refused_by_name(option: str, value: Any) -> None:
+    """Where the application is made, not with the first request."""
+    with pytest.raises(InvalidOption, match=option):
+        ModelGuardMiddleware(fine, **{option: value})
+
+
+def test_a_guard_in_place_of_guards_is_refused_by_name() -> None:
+    """It is an easy slip."""
+    with pytest.raises(InvalidOption, match="guards"):
+        ModelGuardMiddleware(fine, guards=guard(dict, reload_on=None))

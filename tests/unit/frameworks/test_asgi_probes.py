@@ -1,0 +1,107 @@
+"""``frameworks.asgi``: the probes that tell whether a process is alive and ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+from tests.unit.frameworks.asgi_by_hand import TIMEOUT, Client, ask, fine, never, serve
+from tests.unit.frameworks.refusals import NAME
+from tests.unit.serving.gated import Gated, until
+
+from modelguard import batched, guard
+from modelguard.frameworks.asgi import ModelGuardMiddleware
+
+
+def test_a_process_that_answers_is_alive(nobody: None) -> None:
+    """Whatever its models do; and nothing is kept of it on the way."""
+    nlp = guard(dict, reload_on=None, name=NAME)
+    answer = ask(never, path="/livez")
+    assert (200, {"status": "alive"}) == (answer.status, json.loads(answer.body))
+    assert ("application/json", "no-store") == (answer.headers["content-type"], answer.headers["cache-control"])
+    assert not nlp.ready
+
+
+def test_a_service_is_ready_when_its_models_are(nobody: None) -> None:
+    """Every guard has one, and no batched function is being closed; names are told in development alone."""
+    nlp = guard(dict, reload_on=None, name=NAME)
+    f = batched(max_size=1, name="f")(lambda items: items)
+    assert 503 == ask(never, path="/readyz").status
+    assert {"status": "not ready"} == json.loads(ask(never, path="/readyz").body)
+    told = json.loads(ask(never, path="/readyz", options={"detail": True}).body)
+    assert {"status": "not ready", "waiting_for": [NAME]} == told
+    nlp.load()
+    assert 200 == ask(never, path="/readyz").status
+    assert {"status": "ready"} == json.loads(ask(never, path="/readyz", options={"detail": True}).body)
+    f.close()
+    assert 200 == ask(never, path="/readyz").status, "nobody waits for what was closed for good"
+    told = json.loads(ask(never, path="/readyz", options={"detail": True, "guards": [f]}).body)
+    assert ["f"] == told["waiting_for"]
+
+
+def test_a_batched_function_that_is_being_closed_is_not_ready(nobody: None, model: Gated) -> None:
+    """From the beginning of the end on: what waits is computed, and nobody new should come."""
+    f = batched(max_size=1)(model)
+    f.submit(1)
+    model.busy()
+    assert 200 == ask(never, path="/readyz").status
+    closing = threading.Thread(target=f.close)
+    closing.start()
+    until(lambda: not f.ready)
+    assert 503 == ask(never, path="/readyz").status
+    model.gate.set()
+    closing.join(TIMEOUT)
+
+
+def test_the_readiness_probe_can_be_limited(nobody: None) -> None:
+    """It asks those that it was given, also if they came from a generator; none at all is ready."""
+    nlp, f, cold = guard(dict, reload_on=None), batched(max_size=1)(lambda items: items), guard(dict, reload_on=None)
+    nlp.load()
+    app = ModelGuardMiddleware(never, guards=(one for one in (nlp, f)))
+    for _ in range(2):
+        assert 200 == asyncio.run(serve(app, Client(), path="/readyz")).status
+    assert 200 == ask(never, path="/readyz", options={"guards": []}).status
+    assert 503 == ask(never, path="/readyz", options={"guards": [nlp, cold]}).status
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz"])
+def test_a_probe_by_head_has_no_body(nobody: None, path: str) -> None:
+    """Its headers are those of the answer to a GET."""
+    head, get = ask(never, path=path, method="HEAD"), ask(never, path=path)
+    assert (b"", 200, get.headers) == (head.body, head.status, head.headers)
+
+
+@pytest.mark.parametrize(
+    ("request_", "options"),
+    [
+        ({"path": "/livez", "method": "POST"}, {}),
+        ({"path": "/readyz", "method": "DELETE"}, {}),
+        ({"path": "/livez/"}, {}),
+        ({"path": "/livez"}, {"livez": None}),
+        ({"path": "/readyz"}, {"readyz": None}),
+        ({"path": "/livez"}, {"livez": "/health"}),
+    ],
+)
+def test_what_is_no_probe_is_the_applications(request_: dict[str, Any], options: dict[str, Any]) -> None:
+    """Other methods, other paths, and probes that are turned off or live elsewhere."""
+    assert b"fine" == ask(fine, options=options, **request_).body
+
+
+def test_a_probe_can_live_elsewhere(nobody: None) -> None:
+    """Where it was put."""
+    assert 200 == ask(never, path="/health", options={"livez": "/health", "readyz": "/up"}).status
+    assert 200 == ask(never, path="/up", options={"livez": "/health", "readyz": "/up"}).status
+
+
+def test_a_probe_needs_no_patience(nobody: None) -> None:
+    """The header of a deadline is none of its business."""
+    assert 200 == ask(never, path="/livez", headers={b"request-timeout": b"soon"}).status
+
+
+def test_a_probe_is_found_behind_a_prefix(nobody: None) -> None:
+    """With ``uvicorn --root-path /api`` a path begins with the prefix that a proxy has cut off."""
+    assert 200 == ask(never, path="/api/livez", root_path="/api").status
+    assert 200 == ask(never, path="/livez", root_path="/api").status

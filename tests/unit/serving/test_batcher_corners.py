@@ -1,0 +1,148 @@
+"""``batcher``: what nobody would think of: finalizers, signals, circles, callbacks that call, and what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections import deque
+from typing import Any
+
+import pytest
+from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
+
+from modelguard import batched
+from modelguard.errors import WouldDeadlock
+
+
+def test_a_function_may_keep_its_list_of_results() -> None:
+    """And fill it anew for the next batch: nobody gets what was computed for another."""
+    kept: list[int] = []
+
+    @batched(max_size=4)
+    def f(items: list[int]) -> list[int]:
+        kept[:] = items
+        return kept
+
+    async def main() -> list[int]:
+        return await asyncio.gather(*(f.aio(n) for n in range(200)))
+
+    assert list(range(200)) == asyncio.run(main())
+
+
+def test_what_the_collector_calls_off_does_not_wait_for_itself(model: Gated) -> None:
+    """A finalizer may run amid any change of the queue, in the very thread that holds its lock."""
+    f = batched(max_size=1)(model)
+    (waiting,) = queued(f, model, 1)
+    with f._batcher._lock:  # as a finalizer finds it
+        waiting.cancel()
+        assert 1 == f._batcher._core.waiting, "put off"
+        with pytest.raises(WouldDeadlock, match="finalizer"):
+            f.close()
+    assert 0 == f.status().waiting
+
+
+def test_an_exception_by_a_signal_leaves_nothing_half_done(model: Gated) -> None:
+    """Whatever was done of an admission is undone: counts are true, and the next caller is served."""
+    model.gate.set()
+    f = batched(max_size=4)(model)
+    core = f._batcher._core
+
+    class Interrupting(deque[Any]):
+        def append(self, entry: Any) -> None:
+            super().append(entry)
+            if entry.item == "mine":
+                raise KeyboardInterrupt
+
+    core._plain = core._queues[None] = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        f("mine")
+    assert 0 == core.waiting
+    assert "next" == f("next")
+
+
+def test_functions_that_call_each_other_are_refused() -> None:
+    """A circle of batch functions would wait for itself, however long it is."""
+
+    @batched(max_size=4, name="first")
+    def first(items: list[Any]) -> list[Any]:
+        return [second(item) for item in items]
+
+    @batched(max_size=4, name="second")
+    def second(items: list[Any]) -> list[Any]:
+        return [first(item) if item else item for item in items]
+
+    assert not first(0)
+    with pytest.raises(WouldDeadlock, match="'first'"):
+        first(1)
+
+
+def test_a_callback_may_call_again(model: Gated) -> None:
+    """It runs on the worker's thread, and yet not inside the batch function."""
+    model.gate.set()
+    f = batched(max_size=1)(model)
+    chained: list[Any] = []
+    f.submit(1).add_done_callback(lambda _: chained.append(f.submit(2)))
+    until(lambda: bool(chained))
+    assert 2 == chained[0].result(TIMEOUT)
+
+
+def test_each_free_worker_looks_after_what_is_left(model: Gated) -> None:
+    """The one that waited for the next batch to be due has taken another one; a second is woken for the rest."""
+    model.gate.set()
+    f = batched(max_size=8, max_wait=0.02, workers=2)(model)
+    assert [2, 6, 4] == [future.result(TIMEOUT) for future in [f.submit(1, by=2), f.submit(2, by=3), f.submit(1, by=4)]]
+
+
+def test_closing_does_not_wait_for_company(model: Gated) -> None:
+    """There will be none: what waits for a fuller batch is computed now."""
+    model.gate.set()
+    f = batched(max_size=8, max_wait="1h")(model)
+    future = f.submit(1)
+    f.close(timeout=TIMEOUT)
+    assert 1 == future.result(0)
+
+
+def test_results_and_errors_are_not_kept_alive(model: Gated) -> None:
+    """Neither a call that succeeded nor one that failed leaves a cycle for the collector."""
+
+    class Payload:
+        pass
+
+    class NoItem(ValueError):
+        pass
+
+    @batched(max_size=4)
+    def f(items: list[Any]) -> list[Any]:
+        return [NoItem() if item is None else Payload() for item in items]
+
+    async def on_a_loop() -> None:
+        try:
+            await f.aio(None)
+        except NoItem as error:
+            errors.append(weakref.ref(error))
+
+    errors: list[weakref.ref[NoItem]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        results = [weakref.ref(f(1)), weakref.ref(f.submit(1).result(TIMEOUT))]
+        for ask in (lambda: f(None), lambda: f.submit(None).result(TIMEOUT)):
+            try:
+                ask()
+            except ValueError as error:
+                errors.append(weakref.ref(error))
+        asyncio.run(on_a_loop())
+        f("something else")  # the thread has let go of the batch before
+        assert [None] * 5 == [one() for one in results + errors]
+    finally:
+        gc.enable()
+
+
+def test_ever_new_keyword_arguments_leave_no_queues_behind(model: Gated) -> None:
+    """Although the model is stuck, and the queues are never looked through."""
+    f = batched(max_size=1)(model)
+    queued(f, model)
+    for n in range(1000):
+        f.submit(1, by=n).cancel()
+    assert len(f._batcher._core._queues) < 200

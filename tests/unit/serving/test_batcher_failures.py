@@ -1,0 +1,194 @@
+"""``batcher``: whatever fails or goes away, its neighbours and the next batch are computed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
+
+from modelguard import Breaker, batched, guard, telemetry
+from modelguard.errors import BatchFailed, CircuitOpen, ItemTooHeavy, WrongResults
+
+# Neighbours
+
+
+def test_a_bad_item_fails_alone(model: Gated, events: list[telemetry.Event]) -> None:
+    """Its batch-mates have their results, and an event tells."""
+    f = batched(max_size=8)(model)
+    futures = queued(f, model, "a", "bad", "c")
+    model.gate.set()
+    assert ["a", "c"] == [futures[0].result(TIMEOUT), futures[2].result(TIMEOUT)]
+    with pytest.raises(ValueError, match="bad item"):
+        futures[1].result(TIMEOUT)
+    until(lambda: any(isinstance(event, telemetry.BatchErrored) for event in events))
+    (told,) = [event for event in events if isinstance(event, telemetry.BatchErrored)]
+    assert (3, 1, "ValueError: bad item") == (told.size, told.failed, told.error)
+    assert 1 == f.status().bisected
+
+
+def test_a_cancelled_task_harms_nobody(model: Gated) -> None:
+    """Cancelled in the queue it is not computed, cancelled in the batch its result is dropped."""
+    f = batched(max_size=2)(model)
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(f.aio(n)) for n in range(4)]
+        await asyncio.to_thread(model.busy)
+        tasks[0].cancel()
+        tasks[3].cancel()
+        await asyncio.gather(tasks[0], tasks[3], return_exceptions=True)
+        model.gate.set()
+        assert [1, 2] == [await tasks[1], await tasks[2]]
+
+    asyncio.run(main())
+    assert 4 not in [len(batch) for batch in model.batches]
+    assert all(3 not in batch for batch in model.batches)
+    assert 2 == f.status().cancelled
+
+
+def test_a_cancelled_future_gives_its_place_away(model: Gated) -> None:
+    """Until it has its answer a future can be cancelled."""
+    f = batched(max_size=1, max_queue=1)(model)
+    (waiting,) = queued(f, model, 1)
+    assert waiting.cancel()
+    second = f.submit(2)
+    model.gate.set()
+    assert 2 == second.result(TIMEOUT)
+    assert not second.cancel()
+    with pytest.raises(CancelledError):
+        waiting.result()
+    assert [["first"], [2]] == model.batches
+
+
+def test_a_callback_that_raises_harms_nobody(model: Gated, caplog: pytest.LogCaptureFixture) -> None:
+    """The loop goes on, and so do the batch-mates."""
+    f = batched(max_size=4)(model)
+    futures = queued(f, model, 1, 2)
+
+    def leave(_future: object) -> None:
+        raise SystemExit("callback")
+
+    futures[0].add_done_callback(leave)
+    model.gate.set()
+    assert [1, 2, 3] == [futures[0].result(TIMEOUT), futures[1].result(TIMEOUT), f(3)]
+
+
+def test_a_hook_that_raises_harms_nobody(model: Gated) -> None:
+    """Observers are not asked to be careful."""
+
+    def hook(event: telemetry.Event) -> None:
+        raise RuntimeError("hook")
+
+    model.gate.set()
+    f = batched(max_size=4)(model)
+    telemetry.set_hooks([hook])
+    try:
+        assert [1, 2] == [f(1), f(2)]
+    finally:
+        telemetry.set_hooks(None)
+
+
+def test_a_wrong_number_of_results_fails_its_batch_alone() -> None:
+    """The next one is computed."""
+    answers = iter([[], [1]])
+    f = batched(max_size=4)(lambda items: next(answers))
+    with pytest.raises(WrongResults, match="returned 0 results"):
+        f(1)
+    assert 1 == f(1)
+
+
+def test_a_failing_batch_does_not_fail_the_next() -> None:
+    """Whatever was raised."""
+    answers: Iterator[Any] = iter([SystemExit(1), ValueError("x")])
+
+    def run(items: list[int]) -> list[int]:
+        error = next(answers, None)
+        if error is not None:
+            raise error
+        return items
+
+    f = batched(max_size=4)(run)
+    with pytest.raises(BatchFailed):
+        f(1)
+    with pytest.raises(ValueError, match="x"):
+        f(1)
+    assert 1 == f(1)
+
+
+def test_one_item_that_another_function_refuses_fails_alone() -> None:
+    """Errors of modelguard are bisected like any other, unless they concern the whole batch."""
+    inner = batched(max_size=4, weight=len, max_weight=3)(lambda items: items)
+    outer = batched(max_size=8)(lambda items: [inner(item) for item in items])
+    gate = threading.Event()
+    futures = [outer.submit(item) for item in ("a", "bb", "much too long", "c")]
+    gate.set()
+    assert ["a", "bb", "c"] == [futures[n].result(TIMEOUT) for n in (0, 1, 3)]
+    with pytest.raises(ItemTooHeavy):
+        futures[2].result(TIMEOUT)
+
+
+# Errors that cannot be looked at
+
+
+class Untold(Exception):
+    """An error that cannot even be written down."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Uncopied(BatchFailed):
+    """One of the project's family that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__("f", "x", size=1)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be copied")
+
+
+@pytest.mark.parametrize("error", [Untold(), Uncopied()], ids=["no text", "no copy"])
+@pytest.mark.parametrize("on_error", ["fail", "isolate"])
+def test_an_error_that_cannot_be_looked_at_ends_no_thread(error: Exception, on_error: Any) -> None:
+    """All callers get an error, and the next batch is computed."""
+    fail = [True]
+
+    @batched(max_size=8, on_error=on_error)
+    def f(items: list[int]) -> list[int]:
+        if fail[0]:
+            raise error
+        return items
+
+    for future in [f.submit(n) for n in range(8)]:
+        with pytest.raises((BatchFailed, Untold)):
+            future.result(TIMEOUT)
+    fail[0] = False
+    assert 1 == f.submit(1).result(TIMEOUT)
+
+
+# The breaker
+
+
+def test_the_breaker_asks_its_guard_for_a_fresh_model(events: list[telemetry.Event]) -> None:
+    """It opens, refuses, and the model is reloaded meanwhile."""
+    nlp = guard(lambda: {"loads": len(events)}, reload_on=None, name="nlp")
+
+    @batched(max_size=4, breaker=Breaker(failures=2, cooldown="1h", max_cooldown="1h", reload=nlp), name="f")
+    @nlp
+    def f(model: dict[str, int], items: list[int]) -> list[int]:
+        raise OSError("device lost")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="device lost"):
+            f(1)
+    until(lambda: any(isinstance(event, telemetry.CircuitOpened) for event in events))
+    with pytest.raises(CircuitOpen) as refused:
+        f(1)
+    assert 3590 < refused.value.retry_after <= 3600
+    until(lambda: nlp.status().generation == 2)
+    assert ("circuit open", 1) == (f.status().state, f.status().refused_open)
+    assert f.ready, "without traffic there would be no probe"
