@@ -48,10 +48,12 @@ class Ready(Protocol):
     @property
     def name(self) -> str:
         """Its name."""
+        ...
 
     @property
     def ready(self) -> bool:
         """Whether it can serve."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

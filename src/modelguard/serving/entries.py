@@ -97,7 +97,7 @@ class LoopEntry(Entry):
 
     def __init__(self, item: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.item = item
-        self.loop: asyncio.AbstractEventLoop = loop
+        self.loop = loop
         self.future: asyncio.Future[Any] = loop.create_future()
 
 

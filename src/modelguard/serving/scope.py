@@ -28,6 +28,7 @@ class Call(Protocol):
     @property
     def done(self) -> bool:
         """Whether it has its answer."""
+        ...
 
     def hang_up(self) -> object:
         """Nobody waits for its answer any more."""
