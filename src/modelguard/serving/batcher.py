@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from modelguard import _units
 from modelguard.errors import GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
 from modelguard.serving import registry, telling
+from modelguard.serving.batches import Batch, Limits
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.serving.core import Batch, Core, Limits
+from modelguard.serving.core import Core
 from modelguard.serving.entries import DONE, Entry, Failure, FutureEntry, answer
 from modelguard.serving.running import Function, Run, compute
 from modelguard.serving.scope import Scope, current

@@ -8,8 +8,8 @@ from typing import Any, Concatenate, Protocol, TypeVar, overload
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
+from modelguard.serving.batches import Limits
 from modelguard.serving.breaker import Breaker
-from modelguard.serving.core import Limits
 from modelguard.serving.doors import Batched
 from modelguard.serving.settings import OnError, Settings, check_count, check_function, check_weight
 

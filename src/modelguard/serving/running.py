@@ -28,7 +28,7 @@ from modelguard.errors import (
 from modelguard.serving.entries import DONE, Entry, Failure
 
 if TYPE_CHECKING:
-    from modelguard.serving.core import Verdict
+    from modelguard.serving.batches import Verdict
 
 #: Errors that say nothing of the model.
 _BLAMELESS = (Overloaded, ItemRefused)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from modelguard.errors import InvalidOption
 from modelguard.serving.batcher import Batcher
+from modelguard.serving.batches import Limits
 from modelguard.serving.breaker import Breaker
-from modelguard.serving.core import Limits
 
 OnError = Literal["isolate", "fail"]
 

@@ -10,7 +10,8 @@ from modelguard.serving.running import one_line
 from modelguard.telemetry import hooks
 
 if TYPE_CHECKING:
-    from modelguard.serving.core import Batch, Core
+    from modelguard.serving.batches import Batch
+    from modelguard.serving.core import Core
     from modelguard.serving.running import Computed
 
 #: Requests that were turned away are told at most so often, in seconds: under overload they are thousands.

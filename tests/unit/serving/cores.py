@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from modelguard.serving.batches import Batch, Limits
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.serving.core import Batch, Core, Limits
+from modelguard.serving.core import Core
 from modelguard.serving.entries import Entry
 
 

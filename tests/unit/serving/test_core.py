@@ -6,7 +6,7 @@ import pytest
 from tests.unit.serving.cores import core, entry, evidence, filled, run, taken
 
 from modelguard.errors import CallerGone, DeadlineExceeded, DeadlineUnreachable, GuardClosed, QueueFull
-from modelguard.serving.core import Batch, Limits
+from modelguard.serving.batches import Batch, Limits
 
 # A free worker
 

@@ -8,8 +8,9 @@ import pytest
 from tests.unit.serving.cores import core, entry, run
 
 from modelguard.errors import CircuitOpen, Overloaded
+from modelguard.serving.batches import Batch
 from modelguard.serving.breaker import Breaker
-from modelguard.serving.core import Batch, Core
+from modelguard.serving.core import Core
 from modelguard.serving.entries import Failure
 
 

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.serving.cores import entry
 
 from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
+from modelguard.serving.batches import Batch, Limits
 from modelguard.serving.breaker import Breaker, Circuit
-from modelguard.serving.core import Batch, Core, Limits
+from modelguard.serving.core import Core
 from modelguard.serving.entries import DONE, Entry, Failure
 
 
