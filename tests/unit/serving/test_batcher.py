@@ -47,10 +47,11 @@ def test_a_deadline_is_told_although_the_model_is_stuck(model: Gated, door: str,
         return asyncio.run(f.aio(1, timeout=timeout))
 
     with deadline(0.05) if how == "context" else contextlib.nullcontext():
-        for _ in range(2):  # one that is being computed, and one that waits
+        for _ in range(2):  # one that is being computed, if the machine is quick enough, and one that waits
             with pytest.raises(DeadlineExceeded):
                 ask()
-    assert (2, 1) == (f.status().expired, len(model.batches))
+    assert 2 == f.status().expired
+    assert len(model.batches) <= 1
 
 
 def test_deadlines_nest_and_only_shorten() -> None:
