@@ -198,6 +198,37 @@ def test_a_childs_load_does_not_end_the_parents_span(sdk: Sdk) -> None:
     assert 1 == len(sdk.spans())
 
 
+def test_opentelemetrys_prometheus_exporter_tells_the_same_as_the_prometheus_hook() -> None:
+    """Names, labels and values are equal, so one dashboard and one set of alerts serve both ways."""
+    exporter = pytest.importorskip("opentelemetry.exporter.prometheus", reason="needs the exporter for Prometheus")
+    client = pytest.importorskip("prometheus_client", reason="needs prometheus-client")
+    from modelguard.telemetry.prometheus import prometheus
+
+    meters = MeterProvider(metric_readers=[exporter.PrometheusMetricReader()])
+    registry = client.CollectorRegistry()
+    try:
+        hooks = opentelemetry(meter_provider=meters), prometheus(registry)
+        for event in EVERY:
+            for hook in hooks:
+                hook(event)
+        assert samples(client.REGISTRY) == samples(registry)
+    finally:
+        meters.shutdown()
+
+
+def samples(registry: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """What a scrape of modelguard's metrics gives, less the exporter's own labels."""
+    return {
+        (
+            sample.name,
+            frozenset((name, value) for name, value in sample.labels.items() if not name.startswith("otel_")),
+        ): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name.startswith("modelguard_") and not sample.name.endswith("_created")
+    }
+
+
 @pytest.mark.parametrize("argument", ["meter_provider", "tracer_provider"])
 def test_a_provider_that_is_none_is_refused(argument: str) -> None:
     """What is handed in for a provider is looked at where it is written."""
