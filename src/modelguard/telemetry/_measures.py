@@ -6,6 +6,7 @@ few and their values are fixed: a metric with an error's text or a file's name i
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections import deque
@@ -289,8 +290,15 @@ def _summed(metric: Metric) -> bool:
     return metric.kind == "gauge" and metric.mode == "livesum"
 
 
+#: Held while a metric is written, and over a fork: a child that inherited a library's lock from a thread of its parent
+#: would wait for it for ever.
+WRITING = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=WRITING.acquire, after_in_parent=WRITING.release, after_in_child=WRITING.release)
+
+
 class Recorder:
-    """Hands what events tell to whoever records it, one event at a time in each thread.
+    """Hands what events tell to whoever records it, one event at a time.
 
     The garbage collector may end a dropped call at any point, also while a metric is being written and its lock is
     held; that call's event then waits until the metric is done, or the thread would wait for itself.
@@ -302,24 +310,31 @@ class Recorder:
     def __init__(self, record: Callable[[Metric, tuple[str, ...], float], None]) -> None:
         self._record = record
         self._seen: set[tuple[Subject, str]] = set()
-        self._waiting: deque[events.Event] = deque()
-        self._inside = threading.local()
+        self._thread = threading.local()
 
     def __call__(self, event: events.Event) -> None:
-        """Record one event."""
-        self._waiting.append(event)
-        if getattr(self._inside, "now", False):
+        """Record one event, and those that came up in this thread meanwhile.
+
+        Raises:
+            Exception: What could not be written; the first of several.
+        """
+        waiting: deque[events.Event] | None = getattr(self._thread, "waiting", None)
+        if waiting is not None:
+            waiting.append(event)
             return
-        self._inside.now = True
+        waiting = self._thread.waiting = deque([event])
+        failed: Exception | None = None
         try:
-            while self._waiting:
-                try:
-                    waiting = self._waiting.popleft()
-                except IndexError:  # another thread has it
-                    return
-                self._one(waiting)
+            with WRITING:
+                while waiting:
+                    try:
+                        self._one(waiting.popleft())
+                    except Exception as error:  # noqa: BLE001 - the other events are to be written all the same
+                        failed = failed or error
         finally:
-            self._inside.now = False
+            self._thread.waiting = None
+        if failed is not None:
+            raise failed
 
     def _one(self, event: events.Event) -> None:
         measures = of(event)

@@ -8,7 +8,6 @@ SDK is set up to; without one they go nowhere. The metrics are those of ``docs/m
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -88,61 +87,63 @@ class _Loads:
     def __init__(self, trace: Any, tracer: Tracer) -> None:
         self._trace = trace
         self._tracer = tracer
-        self._lock = threading.RLock()
         self._before: dict[tuple[int, str], list[events.Event]] = {}
         self._open: dict[tuple[int, str], Span] = {}
 
     def take(self, event: events.Event) -> None:
         """Begin, go on with or end a span."""
         key = event.pid, event.guard
-        with self._lock:
-            match event:
-                case events.SwapChosen():
+        match event:
+            case events.SwapChosen():
+                with _measures.WRITING:
                     self._before[key] = [event]
-                case events.LoadStarted():
-                    self._begin(key, event)
-                case events.LoadFinished():
-                    self._end(key, event, "loaded")
-                case events.LoadErrored():
-                    self._end(key, event, "failed")
-                case events.LoadDiscarded() if event.why in _ENDING:
-                    self._end(key, event, "discarded")
-                case events.LoadDiscarded() if event.why == _LATE:
-                    pass
-                case events.LoadDiscarded() | events.GenerationReleased() | events.GenerationAbandoned():
-                    self._go_on(key, event)
-                case _:
-                    pass
+            case events.LoadStarted():
+                self._begin(key, event)
+            case events.LoadFinished():
+                self._end(key, event, "loaded")
+            case events.LoadErrored():
+                self._end(key, event, "failed")
+            case events.LoadDiscarded() if event.why in _ENDING:
+                self._end(key, event, "discarded")
+            case events.LoadDiscarded() if event.why == _LATE:
+                pass
+            case events.LoadDiscarded() | events.GenerationReleased() | events.GenerationAbandoned():
+                self._go_on(key, event)
+            case _:
+                pass
 
     def _begin(self, key: tuple[int, str], event: events.LoadStarted) -> None:
-        before = self._before.pop(key, [])
-        first = before[0] if before else event
-        attributes = _told(event)
-        span = self._tracer.start_span(_SPAN, attributes=attributes, start_time=_nanoseconds(first))
-        self._open[key] = span
-        for each in (*before, event):
+        with _measures.WRITING:
+            self._open[key] = self._started(event, self._before.pop(key, []))
+            _add(self._open[key], event)
+
+    def _started(self, event: events.Event, before: list[events.Event]) -> Span:
+        """A span that holds what came before this event, which is to be its next."""
+        since = before[0] if before else event
+        span = self._tracer.start_span(_SPAN, attributes=_told(event), start_time=_nanoseconds(since))
+        for each in before:
             _add(span, each)
+        return span
 
     def _go_on(self, key: tuple[int, str], event: events.Event) -> None:
-        if key in self._open:
-            _add(self._open[key], event)
-        elif key in self._before:
-            self._before[key].append(event)
+        with _measures.WRITING:
+            if key in self._open:
+                _add(self._open[key], event)
+            elif key in self._before:
+                self._before[key].append(event)
 
     def _end(self, key: tuple[int, str], event: events.Event, outcome: str) -> None:
-        before = self._before.pop(key, None)
-        span = self._open.pop(key, None)
-        if span is None:
-            if before is None:
-                return  # it is of a load that has been told as failed
-            span = self._tracer.start_span(_SPAN, attributes={"guard": event.guard}, start_time=_nanoseconds(before[0]))
-            for each in before:
-                _add(span, each)
-        _add(span, event)
+        with _measures.WRITING:
+            before, span = self._before.pop(key, None), self._open.pop(key, None)
+            if span is None:
+                if before is None:
+                    return  # it is of a load that has been told as failed
+                span = self._started(event, before)
+            _add(span, event)
         span.set_attributes({**_told(event), "outcome": outcome})
         if isinstance(event, events.LoadErrored):
             span.set_status(self._trace.StatusCode.ERROR, event.error)
-        span.end(_nanoseconds(event))
+        span.end(_nanoseconds(event))  # which may export it at once, and take its time
 
 
 def _add(span: Span, event: events.Event) -> None:
