@@ -60,6 +60,7 @@ def report() -> dict[str, Any]:
         "fastapi",
         "rich",
         "prometheus_client",
+        "opentelemetry",
         "matplotlib",
         "numpy",
         "psutil",

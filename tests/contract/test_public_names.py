@@ -71,7 +71,15 @@ def test_each_public_name_is_there(name: str) -> None:
     assert getattr(modelguard, name) is not None
 
 
-@pytest.mark.parametrize("module", ["modelguard.errors", "modelguard.telemetry"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "modelguard.errors",
+        "modelguard.telemetry",
+        "modelguard.telemetry.opentelemetry",
+        "modelguard.telemetry.prometheus",
+    ],
+)
 def test_public_modules_name_what_they_offer(module: str) -> None:
     """Each public module has an `__all__`, and everything in it is there."""
     offered = importlib.import_module(module)

@@ -61,7 +61,8 @@ def _of_a_guard(event: events.Event) -> str:
             return f"{what} after generation {event.generation}: {', '.join(event.reasons)}"
         case _:
             own = {f.name for f in dataclasses.fields(event)} - {f.name for f in dataclasses.fields(events.Event)}
-            return f"{type(event).__name__} " + ", ".join(f"{name}={getattr(event, name)!r}" for name in sorted(own))
+            told = ", ".join(f"{name}={getattr(event, name)!r}" for name in sorted(own))
+            return f"{type(event).__name__} {told}".rstrip()
 
 
 def _of_a_batch(event: events.Event) -> str | None:

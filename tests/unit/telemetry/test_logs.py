@@ -7,7 +7,11 @@ import logging
 import pytest
 
 from modelguard.telemetry import (
+    BatchErrored,
+    BatchFinished,
     CallbackErrored,
+    CircuitClosed,
+    CircuitOpened,
     Event,
     GenerationAbandoned,
     GenerationReleased,
@@ -19,6 +23,7 @@ from modelguard.telemetry import (
     PolicyFutile,
     RecycleAsked,
     ReloadDue,
+    RequestsRefused,
     SwapChosen,
     emit,
 )
@@ -117,13 +122,39 @@ LINES: list[tuple[Event, str, str]] = [
         "WARNING",
         "CallbackErrored callback='reload_on', error=\"KeyError: 'x'\"",
     ),
+    (
+        BatchFinished(guard="nlp", size=8, waiting=5, wait_seconds=0.02, run_seconds=0.1, failed=2, reruns=6),
+        "DEBUG",
+        "BatchFinished failed=2, reruns=6, run_seconds=0.1, size=8, wait_seconds=0.02, waiting=5",
+    ),
+    (
+        BatchErrored(guard="nlp", size=8, failed=2, error="ValueError: no", reruns=6),
+        "WARNING",
+        "a batch failed with ValueError: no; 6 of 8 items succeeded when they were run again",
+    ),
+    (
+        BatchErrored(guard="nlp", size=8, failed=8, error="ValueError: no", reruns=0),
+        "WARNING",
+        "a batch failed with ValueError: no; all 8 items fail",
+    ),
+    (
+        RequestsRefused(guard="nlp", full=3, late=0, open=0, expired=2, cancelled=0, waiting=7),
+        "WARNING",
+        "requests without a result: 3 queue full, 2 expired; 7 wait",
+    ),
+    (
+        CircuitOpened(guard="nlp", failures=5, retry_after=1.5, error="ValueError: no"),
+        "WARNING",
+        "circuit open after 5 failed batches, next try in 1.5 s: ValueError: no",
+    ),
+    (CircuitClosed(guard="nlp"), "INFO", "CircuitClosed"),
 ]
 
 
 @pytest.mark.parametrize(("event", "level", "line"), LINES, ids=range(len(LINES)))
 def test_every_event_is_one_line(caplog: pytest.LogCaptureFixture, event: Event, level: str, line: str) -> None:
     """Each event is one line on the logger ``modelguard``, a warning where somebody should look."""
-    with caplog.at_level(logging.INFO, "modelguard"):
+    with caplog.at_level(logging.DEBUG, "modelguard"):
         emit(event)
     assert [("modelguard", getattr(logging, level), f"nlp: {line}")] == caplog.record_tuples
 

@@ -1,0 +1,142 @@
+"""Events as Prometheus metrics: ``telemetry.add_hook(prometheus())``. Needs the extra ``prometheus``.
+
+What there is to scrape, alert rules and a dashboard: ``docs/metrics.md``. It works in prometheus_client's multiprocess
+mode, where several workers write to one folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelguard.errors import InvalidOption, NotSupported
+from modelguard.telemetry import _measures
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from modelguard.telemetry.events import Event
+
+__all__ = ["prometheus"]
+
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+#: In multiprocess mode, the hook that writes this process's files.
+_writer: weakref.ref[_PrometheusHook] | None = None
+
+
+def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], None]:
+    """Make a hook that counts events as Prometheus metrics; hand it to :func:`modelguard.telemetry.add_hook`, once.
+
+    Args:
+        registry: Where the metrics are registered; by default prometheus_client's own ``REGISTRY``. In multiprocess
+            mode it is not what is scraped: that is a registry with a ``MultiProcessCollector``.
+
+    Returns:
+        The hook: a callable of one event.
+
+    Raises:
+        NotSupported: prometheus-client is not installed.
+        InvalidOption: The metrics are in this registry already, in multiprocess mode in any registry of this process;
+            ``registry`` is none; or ``PROMETHEUS_MULTIPROC_DIR`` is no folder that can be written to, or was set too
+            late to count.
+    """
+    client = _client()
+    if registry is None:
+        registry = client.REGISTRY
+    if not isinstance(registry, client.CollectorRegistry):
+        why = "this is no CollectorRegistry of prometheus_client"
+        raise InvalidOption("registry", registry, why=why, fix="Leave it out, or hand one in.")
+    several = _writes_files()
+    if several:
+        _refuse_a_second_writer(registry)
+    hook = _PrometheusHook(_register(client, registry))
+    if several:
+        global _writer
+        _writer = weakref.ref(hook)
+    return hook
+
+
+class _PrometheusHook:
+    """Writes each event into the metrics."""
+
+    def __init__(self, metrics: dict[str, Any]) -> None:
+        self._size = len(metrics)
+        self._recorder = _measures.Recorder(partial(_record, metrics))
+
+    def __call__(self, event: Event) -> None:
+        self._recorder(event)
+
+    def __repr__(self) -> str:
+        return f"<Prometheus hook: {self._size} metrics>"
+
+
+def _record(metrics: dict[str, Any], metric: _measures.Metric, labels: tuple[str, ...], amount: float) -> None:
+    series = metrics[metric.name].labels(*labels)
+    if metric.kind == "counter":
+        series.inc(amount)
+    elif metric.kind == "gauge":
+        series.set(amount)
+    else:
+        series.observe(amount)
+
+
+def _client() -> Any:
+    try:
+        return importlib.import_module("prometheus_client")
+    except ModuleNotFoundError as error:
+        if error.name != "prometheus_client":
+            raise
+        why = "prometheus-client is not installed; pip install 'modelguard-lifecycle[prometheus]'"
+        raise NotSupported("modelguard.telemetry.prometheus", reason=why) from None
+
+
+def _writes_files() -> bool:
+    """Whether this process is one of several that write their values into files of one folder."""
+    values = importlib.import_module("prometheus_client.values")
+    several = bool(getattr(values.ValueClass, "_multiprocess", False))
+    folder = os.environ.get(_FOLDER)
+    if folder is not None and not several:
+        why = "it was set after prometheus_client had been imported, and does not count"
+        raise InvalidOption(_FOLDER, folder, why=why, fix="Set it in the environment that the server starts in.")
+    if several and not (folder and Path(folder).is_dir() and os.access(folder, os.W_OK)):
+        why = "it is no folder that this process can write to"
+        raise InvalidOption(_FOLDER, folder, why=why, fix="Make the folder, empty, before the server starts.")
+    return several
+
+
+def _refuse_a_second_writer(registry: object) -> None:
+    if _writer is not None and _writer() is not None:
+        why = "modelguard's metrics are made already, and a second set would overwrite the first one's files"
+        raise InvalidOption("registry", registry, why=why, fix="Make one hook in a process, and add it once.")
+
+
+def _register(client: Any, registry: Any) -> dict[str, Any]:
+    """All metrics, or none where one of the names is taken."""
+    made: dict[str, Any] = {}
+    try:
+        for metric in _measures.METRICS.values():
+            made[metric.name] = _make(client, metric, registry)
+    except ValueError as error:
+        for each in made.values():
+            registry.unregister(each)
+        why = f"it has metrics of these names already ({error})"
+        raise InvalidOption(
+            "registry", registry, why=why, fix="Make one hook for a registry, and add it once."
+        ) from None
+    return made
+
+
+def _make(client: Any, metric: _measures.Metric, registry: Any) -> Any:
+    kind = {"counter": client.Counter, "gauge": client.Gauge, "histogram": client.Histogram}[metric.kind]
+    more: dict[str, Any] = {}
+    if metric.kind == "histogram":
+        more["buckets"] = metric.buckets
+    elif metric.kind == "gauge":
+        more["multiprocess_mode"] = metric.mode
+    return kind(metric.prometheus_name, metric.help, metric.labels, registry=registry, **more)

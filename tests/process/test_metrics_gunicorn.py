@@ -1,0 +1,157 @@
+"""Prometheus' multiprocess mode under a real gunicorn: one scrape tells of all workers, recycled ones included."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.contract.test_docs import snippets
+from tests.process.gunicorn_server import Server, until
+
+pytest.importorskip("gunicorn")
+pytest.importorskip("prometheus_client", reason="needs prometheus-client")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+APP = """
+    import os, time
+    from endpoint import metrics
+    from modelguard import Errors, Uses, batched, guard, telemetry
+    from modelguard.telemetry.prometheus import prometheus
+
+    telemetry.add_hook(prometheus())
+    nlp = guard(dict, reload_on=POLICY, name="nlp")
+
+    @batched(max_size=4, name="predict")
+    def predict(items):
+        return [item.upper() for item in items]
+
+    @nlp
+    def answer(model, path):
+        if path == "/fail":
+            raise ValueError("asked for")
+        predict(path)
+        return f"{os.getpid()} 1 True True"
+
+    def app(environ, start_response):
+        status = "200 OK"
+        if environ["PATH_INFO"] == "/metrics":
+            body = metrics()
+        else:
+            try:
+                body = answer(environ["PATH_INFO"]).encode()
+            except ValueError as error:
+                body, status = str(error).encode(), "500 Asked For"
+        start_response(status, [("Content-Length", str(len(body)))])
+        return [body]
+"""
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def snippet(word: str) -> str:
+    """The one snippet of docs/metrics.md, among those that its page cannot run, in which this word is defined."""
+    (found,) = (
+        "\n".join(each.code)
+        for each in snippets(PAGE.read_text(encoding="utf-8"))
+        if each.reason is not None and f"def {word}(" in "\n".join(each.code)
+    )
+    return found
+
+
+def samples(server: Server) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """One scrape, through whichever worker answers it."""
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    with contextlib.closing(client):
+        client.request("GET", "/metrics")
+        text = client.getresponse().read().decode()
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def value(server: Server, name: str, **labels: str) -> float | None:
+    return samples(server).get((f"modelguard_{name}", frozenset(labels.items())))
+
+
+def asked(server: Server, path: str, times: int) -> set[int]:
+    """Ask so often, and give the workers that answered."""
+    return {int(server.ask(path)[0]) for _ in range(times)}
+
+
+@contextlib.contextmanager
+def serving(folder: Path, policy: str) -> Iterator[Server]:
+    """Two workers; configuration and endpoint are those of the documentation."""
+    metrics = folder / "metrics"
+    metrics.mkdir()
+    (folder / "gunicorn.conf.py").write_text(snippet("child_exit"))
+    (folder / "endpoint.py").write_text(snippet("metrics"))
+    options: dict[str, Any] = {"app": APP, "policy": policy, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+    with Server(folder, "-c", "gunicorn.conf.py", "-w", "2", **options) as server:
+        server.up()
+        yield server
+
+
+def live_files(folder: Path) -> set[int]:
+    """The processes of which gauges are told."""
+    return {int(file.stem.rpartition("_")[2]) for file in (folder / "metrics").glob("gauge_live*.db")}
+
+
+def test_one_scrape_tells_of_all_workers(tmp_path: Path) -> None:
+    """Whichever worker answers, the figures are the sum over both, and the load is the master's one."""
+    with serving(tmp_path, "None") as server:
+        before = value(server, "batch_size_sum", function="predict") or 0.0
+        workers: set[int] = set()
+        sent = 0
+
+        def both() -> bool:
+            nonlocal sent
+            workers.update(asked(server, "/", 10))
+            sent += 10
+            return len(workers) == 2
+
+        until(both, what="both workers have answered")
+        until(lambda: value(server, "batch_size_sum", function="predict") == before + sent, what="each item is counted")
+        told = [samples(server) for _ in range(4)]
+        assert [told[0]] * 4 == told, "every scrape is the same, whoever answers it"
+        assert 1 == value(server, "loads_total", guard="nlp", swap="first")
+        assert 1 == value(server, "generation", guard="nlp"), "a gauge of the master's, not a sum"
+        assert 0 == value(server, "queue_depth", function="predict")
+        assert not any(label == "pid" for _, labels in told[0] for label, _ in labels)
+
+
+def test_a_recycled_workers_counts_stay_and_its_gauges_go(tmp_path: Path) -> None:
+    """What it computed is still in the sums; what its gauges last said is not, as mark_process_dead was called."""
+    with serving(tmp_path, "Errors(3)") as server:
+        asked(server, "/", 20)
+        counted = value(server, "batch_size_sum", function="predict") or 0.0
+        old = server.workers()
+
+        def recycled() -> bool:
+            server.ask("/fail")
+            return bool(value(server, "recycles_asked_total", guard="nlp", reason="errors"))
+
+        until(recycled, what="a worker asks for its end")
+        until(lambda: server.replaced() >= 1 and len(server.workers() - old) >= 1, what="it is replaced")
+        until(lambda: len(server.workers()) == 2, what="the old one is gone")
+        until(
+            lambda: live_files(tmp_path) <= {server.process.pid, *server.workers()},
+            what="the files of the dead one's gauges are gone",
+        )
+        gone = next(iter(old - server.workers()))
+        assert not psutil.pid_exists(gone)
+        until(
+            lambda: (value(server, "batch_size_sum", function="predict") or 0.0) >= max(counted, 20.0),
+            what="its counts are still there",
+        )
+        assert 1 == value(server, "loads_total", guard="nlp", swap="first"), "nobody loaded again"

@@ -1,0 +1,62 @@
+"""One event of each kind, for hooks that have to know them all."""
+
+from __future__ import annotations
+
+from modelguard import telemetry
+from modelguard.telemetry import Event
+
+MB = 10**6
+
+EVERY: tuple[Event, ...] = (
+    telemetry.LoadStarted(guard="nlp", generation=1, reasons=("first use",), deferred_seconds=0.0, slot="none"),
+    telemetry.LoadFinished(
+        guard="nlp",
+        generation=1,
+        reasons=("first use",),
+        seconds=2.0,
+        stall_seconds=0.25,
+        model_bytes=100 * MB,
+        swap="first",
+        waited_seconds=0.0,
+        time=1000.0,
+    ),
+    telemetry.ReloadDue(guard="nlp", generation=1, reasons=("TTL('1h')", "Uses(50000)")),
+    telemetry.RecycleAsked(guard="nlp", generation=1, reasons=("MemoryGrowth('500 MB')",)),
+    telemetry.SwapChosen(guard="nlp", swap="drain_first", why="room", model_bytes=100 * MB, headroom=None),
+    telemetry.LoadStarted(guard="nlp", generation=2, reasons=("TTL('1h')",), deferred_seconds=1.5, slot="timed out"),
+    telemetry.LoadErrored(guard="nlp", attempt=3, error="OSError: gone", retry_after=2.0, serving=1),
+    telemetry.LoadDiscarded(guard="nlp", why="a newer request made it stale"),
+    telemetry.LoadFinished(
+        guard="nlp",
+        generation=2,
+        reasons=("TTL('1h')",),
+        seconds=3.0,
+        stall_seconds=0.5,
+        model_bytes=120 * MB,
+        swap="drain_first",
+        waited_seconds=4.0,
+        time=2000.0,
+    ),
+    telemetry.GenerationReleased(
+        guard="nlp",
+        generation=1,
+        bytes_before=300 * MB,
+        bytes_after=200 * MB,
+        alive=True,
+        holders=("a list",),
+        collected=True,
+        trim="glibc",
+        seconds=0.1,
+        drain_seconds=0.2,
+        error="OSError: in unload",
+    ),
+    telemetry.GenerationAbandoned(guard="nlp", generation=1, in_flight=2, drain_timeout=30.0),
+    telemetry.MemoryTrimmed(guard="nlp", bytes_before=50 * MB, bytes_after=20 * MB, trim="glibc", seconds=0.01),
+    telemetry.PolicyFutile(guard="nlp", generation=2, policy="MemoryLimit('1 GB')", detail="it holds more"),
+    telemetry.CallbackErrored(guard="nlp", callback="reload_on", error="ValueError: no"),
+    telemetry.BatchFinished(guard="predict", size=8, waiting=5, wait_seconds=0.02, run_seconds=0.1, failed=2, reruns=6),
+    telemetry.BatchErrored(guard="predict", size=8, failed=2, error="ValueError: no", reruns=6),
+    telemetry.RequestsRefused(guard="predict", full=1, late=2, open=3, expired=4, cancelled=5, waiting=7),
+    telemetry.CircuitOpened(guard="predict", failures=5, retry_after=1.0, error="ValueError: no"),
+    telemetry.CircuitClosed(guard="predict"),
+)
