@@ -19,13 +19,15 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 ARGS ?=
+# Anew each time (-E): what a docstring says may have changed where no page did. Ten seconds.
+SPHINX := $(BIN)/python -m sphinx -E -n -W --keep-going -q -b html -d build/doctrees docs build/docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check coverage format bench build clean
+.PHONY: help demo test test-lowest check docs coverage format bench bench-quick build clean
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: $(VENV)/.demo ## Run the guarded service beside the unguarded one; two minutes, a table and a PNG
 	$(BIN)/python -m modelguard demo --out build/demo
@@ -33,12 +35,16 @@ demo: $(VENV)/.demo ## Run the guarded service beside the unguarded one; two min
 test: $(VENV)/.dev ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(VENV)/.dev ## Format, lint, types, and the direction of imports
+check: $(VENV)/.dev ## Format, lint, types, the direction of imports, and the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(SPHINX)
+
+docs: $(VENV)/.dev ## Make a site of the documentation, with the API reference: build/docs/index.html
+	$(SPHINX)
 
 coverage: $(VENV)/.dev ## Run the tests with branch coverage, child processes included; lifecycle must reach 95 %
 	$(BIN)/coverage erase
@@ -51,11 +57,16 @@ format: $(VENV)/.dev ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.bench ## Run every benchmark, peers beside us in the same run
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: $(VENV)/.bench ## Run every benchmark, peers beside us in the same run, and write docs/figures.md
+	$(BIN)/python -m benchmarks --page docs/figures.md $(ARGS)
 
-build: $(VENV)/.dev ## Build the wheel and the source archive into dist/
+bench-quick: $(VENV)/.bench ## Run every benchmark with few rounds: shows that they run; no figures
+	$(BIN)/python -m benchmarks --quick $(ARGS)
+
+build: $(VENV)/.dev ## Build the wheel and the source archive into dist/, and check what they say of themselves
+	rm -rf dist
 	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## Remove everything that these targets made, environments included
 	rm -rf build dist .venv .venv-* .coverage .coverage.* .hypothesis .*_cache

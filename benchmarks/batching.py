@@ -1,8 +1,8 @@
 """Story 3: what a request costs in a batcher, what a lone one waits, and what is answered in time under overload.
 
 * **No-op model, 64 clients** on one event loop, each asking again when it has its answer. The floor is an asyncio
-  future a request, resolved by the loop itself: no batch, no bound, no thread. "bare hand-over" is a deque, a thread and
-  one wake-up a batch, without any promise: what the machine charges for computing off the loop at all.
+  future a request, resolved by the loop itself: no batch, no bound, no thread. "bare hand-over" is a deque, a thread
+  and one wake-up a batch, without any promise: what the machine charges for computing off the loop at all.
 * **A lone request**, one after another, beside ``asyncio.to_thread``.
 * **64 threads** that block, beside a ``ThreadPoolExecutor(1)`` that computes each item by itself.
 * **A model of 30 ms + 0.5 ms an item**, at most 64 of them, 300 requests a second (Poisson): the median answer.
