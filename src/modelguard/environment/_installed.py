@@ -80,8 +80,8 @@ def find(
 
     Returns:
         What was found, best first. That is jemalloc, mimalloc, tcmalloc, and of each the file in the environment before
-        the system's. :func:`check_preload` says whether a file is safe to preload. Empty for glibc, which is there without
-        being preloaded, and away from Linux, whose dynamic linker alone knows ``LD_PRELOAD``.
+        the system's. :func:`check_preload` says whether a file is safe to preload. Empty for glibc, which is there
+        without being preloaded, and away from Linux, whose dynamic linker alone knows ``LD_PRELOAD``.
 
     Raises:
         InvalidOption: There is no such allocator.
