@@ -58,7 +58,9 @@ format: $(VENV)/.dev ## Format the code and mend what ruff can mend
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.bench ## Run every benchmark, peers beside us in the same run, and write docs/figures.md
-	$(BIN)/python -m benchmarks --page docs/figures.md $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
+	@[ ! -x .venv-3.13/bin/python ] || .venv-3.13/bin/python -m benchmarks sharing --out build/benchmarks/3.13 $(ARGS)
+	$(BIN)/python -m benchmarks --page docs/figures.md
 
 bench-quick: $(VENV)/.bench ## Run every benchmark with few rounds: shows that they run; no figures
 	$(BIN)/python -m benchmarks --quick $(ARGS)

@@ -24,11 +24,10 @@ from typing import Any
 import psutil
 import pytest
 
+from modelguard import sharing
+
 for needed in ("fastapi", "gunicorn", "spacy"):
     pytest.importorskip(needed, reason="the tutorial's service needs it")
-
-from modelguard import sharing  # after what may skip all of this
-
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 FENCE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
