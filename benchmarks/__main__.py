@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -54,9 +55,11 @@ def main() -> int:
     failed = []
     for name in names:
         command = [sys.executable, str(HERE / f"{name}.py"), "--out", str(options.out)]
-        started = time.monotonic()
+        started, before = time.monotonic(), os.times()
         code = subprocess.run([*command, "--quick"] if options.quick else command, check=False).returncode
-        print(f"{name}: {time.monotonic() - started:.0f} s\n", flush=True)
+        wall, after = time.monotonic() - started, os.times()
+        cpu = after.children_user - before.children_user + after.children_system - before.children_system
+        print(f"{name}: {wall:.0f} s, {cpu:.0f} s of CPU time\n", flush=True)
         if code:
             failed.append(name)
     summary = options.out / "summary.md"
