@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sphinx.util.nodes import make_refnode
@@ -44,19 +45,24 @@ napoleon_use_ivar = True  # the attributes of a dataclass stand in its docstring
 # Signatures name what has no place in this reference: other packages, whose sites no build should have to reach, type
 # variables, and the words that stand for a union or a literal. The text says what they are; nothing links to them.
 nitpick_ignore_regex = [
-    ("py:class", r"(abc|collections\.abc|datetime|os|pathlib|spacy|torch)\..*"),
+    ("py:class", r"(abc|collections\.abc|datetime|os|pathlib|pytest|spacy|torch)\..*"),
     ("py:(class|obj)", r"(.*\.)?[A-Z]"),  # type variables
     ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|Format|SmallObjects"),
     ("py:class", r"(.*\.)?(Runtime|Settings|Options|WebOptions|Knob|Horizon|FileChange|Process|_Memory|_Value)"),
     ("py:class", r"(.*\.)?(Decorator|Generation|Hook|Reloadable|State)"),
+    ("py:class", r"CollectorRegistry|MeterProvider|TracerProvider"),  # of the libraries for metrics
     ("py:class", r"concurrent\.futures\..*|tuple\[int|Path"),
 ]
 
 #: A link that leaves docs/ points at a file of the repository, and a site has none of these.
 OUTWARDS = re.compile(r"\[(?P<words>[^\]]+)\]\(\.\./[^)]*\)")
 
-#: Modules that bring some names in when they are asked for.
-LATE = ("modelguard", "modelguard.environment.allocator", "modelguard.telemetry")
+#: The modules of the reference.
+MODULES = [
+    name
+    for page in sorted(Path(__file__).parent.glob("api/*.md"))
+    for name in re.findall(r"automodule:: (\S+)", page.read_text(encoding="utf-8"))
+]
 
 #: Stands for a colon in between.
 COVERED = "\N{NULL}"
@@ -88,10 +94,11 @@ def prepare(_: Sphinx, page: str, source: list[str]) -> None:
 
 
 def cover(_: Sphinx, kind: str, *rest: Any) -> None:
-    """Keep napoleon from taking "Bytes given back: ..." of a property for a type and its description."""
+    """Keep napoleon from taking "Bytes given back: ..." for a type and its description: types stand in signatures."""
     lines: list[str] = rest[-1]
-    if kind in {"attribute", "data", "property"}:
-        lines[:] = [line.replace(": ", COVERED) for line in lines]
+    for place, line in enumerate(lines):
+        if kind in {"attribute", "data", "property"} or lines[place - 1].strip() == "Returns:":
+            lines[place] = line.replace(": ", COVERED)
 
 
 def uncover(_: Sphinx, kind: str, *rest: Any) -> None:  # noqa: ARG001 - every listener gets it
@@ -115,8 +122,8 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: Element, contnode: Element
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
-    for module in map(importlib.import_module, LATE):
-        for name in module.__all__:  # what comes in when it is asked for is not seen before
+    for module in map(importlib.import_module, MODULES):
+        for name in getattr(module, "__all__", ()):  # what comes in when it is asked for is not seen before
             setattr(module, name, getattr(module, name))
     app.connect("source-read", prepare)
     app.connect("autodoc-process-docstring", cover, priority=100)  # napoleon comes at 500
