@@ -40,7 +40,7 @@ from modelguard import Uses, guard, telemetry
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BURST, GAP = 1.0, 2.0
+BURST, GAP = 1.0, float(os.environ.get("STALL_GAP", "2.0"))
 RELOADS = int(os.environ.get("STALL_RELOADS", "2"))
 TEXT = "銀座でランチをご一緒しましょう。"
 ENGLISH = "The quick brown fox jumps over the lazy dog."
@@ -262,7 +262,7 @@ def main() -> None:
     benchmark = _common.Benchmark("reload_stall", "The longest call while a copy loads, over the steady p99")
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     if benchmark.quick:
-        quiet["STALL_RELOADS"] = "1"
+        quiet |= {"STALL_RELOADS": "1", "STALL_GAP": "0.5"}
     found: Sides = {(scene, way): {} for scene in SCENES for way in WAYS}
     for scene, (title, _) in SCENES.items():
         for turn in range(1 if benchmark.quick else 4):
