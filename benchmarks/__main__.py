@@ -1,9 +1,13 @@
-"""Run benchmarks, each in its own process, and gather their tables: ``python -m benchmarks [--quick] [NAME...]``."""
+"""Run benchmarks, each in its own process, and gather their tables: ``python -m benchmarks [--quick] [NAME...]``.
+
+With ``--page PATH`` nothing is run: the page of figures is made of what a run has left behind.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +17,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # as for the scripts themselves
 
 import _common  # noqa: E402 - found by the line above
+import _figures  # noqa: E402
 
 NAMES = (
     "batching",
@@ -32,17 +37,29 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--quick", action="store_true", help="fewer rounds: to see that they run, not for figures")
     parser.add_argument("--out", type=Path, default=_common.DEFAULT_OUT, metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--page", type=Path, metavar="PATH", help="run nothing: make the page of figures of what a run left in DIR"
+    )
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(NAMES))
     if unknown:
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
-    failed = []
     names = options.names or NAMES
+    if options.page is not None:
+        try:
+            missing = _figures.write(options.page, options.out, names, quick=options.quick)
+        except _figures.NoFigures as error:
+            parser.error(str(error))
+        print(options.page, *(f"without {name}: it has left no file" for name in missing), sep="\n")
+        return 0
+    failed = []
     for name in names:
         command = [sys.executable, str(HERE / f"{name}.py"), "--out", str(options.out)]
-        started = time.monotonic()
+        started, before = time.monotonic(), os.times()
         code = subprocess.run([*command, "--quick"] if options.quick else command, check=False).returncode
-        print(f"{name}: {time.monotonic() - started:.0f} s\n", flush=True)
+        wall, after = time.monotonic() - started, os.times()
+        cpu = after.children_user - before.children_user + after.children_system - before.children_system
+        print(f"{name}: {wall:.0f} s, {cpu:.0f} s of CPU time\n", flush=True)
         if code:
             failed.append(name)
     summary = options.out / "summary.md"

@@ -291,7 +291,7 @@ def main() -> None:
     sync = blocking(2 if quick else 5, 6_400 if quick else 19_200)
     median = moderate(1 if quick else 3, long)
     goodput, refusal = overload(1 if quick else 3, long)
-    texts = minilm(1 if quick else 5, 128 if quick else 512)
+    texts = minilm(1 if quick else 5, 32 if quick else 512)
     resting = [idle(1.0 if quick else 3.0) for _ in range(1 if quick else 3)]
 
     rows = [_common.Row("no-op, floor / modelguard", over(crowd, FLOOR, OURS), "x", target=1 / 0.8, ours=True)]

@@ -183,7 +183,7 @@ def rows(found: dict[str, dict[str, Any]], betweens: dict[str, list[float]]) -> 
 
 def main() -> None:
     benchmark = _common.Benchmark("reload_ja_ginza", "Reloading ja_ginza: private memory over the bare process")
-    counts = {"guard": 6, "keep": 4, "drop": 4} if benchmark.quick else {"guard": 50, "keep": 20, "drop": 20}
+    counts = {"guard": 5, "keep": 2, "drop": 2} if benchmark.quick else {"guard": 50, "keep": 20, "drop": 20}
     found = {way: _common.fresh(__file__, way, str(counts[way])) for way in WAYS}
     betweens = {way: [sample["between"] for sample in found[way]["samples"]] for way in WAYS}
 

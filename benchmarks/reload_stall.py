@@ -23,6 +23,7 @@ Calls on one ja_ginza take turns by a lock on both sides, because SudachiPy's to
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import threading
 import time
@@ -39,8 +40,8 @@ from modelguard import Uses, guard, telemetry
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BURST, GAP = 1.0, 2.0
-RELOADS = 2
+BURST, GAP = 1.0, float(os.environ.get("STALL_GAP", "2.0"))
+RELOADS = int(os.environ.get("STALL_RELOADS", "2"))
 TEXT = "銀座でランチをご一緒しましょう。"
 ENGLISH = "The quick brown fox jumps over the lazy dog."
 #: Seconds before a load and after a release in which a call is not taken for a steady one.
@@ -260,6 +261,8 @@ def paint(figure: Figure, found: Sides) -> None:
 def main() -> None:
     benchmark = _common.Benchmark("reload_stall", "The longest call while a copy loads, over the steady p99")
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
+    if benchmark.quick:
+        quiet |= {"STALL_RELOADS": "1", "STALL_GAP": "0.5"}
     found: Sides = {(scene, way): {} for scene in SCENES for way in WAYS}
     for scene, (title, _) in SCENES.items():
         for turn in range(1 if benchmark.quick else 4):

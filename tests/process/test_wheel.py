@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -47,11 +48,17 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from this tree, with the backend that is installed here."""
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the source archive from this tree, and the wheel from it, with the backend that is installed here."""
     folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
-    (built,) = folder.glob("*.whl")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    """Give the wheel."""
+    (built,) = dist.glob("*.whl")
     return built
 
 
@@ -72,6 +79,26 @@ def test_the_wheel_carries_the_types_and_the_licence_and_nothing_foreign(wheel: 
     assert "modelguard/py.typed" in files
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in files)
     assert {"modelguard", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"} == {name.split("/")[0] for name in files}
+
+
+@pytest.mark.timeout(120)
+def test_the_source_archive_is_the_whole_project(dist: Path) -> None:
+    """Who packages modelguard elsewhere has its tests, documentation and examples, and nothing that was built here."""
+    (archive,) = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        files = {Path(*Path(name).parts[1:]) for name in opened.getnames()}
+    tops = {path.parts[0] for path in files if path.parts}
+    assert {"CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"} <= tops
+    assert {"benchmarks", "docs", "examples", "src", "tests"} <= tops
+    assert set() == {path for path in files if path.suffix == ".pyc" or path.parts[:1] in {("build",), ("dist",)}}
+
+
+@pytest.mark.timeout(120)
+def test_what_the_archives_say_of_themselves_is_well_formed(dist: Path) -> None:
+    """An index accepts both, and can show the README."""
+    pytest.importorskip("twine", reason="needs the package twine")
+    checked = run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir(), cwd=dist)
+    assert 2 == checked.count("PASSED")
 
 
 @pytest.mark.timeout(300)

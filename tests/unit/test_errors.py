@@ -11,12 +11,19 @@ import pytest
 
 from modelguard import errors
 from modelguard.errors import (
+    BatchFailed,
+    CallerGone,
     CannotRun,
+    CircuitOpen,
+    DeadlineExceeded,
+    DeadlineUnreachable,
     EscapedResult,
     ForkOrder,
     ForkUnsafe,
     GuardClosed,
     InvalidOption,
+    ItemRefused,
+    ItemTooHeavy,
     LoadFailed,
     LoadTimeout,
     ModelGuardError,
@@ -27,12 +34,14 @@ from modelguard.errors import (
     NotSupported,
     Overloaded,
     PublishFailed,
+    QueueFull,
     Reloading,
     UnhashableKey,
     WeightsMismatch,
     WeightsMissing,
     WeightsRefused,
     WouldDeadlock,
+    WrongResults,
 )
 
 EXAMPLES: list[ModelGuardError] = [
@@ -56,6 +65,15 @@ EXAMPLES: list[ModelGuardError] = [
     CannotRun("gunicron", why="it was not found", fix="Correct the name.", status=127),
     ForkUnsafe(["fatal: cuda of torch: it runs. Do not."]),
     ForkOrder("in_child", why="nothing was prepared", fix="Prepare."),
+    QueueFull("embed", queued=256, retry_after=1.2),
+    DeadlineUnreachable("embed", estimate=1.5, left=0.25, retry_after=1.25),
+    CircuitOpen("embed", failures=5, retry_after=10.0),
+    DeadlineExceeded("embed", waited=2.0),
+    CallerGone("embed"),
+    ItemRefused("embed", why="the item cannot be weighed"),
+    ItemTooHeavy("embed", weight=16, max_weight=10),
+    BatchFailed("embed", "OSError: no weights", size=32),
+    WrongResults("embed", "it returned None", size=32),
 ]
 
 CLASSES = {name: found for name, found in vars(errors).items() if inspect.isclass(found) and name in errors.__all__}
@@ -106,6 +124,15 @@ class TestEveryError:
         (NotSupported, RuntimeError),
         (ForkUnsafe, RuntimeError),
         (ForkOrder, RuntimeError),
+        (QueueFull, RuntimeError),
+        (DeadlineUnreachable, RuntimeError),
+        (CircuitOpen, RuntimeError),
+        (DeadlineExceeded, TimeoutError),
+        (CallerGone, RuntimeError),
+        (ItemRefused, ValueError),
+        (ItemTooHeavy, ValueError),
+        (BatchFailed, RuntimeError),
+        (WrongResults, TypeError),
         (GuardClosed, RuntimeError),
         (WouldDeadlock, RuntimeError),
         (LoadFailed, RuntimeError),

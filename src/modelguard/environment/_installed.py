@@ -79,9 +79,9 @@ def find(
         program: A program whose file tells what this machine's libraries look like, by default the one that runs now.
 
     Returns:
-        What was found, best first: jemalloc, mimalloc, tcmalloc, and of each the file in the environment before the
-        system's. :func:`check_preload` says whether a file is safe to preload. Empty for glibc, which is there without
-        being preloaded, and away from Linux, whose dynamic linker alone knows ``LD_PRELOAD``.
+        What was found, best first. That is jemalloc, mimalloc, tcmalloc, and of each the file in the environment before
+        the system's. :func:`check_preload` says whether a file is safe to preload. Empty for glibc, which is there
+        without being preloaded, and away from Linux, whose dynamic linker alone knows ``LD_PRELOAD``.
 
     Raises:
         InvalidOption: There is no such allocator.

@@ -213,7 +213,8 @@ def trim(library: Library | None = None, *, private: Callable[[], int] | None = 
         private: Reads private memory in bytes, by default a fresh :func:`modelguard.environment.memory.private`.
 
     Returns:
-        Bytes given back: private memory before less private memory after, or 0 if other threads took more meanwhile.
+        Bytes given back, which is private memory before less private memory after, or 0 if other threads took more
+        meanwhile.
 
     Raises:
         NotSupported: This is not Linux, the allocator in force is not known, or it refused. Nothing was given back.

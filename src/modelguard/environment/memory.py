@@ -71,7 +71,7 @@ def usage(pid: int | None = None, *, root: Path = Path("/")) -> MemoryUsage:
         root: Where ``/proc`` and ``/sys`` are found.
 
     Returns:
-        The figures. Reading them walks the process's page tables: about 6 ms in a process of 600 MB.
+        The figures. Reading them walks the process's page tables, about 6 ms in a process of 600 MB.
 
     Raises:
         InvalidOption: ``pid`` is not the number of a process.

@@ -50,7 +50,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class ImmortalReport:
-    """What :func:`immortalize` did.
+    """What ``immortalize`` did.
 
     Attributes:
         objects: How many objects it made immortal.
