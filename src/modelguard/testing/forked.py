@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
+import select
+import signal
 import sys
+import time
+import traceback
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 from modelguard import _units
 from modelguard.environment import memory
@@ -23,6 +27,8 @@ __all__ = ["assert_shared_after_fork"]
 _LEAST = 4_000_000
 _NOISE = 1_000_000
 _SHARE = 0.2
+_COPIED = b"copied "
+_TAIL = 4000
 #: Not a part of any model, and the way from it into everything else.
 _NOT_THE_MODELS = (type, types.ModuleType, types.FunctionType, types.FrameType, types.CodeType)
 
@@ -83,7 +89,7 @@ def _prepared(model: Any, read: Callable[[Any], object], timeout: float) -> int:
 
     prefork.prepare(model, warm_timeout=timeout)
     with model.lease() as leased:
-        return _in_child(lambda: _copied(leased, read), timeout)
+        return _in_child(lambda: _copied(leased, read), timeout, leads=False)
 
 
 def _copied(model: Any, read: Callable[[Any], object]) -> int:
@@ -94,30 +100,56 @@ def _copied(model: Any, read: Callable[[Any], object]) -> int:
     return max(0, memory.private(fresh=True) - before)
 
 
-def _in_child(work: Callable[[], int], timeout: float) -> int:
-    from modelguard.sharing import trial
+def _in_child(work: Callable[[], int], timeout: float, *, leads: bool = True) -> int:
+    """Fork, and have the child answer with a number.
 
+    Not by ``sharing.trial``, whose watchdog would hang the trials that ``prefork.prepare`` makes in this child.
+    """
     reader, writer = os.pipe()
+    sys.stdout.flush()  # else what is in the buffers is written twice
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a test's process may run threads; the child uses none
+        pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        _answer(work, writer, leads=leads)
+    os.close(writer)
     try:
-        with warnings.catch_warnings():
-            # A test's process may run threads; the child uses none of them.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            verdict = trial.run(lambda: _tell(writer, work()), timeout)
-        os.close(writer)
-        writer = -1
-        if not verdict.ok:
-            how = f"did not end within {timeout:g} s" if verdict.hung else "failed"
-            raise AssertionError(f"the forked child that reads the model {how}:\n{verdict.report}")
-        with os.fdopen(os.dup(reader)) as told:
-            return int(json.loads(told.readline()))
+        words, ended = _listen(reader, time.monotonic() + timeout)
     finally:
         os.close(reader)
-        if writer >= 0:
-            os.close(writer)
+        with suppress(ProcessLookupError):
+            (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if not ended:
+        raise AssertionError(f"the forked child that reads the model did not end within {timeout:g} s")
+    if not words.startswith(_COPIED):
+        said = words.decode(errors="replace") or "it died without a word"
+        raise AssertionError(f"the forked child that reads the model failed:\n{said}")
+    return int(words.removeprefix(_COPIED))
 
 
-def _tell(writer: int, copied: int) -> None:
-    os.write(writer, f"{json.dumps(copied)}\n".encode())
+def _answer(work: Callable[[], int], writer: int, *, leads: bool) -> NoReturn:
+    try:
+        if leads:
+            os.setpgid(0, 0)  # so that its own children can be ended with it
+        os.write(writer, _COPIED + str(work()).encode())
+    except BaseException:  # noqa: BLE001 - it is the test's to judge
+        os.write(writer, traceback.format_exc().encode(errors="replace")[-_TAIL:])
+    finally:
+        os._exit(0)  # no exit handler and no buffer of the test's may run twice
+
+
+def _listen(reader: int, deadline: float) -> tuple[bytes, bool]:
+    words = b""
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([reader], [], [], left)[0]:
+            more = os.read(reader, _TAIL)
+            if not more:
+                return words, True
+            words += more
+    return words, False
 
 
 def _size_of(model: Any) -> int:

@@ -67,7 +67,7 @@ class _Meter:
 
 
 def assert_no_growth(
-    fn: Callable[[Any], object], inputs: Iterable[Any], *, calls: int = 100, tolerance: int | str = 64
+    fn: Callable[[Any], object], inputs: Iterable[Any], *, calls: int = 100, tolerance: int | str = 32
 ) -> None:
     """Fail if memory grows with the calls of ``fn``, and say what grew.
 
@@ -85,7 +85,7 @@ def assert_no_growth(
         inputs: What to call it with, over and over; an iterator is read on and never repeated, so a generator can
             give ever new inputs, which is what models like spaCy's grow by.
         calls: Calls of the first round.
-        tolerance: Bytes that each call may leave, such as ``"1 kB"``. Default: 64 bytes, or one Python block.
+        tolerance: Bytes that each call may leave, such as ``"1 kB"``. Default: 32 bytes, or half of one Python block.
 
     Raises:
         AssertionError: Memory grew in every round.
@@ -123,7 +123,7 @@ def _meters(spare: int) -> list[_Meter]:
         _Meter("private memory", _private, "bytes", noise=2 * _MB, per_call=max(spare, _PAGE / 4)),
     ]
     if _allocated() is not None:
-        found.insert(0, _Meter(_MALLOC, lambda: _allocated() or 0, "bytes", 4 * _PAGE, spare))
+        found.insert(0, _Meter(_MALLOC, lambda: _allocated() or 0, "bytes", _PAGE, spare))
     if sys.getallocatedblocks():  # none with PYTHONMALLOC=malloc, where they are malloc's own
         # A block is 512 bytes at most and some 64 on average, so that is what one is taken for.
         blocks = max(0.5, spare / 64 - 0.5)

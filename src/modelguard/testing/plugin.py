@@ -80,11 +80,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse markers that cannot be meant before any test has run."""
+    if hasattr(config, "workerinput"):  # xdist knows no usage errors of its workers: there the tests fail one by one
+        return
     wrong = [f"{item.nodeid}: {why}" for item in items for why in _faults(item)]
     if wrong:
         raise pytest.UsageError(*wrong)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Under xdist, fail a test whose marker cannot be meant."""
+    if hasattr(item.config, "workerinput"):
+        for why in _faults(item):
+            pytest.fail(f"{item.nodeid}: {why}", pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)
