@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 import tempfile
@@ -12,6 +13,15 @@ from hypothesis import settings
 # To explore instead: make test ARGS="--hypothesis-profile=default".
 settings.register_profile("modelguard", deadline=None, derandomize=True)
 settings.load_profile("modelguard")
+
+pytest_plugins = ["pytester"]
+collect_ignore = ["downstream"]  # a project of its own, whose suite tests/process/test_downstream.py runs
+
+# Where the sources run without having been installed, nothing tells pytest of the plugin; nor in the runs within tests.
+_PLUGIN = "modelguard.testing.plugin"
+if _PLUGIN not in {entry.name for entry in importlib.metadata.entry_points(group="pytest11")}:
+    os.environ["PYTEST_PLUGINS"] = _PLUGIN
+    pytest_plugins.append(_PLUGIN)
 
 # One reload at a time on a host is a promise of the product; runs of this suite beside each other need not keep it.
 _RUNTIME = tempfile.TemporaryDirectory(prefix="modelguard-tests-", ignore_cleanup_errors=True)

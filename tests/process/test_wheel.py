@@ -15,8 +15,6 @@ import pytest
 pytest.importorskip("build", reason="needs the package build")
 pytest.importorskip("hatchling", reason="needs the build backend")
 
-ROOT = Path(__file__).parents[2]
-
 USER = """
 import modelguard
 from modelguard import Uses, guard
@@ -45,21 +43,6 @@ def run(*command: str | Path, cwd: Path) -> str:
     done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, check=False)
     assert 0 == done.returncode, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
-
-
-@pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the source archive from this tree, and the wheel from it, with the backend that is installed here."""
-    folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def wheel(dist: Path) -> Path:
-    """Give the wheel."""
-    (built,) = dist.glob("*.whl")
-    return built
 
 
 @pytest.fixture(scope="module")

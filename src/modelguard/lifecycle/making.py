@@ -118,12 +118,12 @@ def guard(
         PolicyNeverFires: A policy cannot become due as it is written.
     """
     # Here, and not above, for the sake of the import: they are needed by those who make a guard.
-    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle import runtime as worlds
     from modelguard.lifecycle.settings import Settings, check_callable, check_policy, loader_name
     from modelguard.lifecycle.trimming import Rhythm
 
     check_callable("load", load, arguments=0)
-    world = Runtime() if runtime is None else runtime
+    world = worlds.default() if runtime is None else runtime
     if reload_on is not None:
         check_policy(reload_on, world.limit)
     if trim_every is not None:
@@ -186,14 +186,14 @@ def pool(
         InvalidOption: An option cannot be meant; the message names it, its value and the fix.
         NoMemoryLimit: ``max_memory`` is a share, and nothing limits this process.
     """
-    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle import runtime as worlds
     from modelguard.lifecycle.settings import check_callable, loader_name, memory_bound
 
     check_callable("load", load, arguments=1)
     if max_models is not None and (isinstance(max_models, bool) or not isinstance(max_models, int) or max_models < 1):
         raise InvalidOption("max_models", max_models, why="it counts models", fix="Give a whole number of at least 1.")
     title = loader_name(load) if name is None else name
-    runtime = Runtime() if runtime is None else runtime
+    runtime = worlds.default() if runtime is None else runtime
 
     # Not kept: a key that cannot be loaded is tried again when it is asked for, and not by the keeper.
     quiet = replace(runtime, kept=False) if runtime.kept else runtime

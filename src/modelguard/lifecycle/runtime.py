@@ -90,3 +90,8 @@ class Runtime:
     start_thread: Callable[[Callable[[], None], str], None] = workers.WORKERS.start
     slot: slot.Slot = slot.HOST
     kept: bool = True
+
+
+def default() -> Runtime:
+    """The world of a guard that is given none: the real one. ``modelguard.testing`` puts another in its place."""
+    return Runtime()

@@ -1,0 +1,36 @@
+"""For tests of services that use modelguard: what the pytest plugin hands out, and two assertions.
+
+Installing modelguard is enough for pytest to find the fixtures ``modelguard_clock``, ``modelguard_loader``,
+``modelguard_off`` and ``modelguard_env`` and the marker ``modelguard_memory``; docs/testing.md shows each.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modelguard.testing.clock import Clock
+    from modelguard.testing.env import Env, Finished
+    from modelguard.testing.forked import assert_shared_after_fork
+    from modelguard.testing.growth import assert_no_growth
+    from modelguard.testing.loader import Loader, Model
+
+__all__ = ["Clock", "Env", "Finished", "Loader", "Model", "assert_no_growth", "assert_shared_after_fork"]
+
+# pytest loads the plugin in every run, also in those of tests that use nothing of this.
+_LATER = {
+    "Clock": "clock",
+    "Env": "env",
+    "Finished": "env",
+    "Loader": "loader",
+    "Model": "loader",
+    "assert_no_growth": "growth",
+    "assert_shared_after_fork": "forked",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -1,0 +1,50 @@
+"""The marker ``modelguard_memory``: what it may be given, and how it reads memory."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from modelguard import _units
+from modelguard.environment import allocator, memory
+from modelguard.errors import InvalidOption, NotSupported
+
+__all__ = ["fault", "settled_memory"]
+
+#: What any test leaves now and then: an allocator's arena, a code cache.
+_LEAST = 1_000_000
+
+_WRITE = "Write @pytest.mark.modelguard_memory('50 MB')."
+
+
+def fault(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with a use of the marker, and the fix; None if nothing is."""
+    if options or len(arguments) != 1:
+        given = ", ".join([*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())])
+        return f"modelguard_memory({given}): it takes one size and nothing else. {_WRITE}"
+    try:
+        limit = _units.size(arguments[0], "modelguard_memory")
+    except InvalidOption as error:
+        return f"{error} {_WRITE}"
+    if limit < _LEAST:
+        why = "any test may leave that much: allocators take memory in pieces of up to a megabyte"
+        return f"modelguard_memory({arguments[0]!r}): {why}. Give '1 MB' or more, or use assert_no_growth()."
+    try:
+        memory.private(fresh=True)
+    except NotSupported as error:
+        return f"modelguard_memory({arguments[0]!r}): {error}. Skip the test on this platform."
+    return None
+
+
+def settled_memory() -> int:
+    """Private memory in bytes, without garbage and without what the allocator keeps for later."""
+    # As pytest does a moment later: what the frames of a test that failed held would go in the middle of the next one.
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
+    gc.collect()
+    with suppress(NotSupported):  # then free memory counts as held, which it is
+        allocator.trim()
+    return memory.private(fresh=True)

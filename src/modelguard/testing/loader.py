@@ -1,0 +1,174 @@
+"""``modelguard_loader``: a loader that counts, delays and fails as told, and knows which of its models still live."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from modelguard import _units
+from modelguard.errors import InvalidOption
+
+__all__ = ["Loader", "Model", "any_held"]
+
+_PATIENCE = 10.0
+
+_loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
+
+
+class Model:
+    """What a :class:`Loader` makes if it is given nothing else to make.
+
+    Attributes:
+        number: 1 for the first that its loader made, and so on.
+        key: What the loader was called with, as a pool calls it; None for a guard's.
+    """
+
+    def __init__(self, number: int, key: object = None) -> None:
+        self.number = number
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f"<Model {self.number}>" if self.key is None else f"<Model {self.number} of {self.key!r}>"
+
+
+class Loader:
+    """Makes models for guards (called with nothing) and pools (called with a key).
+
+    Args:
+        make: Makes a model in place of :class:`Model`: your own loader, whose calls are counted and tracked then.
+        sleep: Lets ``delay`` pass, in seconds.
+
+    Attributes:
+        calls: How often it was called, failures included.
+    """
+
+    def __init__(self, make: Callable[..., Any] | None = None, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        if make is not None and not callable(make):
+            why = f"a function is needed, and this is a {type(make).__name__}"
+            raise InvalidOption("make", make, why=why, fix="Pass the function itself, without calling it.")
+        self.calls = 0
+        self._make = make
+        self._sleep = sleep
+        self._delay = 0.0
+        self._models: list[weakref.ref[Any]] = []
+        self._failures: float = 0
+        self._error: BaseException = OSError("modelguard_loader was told to fail")
+        self._lock = threading.Lock()
+        self._reached = threading.Event()
+        self._open = threading.Event()
+        self._open.set()
+        self._held = 0
+        _loaders.add(self)
+
+    def of(self, make: Callable[..., Any]) -> Loader:
+        """Another loader, which calls ``make`` and shares this one's clock.
+
+        Raises:
+            InvalidOption: ``make`` cannot be called.
+        """
+        return Loader(make, sleep=self._sleep)
+
+    def __call__(self, *key: Any) -> Any:
+        """Make a model."""
+        with self._lock:
+            self.calls += 1
+            number = self.calls
+            fails = self._failures > 0
+            self._failures -= fails
+        self._wait_until_open()
+        self._sleep(self._delay)
+        if fails:
+            raise self._error
+        model = Model(number, *key) if self._make is None else self._make(*key)
+        try:
+            self._models.append(weakref.ref(model))
+        except TypeError:
+            raise InvalidOption(
+                "make",
+                self._make,
+                why=f"it returned a {type(model).__name__}, and no weak reference can tell whether that is alive",
+                fix="Return an object of a class, which holds it.",
+            ) from None
+        return model
+
+    @property
+    def alive(self) -> int:
+        """How many of its models exist still. What only a cycle of garbage holds is collected first."""
+        if any(ref() is not None for ref in self._models):
+            gc.collect()
+        return sum(ref() is not None for ref in self._models)
+
+    @property
+    def delay(self) -> float:
+        """Seconds that each load takes; by ``modelguard_clock`` where the test has it, else really. Default 0."""
+        return self._delay
+
+    @delay.setter
+    def delay(self, value: _units.Duration) -> None:
+        self._delay = _units.seconds(value, "delay", zero=True)
+
+    def fail(self, times: int | None = 1, *, error: BaseException | None = None) -> None:
+        """Have the next loads fail.
+
+        Args:
+            times: How many; None for all of them. 0 mends it.
+            error: What they raise. Default: an ``OSError``.
+
+        Raises:
+            InvalidOption: ``times`` is no number of loads, or ``error`` is no exception.
+        """
+        if times is not None and (isinstance(times, bool) or not isinstance(times, int) or times < 0):
+            raise InvalidOption("times", times, why="it counts loads", fix="Give a whole number, or None for all.")
+        if error is not None and not isinstance(error, BaseException):
+            raise InvalidOption("error", error, why="it cannot be raised", fix="Give an exception, as in OSError().")
+        with self._lock:
+            self._failures = float("inf") if times is None else times
+            self._error = error or OSError("modelguard_loader was told to fail")
+
+    def hold(self) -> None:
+        """Have loads from now on wait until :meth:`let_go`."""
+        self._reached.clear()
+        self._open.clear()
+
+    def reached(self) -> None:
+        """Wait until a load is held up.
+
+        Raises:
+            TimeoutError: None came within ten real seconds.
+        """
+        if not self._reached.wait(_PATIENCE):
+            raise TimeoutError(f"modelguard_loader: no load began within {_PATIENCE:g} real seconds")
+
+    def let_go(self) -> None:
+        """Let the loads go on that were held up."""
+        self._open.set()
+
+    @property
+    def held(self) -> bool:
+        """Whether a load waits for :meth:`let_go` now."""
+        return self._held > 0 and not self._open.is_set()
+
+    def _wait_until_open(self) -> None:
+        with self._lock:
+            self._held += 1
+        self._reached.set()
+        try:
+            self._open.wait()
+        finally:
+            with self._lock:
+                self._held -= 1
+
+
+def any_held() -> bool:
+    """Whether a load waits for its test."""
+    return any(one.held for one in tuple(_loaders))
+
+
+def let_all_go() -> None:
+    """A test is over: nothing that it held up may be left waiting."""
+    for one in tuple(_loaders):
+        one.let_go()

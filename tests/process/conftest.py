@@ -1,0 +1,30 @@
+"""What several process tests need: the source archive and the wheel, built once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the source archive from this tree, and the wheel from it, with the backend that is installed here."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    assert 0 == done.returncode, f"{command}\n{done.stdout}{done.stderr}"
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(dist: Path) -> Path:
+    """Give the wheel."""
+    (built,) = dist.glob("*.whl")
+    return built

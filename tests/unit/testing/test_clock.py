@@ -1,0 +1,274 @@
+"""``modelguard_clock``: every policy, without sleeping."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelguard import (
+    TTL,
+    Backoff,
+    Errors,
+    MemoryGrowth,
+    MemoryLimit,
+    ModelGuard,
+    Modified,
+    Policy,
+    Snapshot,
+    Uses,
+    guard,
+    pool,
+)
+from modelguard.errors import InvalidOption, LoadFailed, NoMemoryLimit
+from modelguard.testing import Clock, Loader
+
+
+def generation(of: ModelGuard[Any]) -> int:
+    """Give the number of the generation that serves."""
+    return of.status().generation
+
+
+def test_a_ttl_is_over_at_its_very_age(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """A TTL of an hour is due after an hour, and not a minute before; the old model is gone then."""
+    nlp = guard(modelguard_loader, reload_on=TTL("1h"))
+    nlp.load()
+    modelguard_clock.advance("59m59s")
+    assert 1 == generation(nlp)
+    modelguard_clock.advance("1s")
+    assert (2, 1) == (generation(nlp), modelguard_loader.alive)
+
+
+def test_a_long_time_sees_many_reloads(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """A day in one step is lived through like a day: an hourly reload happens 24 times, less what deferring took."""
+    nlp = guard(modelguard_loader, reload_on=TTL("1h"), defer=0)
+    nlp.load()
+    modelguard_clock.advance("24h")
+    assert 25 == generation(nlp)
+
+
+def test_uses_are_counted(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """What calls set off has been done after settle()."""
+    nlp = guard(modelguard_loader, reload_on=Uses(3))
+    number = nlp(lambda model: model.number)
+    assert [1, 1, 1] == [number() for _ in range(3)]
+    modelguard_clock.settle()
+    assert 2 == number()
+
+
+def test_errors_are_counted(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """Errors in a row reload as they do in a service."""
+    nlp = guard(modelguard_loader, reload_on=Errors(consecutive=2))
+    divide = nlp(lambda _model, by: 1 / by)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            divide(0)
+    modelguard_clock.settle()
+    assert 2 == generation(nlp)
+
+
+def test_memory_grows_as_told(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """MemoryGrowth fires when the memory that the test tells has grown, and not before."""
+    nlp = guard(modelguard_loader, reload_on=MemoryGrowth("500 MB"))
+    nlp.load()
+    modelguard_clock.advance("1m")
+    modelguard_clock.memory = "599 MB"
+    modelguard_clock.advance("1m")
+    assert 1 == generation(nlp)
+    modelguard_clock.memory = "600 MB"
+    modelguard_clock.advance("1m")
+    assert 2 == generation(nlp)
+
+
+def test_a_share_is_of_the_limit_that_the_test_tells(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """MemoryLimit takes its share of the limit that was told; without one it is refused, as in production."""
+    with pytest.raises(NoMemoryLimit):
+        guard(modelguard_loader, reload_on=MemoryLimit("80%"))
+    modelguard_clock.limit = "1 GB"
+    nlp = guard(modelguard_loader, reload_on=MemoryLimit("80%"))
+    nlp.load()
+    modelguard_clock.advance("1m")
+    modelguard_clock.memory = "800 MB"
+    modelguard_clock.advance("1m")
+    assert 2 == generation(nlp)
+
+
+def test_files_are_real_and_quiet_time_is_told(
+    modelguard_clock: Clock, modelguard_loader: Loader, tmp_path: Path
+) -> None:
+    """Modified watches a real file; that it has been quiet for two seconds is a matter of the clock."""
+    weights = tmp_path / "weights"
+    weights.write_text("1")
+    nlp = guard(modelguard_loader, reload_on=Modified(weights))
+    nlp.load()
+    modelguard_clock.advance("1m")
+    assert 1 == generation(nlp)
+    weights.write_text("22")
+    modelguard_clock.advance("1m")
+    assert 2 == generation(nlp)
+
+
+class AtNight(Policy):
+    """A user's own policy."""
+
+    def due(self, now: Snapshot) -> bool:
+        """Say when."""
+        return now.age >= 12 * 3600
+
+
+def test_own_and_composed_policies_are_driven(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """A policy of one's own, and what is joined by | and &, is driven like the rest."""
+    nlp = guard(modelguard_loader, reload_on=(AtNight() & TTL("1h")) | Uses(1000))
+    nlp.load()
+    modelguard_clock.advance("11h")
+    assert 1 == generation(nlp)
+    modelguard_clock.advance("2h")
+    assert 2 == generation(nlp)
+
+
+def test_a_failed_reload_is_retried_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """The old model serves on after a failure, and the retry comes with its backoff."""
+    nlp = guard(modelguard_loader, reload_on=TTL("1h"), backoff=Backoff("10s", "10s"), defer=0)
+    nlp.load()
+    modelguard_loader.fail(1)
+    modelguard_clock.advance("1h")
+    assert ("degraded", 1) == (nlp.status().state, generation(nlp))
+    modelguard_clock.advance("10s")
+    assert ("ready", 2) == (nlp.status().state, generation(nlp))
+
+
+def test_a_first_load_that_failed_waits_for_its_backoff(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """Until the backoff has passed, calls fail at once and the loader is left alone."""
+    nlp = guard(modelguard_loader, reload_on=None)
+    modelguard_loader.fail(1)
+    for _ in range(2):
+        with pytest.raises(LoadFailed):
+            nlp.load()
+    assert 1 == modelguard_loader.calls
+    modelguard_clock.advance("1s")
+    nlp.load()
+    assert 2 == modelguard_loader.calls
+
+
+def test_a_pool_ages_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """A pool's models expire by the clock, and its loader gets the key."""
+    voices = pool(modelguard_loader, max_memory="1 GB", ttl="1h")
+    with voices.lease("anna") as voice:
+        assert (1, "anna") == (voice.number, voice.key)
+    modelguard_clock.advance("1h")
+    with voices.lease("anna") as voice:
+        assert 2 == voice.number
+
+
+def test_a_call_under_way_does_not_hold_the_clock_up(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """A reload during a call: the call keeps its model, and the old one goes when it has ended."""
+    nlp = guard(modelguard_loader, reload_on=TTL("1h"))
+    with nlp.lease() as model:
+        modelguard_clock.advance("2h")
+        assert (1, 2) == (model.number, generation(nlp))
+        del model
+    modelguard_clock.settle()
+    assert 1 == modelguard_loader.alive
+
+
+def test_a_held_load_does_not_hold_the_clock_up(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """While a test holds a reload up, it can look at what calls see meanwhile."""
+    nlp = guard(modelguard_loader, reload_on=TTL("1h"))
+    nlp.load()
+    modelguard_loader.hold()
+    modelguard_clock.advance("1h")
+    modelguard_loader.reached()
+    assert ("reloading", 1) == (nlp.status().state, generation(nlp))
+    modelguard_loader.let_go()
+    modelguard_clock.settle()
+    assert ("ready", 2) == (nlp.status().state, generation(nlp))
+
+
+def test_headroom_decides_the_swap(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """With less headroom than a second copy needs, the old model goes first."""
+    alive: list[int] = []
+
+    def load() -> object:
+        alive.append(modelguard_loader.alive)
+        return modelguard_loader()
+
+    nlp = guard(load, reload_on=TTL("1h"), warmup=lambda _: setattr(modelguard_clock, "memory", "300 MB"))
+    nlp.load()
+    assert 200_000_000 == nlp.status().model_bytes
+    modelguard_clock.headroom = "10 MB"
+    modelguard_clock.advance("1h")
+    assert [0, 0] == alive
+
+
+def test_a_guard_from_before_the_test_can_be_driven(modelguard_clock: Clock) -> None:
+    """A guard at the top of a module, and already loaded, is taken into the test's world by its function."""
+    modelguard_clock.drive(shout)
+    shout("warm")
+    before = generation(module_level)
+    modelguard_clock.advance("1h")
+    assert before + 1 == generation(module_level)
+
+
+def test_a_guard_can_be_driven_again_by_another_test(modelguard_clock: Clock) -> None:
+    """After a test has let its guard go, the next test drives it as well; no age is negative."""
+    modelguard_clock.drive(module_level)
+    shout("warm")
+    before = generation(module_level)
+    assert module_level.status().age >= 0
+    modelguard_clock.advance("59m")
+    modelguard_clock.advance("1m")
+    assert before + 1 == generation(module_level)
+
+
+module_level = guard(object, reload_on=TTL("1h"), name="module level")
+
+
+@module_level
+def shout(_model: object, text: str) -> str:
+    """Stand for a function of an application."""
+    return text.upper()
+
+
+def test_a_clock_is_of_no_use_after_its_test() -> None:
+    """A clock that was kept beyond its test says whose it was; its guards go on in real time."""
+    clock = Clock("test_it.py::test_it")
+    nlp = guard(object, reload_on=None, runtime=clock._world())
+    nlp.load()
+    clock.advance("1h")
+    clock.end()
+    with pytest.raises(InvalidOption, match=r"test_it\.py::test_it, which has ended"):
+        clock.advance("1h")
+    with pytest.raises(InvalidOption, match="which has ended"):
+        clock.memory = "1 GB"
+    first = clock.now
+    nlp.reload()
+    assert (2, True) == (generation(nlp), first <= clock.now < first + 3600)
+    nlp.close()
+
+
+@pytest.mark.parametrize("value", ["-1s", "soon", None])
+def test_a_time_that_makes_no_sense_is_refused(modelguard_clock: Clock, value: Any) -> None:
+    """Time does not go back, and is a duration."""
+    with pytest.raises(InvalidOption, match="duration"):
+        modelguard_clock.advance(value)
+
+
+@pytest.mark.parametrize("name", ["memory", "limit", "headroom"])
+def test_a_size_that_makes_no_sense_is_refused(modelguard_clock: Clock, name: str) -> None:
+    """Sizes are checked where they are written, by the name that was written."""
+    with pytest.raises(InvalidOption, match=f"{name}='lots'"):
+        setattr(modelguard_clock, name, "lots")
+
+
+def test_what_is_not_guarded_cannot_be_driven(modelguard_clock: Clock) -> None:
+    """A function without a guard is refused by name."""
+    with pytest.raises(InvalidOption, match="no guard decorates it"):
+        modelguard_clock.drive(len)
+
+
+def test_guards_of_other_tests_are_left_alone(modelguard_loader: Loader) -> None:
+    """Without the fixture, a guard lives in real time, whatever tests before it did."""
+    nlp = guard(modelguard_loader, reload_on=None)
+    assert time.monotonic is nlp._runtime.clock

@@ -1,0 +1,149 @@
+"""``assert_no_growth``: leaks are found and described, and what merely fills up passes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+
+from modelguard.errors import InvalidOption, WouldDeadlock
+from modelguard.testing import assert_no_growth
+
+
+def test_what_keeps_nothing_passes() -> None:
+    """A function that frees what it makes does not grow, however much that is."""
+    assert_no_growth(bytearray, [10, 100_000, 3_000_000])
+
+
+def test_a_leak_of_objects_is_found_and_named() -> None:
+    """Kept objects are told by type, by the line that made them, and by the figure that grew in every round."""
+    kept: list[Any] = []
+
+    class Request:
+        pass
+
+    def predict(_: str) -> None:
+        kept.append(Request())
+
+    with pytest.raises(AssertionError) as caught:
+        assert_no_growth(predict, ["a", "b"])
+    told = str(caught.value)
+    assert "predict() grows with its calls" in told
+    assert "Python's own blocks: +" in told
+    assert "in rounds of 100, 200, 400, 800 calls" in told
+    assert "+100 tests.unit.testing.test_growth.test_a_leak_of_objects_is_found_and_named.<locals>.Request" in told
+    assert "test_growth.py:" in told
+
+
+def test_a_leak_of_large_blocks_is_found() -> None:
+    """What malloc gave out, and never got back, is found by its bytes."""
+    kept: list[bytes] = []
+    with pytest.raises(AssertionError, match=r"by 20(\.\d)? kB each(.|\n)*given out by malloc"):
+        assert_no_growth(lambda _: kept.append(bytes(20_000)), [1], calls=50)
+
+
+def test_a_leak_on_new_inputs_only_is_found_by_a_generator() -> None:
+    """What grows by new words alone passes with a list of inputs and fails with ever new ones, as it is in life."""
+    vocabulary: set[str] = set()
+    assert_no_growth(vocabulary.add, ["the", "same", "words"])
+    with pytest.raises(AssertionError, match="grows with its calls"):
+        assert_no_growth(vocabulary.add, (f"word {number}" for number in count()))
+
+
+def test_a_full_cache_passes() -> None:
+    """Growth that ends is no leak, even if it goes on beyond the warm-up."""
+    cached = functools.lru_cache(maxsize=150)(lambda number: bytes(1000 + number % 7))
+    assert_no_growth(cached, count(), calls=100)
+
+
+def test_a_rare_start_up_cost_passes() -> None:
+    """What is built once, in the middle of the calls, is no leak."""
+    tables: list[bytes] = []
+    seen = count()
+
+    def predict(_: int) -> None:
+        if next(seen) == 150:
+            tables.extend(bytes(10_000) for _ in range(500))
+
+    assert_no_growth(predict, [1])
+
+
+def test_a_tolerated_growth_passes() -> None:
+    """A log of the last words may grow by what the test allows for each call."""
+    kept: list[bytes] = []
+
+    def remember(_: int) -> None:
+        kept.append(bytes(700))
+
+    with pytest.raises(AssertionError):
+        assert_no_growth(remember, [1])
+    assert_no_growth(remember, [1], tolerance="1 kB")
+
+
+def test_coroutines_are_awaited() -> None:
+    """An async function is judged by what it does and not by the coroutine that it returns."""
+    kept: list[object] = []
+
+    async def leaky(_: int) -> None:
+        kept.append({})
+
+    async def sound(_: int) -> None:
+        return
+
+    assert_no_growth(sound, [1])
+    with pytest.raises(AssertionError, match="leaky"):
+        assert_no_growth(leaky, [1])
+
+
+def test_on_a_running_loop_it_says_so() -> None:
+    """An async function cannot be judged on a loop that runs: that is told, and nothing hangs."""
+
+    async def sound(_: int) -> None:
+        return
+
+    async def test() -> None:
+        assert_no_growth(sound, [1])
+
+    with pytest.raises(WouldDeadlock, match="running event loop"):
+        asyncio.run(test())
+
+
+def test_lazy_results_are_read() -> None:
+    """A generator's leak shows only when it runs, so it is run."""
+    kept: list[object] = []
+
+    def leaky(_: int) -> Iterator[int]:
+        kept.append([1])
+        yield 1
+
+    with pytest.raises(AssertionError, match="leaky"):
+        assert_no_growth(leaky, [1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument"),
+    [
+        ((3, [1]), "fn=3"),
+        ((len, []), "inputs="),
+        ((len, 5), "inputs=5"),
+        ((len, ("x" for _ in range(150))), "ended too early"),
+    ],
+)
+def test_impossible_arguments_are_refused(arguments: tuple[Any, Any], argument: str) -> None:
+    """What cannot be called or read is refused by name."""
+    with pytest.raises(InvalidOption, match=argument):
+        assert_no_growth(*arguments)
+
+
+@pytest.mark.parametrize("options", [{"calls": 0}, {"calls": True}, {"tolerance": "some"}, {"tolerance": -1}])
+def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
+    """Numbers that make no sense are refused by name, before anything runs."""
+    ran: list[int] = []
+    fn: Callable[[int], object] = ran.append
+    with pytest.raises(InvalidOption, match=next(iter(options))):
+        assert_no_growth(fn, [1], **options)
+    assert [] == ran
