@@ -1,4 +1,4 @@
-"""Drives a local Ray and prints what it saw as JSON, in a process of its own: Ray's threads are no company for forks."""
+"""Drives a local Ray and writes what it saw as JSON: in a process of its own, as Ray's threads do not suit forks."""
 
 from __future__ import annotations
 
@@ -242,8 +242,7 @@ def main() -> None:
                 began = time.monotonic()
                 told[scenario.__name__] = scenario()
                 told[scenario.__name__]["seconds"] = time.monotonic() - began
-    with open(report, "w", encoding="utf-8") as file:
-        json.dump(told, file)
+    Path(report).write_text(json.dumps(told), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Ray Serve, with a real Ray on this machine: replacement amid traffic, bounds, deadlines, two nodes.
 
-Ray lives in processes of its own (``ray_driver.py``), one for all tests of a kind, since its threads would be in the way
-of the fork tests here.
+Ray lives in processes of its own (``ray_driver.py``), one for all tests of a kind, since its threads would be in the
+way of the fork tests here.
 """
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ def deployment(
 
     The bounds are those of ``batched``. A replica takes in more than its queue holds, so that it is the queue that
     refuses, at once, knowing when to try again: callers of a handle get ``ray.serve.exceptions.BackPressureError``,
-    clients over HTTP 503 with ``Retry-After``. While no replica is there, requests wait at their callers, as many at each
-    as a replica takes in, which is twice what fits its queue and its batches.
-    The deadline counts from the arrival at the replica; ``handle.remote(item, timeout=...)`` and the header
-    ``Request-Timeout`` shorten it. When it has passed, callers of a handle get ``DeadlineExceeded``, clients 504.
+    clients over HTTP 503 with ``Retry-After``. While no replica is there, requests wait at their callers, as many at
+    each as a replica takes in, which is twice what fits its queue and its batches. The deadline counts from the arrival
+    at the replica; ``handle.remote(item, timeout=...)`` and the header ``Request-Timeout`` shorten it. When it has
+    passed, callers of a handle get ``DeadlineExceeded``, clients 504.
 
     Args:
         function: Made by ``batched`` over a guard's decorator, at the top of a module that the replicas can import.
@@ -74,8 +74,8 @@ def deployment(
         A ``ray.serve.Deployment``.
 
     Raises:
-        InvalidOption: ``function`` is not batched, not guarded or cannot be imported by replicas; or an option cannot be
-            meant.
+        InvalidOption: ``function`` is not batched, not guarded or cannot be imported by replicas; or an option cannot
+            be meant.
         NotSupported: Ray Serve is not installed.
     """
     reference = _reference(function)
@@ -135,13 +135,13 @@ class Replica:
     least: ClassVar[float]
     patience: ClassVar[float]
 
-    async def __init__(self) -> None:  # Serve awaits it
+    async def __init__(self) -> None:  # type: ignore[misc] # Serve awaits it
         """Load the model, and let the next replica leave that has to."""
         context = _ray("ray.serve").get_replica_context()
         self._born = time.monotonic()
         self._name = context.replica_tag
         self._function: Batched[Any, Any] = resolve_name(self.reference)
-        self._guard = guard_of(self._function.__wrapped__)  # type: ignore[attr-defined]
+        self._guard = guard_of(self._function.__wrapped__)
         self._due: tuple[int, tuple[str, ...]] | None = None
         self._web = WebOptions()
         self._request: type[Any] = importlib.import_module("starlette.requests").Request
