@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -56,6 +57,25 @@ def post(path: str, body: str, **headers: str) -> tuple[int, dict[str, str], str
         answer = connection.getresponse()
         told = {key.lower(): value for key, value in answer.getheaders()}
         return answer.status, told, answer.read().decode()
+
+
+def get(path: str) -> tuple[int, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status, {key.lower(): value for key, value in answer.getheaders()}
+
+
+def hung_up(clients: int) -> None:
+    """Clients that do not wait for their answers, of whom the first are being computed already."""
+    sockets = [socket.create_connection(("127.0.0.1", PORT), timeout=10) for _ in range(clients)]
+    for one in sockets:
+        one.sendall(b'POST /slow HTTP/1.1\r\nHost: me\r\nContent-Length: 3\r\n\r\n"x"')
+    time.sleep(0.15)
+    for one in sockets:
+        one.close()
 
 
 def error_of(call: Callable[[], Any]) -> list[str]:
@@ -162,7 +182,10 @@ def overloaded() -> dict[str, Any]:
             last = error
     with ThreadPoolExecutor(30) as pool:
         answers = list(pool.map(lambda place: post("/slow", json.dumps(str(place))), range(30)))
-    status = handle.status.remote().result()
+    hung_up(6)
+    end = time.monotonic() + 20
+    while not (status := handle.status.remote().result())["queue"]["cancelled"] and time.monotonic() < end:
+        time.sleep(0.1)
     nonsense = post("/slow", "no json")
     serve.delete("slow")
     refusal = next(answer for answer in answers if answer[0] == 503)
@@ -178,6 +201,19 @@ def overloaded() -> dict[str, Any]:
     }
 
 
+def behind_an_ingress() -> dict[str, Any]:
+    """The same overload, with an application of FastAPI in front."""
+    inner = served.deployment(ray_services.slow, ray_actor_options=ACTOR)
+    serve.run(ray_services.Front.bind(inner.bind()), name="front", route_prefix="/front")
+    with ThreadPoolExecutor(30) as pool:
+        answers = list(pool.map(lambda place: get(f"/front/{place}"), range(30)))
+    serve.delete("front")
+    return {
+        "statuses": Counter(status for status, _ in answers),
+        "retry": [headers.get("retry-after") for status, headers in answers if status == 503],
+    }
+
+
 def bounded() -> dict[str, Any]:
     handle = served.run(ray_services.late, app_name="late", route_prefix="/late", ray_actor_options=ACTOR)
     caught = {}
@@ -186,11 +222,13 @@ def bounded() -> dict[str, Any]:
         error = error_of(lambda: handle.remote(seconds, **extras).result(timeout_s=60))  # noqa: B023 - called at once
         caught[name] = (error, time.monotonic() - started)
         time.sleep(1)  # its worker computes what nobody waits for any more
+    caught["wrong"] = (error_of(lambda: handle.remote(-1.0).result(timeout_s=60)), 0.0)
+    caught["heavy"] = (error_of(lambda: handle.remote(1000.0).result(timeout_s=60)), 0.0)
     answers = [post("/late", "0.8")]
     time.sleep(1)
     answers += [post("/late", "0.8", Request_Timeout="0.1")]
     time.sleep(1)
-    answers += [post("/late", "0.0"), post("/late", "0.0", Request_Timeout="soon")]
+    answers += [post("/late", "0.0"), post("/late", "0.0", Request_Timeout="soon"), post("/late", "1000")]
     serve.delete("late")
     return {"caught": caught, "http": [(answer[0], answer[2]) for answer in answers]}
 
@@ -238,7 +276,7 @@ def main() -> None:
         told["refused_options"] = refused_options()
         told["carried_over"] = carried_over()
         with local():
-            for scenario in (overloaded, bounded, replaced):
+            for scenario in (overloaded, behind_an_ingress, bounded, replaced):
                 began = time.monotonic()
                 told[scenario.__name__] = scenario()
                 told[scenario.__name__]["seconds"] = time.monotonic() - began

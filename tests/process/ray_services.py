@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from fastapi import FastAPI
+from ray import serve
 
 from modelguard import Uses, batched, guard, weights
 
@@ -30,11 +32,28 @@ def slow(model: dict[str, int], texts: list[str]) -> list[str]:
     return texts
 
 
-@batched(max_size=1, deadline="500ms")
+@batched(max_size=1, deadline="500ms", weight=abs, max_weight=100)
 @plain
 def late(model: dict[str, int], texts: list[float]) -> list[float]:
     time.sleep(texts[0])
     return texts
+
+
+web = FastAPI()
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1}, max_ongoing_requests=100)
+@serve.ingress(web)
+class Front:
+    """An application's own surface, with the batched function behind it."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    @web.get("/{text}")
+    async def get(self, text: str) -> str:
+        answer: str = await self.handle.remote(text)
+        return answer
 
 
 def _where() -> Path:

@@ -113,6 +113,26 @@ def test_overload_over_http_is_503_with_retry_after(local: Any) -> None:
     assert 400 == told["nonsense"]
 
 
+def test_overload_behind_an_ingress_is_503_with_retry_after(local: Any) -> None:
+    """An application of FastAPI that asks by a handle need not know of it."""
+    told = local["behind_an_ingress"]
+    assert {"200", "503"} == set(told["statuses"])
+    assert all(int(seconds) >= 1 for seconds in told["retry"]), told["retry"]
+
+
+def test_a_client_that_hangs_up_is_not_computed_for(local: Any) -> None:
+    """Serve cancels its request, and the queue drops what waits."""
+    assert local["overloaded"]["status"]["queue"]["cancelled"] > 0
+
+
+def test_errors_keep_their_types(local: Any) -> None:
+    """What a function raised for an item, and what the queue refused it for, come out of a handle as such."""
+    caught = local["bounded"]["caught"]
+    assert "ValueError" in caught["wrong"][0]
+    assert "sleep length must be non-negative" in caught["wrong"][0][-1]
+    assert "ItemTooHeavy" in caught["heavy"][0]
+
+
 @pytest.mark.parametrize(("name", "least"), [("deadline", 0.5), ("shorter", 0.1)])
 def test_a_deadline_holds(local: Any, name: str, least: float) -> None:
     """The function's deadline bounds a call, and its own timeout shortens it; callers get our error through Ray."""
@@ -127,8 +147,8 @@ def test_what_is_in_time_is_answered(local: Any) -> None:
 
 
 def test_deadlines_over_http(local: Any) -> None:
-    """504 when the time is over, by either bound; 400 for a bound that is nonsense."""
-    assert [504, 504, 200, 400] == [status for status, _ in local["bounded"]["http"]]
+    """504 when the time is over, by either bound; 400 for a bound that is nonsense; 413 for what is too heavy."""
+    assert [504, 504, 200, 400, 413] == [status for status, _ in local["bounded"]["http"]]
 
 
 def test_a_ray_that_is_not_initialised_is_named(local: Any) -> None:
