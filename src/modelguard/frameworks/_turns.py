@@ -21,15 +21,19 @@ class Store(Protocol):
 
     def put_if_absent(self, key: str, value: str) -> bool:
         """Write, unless the key is there already; whether it was written."""
+        ...
 
     def get(self, key: str) -> str | None:
         """What is written there; None for nothing."""
+        ...
 
     def delete(self, key: str) -> object:
         """Forget a key, if it is there."""
+        ...
 
     def keys(self, prefix: str) -> Iterable[str]:
         """All keys that begin so."""
+        ...
 
 
 class Turns:

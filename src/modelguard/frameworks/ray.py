@@ -21,7 +21,7 @@ import time
 from dataclasses import asdict
 from http import HTTPStatus
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Overloaded
@@ -30,6 +30,9 @@ from modelguard.frameworks._turns import Turns
 from modelguard.lifecycle.calls import guard_of
 from modelguard.serving.doors import Batched
 from modelguard.telemetry.hooks import logger
+
+if TYPE_CHECKING:
+    from modelguard.lifecycle.guard import ModelGuard
 
 __all__ = ["Replica", "deployment", "run"]
 
@@ -141,7 +144,7 @@ class Replica:
         self._born = time.monotonic()
         self._name = context.replica_tag
         self._function: Batched[Any, Any] = resolve_name(self.reference)
-        self._guard = guard_of(self._function.__wrapped__)
+        self._guard = _guard(self._function)
         self._due: tuple[int, tuple[str, ...]] | None = None
         self._web = WebOptions()
         self._request: type[Any] = importlib.import_module("starlette.requests").Request
@@ -267,6 +270,10 @@ def _response(answer: Answer) -> Any:
     return kind(answer.body, status_code=answer.status, headers=dict(answer.headers))
 
 
+def _guard(function: Any) -> ModelGuard[Any]:
+    return guard_of(function.__wrapped__)
+
+
 def _reference(function: Any) -> str:
     """Where replicas find the function."""
     if not isinstance(function, Batched):
@@ -274,7 +281,7 @@ def _reference(function: Any) -> str:
         fix = "Put @batched(max_size=...) over @the_guard, and give the name that it decorates."
         raise InvalidOption("function", function, why=why, fix=fix)
     try:
-        guard_of(function.__wrapped__)  # type: ignore[attr-defined]
+        _guard(function)
     except InvalidOption:
         why = "no guard decorates it, so nothing would ever replace its replicas"
         fix = "Put @the_guard between @batched(...) and the function, or use @serve.deployment alone."
