@@ -5,19 +5,20 @@ import os
 import spacy
 from spacy.language import Language
 
-from modelguard import MemoryGrowth, batched, guard
+from modelguard import MemoryGrowth, Uses, batched, guard
 from modelguard.frameworks import ray
 
-# spaCy keeps every word that it has ever seen. A replica that has grown by so much is replaced, one at a time.
+# spaCy keeps every word that it has ever seen. A replica that has grown is replaced, and so is one that has computed so
+# many batches; one at a time.
 nlp = guard(
     lambda: spacy.blank("en"),
-    reload_on=MemoryGrowth(os.environ.get("MAX_GROWTH", "500 MB")),
+    reload_on=MemoryGrowth("500 MB") | Uses(int(os.environ.get("MAX_USES", "1_000_000"))),
     warmup=lambda model: model("So that no request pays for the first call."),
     name="nlp",
 )
 
 
-@batched(max_size=32, max_queue=128, deadline="2s")  # what waits is bounded, and so is how long
+@batched(max_size=8, max_queue=128, deadline="2s")  # what waits is bounded, and so is how long
 @nlp  # hands the model in
 def words(model: Language, texts: list[str]) -> list[int]:
     return [len(doc) for doc in model.pipe(texts)]

@@ -23,7 +23,7 @@ import psutil
 HERE = Path(__file__).parent
 SERVICES = {"unguarded": "unguarded", "guarded": "app"}
 #: Clients of the steady traffic, each of whom sends so many texts a second, of so many words, all of them new.
-CLIENTS, RATE, WORDS = 4, 8, 300
+CLIENTS, RATE, WORDS = 4, 5, 300
 #: Texts of the burst, and of how many words; an answer is in time within so many seconds.
 BURST, LONG, IN_TIME = 300, 1500, 3.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -51,8 +51,8 @@ def serving(name: str) -> Iterator[int]:
         logging_level=logging.ERROR,
     )
     try:
-        serve.start(http_options={"port": port}, logging_config={"log_level": "ERROR", "enable_access_log": False})
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(http_options={"port": port}, logging_config={"log_level": "ERROR", "enable_access_log": False})
         serve.run(importlib.import_module(SERVICES[name]).app)
         yield port
     finally:
@@ -117,7 +117,8 @@ def steady(port: int, seconds: float) -> dict[str, Any]:
         statuses = sum((one.result() for one in sending), Counter[int]())
     return {
         "answered": statuses[OK],
-        "others": statuses.total() - statuses[OK],
+        "refused": statuses[BUSY] + statuses[LATE],
+        "lost": statuses.total() - statuses[OK] - statuses[BUSY] - statuses[LATE],
         "replicas": len(seen),
         "grown": largest - min(first.values()),
     }
@@ -135,7 +136,7 @@ def burst(port: int) -> dict[str, Any]:
         "answered": statuses[OK],
         "in_time": sum(seconds <= IN_TIME for seconds in took),
         "refused": statuses[BUSY] + statuses[LATE],
-        "others": BURST - statuses[OK] - statuses[BUSY] - statuses[LATE],
+        "lost": BURST - statuses[OK] - statuses[BUSY] - statuses[LATE],
         "longest": max(seconds for _, seconds in answers),
     }
 
@@ -143,13 +144,15 @@ def burst(port: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve in two ways under the same load, and compare.")
     parser.add_argument(
-        "--seconds", type=float, default=60, metavar="S", help="of steady traffic; default: %(default)s"
+        "--seconds", type=float, default=90, metavar="S", help="of steady traffic; default: %(default)s"
     )
-    parser.add_argument("--growth", default="30 MB", help="after which a replica is replaced; default: %(default)s")
+    parser.add_argument(
+        "--uses", default="300", metavar="N", help="batches after which a replica is replaced; default: %(default)s"
+    )
     parser.add_argument("--service", choices=tuple(SERVICES), help="only one of the two")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     options = parser.parse_args()
-    os.environ["MAX_GROWTH"] = options.growth
+    os.environ["MAX_USES"] = options.uses
     told: dict[str, Any] = {}
     for name in [options.service] if options.service else SERVICES:
         with serving(name) as port:
@@ -157,10 +160,10 @@ def main() -> None:
                 ask(port, "Hello, Ray.")
             told[name] = {"steady": steady(port, options.seconds), "burst": burst(port)}
         one, many = told[name]["steady"], told[name]["burst"]
-        print(f"{name}: {one['answered']} answered, {one['others']} not; {one['replicas']} replicas in all,")
-        print(f"  the largest grew by {one['grown'] / 1e6:.0f} MB")
+        print(f"{name}: {one['answered']} answered, {one['refused']} refused, {one['lost']} lost;", end=" ")
+        print(f"{one['replicas']} replicas in all, the largest grew by {one['grown'] / 1e6:.0f} MB")
         print(f"  {BURST} long texts at once: {many['in_time']} answered within {IN_TIME:.0f} s,", end=" ")
-        print(f"{many['answered'] - many['in_time']} later, {many['refused']} refused, {many['others']} lost;", end=" ")
+        print(f"{many['answered'] - many['in_time']} later, {many['refused']} refused, {many['lost']} lost;", end=" ")
         print(f"the last heard after {many['longest']:.1f} s", flush=True)
     if options.json:
         options.json.write_text(json.dumps(told), encoding="utf-8")

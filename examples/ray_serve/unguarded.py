@@ -10,7 +10,7 @@ class Words:
     def __init__(self) -> None:
         self.nlp = spacy.blank("en")
 
-    @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.05)
+    @serve.batch(max_batch_size=8, batch_wait_timeout_s=0.05)
     async def words(self, texts: list[str]) -> list[int]:
         return [len(doc) for doc in self.nlp.pipe(texts)]
 

@@ -47,7 +47,9 @@ def local() -> Iterator[None]:
         ray.shutdown()
 
 
-PORT = 18000 + os.getpid() % 10_000
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    PORT = free.getsockname()[1]
 
 
 def post(path: str, body: str, **headers: str) -> tuple[int, dict[str, str], str]:

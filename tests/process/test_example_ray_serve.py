@@ -39,7 +39,7 @@ def guarded() -> Iterator[Any]:
         environment["PYTHONPATH"] = str(Path(environment["PYTHONPATH"]).resolve())
     try:
         done = subprocess.run(
-            [*command, "--seconds", "30", "--growth", "20 MB"],
+            [*command, "--seconds", "30", "--uses", "60"],
             check=False,
             capture_output=True,
             text=True,
@@ -53,11 +53,11 @@ def guarded() -> Iterator[Any]:
 
 
 def test_replicas_that_have_grown_are_replaced_and_nobody_notices(guarded: Any) -> None:
-    """Each text of the steady traffic has its answer, while at least one replica makes room for a fresh one."""
+    """No text of the steady traffic is lost, while at least one replica makes room for a fresh one."""
     told = guarded["steady"]
     assert told["replicas"] > 2, told
-    assert 0 == told["others"], told
-    assert told["answered"] > 100, told
+    assert 0 == told["lost"], told
+    assert told["answered"] > 0.9 * (told["answered"] + told["refused"]), told
 
 
 def test_a_burst_is_answered_or_refused(guarded: Any) -> None:
@@ -65,4 +65,4 @@ def test_a_burst_is_answered_or_refused(guarded: Any) -> None:
     told = guarded["burst"]
     assert told["answered"] > 0, told
     assert told["refused"] > 0, told
-    assert 0 == told["others"], told
+    assert 0 == told["lost"], told
