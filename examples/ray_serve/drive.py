@@ -144,7 +144,7 @@ def burst(port: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve in two ways under the same load, and compare.")
     parser.add_argument(
-        "--seconds", type=float, default=90, metavar="S", help="of steady traffic; default: %(default)s"
+        "--seconds", type=float, default=60, metavar="S", help="of steady traffic; default: %(default)s"
     )
     parser.add_argument(
         "--uses", default="300", metavar="N", help="batches after which a replica is replaced; default: %(default)s"
