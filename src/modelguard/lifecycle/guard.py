@@ -236,6 +236,18 @@ class ModelGuard(Generic[M]):
         self._core.refuse_if_closed()
         self._judge.recycle_in_children(ask, serves=serves)
 
+    def recycle_here(self, ask: Callable[[tuple[str, ...]], object]) -> None:
+        """Have this whole process replaced instead of its model.
+
+        From now on a due policy calls ``ask(reasons)``, once for each generation, and the model serves on. This is for
+        servers whose processes each load their own model, and start a fresh one in the place of one that has to go.
+
+        Args:
+            ask: Called from whichever thread finds the policy due.
+        """
+        self._core.refuse_if_closed()
+        self._judge.recycle_here(ask)
+
     # What leases and decorated functions call
 
     def _enter(self, timeout: float | None = None) -> Generation[M]:

@@ -66,6 +66,11 @@ class Judge(Generic[M]):
         self._serves = serves
         self._deciding = self._policy if serves else share(self._policy, renews=True)
 
+    def recycle_here(self, ask: Callable[[tuple[str, ...]], object]) -> None:
+        """Ask for a fresh process instead of a reload, from now on."""
+        self._recycle = ask
+        self._shares = True
+
     def after_fork_in_child(self) -> None:
         """Start the child's own readings."""
         self._asking = threading.Lock()

@@ -42,10 +42,11 @@ def uses_of(guard: Any) -> list[Callable[[], object]]:
         lambda: list(generator()),
         guard.__enter__,
         lambda: guard.recycle_in_children(print),
+        lambda: guard.recycle_here(print),
     ]
 
 
-@pytest.mark.parametrize("use", range(12))
+@pytest.mark.parametrize("use", range(13))
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "never loaded"])
 def test_every_use_after_close_is_refused(world: World, use: int, loaded: bool) -> None:  # noqa: FBT001
     """After ``close()`` each way to use the guard raises ``GuardClosed`` with its name, and nothing is loaded."""

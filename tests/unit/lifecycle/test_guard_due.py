@@ -266,3 +266,32 @@ class TestInAForkedChild:
         status = guard.status()
         assert ("ready", 1, 0, 0) == (status.state, status.generation, status.uses, status.in_flight)
         assert 0.75 == guard._core.serving.jitter  # type: ignore[union-attr]
+
+
+class TestInAProcessThatIsReplaced:
+    """Where a server replaces whole processes, each of which has loaded its own model."""
+
+    def test_a_due_policy_asks_for_a_fresh_process(self, world: World) -> None:
+        """It asks once, also for new weights, which a fresh process would load; and the model serves on."""
+        asked: list[tuple[str, ...]] = []
+        guard = world.guard(reload_on=TTL("1h") | Uses(9))
+        guard.recycle_here(asked.append)
+        guard.load()
+        assert [1] * 3 == [number(guard) for _ in range(3)]
+        world.tick(7200)
+        assert not guard.check()
+        assert not guard.check()
+        assert (1, 1) == (len(asked), world.loader.calls)
+        assert [1] == [event.generation for event in world.seen(RecycleAsked)]
+        assert [] == world.seen(ReloadDue)
+
+    def test_a_reload_on_request_is_followed_by_a_fresh_answer(self, world: World) -> None:
+        """Who reloads by hand gets a new generation here, and the policy is asked about that one."""
+        world.inline = True
+        asked: list[tuple[str, ...]] = []
+        guard = world.guard(reload_on=Uses(2))
+        guard.recycle_here(asked.append)
+        assert [1, 1, 1] == [number(guard) for _ in range(3)]
+        guard.reload()
+        assert [2, 2] == [number(guard) for _ in range(2)]
+        assert [("Uses(2)",)] * 2 == asked
