@@ -85,9 +85,10 @@ def _prepared(model: Any, read: Callable[[Any], object], timeout: float) -> int:
     """Runs in a child: do what a server does before it forks, and fork the one that reads."""
     if not isinstance(model, ModelGuard):
         return _copied(model, read)
-    from modelguard.sharing import prefork
+    from modelguard.sharing import immortal, prefork
 
-    prefork.prepare(model, warm_timeout=timeout)
+    # Not "auto", which goes by what the load added: in a test's process it may have reused what others had freed.
+    prefork.prepare(model, warm_timeout=timeout, immortalize=immortal.supported() is None)
     with model.lease() as leased:
         return _in_child(lambda: _copied(leased, read), timeout, leads=False)
 
