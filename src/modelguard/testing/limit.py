@@ -43,7 +43,7 @@ def settled_memory() -> int:
     """Private memory in bytes, without garbage and without what the allocator keeps for later."""
     # As pytest does a moment later: what the frames of a test that failed held would go in the middle of the next one.
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        vars(sys).pop(name, None)
+        sys.__dict__.pop(name, None)
     gc.collect()
     with suppress(NotSupported):  # then free memory counts as held, which it is
         allocator.trim()
