@@ -8,7 +8,7 @@ from tests.process.fresh import fresh_process
 MB = 1_000_000
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(400)
 def test_ja_ginza_reloaded_20_times_returns_its_memory() -> None:
     """Between copies no more than 60 MB are held above the bare process, however often the model was replaced."""
     pytest.importorskip("ja_ginza")
@@ -34,7 +34,7 @@ def test_ja_ginza_reloaded_20_times_returns_its_memory() -> None:
         nlp.close()
         print(json.dumps({"between": [held - bare for held in between], "alive": alive}))
         """,
-        140,
+        380,  # a minute alone, several where other suites load the same model beside it
     )
     assert [False] * 21 == told["alive"]
     between = told["between"][1:]  # the first release follows the loading of the libraries themselves
