@@ -38,7 +38,7 @@ def test_ja_ginza_reloaded_20_times_returns_its_memory() -> None:
     )
     assert [False] * 21 == told["alive"]
     between = told["between"][1:]  # the first release follows the loading of the libraries themselves
-    # A load that had to run in another thread, as on a machine that does much else, brings another of glibc's heaps into
+    # A load that had to run in another thread, as on a busy machine, brings another of glibc's heaps into
     # play: 71 MB instead of 35, with three suites beside each other. That is no trend.
     assert max(between) < 90 * MB
     assert min(between[-10:]) - min(between[:10]) < 40 * MB, f"it creeps: {[held // MB for held in between]}"
