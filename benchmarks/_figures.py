@@ -87,7 +87,7 @@ PROMISES = (
         "at least 0.8 of the floor, at least 3 times Ray's: ratios of at most 1.25 and 0.33",
         "batching",
         r"no-op, (floor|Ray Serve's batcher.*) / modelguard",
-        missed="decisions.md#06-of-the-floor-not-08",
+        missed="decisions.md#half-of-the-floor-not-08",
     ),
     Promise("a lone request over asyncio.to_thread", "at most 1.1", "batching", r"lone, modelguard / to_thread"),
     Promise(

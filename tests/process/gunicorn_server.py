@@ -85,7 +85,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(told: Callable[[], bool], seconds: float = 40, what: str = "") -> None:
+def until(told: Callable[[], object], seconds: float = 40, what: str = "") -> None:
     """Wait until something is so; a test that waits in vain has failed."""
     deadline = time.monotonic() + seconds
     while not told():

@@ -110,6 +110,8 @@ def live_files(folder: Path) -> set[int]:
 def test_one_scrape_tells_of_all_workers(tmp_path: Path) -> None:
     """Whichever worker answers, the figures are the sum over both, and the load is the master's one."""
     with serving(tmp_path, "None") as server:
+        # An item is counted after it is answered: the one with which the server showed that it is up as well.
+        until(lambda: value(server, "batch_size_sum", function="predict"), what="the first item is counted")
         before = value(server, "batch_size_sum", function="predict") or 0.0
         workers: set[int] = set()
         sent = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 from tests.process.fresh import fresh_process
 
@@ -10,7 +12,11 @@ MB = 1_000_000
 
 @pytest.mark.timeout(400)
 def test_ja_ginza_reloaded_20_times_returns_its_memory() -> None:
-    """Between copies no more than 90 MB are held above the bare process, however often the model was replaced."""
+    """Between copies no more than 50 MB are held above the bare process, however often the model was replaced.
+
+    glibc's threshold is fixed, as by the preset ``low-memory``: left to itself it grows, and then up to 64 MB stay at
+    the top of the loading thread's heap, which ``malloc_trim`` does not cut (docs/decisions.md). That is another promise.
+    """
     pytest.importorskip("ja_ginza")
     told = fresh_process(
         """
@@ -19,15 +25,18 @@ def test_ja_ginza_reloaded_20_times_returns_its_memory() -> None:
         from modelguard import guard, memory, telemetry
         from modelguard.telemetry import GenerationReleased
 
+        def written():  # file pages turn from private to shared with whatever else runs on the machine
+            return memory.usage().private_dirty
+
         between, alive = [], []
         def hook(event):
             if isinstance(event, GenerationReleased):
-                between.append(event.bytes_after)
+                between.append(written())
                 alive.append(event.alive)
         telemetry.set_hooks([hook])
         nlp = guard(lambda: spacy.load("ja_ginza"), reload_on=None, swap="drain_first")
         tokens = nlp(lambda nlp, text: [token.text for token in nlp(text)])
-        bare = memory.private(fresh=True)
+        bare = written()
         for _ in range(20):
             assert "銀座" in tokens("銀座でランチをご一緒しましょう。")
             nlp.reload()
@@ -35,13 +44,12 @@ def test_ja_ginza_reloaded_20_times_returns_its_memory() -> None:
         print(json.dumps({"between": [held - bare for held in between], "alive": alive}))
         """,
         380,  # a minute alone, several where other suites load the same model beside it
+        MALLOC_TRIM_THRESHOLD_="131072",
     )
     assert [False] * 21 == told["alive"]
     between = told["between"][1:]  # the first release follows the loading of the libraries themselves
-    # A load that had to run in another thread, as on a busy machine, brings another of glibc's heaps into
-    # play: 71 MB instead of 35, with three suites beside each other. That is no trend.
-    assert max(between) < 90 * MB
-    assert min(between[-10:]) - min(between[:10]) < 40 * MB, f"it creeps: {[held // MB for held in between]}"
+    assert max(between) < 50 * MB
+    assert min(between[-10:]) - min(between[:10]) < 15 * MB, f"it creeps: {[held // MB for held in between]}"
 
 
 @pytest.mark.timeout(150)
@@ -50,29 +58,34 @@ def test_a_blank_pipeline_through_6000_unseen_texts_stays_flat() -> None:
     pytest.importorskip("spacy")
     told = fresh_process(
         """
-        import json, random, string, threading
+        import json, random, string
         import spacy
         from modelguard import Uses, guard, memory, telemetry
         from modelguard.telemetry import GenerationReleased
 
-        telemetry.set_hooks([])
+        floors, peaks = [], []
+        def hook(event):
+            if isinstance(event, GenerationReleased):
+                floors.append(memory.usage().private_dirty - start)
+        telemetry.set_hooks([hook])
         draw = random.Random(0)
-        nlp = guard(lambda: spacy.blank("en"), reload_on=Uses(1_000), defer=0)
+        nlp = guard(lambda: spacy.blank("en"), reload_on=Uses(250), defer=0, swap="drain_first")
         tokens = nlp(lambda nlp, text: [token.text for token in nlp(text)])
         tokens("warm up")
-        start, held = memory.private(fresh=True), []
+        start = memory.usage().private_dirty
         for number in range(6_000):
             words = ["".join(draw.choices(string.ascii_lowercase, k=9)) for _ in range(100)]
             assert words == tokens(" ".join(words))
-            if number % 100 == 0:
-                held.append(memory.private(fresh=True) - start)
-        print(json.dumps({"held": held, "reloads": nlp.status().reloads}))
+            if number % 50 == 0:
+                peaks.append(memory.usage().private_dirty - start)
+        print(json.dumps({"floors": floors, "peaks": peaks}))
         """,
         140,
+        MALLOC_TRIM_THRESHOLD_="131072",  # as above
     )
-    held = told["held"]
-    assert told["reloads"] >= 3  # calls go on during each load, so how many fit in is a matter of speed
-    first, last = held[10:30], held[-20:]  # a whole cycle of reloads lies in each
-    assert max(last) < 120 * MB
-    assert min(last) - min(first) < 15 * MB, f"the floor rises: {[step // MB for step in held]}"
-    assert max(last) - max(first) < 30 * MB, f"the peaks rise: {[step // MB for step in held]}"
+    floors, peaks = told["floors"], told["peaks"]
+    early, late = floors[2:9], floors[-7:]  # the first ones come after what only the first use needs
+    assert len(floors) >= 20
+    assert max(floors) < 30 * MB
+    assert max(peaks) < 60 * MB
+    assert median(late) - median(early) < 8 * MB, f"the floor rises: {[floor // MB for floor in floors]}"
