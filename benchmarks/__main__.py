@@ -23,6 +23,7 @@ NAMES = (
     "batching",
     "call_overhead",
     "import_cost",
+    "recycling",
     "reload_ja_ginza",
     "reload_stall",
     "sharing",

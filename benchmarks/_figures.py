@@ -113,8 +113,8 @@ PROMISES = (
     Promise(
         "a worker recycled by a fork, from the order to its first answer, over a reload of the model",
         "at most 1/20",
-        None,
-        otherwise="not measured: no benchmark does yet",
+        "recycling",
+        r"recycled by fork / reloaded",
     ),
     Promise("isolate, small arguments, over a bare Connection", "at most 2", None, otherwise=_LATER),
     Promise("isolate, 6 MB array, over the same Connection", "at most 0.3", None, otherwise=_LATER),

@@ -158,6 +158,25 @@ def test_a_single_worker_is_replaced_without_a_gap(tmp_path: Path) -> None:
         assert (load.sent, []) == (load.answered, load.failures), f"{load}\n{server.log}"
 
 
+SLEEPY_CONFIG = """
+    from gunicorn.arbiter import Arbiter
+    from modelguard.frameworks.gunicorn import *
+
+    wait = Arbiter.wait_for_signals
+    Arbiter.wait_for_signals = lambda self, timeout: wait(self, 600)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_master_is_told_and_need_not_look(tmp_path: Path) -> None:
+    """A worker that is due, and a fresh one that serves, wake it: a replacement does not wait for its regular round."""
+    (tmp_path / "own.py").write_text(textwrap.dedent(SLEEPY_CONFIG))
+    with running(tmp_path, "-w", "1", "-c", "own.py", policy="Errors(1)") as server:
+        old = server.workers()
+        server.ask("/fail")
+        until(lambda: not old & server.workers() and len(server.workers()) == 1, what="the fresh one is alone")
+
+
 @pytest.mark.timeout(120)
 def test_hup_replaces_the_workers_and_keeps_the_model(tmp_path: Path) -> None:
     """Its own reload does not import a preloaded application again: fresh workers, same model, same master."""

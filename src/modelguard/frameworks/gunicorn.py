@@ -72,7 +72,7 @@ def on_starting(server: Any) -> None:
 
 
 def post_fork(server: Any, worker: Any) -> None:  # noqa: ARG001 - gunicorn's signature
-    """Refuse to serve if the worker is not whole.
+    """Refuse to serve if the worker is not whole; tell the master when it serves.
 
     gunicorn stops when a worker cannot start, which is right at the beginning. Later, a failed replacement must not
     end those that serve: it ends alone, and is tried again.
@@ -84,6 +84,8 @@ def post_fork(server: Any, worker: Any) -> None:  # noqa: ARG001 - gunicorn's si
         if _master is not None and _master.rolling.spawning:
             sys.exit(1)
         raise
+    if _master is not None:
+        _master.hear_of(worker)
 
 
 class _Master:
@@ -124,8 +126,23 @@ class _Master:
         """In a worker, from any thread: ask to be replaced."""
         text = f"{os.getpid()} {', '.join(reasons)}"[: _MESSAGE // 4]  # a character takes up to four bytes
         os.write(self._outbox, text.encode(errors="replace").replace(b"\n", b" ") + b"\n")
+        self._wake()
+
+    def _wake(self) -> None:
+        """In a worker: have the master look now, and not at its next round within a second."""
         with contextlib.suppress(OSError):  # the worker runs as another user: the master looks by itself
             os.kill(self._pid, signal.SIGCHLD)  # which gunicorn takes as a wake-up
+
+    def hear_of(self, worker: Any) -> None:
+        """In a worker: wake the master at its first sign of life, upon which the one it replaces is told to end."""
+        notify = worker.notify
+
+        def first() -> None:
+            worker.notify = notify
+            notify()
+            self._wake()
+
+        worker.notify = first
 
     def _listen(self) -> None:
         with contextlib.suppress(BlockingIOError):
