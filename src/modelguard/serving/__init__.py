@@ -5,7 +5,7 @@ from __future__ import annotations
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.doors import Batched
 from modelguard.serving.making import batched
-from modelguard.serving.scope import deadline
+from modelguard.serving.scope import deadline, left
 from modelguard.serving.status import BatchStatus, Quantiles
 
-__all__ = ["BatchStatus", "Batched", "Breaker", "Quantiles", "batched", "deadline"]
+__all__ = ["BatchStatus", "Batched", "Breaker", "Quantiles", "batched", "deadline", "left"]

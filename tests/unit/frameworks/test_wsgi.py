@@ -14,7 +14,7 @@ from tests.unit.frameworks.wsgi_by_hand import ERRORS, IDS, ask, calling, fine, 
 from modelguard import batched, guard
 from modelguard.errors import BatchFailed, DeadlineExceeded, ItemRefused
 from modelguard.frameworks.wsgi import ModelGuardMiddleware
-from modelguard.serving.scope import left
+from modelguard.serving import left
 
 if TYPE_CHECKING:
     from tests.unit.serving.gated import Gated
