@@ -98,7 +98,7 @@ def test_overload_is_rays_own_back_pressure(local: Any) -> None:
     told = local["overloaded"]
     kinds = told["kinds"]
     assert 30 == kinds["answered"] + kinds["pressure"]
-    assert kinds["answered"] >= 6
+    assert kinds["answered"] >= 5  # one at once, since it does not wait for company, and four in the queue
     assert kinds["pressure"]
     assert 503 == told["status_code"]
     assert told["status"]["queue"]["refused_full"] > 0  # it was the queue that refused, and told when to try again

@@ -38,6 +38,8 @@ __all__ = ["Replica", "deployment", "run"]
 
 #: What Ray waits for requests under way before it kills a replica, in seconds; and what is given beyond a deadline.
 _DRAIN, _SPARE = 20.0, 5.0
+#: Serve checks a replica's health once while it starts, and again when it is among those that requests go to.
+_RUNS = 2
 
 _NAMESPACE = "modelguard"
 
@@ -139,7 +141,7 @@ class Replica:
     patience: ClassVar[float]
 
     async def __init__(self) -> None:  # type: ignore[misc] # Serve awaits it
-        """Load the model, and let the next replica leave that has to."""
+        """Load the model."""
         context = _ray("ray.serve").get_replica_context()
         self._born = time.monotonic()
         self._name = context.replica_tag
@@ -152,11 +154,8 @@ class Replica:
             _Store(), f"{context.app_name}/{context.deployment}", context.replica_tag, patience=self.patience
         )
         self._guard.recycle_here(self._ask)
+        self._checks = 0
         await self._guard.aload()
-        try:
-            await asyncio.to_thread(self._turns.arrive)
-        except Exception:  # noqa: BLE001 - it can serve; the next one to leave waits out its patience
-            logger.exception("modelguard: replica %s could not say that it has arrived", self._name)
 
     async def __call__(self, item: Any, *, timeout: _units.Duration | None = None, **extras: Any) -> Any:
         """Compute one item.
@@ -193,6 +192,9 @@ class Replica:
         Raises:
             RuntimeError: It is to be replaced.
         """
+        self._checks += 1
+        if self._checks == _RUNS:
+            await self._arrive()
         reasons = self._reasons()
         if not reasons or time.monotonic() - self._born < self.least:
             return
@@ -203,6 +205,13 @@ class Replica:
             return
         if mine:
             raise RuntimeError(f"replica {self._name} asks to be replaced, by {', '.join(reasons)}")
+
+    async def _arrive(self) -> None:
+        """Let the next replica leave that has to."""
+        try:
+            await asyncio.to_thread(self._turns.arrive)
+        except Exception:  # noqa: BLE001 - it can serve; the next one to leave waits out its patience
+            logger.exception("modelguard: replica %s could not say that it has arrived", self._name)
 
     def _ask(self, reasons: tuple[str, ...]) -> None:
         self._due = (self._guard.status().generation, reasons)

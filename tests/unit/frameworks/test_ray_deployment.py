@@ -164,10 +164,12 @@ def batch_of(policy: Any = None, **options: Any) -> Any:
     return function
 
 
-async def begun(kind: Any) -> Any:
-    """Make a replica as Serve does: the constructor is awaited."""
+async def begun(kind: Any, *, checks: int = 2) -> Any:
+    """Make a replica as Serve does: the constructor is awaited, its health checked once, and again when it serves."""
     made = kind.__new__(kind)
     await made.__init__()
+    for _ in range(checks):
+        await made.check_health()
     return made
 
 
@@ -194,7 +196,7 @@ def test_a_due_policy_fails_the_health_check_and_loads_nothing(replica: Any) -> 
 
 
 def test_one_replica_at_a_time_fails_its_health_check(replica: Any) -> None:
-    """The next one is healthy until a successor has come."""
+    """The next one is healthy until a successor has come, and Serve knows it: then it is checked a second time."""
 
     async def live() -> None:
         first = await begun(replica(batch_of(Uses(1)), tag="first"))
@@ -206,7 +208,9 @@ def test_one_replica_at_a_time_fails_its_health_check(replica: Any) -> None:
         with pytest.raises(RuntimeError):
             await first.check_health()
         await second.check_health()
-        await begun(replica(batch_of(), tag="third"))
+        third = await begun(replica(batch_of(), tag="third"), checks=1)
+        await second.check_health()
+        await third.check_health()
         with pytest.raises(RuntimeError):
             await second.check_health()
         assert [b"second"] == list(replica.kept.values())
