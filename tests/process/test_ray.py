@@ -24,7 +24,7 @@ import pytest
 HERE = Path(__file__).parent
 
 pytestmark = [
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(360),
     pytest.mark.skipif(
         sys.version_info[:2] != (3, 11) or importlib.util.find_spec("ray") is None,
         reason="Ray is tested on Python 3.11, where it is installed",
@@ -43,6 +43,8 @@ def driven(what: str) -> Any:
             "PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in found),
             "RAY_TMPDIR": str(folder),
             "RAY_USAGE_STATS_ENABLED": "0",
+            # By default Serve kills a proxy that takes five seconds to start, and on a busy machine each one does.
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "50",
             "WEIGHTS": str(folder / "weights"),
         }
         command = [sys.executable, str(HERE / "ray_driver.py"), what, str(folder / "report.json")]
@@ -50,7 +52,7 @@ def driven(what: str) -> Any:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as driver:
             try:
-                log, _ = driver.communicate(timeout=160)
+                log, _ = driver.communicate(timeout=330)
             except subprocess.TimeoutExpired:
                 driver.send_signal(signal.SIGTERM)  # Ray ends its own processes with it
                 log, _ = driver.communicate(timeout=15)
