@@ -45,6 +45,11 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "modelguard-keeper"]
 
 
+def new(before: list[threading.Thread]) -> list[threading.Thread]:
+    """Those started since: a keeper of an earlier test may end its own at any time."""
+    return [thread for thread in threads() if thread not in before]
+
+
 @pytest.fixture
 def kept() -> Iterator[Keeper]:
     """A keeper of this test alone, whose thread is gone afterwards."""
@@ -53,7 +58,7 @@ def kept() -> Iterator[Keeper]:
     yield made
     for guard in list(made._guards):
         made.forget(guard)
-    until(lambda: [] == [thread for thread in threads() if thread not in before])
+    until(lambda: [] == new(before))
 
 
 def test_what_is_kept_is_asked_again_and_again(kept: Keeper) -> None:
@@ -66,28 +71,28 @@ def test_what_is_kept_is_asked_again_and_again(kept: Keeper) -> None:
 
 def test_one_thread_serves_all(kept: Keeper) -> None:
     """However many guards there are, one thread keeps them."""
-    before = len(threads())
+    before = threads()
     guards = [Kept() for _ in range(20)]
     for guard in guards:
         kept.keep(guard)
-    assert 1 == len(threads()) - before
+    assert 1 == len(new(before))
     assert all(guard.is_asked() for guard in guards)
 
 
 def test_the_thread_ends_with_its_last_guard_and_comes_back_with_the_next(kept: Keeper) -> None:
     """Without guards there is no thread; a new guard brings a new one."""
-    before = len(threads())
+    before = threads()
     for _ in range(2):
         guard = Kept()
         kept.keep(guard)
         assert guard.is_asked()
         kept.forget(guard)
-        until(lambda: before == len(threads()))
+        until(lambda: [] == new(before))
 
 
 def test_a_guard_that_nobody_else_refers_to_is_let_go(kept: Keeper) -> None:
     """The keeper keeps no guard alive: one that is dropped without being closed is gone."""
-    before = len(threads())
+    before = threads()
     guard = Kept()
     kept.keep(guard)
     assert guard.is_asked()
@@ -95,7 +100,7 @@ def test_a_guard_that_nobody_else_refers_to_is_let_go(kept: Keeper) -> None:
 
     def gone() -> bool:
         gc.collect()
-        return before == len(threads())
+        return [] == new(before)
 
     until(gone)
 
@@ -153,7 +158,7 @@ def test_a_keeper_that_is_dismissed_keeps_its_guards_for_its_children(kept: Keep
     kept.dismiss()
     kept.dismiss()
     kept.keep(second)
-    assert before == threads()
+    assert [] == new(before)
     kept.before_fork()
     kept.after_fork_in_child()
     assert first.is_asked()
