@@ -21,6 +21,7 @@ import _figures  # noqa: E402
 
 NAMES = (
     "batching",
+    "batching_http",
     "call_overhead",
     "import_cost",
     "recycling",
