@@ -87,3 +87,39 @@ def test_a_blank_pipeline_through_6000_unseen_texts_stays_flat() -> None:
     assert max(floors) < 30 * MB
     assert max(peaks) < 60 * MB
     assert median(late) - median(early) < 8 * MB, f"the floor rises: {[floor // MB for floor in floors]}"
+
+
+@pytest.mark.timeout(100)
+def test_a_load_leaves_no_pool_of_native_threads_behind() -> None:
+    """The thread that has loaded is kept, and the OpenMP threads that its warm-up started are not."""
+    pytest.importorskip("torch")
+    told = fresh_process(
+        """
+        import json, os, threading
+        import torch
+        from modelguard import guard
+
+        def natives():
+            return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+        torch.set_num_threads(2)  # which starts a thread of another kind, for good
+
+        def load():
+            torch.ones(4_000_000).exp()
+            within.append(natives())
+            return torch.nn.Identity()
+
+        before, within = natives(), []
+        net = guard(load, reload_on=None)
+        net.load()
+        after = natives()
+        net.reload()
+        kept = [thread.name for thread in threading.enumerate() if "modelguard" in thread.name]
+        print(json.dumps({"before": before, "within": within, "after": [after, natives()], "kept": kept}))
+        """,
+        90,
+    )
+    before = told["before"]
+    assert told["kept"], "there is no thread that could have kept them"
+    assert told["within"][0] > before, "the load has started none, so this tells nothing"
+    assert [before, before] == told["after"]

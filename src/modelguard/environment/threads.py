@@ -12,6 +12,9 @@ from typing import Any
 
 _RUNTIME = re.compile(r"/.*/lib(?:gomp|iomp5|omp)[-.][^/\n]*$", re.MULTILINE)
 
+#: ``omp_pause_soft``: what was set with ``omp_set_num_threads`` and the like stays.
+_SOFT = 1
+
 
 def cap_openmp(count: int) -> list[tuple[Any, int]]:
     """Let parallel regions that the calling thread starts use at most ``count`` threads.
@@ -37,6 +40,20 @@ def restore_openmp(found: list[tuple[Any, int]]) -> None:
     """Undo :func:`cap_openmp` in the same thread."""
     for runtime, before in found:
         runtime.omp_set_num_threads(before)
+
+
+def end_openmp_pool() -> None:
+    """End the threads that parallel regions of the calling thread have left waiting for the next one.
+
+    A thread that waits itself from now on should not leave them behind: GNU's runtime counts all its threads, and once
+    there are more than cores, those of every thread spin less and sleep sooner. A MiniLM call took 7.8 ms instead of
+    6.0 while a thread lived that had once loaded a model. Of GNU's runtime only, whose pools belong to a thread each
+    (``omp_pause_resource_all``, OpenMP 5.0; in others it ends those of all threads).
+    """
+    for path in loaded_openmp():
+        runtime = _open(path) if "/libgomp" in path else None
+        if runtime is not None and hasattr(runtime, "omp_pause_resource_all"):
+            runtime.omp_pause_resource_all(_SOFT)
 
 
 def loaded_openmp() -> set[str]:

@@ -10,6 +10,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from modelguard import _units, telemetry
+from modelguard.environment import threads
 from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
 from modelguard.lifecycle import adapting, loading
 from modelguard.lifecycle.core import Core, Ticket
@@ -175,8 +176,9 @@ class Flight(Generic[M]):
         self._ticket.threads.add(threading.get_ident())
         try:
             return self._load_and_prove()
-        finally:  # the next thread may be given the same identity
-            self._ticket.threads.discard(threading.get_ident())
+        finally:
+            threads.end_openmp_pool()  # this thread may be kept, and wait for minutes
+            self._ticket.threads.discard(threading.get_ident())  # the next one may be given the same identity
 
     def _load_and_prove(self) -> _Load[M]:
         before, started = self._runtime.private(), self._runtime.clock()
