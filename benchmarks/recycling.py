@@ -139,7 +139,7 @@ def service(way: str) -> Iterator[Service]:
 
 def main() -> None:
     benchmark = _common.Benchmark("recycling", "A fresh ja_ginza under gunicorn: from the order to its first answer")
-    rounds = 2 if benchmark.quick else 9
+    rounds = 1 if benchmark.quick else 9
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     lost = dict.fromkeys(WAYS, 0)
     with contextlib.ExitStack() as stack:

@@ -354,7 +354,7 @@ def paint(figure: Figure, lines: list[_common.Row], workers: int) -> None:
 
 def main() -> None:
     benchmark = _common.Benchmark("sharing", "Story 4: what N workers with one model hold")
-    workers, share = (3, 0.02) if benchmark.quick else (8, 1.0)
+    workers, share = (2, 0.02) if benchmark.quick else (8, 1.0)
     requests = {name: int(subject.requests * share) for name, subject in SUBJECTS.items()}
     found: dict[str, dict[str, Any]] = {}
     missing = []
@@ -363,7 +363,7 @@ def main() -> None:
             missing.append(subject.title)
             continue
         found[name] = {}
-        for way in ("preload", "prepare") if benchmark.quick else FORKED:
+        for way in ("prepare",) if benchmark.quick else FORKED:
             print(f"{subject.title}, {WAYS[way]} ...", flush=True)
             count = requests[name] if way == "prepare" else 0
             found[name][way] = _common.fresh(__file__, name, way, str(workers), str(count))

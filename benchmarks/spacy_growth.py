@@ -175,7 +175,7 @@ def paint(figure: Figure, found: dict[str, list[dict[str, Any]]], lines: list[_c
 
 def main() -> None:
     benchmark = _common.Benchmark("spacy_growth", "Story 1: growth and throughput over ever new words")
-    count, rounds = (300, 1) if benchmark.quick else (6_000, 3)
+    count, rounds = (100, 1) if benchmark.quick else (6_000, 3)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     order = list(WAYS)
     for number in range(rounds):

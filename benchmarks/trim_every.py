@@ -123,7 +123,7 @@ def paint(figure: Figure, found: dict[str, list[dict[str, Any]]], lines: list[_c
 
 def main() -> None:
     benchmark = _common.Benchmark("trim_every", "Story 2: giving freed memory back in the course of traffic")
-    count, rounds = (20, 1) if benchmark.quick else (200, 3)
+    count, rounds = (10, 1) if benchmark.quick else (200, 3)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     order = list(WAYS)
     for number in range(rounds):
