@@ -294,7 +294,7 @@ class DeadlineExceeded(ModelGuardError, TimeoutError):
 
 
 class CallerGone(ModelGuardError, RuntimeError):
-    """The request was taken out of the queue because nobody waits for its answer, as when a client has hung up.
+    """The request was taken out of the queue, or not let in, because nobody waits: its client has hung up, say.
 
     Attributes:
         function: The batched function's name.

@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from modelguard import _units
-from modelguard.errors import GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
+from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
 from modelguard.serving import registry, telling
 from modelguard.serving.batches import Batch, Limits
 from modelguard.serving.breaker import Breaker, Circuit
@@ -120,6 +120,7 @@ class Batcher:
 
         Raises:
             WouldDeadlock: Called by the batch function itself, or by one that it waits for.
+            CallerGone: The client for whom it is called has hung up.
             Overloaded, DeadlineExceeded, GuardClosed: It was not queued.
         """
         scope = current.get()
@@ -162,6 +163,8 @@ class Batcher:
                     why="its batch function calls it, and would wait for the thread that it occupies",
                     fix="Call the function that computes a batch instead.",
                 )
+            if scope.request is not None and scope.request.called_off:
+                raise CallerGone(self.name)
             if scope.inside:
                 entry.inside = scope.inside
                 self._nested = True

@@ -58,6 +58,11 @@ class Request:
         """On the monotonic clock; infinity for none."""
         return math.inf if self._answered else self._deadline
 
+    @property
+    def called_off(self) -> bool:
+        """Whether the client is gone without its answer: nothing more is to be computed for it."""
+        return self.gone and not self._answered
+
     def add(self, call: Call) -> None:
         """Call this one off when the client is gone; at once if it is gone already."""
         with self._lock:
