@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -244,6 +245,12 @@ def fresh(script: str, *words: str, **environment: str) -> Any:
 def answer(result: Any) -> None:
     """Hand the result of a job back to :func:`fresh`."""
     print(json.dumps(result))
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 # Arithmetic

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -103,8 +102,7 @@ class Answers:
 @contextlib.contextmanager
 def serving(name: str, folder: Path) -> Iterator[str]:
     """A server in a process group of its own; gives its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = _common.free_port()
     program = folder / f"serve_{name}.py"
     program.write_text(textwrap.dedent(PROGRAMS[name]), encoding="utf-8")
     command = [sys.executable, str(program), str(port)]

@@ -18,7 +18,6 @@ import contextlib
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -83,8 +82,7 @@ class Service:
     """One gunicorn with one worker."""
 
     def __init__(self, way: str, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = _common.free_port()
         self._way = way
         (folder / "service.py").write_text(textwrap.dedent(PLAIN if way == "respawn" else GUARDED), encoding="utf-8")
         sharing = ["-c", "python:modelguard.frameworks.gunicorn"] if way == "fork" else ["--no-control-socket"]

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Verdict", "run"]
+__all__ = ["Verdict", "listen", "run"]
 
 _CHUNK = 65_536
 #: The child tells its stack so many seconds before it is given up.
@@ -57,7 +57,7 @@ def run(work: Callable[[], None], timeout: float) -> Verdict:
         _child(work, writer, timeout)
     os.close(writer)
     try:
-        words, ended = _listen(reader, started + timeout)
+        words, ended = listen(reader, started + timeout)
         hung = not ended
     finally:
         os.close(reader)
@@ -88,8 +88,8 @@ def _child(work: Callable[[], None], writer: int, timeout: float) -> None:
         os._exit(0)  # no exit handler and no buffer of the parent's may run twice
 
 
-def _listen(reader: int, deadline: float) -> tuple[bytes, bool]:
-    """What the child said, and whether it came to an end by itself."""
+def listen(reader: int, deadline: float) -> tuple[bytes, bool]:
+    """What a child wrote into the pipe until ``deadline`` (monotonic seconds), and whether it closed it by itself."""
     words = b""
     while (left := deadline - time.monotonic()) > 0:
         if select.select([reader], [], [], left)[0]:

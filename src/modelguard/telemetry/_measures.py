@@ -11,6 +11,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from modelguard.telemetry import events
@@ -101,10 +102,12 @@ def _all() -> Iterator[Metric]:
     yield from _of_batches()
 
 
-def _of_loads() -> Iterator[Metric]:
-    def counter(name: str, text: str, label: str | None = None, values: tuple[str, ...] = ()) -> Metric:
-        return Metric(name, "counter", text, "guard", "{event}", label, values)
+def _counter(subject: Subject, name: str, text: str, label: str | None = None, values: tuple[str, ...] = ()) -> Metric:
+    return Metric(name, "counter", text, subject, "{event}", label, values)
 
+
+def _of_loads() -> Iterator[Metric]:
+    counter = partial(_counter, "guard")
     yield counter("loads.started", "Loads begun, by who was kept from loading.", "slot", tuple(_SLOTS.values()))
     yield counter("load.reasons", "Loads begun, once for each reason.", "reason", REASONS)
     yield Metric("load.deferred", "counter", "Waited for a pause among the calls before loads.", unit="s")
@@ -149,9 +152,7 @@ def _of_releases() -> Iterator[Metric]:
 
 
 def _of_batches() -> Iterator[Metric]:
-    def counter(name: str, text: str, label: str | None = None, values: tuple[str, ...] = ()) -> Metric:
-        return Metric(name, "counter", text, "function", "{event}", label, values)
-
+    counter = partial(_counter, "function")
     yield Metric("batch.size", "histogram", "Items of a batch.", "function", "{item}", buckets=_SIZES)
     yield Metric("batch.wait", "histogram", "Wait of a batch's first item.", "function", "s", buckets=_SHORT)
     yield Metric("batch.run", "histogram", "Computing a batch, reruns included.", "function", "s", buckets=_SHORT)

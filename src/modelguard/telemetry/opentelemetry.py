@@ -7,12 +7,11 @@ SDK is set up to; without one they go nowhere. The metrics are those of ``docs/m
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from modelguard.errors import InvalidOption, NotSupported
-from modelguard.telemetry import _measures, events
+from modelguard.errors import InvalidOption
+from modelguard.telemetry import _library, _measures, events
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -167,13 +166,7 @@ def _nanoseconds(event: events.Event) -> int:
 
 
 def _api(module: str) -> Any:
-    try:
-        return importlib.import_module(f"opentelemetry.{module}")
-    except ModuleNotFoundError as error:
-        if error.name not in {"opentelemetry", f"opentelemetry.{module}"}:
-            raise
-        why = "opentelemetry-api is not installed; pip install 'modelguard-lifecycle[opentelemetry]'"
-        raise NotSupported("modelguard.telemetry.opentelemetry", reason=why) from None
+    return _library.load(f"opentelemetry.{module}", distribution="opentelemetry-api", extra="opentelemetry")
 
 
 def _make(meter: Any, metric: _measures.Metric) -> Callable[..., None]:

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelguard.errors import InvalidOption, NotSupported
-from modelguard.telemetry import _measures
+from modelguard.errors import InvalidOption
+from modelguard.telemetry import _library, _measures
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -46,7 +46,7 @@ def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], N
             ``registry`` is none; or ``PROMETHEUS_MULTIPROC_DIR`` is no folder that can be written to, or was set too
             late to count.
     """
-    client = _client()
+    client = _library.load("prometheus_client", distribution="prometheus-client", extra="prometheus")
     if registry is None:
         registry = client.REGISTRY
     if not isinstance(registry, client.CollectorRegistry):
@@ -84,16 +84,6 @@ def _record(metrics: dict[str, Any], metric: _measures.Metric, labels: tuple[str
         series.set(amount)
     else:
         series.observe(amount)
-
-
-def _client() -> Any:
-    try:
-        return importlib.import_module("prometheus_client")
-    except ModuleNotFoundError as error:
-        if error.name != "prometheus_client":
-            raise
-        why = "prometheus-client is not installed; pip install 'modelguard-lifecycle[prometheus]'"
-        raise NotSupported("modelguard.telemetry.prometheus", reason=why) from None
 
 
 def _writes_files() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ from modelguard.environment import memory
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.lifecycle import adapting
 from modelguard.lifecycle.guard import ModelGuard
+from modelguard.sharing.trial import listen
 
 __all__ = ["assert_shared_after_fork"]
 
@@ -104,7 +104,7 @@ def _copied(model: Any, read: Callable[[Any], object]) -> int:
 def _in_child(work: Callable[[], int], timeout: float, *, leads: bool = True) -> int:
     """Fork, and have the child answer with a number.
 
-    Not by ``sharing.trial``, whose watchdog would hang the trials that ``prefork.prepare`` makes in this child.
+    Not by ``sharing.trial.run``, whose watchdog would hang the trials that ``prefork.prepare`` makes in this child.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()  # else what is in the buffers is written twice
@@ -117,7 +117,7 @@ def _in_child(work: Callable[[], int], timeout: float, *, leads: bool = True) ->
         _answer(work, writer, leads=leads)
     os.close(writer)
     try:
-        words, ended = _listen(reader, time.monotonic() + timeout)
+        words, ended = listen(reader, time.monotonic() + timeout)
     finally:
         os.close(reader)
         with suppress(ProcessLookupError):
@@ -140,17 +140,6 @@ def _answer(work: Callable[[], int], writer: int, *, leads: bool) -> NoReturn:
         os.write(writer, traceback.format_exc().encode(errors="replace")[-_TAIL:])
     finally:
         os._exit(0)  # no exit handler and no buffer of the test's may run twice
-
-
-def _listen(reader: int, deadline: float) -> tuple[bytes, bool]:
-    words = b""
-    while (left := deadline - time.monotonic()) > 0:
-        if select.select([reader], [], [], left)[0]:
-            more = os.read(reader, _TAIL)
-            if not more:
-                return words, True
-            words += more
-    return words, False
 
 
 def _size_of(model: Any) -> int:

@@ -9,14 +9,14 @@ import sys
 import tracemalloc
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
 
 from modelguard import _units
-from modelguard.environment import allocator, memory
-from modelguard.errors import InvalidOption, NotSupported
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle import runtime
+from modelguard.testing import _reading
 
 __all__ = ["assert_no_growth"]
 
@@ -120,28 +120,15 @@ def assert_no_growth(
 
 def _meters(spare: int) -> list[_Meter]:
     found = [
-        _Meter("private memory", _private, "bytes", noise=2 * _MB, per_call=max(spare, _PAGE / 4)),
+        _Meter("private memory", _reading.trimmed, "bytes", noise=2 * _MB, per_call=max(spare, _PAGE / 4)),
     ]
-    if _allocated() is not None:
-        found.insert(0, _Meter(_MALLOC, lambda: _allocated() or 0, "bytes", _PAGE, spare))
+    if runtime.in_use() is not None:
+        found.insert(0, _Meter(_MALLOC, lambda: runtime.in_use() or 0, "bytes", _PAGE, spare))
     if sys.getallocatedblocks():  # none with PYTHONMALLOC=malloc, where they are malloc's own
         # A block is 512 bytes at most and some 64 on average, so that is what one is taken for.
         blocks = max(0.5, spare / 64 - 0.5)
         found.insert(0, _Meter("Python's own blocks", sys.getallocatedblocks, "blocks", 32, blocks))
     return found
-
-
-def _allocated() -> int | None:
-    try:
-        return allocator.stats().allocated
-    except NotSupported:
-        return None
-
-
-def _private() -> int:
-    with suppress(NotSupported):  # then its free memory is seen as growth once, and not in each round
-        allocator.trim()
-    return memory.private(fresh=True)
 
 
 def _readings(meters: list[_Meter]) -> list[int]:

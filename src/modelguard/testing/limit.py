@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from modelguard import _units
-from modelguard.environment import allocator, memory
+from modelguard.environment import memory
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.testing import _reading
 
 __all__ = ["fault", "settled_memory"]
 
@@ -45,6 +45,4 @@ def settled_memory() -> int:
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
     gc.collect()
-    with suppress(NotSupported):  # then free memory counts as held, which it is
-        allocator.trim()
-    return memory.private(fresh=True)
+    return _reading.trimmed()
