@@ -75,7 +75,7 @@ PROMISES = (
         "at most 4",
         "reload_stall",
         r"gapless MiniLM.*: modelguard",
-        missed="decisions.md#a-guards-loads-run-in-one-kept-thread",
+        missed="decisions.md#a-load-keeps-all-its-native-threads",
     ),
     Promise(
         "story 1, 6,000 texts: growth, and what it costs",

@@ -118,9 +118,8 @@ class Naive:
         self.releases: list[Span] = []
         self._load, self._turn, self._text, self._uses, self._count = load, turn, text, uses, 0
         # In a thread, as the guard does it: OpenMP threads left over in the main one would slow every call down.
-        first = threading.Thread(target=self._reload)
-        first.start()
-        first.join()
+        self._start()
+        self.join()
         self.loads.clear()
         self.releases.clear()
 
@@ -128,9 +127,17 @@ class Naive:
         """Call the model."""
         self._count += 1
         if self._count == self._uses:
-            threading.Thread(target=self._reload, daemon=True).start()
+            self._start()
         with self._turn:
             return self._model(text)
+
+    def join(self) -> None:
+        """Wait for the reload under way: torch aborts a process that ends while a thread of it loads."""
+        self._thread.join()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._reload)
+        self._thread.start()
 
     def _reload(self) -> None:
         began = time.perf_counter()
@@ -171,6 +178,8 @@ def work(kind: str, threads: int, way: str) -> dict[str, list[Any]]:
     load, text, uses = (load_spacy, TEXT, 80) if spacy else (load_minilm, ENGLISH, 300)
     side = (Guarded if way == "guard" else Naive)(load, turn, text, uses)
     calls = drive(side, text, threads=threads, gaps=spacy)
+    if isinstance(side, Naive):
+        side.join()
     spans = list(zip(side.loads, side.releases, strict=False))
     busy = [(load[0] - MARGIN, release[1] + MARGIN) for load, release in spans]
     steady = [end - begin for begin, end in calls[WARM:] if not any(meeting([(begin, end)], span) for span in busy)]

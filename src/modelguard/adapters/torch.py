@@ -11,7 +11,7 @@ import torch
 from modelguard.adapters.torch_bucketed import bucketed
 from modelguard.adapters.torch_buckets import pad_to_bucket
 
-__all__ = ["ADAPTER", "bucketed", "pad_to_bucket", "settle_threads"]
+__all__ = ["ADAPTER", "bucketed", "pad_to_bucket"]
 
 
 class TorchAdapter:
@@ -39,8 +39,3 @@ class TorchAdapter:
 
 
 ADAPTER = TorchAdapter()
-
-
-def settle_threads() -> None:
-    """Have torch set up this thread's pool size: it does so at the first parallel work and would undo a cap."""
-    torch.get_num_threads()

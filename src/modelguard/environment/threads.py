@@ -16,30 +16,16 @@ _RUNTIME = re.compile(r"/.*/lib(?:gomp|iomp5|omp)[-.][^/\n]*$", re.MULTILINE)
 _SOFT = 1
 
 
-def cap_openmp(count: int) -> list[tuple[Any, int]]:
+def cap_openmp(count: int) -> None:
     """Let parallel regions that the calling thread starts use at most ``count`` threads.
 
     Only runtimes that this process has already loaded are touched; there is none before torch or the like is imported,
     and none is found where ``/proc`` is missing.
-
-    Returns:
-        What :func:`restore_openmp` needs.
     """
-    found = []
     for path in loaded_openmp():
         runtime = _open(path)
-        if runtime is not None:
-            before = runtime.omp_get_max_threads()
-            if before > count:
-                runtime.omp_set_num_threads(count)
-                found.append((runtime, before))
-    return found
-
-
-def restore_openmp(found: list[tuple[Any, int]]) -> None:
-    """Undo :func:`cap_openmp` in the same thread."""
-    for runtime, before in found:
-        runtime.omp_set_num_threads(before)
+        if runtime is not None and runtime.omp_get_max_threads() > count:
+            runtime.omp_set_num_threads(count)
 
 
 def end_openmp_pool() -> None:

@@ -6,7 +6,6 @@ An adapter's module is imported when the first model of its library turns up, so
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -58,9 +57,3 @@ def find(model: object) -> Adapter:
             adapter: Adapter = importlib.import_module(module).ADAPTER
             return adapter
     return PLAIN
-
-
-def prepare_load() -> None:
-    """Have libraries that set up threads lazily do so in this thread now, so that a cap on its threads lasts."""
-    if "torch" in sys.modules:
-        importlib.import_module("modelguard.adapters.torch").settle_threads()

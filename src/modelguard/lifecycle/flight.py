@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -182,8 +181,7 @@ class Flight(Generic[M]):
 
     def _load_and_prove(self) -> _Load[M]:
         before, started = self._runtime.private(), self._runtime.clock()
-        beside = loading.beside_calls() if self._ticket.replaces else nullcontext()
-        with loading.StallMeter() as meter, beside:
+        with loading.StallMeter() as meter:
             model: M = loading.finished(self._settings.load())
             if model is None:
                 raise _Refused("the loader returned None; let it return the model")

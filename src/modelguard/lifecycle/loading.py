@@ -6,13 +6,9 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, Self, TypeVar
-
-from modelguard.environment import threads
-from modelguard.lifecycle import adapting
 
 T = TypeVar("T")
 
@@ -95,17 +91,3 @@ class StallMeter:
             self.longest = max(self.longest, now - last - _BEAT)
             last = now
         self.longest = max(self.longest, time.perf_counter() - last - _BEAT)
-
-
-@contextmanager
-def beside_calls() -> Iterator[None]:
-    """Keep the native thread pools of a load in this thread to one thread, so that calls keep their cores.
-
-    OpenMP's thread count is a setting of each thread, so the calls' own pools are left as they are.
-    """
-    adapting.prepare_load()
-    before = threads.cap_openmp(1)
-    try:
-        yield
-    finally:
-        threads.restore_openmp(before)

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from modelguard import _ending
+
 Work = Callable[[], None]
 
 #: How long a thread waits for more work of its name, and how many wait at most.
@@ -18,7 +20,7 @@ _IDLE_THREADS = 4
 
 
 class Workers:
-    """Daemon threads by name: a hung loader must not keep the interpreter from exiting."""
+    """Daemon threads by name: a hung loader must not keep the interpreter from exiting for ever."""
 
     def __init__(self) -> None:
         self.after_fork_in_child()
@@ -28,6 +30,8 @@ class Workers:
         # Reentrant: a dropped lease that the garbage collector finds in here may bring work.
         self._lock = threading.RLock()
         self._idle: dict[str, tuple[SimpleQueue[Work | None], threading.Thread]] = {}
+        self._running = 0
+        self._less = threading.Condition(self._lock)
 
     def start(self, work: Work, name: str) -> None:
         """Run ``work`` in a thread of that name, in the one that did so before if it is free.
@@ -37,12 +41,22 @@ class Workers:
         """
         with self._lock:
             idle = self._idle.pop(name, None)
+            self._running += 1
         if idle is not None:
             idle[0].put(work)
             return
         inbox: SimpleQueue[Work | None] = SimpleQueue()
         inbox.put(work)  # and not as an argument, which the thread would keep as long as it runs
-        threading.Thread(target=self._serve, args=(inbox, name), name=name, daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, args=(inbox, name), name=name, daemon=True).start()
+        except BaseException:
+            self._end()
+            raise
+
+    def finish(self, seconds: float) -> None:
+        """Wait until no work runs any more, at most so many seconds."""
+        with self._less:
+            self._less.wait_for(lambda: self._running <= 0, seconds)
 
     def dismiss(self) -> None:
         """End the threads that wait for work, as a process that is about to fork should have few."""
@@ -55,9 +69,17 @@ class Workers:
     def _serve(self, inbox: SimpleQueue[Work | None], name: str) -> None:
         work: Work | None = inbox.get()
         while work is not None:
-            work()
+            try:
+                work()
+            finally:
+                self._end()
             del work  # nothing of it may be kept alive while the thread waits
             work = self._next(inbox, name)
+
+    def _end(self) -> None:
+        with self._less:
+            self._running -= 1
+            self._less.notify_all()
 
     def _next(self, inbox: SimpleQueue[Work | None], name: str) -> Work | None:
         with self._lock:
@@ -75,3 +97,4 @@ class Workers:
 
 
 WORKERS = Workers()
+_ending.before_exit("loads", WORKERS.finish)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING
+
+from modelguard import _ending
 
 if TYPE_CHECKING:
     from modelguard.serving.batcher import Batcher
@@ -16,13 +19,16 @@ _registered = False
 
 
 def remember(batcher: Batcher) -> None:
-    """Carry a batcher over forks. The hook is registered with the first one, not on import."""
+    """Carry a batcher over forks, and close it at the end. The hooks come with the first one, not on import."""
     global _registered
     with _lock:
         _batchers.add(batcher)
-        if not _registered and hasattr(os, "register_at_fork"):
+        if _registered:
+            return
+        _registered = True
+        _ending.before_exit("batches", _close_all)
+        if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_in_child)
-            _registered = True
 
 
 def forget(batcher: Batcher) -> None:
@@ -35,6 +41,12 @@ def alive() -> tuple[Batcher, ...]:
     """The batchers of this process."""
     with _lock:
         return tuple(_batchers)
+
+
+def _close_all(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for batcher in alive():
+        batcher.close(max(0.0, until - time.monotonic()))
 
 
 def _after_in_child() -> None:

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the torch adapter needs torch")
 
 from modelguard import guard  # noqa: E402 - torch comes first, or nothing does
-from modelguard.adapters.torch import ADAPTER, settle_threads  # noqa: E402
+from modelguard.adapters.torch import ADAPTER  # noqa: E402
 from modelguard.lifecycle import adapting  # noqa: E402
 
 MATRIX = 10 * 10 * 4
@@ -74,10 +74,3 @@ def test_cuda_s_cache_is_emptied_where_cuda_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("emptied"))
     ADAPTER.released()
     assert ["emptied"] * initialized == emptied
-
-
-def test_threads_are_settled_without_being_changed() -> None:
-    """Having torch set up its threads leaves their number as it is."""
-    before = torch.get_num_threads()
-    settle_threads()
-    assert before == torch.get_num_threads()

@@ -86,20 +86,3 @@ def test_a_library_gives_back_what_it_keeps(world: World, adapter: Adapter) -> N
     assert adapter.given_back
     assert 0 not in trims
     assert world.last(GenerationReleased).alive is False
-
-
-@pytest.mark.parametrize("loaded", [True, False])
-def test_torch_is_prepared_for_a_load_only_where_it_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-    loaded: bool,  # noqa: FBT001
-) -> None:
-    """A library that sets up threads lazily does so before they are capped; one that is not there is left alone."""
-    settled: list[str] = []
-    module = types.ModuleType("modelguard.adapters.torch")
-    module.settle_threads = lambda: settled.append("settled")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    if loaded:
-        monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
-    adapting.prepare_load()
-    assert ["settled"] * loaded == settled

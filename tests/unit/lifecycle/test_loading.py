@@ -181,37 +181,3 @@ class TestStallMeter:
         monkeypatch.setattr(loading, "StallMeter", Stalled)
         world.guard().load()
         assert 0.6 == world.last(LoadFinished).stall_seconds
-
-
-class TestNativeThreads:
-    @pytest.fixture
-    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        """What the load asked of OpenMP, and where its model was made."""
-        seen: list[Any] = []
-
-        class Native:
-            @staticmethod
-            def cap_openmp(count: int) -> list[str]:
-                seen.append(("cap", count))
-                return ["libgomp"]
-
-            @staticmethod
-            def restore_openmp(before: list[str]) -> None:
-                seen.append(("restore", before))
-
-        monkeypatch.setattr(loading, "threads", Native)
-        return seen
-
-    def test_are_capped_while_a_model_is_replaced(self, world: World, calls: list[Any]) -> None:
-        """A reload runs on one native thread, so that calls keep their cores; afterwards all is as before."""
-        guard = world.guard(lambda: (calls.append("load"), world.loader())[1])
-        guard.load()
-        assert ["load"] == calls  # the first load has nobody beside it
-        guard.reload()
-        assert ["load", ("cap", 1), "load", ("restore", ["libgomp"])] == calls
-
-    def test_are_given_back_when_the_load_fails(self, calls: list[Any]) -> None:
-        """A loader that raises leaves the pools as they were."""
-        with pytest.raises(OSError, match="no weights"), loading.beside_calls():
-            raise OSError("no weights")
-        assert [("cap", 1), ("restore", ["libgomp"])] == calls

@@ -162,7 +162,7 @@ class TestCollection:
 
     def test_keeps_small_leftovers_from_adding_up(self, world: World, collections: list[str]) -> None:
         """What each model leaves in cycles is collected once it is a twentieth of its size, however much came back."""
-        world.model_size = 100 * MB
+        world.model_size = 400 * MB
 
         class Leftover(Model):
             """Most of it dies by count; a tenth of it is in a cycle."""
@@ -179,8 +179,36 @@ class TestCollection:
         for _ in range(5):
             guard.reload()
             world.join()
-        assert world.memory < (100 + 110 + 15) * MB
+        assert world.memory < (100 + 410 + 20 + 15) * MB
         assert collections
+
+    def test_is_not_called_for_by_what_calls_allocate_meanwhile(self, world: World, collections: list[str]) -> None:
+        """Of a model with 10 MB, half may seem to stay behind because a call has taken as much just now."""
+        world.model_size = 10 * MB
+        guard = world.guard(unload=lambda model: setattr(world, "memory", world.memory + 6 * MB))
+        guard.load()
+        for _ in range(3):
+            guard.reload()
+            world.join()
+            assert [False, False] == [world.last(GenerationReleased).collected, bool(collections)]
+            world.memory -= 6 * MB
+
+    def test_is_called_for_by_noise_that_adds_up(self, world: World, collections: list[str]) -> None:
+        """However small a model is, what stays behind is collected before it is more than 16 MB."""
+        world.model_size = 10 * MB
+
+        class Shell:
+            def __init__(self) -> None:
+                inside = Model(world, 1)
+                inside.key = inside
+
+        guard = world.guard(Shell, swap="load_first")
+        guard.load()
+        for _ in range(8):
+            guard.reload()
+            world.join()
+            assert world.memory <= (100 + 2 * 10 + 16) * MB
+        assert 1 <= len(collections) <= 4
 
 
 class TestAReleaseThatFails:

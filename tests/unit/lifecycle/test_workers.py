@@ -163,6 +163,42 @@ def test_work_that_raises_ends_its_thread_alone(pool: Pool, monkeypatch: pytest.
     assert pool.run("load").is_alive()
 
 
+def test_the_end_waits_for_work_that_runs(pool: Pool) -> None:
+    """And for no longer than it may: work that hangs is left behind."""
+    job = Job(held=True)
+    pool.start("load", job)
+    pool.workers.finish(0)
+    assert not job.done.is_set()
+    ending = threading.Thread(target=pool.workers.finish, args=(TIMEOUT,))
+    ending.start()
+    assert ending.is_alive()
+    job.go_on.set()
+    ending.join(TIMEOUT)
+    assert job.done.is_set()
+    assert not ending.is_alive()
+    pool.workers.finish(TIMEOUT)  # nothing runs
+
+
+def test_the_end_does_not_wait_for_work_that_failed(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for work that raised, nor for work for which there was no thread."""
+    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+
+    def fail() -> None:
+        raise ValueError("bad")
+
+    pool.workers.start(fail, "load")
+    pool.workers.finish(TIMEOUT)
+
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with pytest.raises(RuntimeError, match="can't start"):
+        pool.workers.start(Job(), "other")
+    pool.workers.finish(TIMEOUT)
+    assert 0 == pool.workers._running
+
+
 def test_a_child_has_threads_of_its_own(pool: Pool) -> None:
     """Threads do not survive a fork: the child starts new ones."""
     parent = Workers()
