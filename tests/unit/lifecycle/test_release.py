@@ -193,6 +193,25 @@ class TestCollection:
             assert [False, False] == [world.last(GenerationReleased).collected, bool(collections)]
             world.memory -= 6 * MB
 
+    def test_is_not_called_for_by_libraries_that_the_first_load_brings(
+        self, world: World, collections: list[str]
+    ) -> None:
+        """They stay in memory with the next model, and are no part of the first one."""
+        world.model_size = 50 * MB
+        libraries = [300 * MB]
+
+        def load() -> Model:
+            world.memory += libraries.pop() if libraries else 0
+            return Model(world, 1)
+
+        guard = world.guard(load, swap="load_first")
+        guard.load()
+        assert 350 * MB == guard.status().model_bytes
+        guard.reload()
+        world.join()
+        released = world.last(GenerationReleased)
+        assert (50 * MB, False, []) == (released.freed, released.collected, collections)
+
     def test_is_called_for_by_noise_that_adds_up(self, world: World, collections: list[str]) -> None:
         """However small a model is, what stays behind is collected before it is more than 16 MB."""
         world.model_size = 10 * MB
