@@ -63,6 +63,7 @@ PROMISES = (
         "at most 50 MB, and no trend",
         "reload_ja_ginza",
         r"(between copies: modelguard|slope over)",
+        missed="decisions.md#a-guards-loads-run-in-one-kept-thread",
     ),
     Promise(
         "bursty ja_ginza: longest call while a copy loads over the steady p99",
