@@ -25,7 +25,7 @@ M = TypeVar("M")
 CREEP = 0.05
 
 #: Bytes that private memory may move by while other calls run, which tell nothing of the model. MiniLM, whose weights
-#: are a mapped file, has 10 MB of private memory, and readings beside its calls differ by 3.
+#: are a mapped file, has 10 MB of private memory, and readings beside its calls differ by 9.
 NOISE = 16 * 2**20
 
 #: How many holders of a model that will not die are named.

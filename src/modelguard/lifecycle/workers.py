@@ -56,6 +56,7 @@ class Workers:
     def finish(self, seconds: float) -> None:
         """Wait until no work runs any more, at most so many seconds."""
         with self._less:
+            # Less than none in a child that was forked by work, which ends there as well.
             self._less.wait_for(lambda: self._running <= 0, seconds)
 
     def dismiss(self) -> None:
