@@ -283,10 +283,10 @@ class Errors(_Value):
 
 class _Memory(_Value):
     reads_memory = True
-    size: int | _units.Share
+    size: int | _units.Percentage
 
     def __init__(self, size: int | str) -> None:
-        self._set(size=_units.size_or_share(size, "size"))
+        self._set(size=_units.size_or_percentage(size, "size"))
 
     def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - readings come at the guard's own pace
         return Horizon(uses=math.inf, seconds=1.0)
@@ -384,11 +384,11 @@ def _whole(argument: str, value: object) -> None:
         raise InvalidOption(argument, value, why="it counts calls", fix="Give a whole number of at least 1.")
 
 
-def _bound(size: int | _units.Share, now: Snapshot) -> int | None:
-    if isinstance(size, _units.Share):
-        return None if now.limit is None else int(now.limit * size.share)
+def _bound(size: int | _units.Percentage, now: Snapshot) -> int | None:
+    if isinstance(size, _units.Percentage):
+        return None if now.limit is None else int(now.limit * size.fraction)
     return size
 
 
-def _show(size: int | _units.Share) -> str:
-    return str(size) if isinstance(size, _units.Share) else _units.format_bytes(size)
+def _show(size: int | _units.Percentage) -> str:
+    return str(size) if isinstance(size, _units.Percentage) else _units.format_bytes(size)

@@ -104,14 +104,14 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
             never(part, f"{part.path} does not exist yet; until it does, nothing can be seen to change")
 
 
-def memory_bound(argument: str, value: int | str | _units.Share, limit: Callable[[], int | None]) -> int:
+def memory_bound(argument: str, value: int | str | _units.Percentage, limit: Callable[[], int | None]) -> int:
     """Bytes of a size, or of a share of the memory limit.
 
     Raises:
         NoMemoryLimit: It is a share, and nothing limits this process.
     """
-    size = value if isinstance(value, _units.Share) else _units.size_or_share(value, argument)
-    if not isinstance(size, _units.Share):
+    size = value if isinstance(value, _units.Percentage) else _units.size_or_percentage(value, argument)
+    if not isinstance(size, _units.Percentage):
         return size
     whole = limit()
     if whole is None:
@@ -121,11 +121,11 @@ def memory_bound(argument: str, value: int | str | _units.Share, limit: Callable
             why="it is a share of the memory limit, and no cgroup limits this process",
             fix="Give bytes, as in '2 GB', or run the service under a memory limit.",
         )
-    return int(whole * size.share)
+    return int(whole * size.fraction)
 
 
 def _check_memory(policy: MemoryLimit | MemoryGrowth, limit: int | None) -> None:
-    if isinstance(policy.size, _units.Share):
+    if isinstance(policy.size, _units.Percentage):
         memory_bound("size", policy.size, lambda: limit)
     elif limit is not None and policy.size >= limit:
         never(policy, f"the process is killed at its limit of {_units.format_bytes(limit)} before")
