@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from modelguard.sharing import reporting
+from modelguard import sharing
 
 HERE = Path(__file__).parent
 GUNICORN = [sys.executable, "-m", "gunicorn", "--bind", "127.0.0.1:0", "--no-control-socket"]
@@ -86,9 +86,9 @@ class Service:
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             return list(pool.map(self.ask, texts, itertools.repeat(path)))
 
-    def holds(self) -> reporting.TreeReport:
+    def holds(self) -> sharing.TreeReport:
         """What gunicorn and its workers hold."""
-        return reporting.report(self.process.pid)
+        return sharing.report(self.process.pid)
 
     def top(self) -> str:
         """What ``modelguard top`` says of them."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import typing
 
 from modelguard import errors, telemetry
-from modelguard.environment import allocator, memory
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.calls import guard_of
 from modelguard.lifecycle.guard import ModelGuard
@@ -23,10 +22,8 @@ from modelguard.lifecycle.policies import (
 from modelguard.lifecycle.pool import ModelPool
 
 if typing.TYPE_CHECKING:
-    from modelguard import serving, sharing
-    from modelguard.environment import presets
+    from modelguard import allocator, memory, prefork, presets, serving, sharing, weights
     from modelguard.serving import Batched, BatchStatus, Breaker, batched, deadline
-    from modelguard.sharing import prefork, weights
 
 __all__ = [
     "TTL",
@@ -63,11 +60,10 @@ __all__ = [
 #: What only some services need comes in when it is asked for.
 _LATER = {
     **{name: f"modelguard.serving:{name}" for name in ("BatchStatus", "Batched", "Breaker", "batched", "deadline")},
-    "prefork": "modelguard.sharing.prefork",
-    "presets": "modelguard.environment.presets",
-    "serving": "modelguard.serving",
-    "sharing": "modelguard.sharing",
-    "weights": "modelguard.sharing.weights",
+    **{
+        name: f"modelguard.{name}"
+        for name in ("allocator", "memory", "prefork", "presets", "serving", "sharing", "weights")
+    },
 }
 
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 import pytest
 from tests.process.gunicorn_server import until
 
-from modelguard.sharing.reporting import report
+from modelguard.sharing import report
 
 pytest.importorskip("celery")
 

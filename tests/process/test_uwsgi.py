@@ -17,7 +17,7 @@ from typing import Self
 import pytest
 from tests.process.gunicorn_server import Load, free_port, until
 
-from modelguard.sharing.reporting import report
+from modelguard.sharing import report
 
 #: Beside the interpreter: one that is linked to another Python could not import what this one has.
 UWSGI = shutil.which("uwsgi", path=str(Path(sys.executable).parent))

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from modelguard import _units
+from modelguard import _units, prefork
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import forking
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.policies import share
-from modelguard.sharing import prefork
 
 __all__ = ["Options", "guards"]
 
@@ -27,7 +26,7 @@ _LOOK = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to prepare, as :func:`~modelguard.sharing.prefork.prepare` takes it.
+    """How to prepare, as :func:`~modelguard.prefork.prepare` takes it.
 
     Attributes:
         freeze: ``MODELGUARD_FREEZE``: ``yes`` (default) or ``no``.

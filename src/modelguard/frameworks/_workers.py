@@ -17,12 +17,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from modelguard import _units
+from modelguard import _units, prefork
 from modelguard.errors import ForkHazard
 from modelguard.frameworks import _options
 from modelguard.lifecycle import keeper
 from modelguard.lifecycle.policies import share
-from modelguard.sharing import prefork
 from modelguard.telemetry.hooks import logger
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from modelguard.telemetry.hooks import logger
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard
-    from modelguard.sharing.prefork import ForkReport
+    from modelguard.prefork import ForkReport
 
 __all__ = ["install"]
 

@@ -1,7 +1,7 @@
 """A gunicorn configuration: ``gunicorn -c python:modelguard.frameworks.gunicorn app:app``.
 
 The master imports the application, loads the models of its guards and prepares them to be shared (see
-:mod:`modelguard.sharing.prefork`); workers are warm before their first request. A worker whose policy is due
+:mod:`modelguard.prefork`); workers are warm before their first request. A worker whose policy is due
 (``Uses``, ``Errors``, ``MemoryGrowth``, ``MemoryLimit``) is replaced by a fresh one, forked from the master's untouched
 copy. ``TTL`` and ``Modified`` mean new weights: the master loads and prepares them, then all workers are replaced, one
 at a time. A fresh worker serves before the old one is told to finish, so no request is lost and none waits.
@@ -33,12 +33,11 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from modelguard import telemetry
+from modelguard import prefork, telemetry
 from modelguard.errors import ForkHazard, InvalidOption, ModelGuardError
 from modelguard.frameworks._options import Options, generations, guards, loading, wait_for_loads
 from modelguard.frameworks.rolling import Rolling
 from modelguard.lifecycle import keeper
-from modelguard.sharing import prefork
 from modelguard.telemetry import logs
 
 if TYPE_CHECKING:

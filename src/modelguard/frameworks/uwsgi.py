@@ -36,7 +36,7 @@ from modelguard.frameworks._workers import Workers
 if TYPE_CHECKING:
     from modelguard import _units
     from modelguard.lifecycle.guard import ModelGuard
-    from modelguard.sharing.prefork import ForkReport
+    from modelguard.prefork import ForkReport
 
 __all__ = ["install"]
 

@@ -9,7 +9,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from modelguard import _units, telemetry
-from modelguard.environment import threads
+from modelguard.environment import _openmp
 from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
 from modelguard.lifecycle import adapting, loading
 from modelguard.lifecycle.core import Core, Ticket
@@ -176,7 +176,7 @@ class Flight(Generic[M]):
         try:
             return self._load_and_prove()
         finally:
-            threads.end_openmp_pool()  # this thread may be kept, and wait for minutes
+            _openmp.end_openmp_pool()  # this thread may be kept, and wait for minutes
             self._ticket.threads.discard(threading.get_ident())  # the next one may be given the same identity
 
     def _load_and_prove(self) -> _Load[M]:

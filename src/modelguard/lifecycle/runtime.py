@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelguard.environment import allocator, limits, memory
+from modelguard.environment import _allocator, _limits, _memory
 from modelguard.errors import NotSupported
 from modelguard.lifecycle import files, slot, workers
 
@@ -16,7 +16,7 @@ from modelguard.lifecycle import files, slot, workers
 def private() -> int:
     """Private memory now; 0 where the platform does not tell, so that lifecycles by time and use still work."""
     try:
-        return memory.private(fresh=True)
+        return _memory.private(fresh=True)
     except NotSupported:
         return 0
 
@@ -24,7 +24,7 @@ def private() -> int:
 def headroom() -> int | None:
     """Bytes that may still be allocated, None where nothing tells."""
     try:
-        return memory.usage().headroom
+        return _memory.usage().headroom
     except NotSupported:
         return None
 
@@ -32,16 +32,16 @@ def headroom() -> int | None:
 def trim() -> str:
     """Give free memory back to the system; says which allocator did it, or why none did."""
     try:
-        allocator.trim()
+        _allocator.trim()
     except NotSupported as error:
         return error.reason
-    return allocator.serving().kind
+    return _allocator.in_force().kind
 
 
 def in_use() -> int | None:
     """Bytes that malloc has given out, None where it does not tell."""
     try:
-        return allocator.stats().allocated
+        return _allocator.stats().allocated
     except NotSupported:
         return None
 
@@ -52,7 +52,7 @@ def check_trim() -> None:
     Raises:
         NotSupported: The allocator in force is not known, or this is not Linux.
     """
-    serving = allocator.serving()
+    serving = _allocator.in_force()
     if serving.kind == "unknown":
         raise NotSupported("trim_every", reason=f"malloc is served by an unknown allocator ({serving.path})")
 
@@ -81,7 +81,7 @@ class Runtime:
     sleep: Callable[[float], None] = time.sleep
     private: Callable[[], int] = private
     headroom: Callable[[], int | None] = headroom
-    limit: Callable[[], int | None] = lambda: limits.effective().bytes
+    limit: Callable[[], int | None] = lambda: _limits.memory_limit().bytes
     trim: Callable[[], str] = trim
     in_use: Callable[[], int | None] = in_use
     check_trim: Callable[[], None] = check_trim

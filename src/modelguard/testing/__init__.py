@@ -1,7 +1,7 @@
 """For tests of services that use modelguard: what the pytest plugin hands out, and two assertions.
 
 Installing modelguard is enough for pytest to find the fixtures ``modelguard_clock``, ``modelguard_loader``,
-``modelguard_off`` and ``modelguard_env`` and the marker ``modelguard_memory``; docs/testing.md shows each.
+``modelguard_off`` and ``modelguard_env`` and the marker ``modelguard_memory``; ``modelguard docs testing`` shows each.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from modelguard.testing._env import Env, Finished
+    from modelguard.testing._forked import assert_shared_after_fork
     from modelguard.testing.clock import Clock
-    from modelguard.testing.env import Env, Finished
-    from modelguard.testing.forked import assert_shared_after_fork
     from modelguard.testing.growth import assert_no_growth
     from modelguard.testing.loader import Loader, Model
 
@@ -21,12 +21,12 @@ __all__ = ["Clock", "Env", "Finished", "Loader", "Model", "assert_no_growth", "a
 # pytest loads the plugin in every run, also in those of tests that use nothing of this.
 _LATER = {
     "Clock": "clock",
-    "Env": "env",
-    "Finished": "env",
+    "Env": "_env",
+    "Finished": "_env",
     "Loader": "loader",
     "Model": "loader",
     "assert_no_growth": "growth",
-    "assert_shared_after_fork": "forked",
+    "assert_shared_after_fork": "_forked",
 }
 
 

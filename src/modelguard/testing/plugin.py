@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from modelguard.testing._env import Env
     from modelguard.testing.clock import Clock
-    from modelguard.testing.env import Env
     from modelguard.testing.loader import Loader
 
 __all__ = ["modelguard_clock", "modelguard_env", "modelguard_loader", "modelguard_off"]
@@ -65,7 +65,7 @@ def modelguard_off(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def modelguard_env(request: pytest.FixtureRequest) -> Iterator[Env]:
     """Runs a program in a process of its own, under a preset and an allocator."""
-    from modelguard.testing.env import Env
+    from modelguard.testing._env import Env
 
     env = Env(request.node.nodeid)
     yield env
@@ -103,7 +103,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if mark is None:
         return (yield)
     from modelguard import _units
-    from modelguard.testing.limit import settled_memory
+    from modelguard.testing._limit import settled_memory
 
     limit = _units.size(mark.args[0], "modelguard_memory")
     before = settled_memory()
@@ -121,7 +121,7 @@ def _faults(item: pytest.Item) -> list[str]:
     marks = list(item.iter_markers("modelguard_memory"))
     if not marks:
         return []
-    from modelguard.testing.limit import fault
+    from modelguard.testing._limit import fault
 
     found = [fault(mark.args, mark.kwargs) for mark in marks]
     return [why for why in found if why is not None]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from modelguard import TTL, Uses, guard
+from modelguard import TTL, Uses, guard, prefork
 from modelguard.errors import InvalidOption
 from modelguard.frameworks import _options
 from modelguard.frameworks._options import Options
-from modelguard.sharing import prefork
 
 
 def test_nothing_set_means_the_defaults_of_prepare() -> None:

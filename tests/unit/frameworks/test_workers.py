@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from modelguard import guard
+from modelguard import guard, prefork
 from modelguard.errors import InvalidOption
 from modelguard.frameworks import _options, _workers
 from modelguard.frameworks._options import Options
 from modelguard.frameworks._workers import Board, Workers
-from modelguard.sharing import prefork
 
 
 class Clock:

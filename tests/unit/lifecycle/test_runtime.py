@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from tests.unit.lifecycle.world import TIMEOUT
 
-from modelguard.environment import allocator, limits, memory
+from modelguard import allocator, memory
+from modelguard.environment import _limits
 from modelguard.errors import NotSupported
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle.runtime import Runtime
@@ -26,7 +27,7 @@ def test_readings_are_this_process_s() -> None:
     assert 1_000_000 < world.private()
     headroom, limit = world.headroom(), world.limit()
     assert headroom is None or 0 <= headroom
-    assert limits.effective().bytes == limit
+    assert _limits.memory_limit().bytes == limit
     assert world.trim()
 
 

@@ -1,0 +1,59 @@
+"""Published objects that hold numpy arrays: a pickle by joblib, whose arrays are mapped.
+
+A pickle runs whatever code it holds when it is loaded. So both sides have to give ``allow_pickle=True``, and the file
+is opened only after its owner and its hash were checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import joblib  # type: ignore[import-untyped] # it has no stubs
+
+from modelguard._units import format_bytes
+from modelguard.errors import WeightsRefused
+from modelguard.sharing import _mapped
+
+if TYPE_CHECKING:
+    from modelguard.sharing._weights_formats import Create
+
+__all__ = ["FORMAT"]
+
+_FILE = "object.joblib"
+
+#: If a smaller part of the file is mapped, the object has copied its arrays, as scikit-learn's trees do.
+_MAPPED_PART = 0.5
+
+_FORK = "Share it between forked workers instead, or publish its arrays alone."
+
+
+class JoblibFormat:
+    """Any object that can be pickled and holds numpy arrays."""
+
+    kind = "pickle"
+
+    def write(self, source: Any, create: Create) -> Mapping[str, Any]:
+        """Write the object by ``joblib.dump``, uncompressed."""
+        with create(_FILE) as file:
+            joblib.dump(source, file, compress=0)
+        return {}
+
+    def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:  # noqa: ARG002
+        """Call ``build`` with the object."""
+        file = folder / _FILE
+        made = joblib.load(file, mmap_mode="r")
+        _require(file)
+        return build(made)
+
+
+FORMAT = JoblibFormat()
+
+
+def _require(file: Path) -> None:
+    # Which arrays an object holds is unknown; how much of the file it has mapped is known to the kernel.
+    mapped, size = _mapped.mapped_bytes(file), file.stat().st_size
+    if mapped is not None and mapped < size * _MAPPED_PART:
+        why = f"only {format_bytes(mapped)} of {format_bytes(size)} are mapped: the rest was copied, or is not an array"
+        raise WeightsRefused(file, why=why, fix=_FORK)

@@ -1,0 +1,73 @@
+"""Published numpy arrays: one ``.npy`` file each, which needs no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from modelguard.errors import InvalidOption
+from modelguard.sharing import _mapped
+
+if TYPE_CHECKING:
+    from modelguard.sharing._weights_formats import Create
+
+__all__ = ["FORMAT"]
+
+
+class NumpyFormat:
+    """One array, or a mapping of names to arrays."""
+
+    kind = "numpy"
+
+    def write(self, source: Any, create: Create) -> Mapping[str, Any]:
+        """Write each array into a file; files are numbered, because names may be anything."""
+        named = {None: source} if isinstance(source, np.ndarray) else source
+        for name, array in named.items():
+            _check(name, array)
+        for number, array in enumerate(named.values()):
+            with create(_file(number)) as file:
+                np.save(_Sink(file), array, allow_pickle=False)
+        return {"names": None if named is not source else list(named)}
+
+    def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:
+        """Call ``build`` with the array, or the dict of arrays."""
+        names = details["names"]
+        files = [folder / _file(number) for number in range(1 if names is None else len(names))]
+        arrays = [np.load(file, mmap_mode="r", allow_pickle=False) for file in files]
+        labels = ["the array"] if names is None else names
+        blocks = [_block(name, array) for name, array in zip(labels, arrays, strict=True)]
+        _mapped.require(blocks, files, fix="Publish the arrays again.")
+        return build(arrays[0] if names is None else dict(zip(names, arrays, strict=True)))
+
+
+FORMAT = NumpyFormat()
+
+
+class _Sink:
+    """Hides from numpy that it writes to a file: into real files it writes by itself, and hides why that failed."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.write = file.write
+
+
+def _file(number: int) -> str:
+    return f"{number}.npy"
+
+
+def _check(name: object, array: Any) -> None:
+    why = None
+    if name is not None and not isinstance(name, str):
+        why = f"the name {name!r} is a {type(name).__name__}, and names are text"
+    elif array.dtype.hasobject:
+        why = f"{name or 'the array'} holds Python objects, which cannot be mapped"
+    elif type(array) not in (np.ndarray, np.memmap):
+        why = f"{name or 'the array'} is a {type(array).__name__}, and a file would hold only the plain array"
+    if why is not None:
+        raise InvalidOption("source", "arrays", why=why, fix="Give plain arrays of numbers or of fixed-length text.")
+
+
+def _block(name: str, array: Any) -> _mapped.Block:
+    return _mapped.Block(name, array.__array_interface__["data"][0], array.nbytes)

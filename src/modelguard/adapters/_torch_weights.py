@@ -1,0 +1,222 @@
+"""Published weights of torch modules: written as a state dict, mapped into a module without weights of its own."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from modelguard.errors import InvalidOption, WeightsMismatch
+from modelguard.sharing import _mapped
+
+if TYPE_CHECKING:
+    from modelguard.sharing._weights_formats import Create
+
+__all__ = ["FORMAT"]
+
+_FILE = "weights.pt"
+_NAMED = 3
+_FIX = "Let build() make the module as it was when its weights were published."
+
+
+class TorchFormat:
+    """State dicts by ``torch.save``, always unpickled with ``weights_only``."""
+
+    kind = "torch"
+
+    def write(self, source: Any, create: Create) -> Mapping[str, Any]:
+        """Write the state dict of a module, or the given one."""
+        state = source.state_dict() if isinstance(source, torch.nn.Module) else source
+        plain = OrderedDict((name, _checked(name, value)) for name, value in state.items())
+        # The version of a state dict, which modules check; torch keeps it as an attribute.
+        plain._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]  # noqa: SLF001
+        try:
+            with create(_FILE) as file:
+                torch.save(plain, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # a full disk, for which torch raises an error of its own
+                raise error.__context__ from None
+            raise
+        return {}
+
+    def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:  # noqa: ARG002
+        """Make a module whose parameters and buffers lie in the file."""
+        file = folder / _FILE
+        # Not MAP_SHARED, whatever the application has chosen: what a forward pass writes must never reach the file.
+        with torch.serialization.set_default_mmap_options(mmap.MAP_PRIVATE):
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        module = _built(build, state)
+        ties = _ties(module)
+        _fill_ties(state, ties)
+        _check_types(folder, module, state)
+        try:
+            module.load_state_dict(state, assign=True)
+        except RuntimeError as error:  # names or shapes; torch lists them
+            raise WeightsMismatch(folder, why=" ".join(str(error).split()), fix=_FIX) from error
+        _tie(module, ties)
+        if left := sorted(_on_meta(module)):
+            why = f"build() leaves tensors without content, which are not in the file: {_list(left)}"
+            raise WeightsMismatch(folder, why=why, fix="Create them outside of torch.device('meta').")
+        _mapped.require(_blocks(module), [file], fix=f"A hook of the module copies them. {_FIX}")
+        return module
+
+
+FORMAT = TorchFormat()
+
+
+def _checked(name: object, value: object) -> torch.Tensor:
+    """The plain tensor, if a file can hold it as it lies in memory."""
+    what = f"is a {type(value).__name__}"
+    if isinstance(value, torch.Tensor):
+        if torch.nn.parameter.is_lazy(value):
+            what = "has no shape yet (run the model once)"
+        elif value.is_meta:
+            what = "is on the meta device and has no content"
+        elif value.layout is not torch.strided or value.is_quantized:
+            what = f"is a tensor of the kind {value.layout if not value.is_quantized else value.qscheme()}"
+        elif type(plain := value.detach()) is torch.Tensor:
+            return plain
+    why = f"{name!r} {what}, and only plain tensors can be mapped"
+    raise InvalidOption("source", "state dict", why=why, fix="Publish a flat dict of names to plain tensors.")
+
+
+def _built(build: Callable[[], Any], state: Mapping[str, Any]) -> torch.nn.Module:
+    """The module, with its parameters on the meta device if it can be made so."""
+    try:
+        made = _PARAMETERS.on_meta(build)
+    except (RuntimeError, TypeError, ValueError):
+        made = build()  # the constructor looks at the values of its parameters, or fails anyway
+    module = _module(made)
+    if _on_meta(module) <= state.keys() | _names(module):
+        return module
+    return _module(build())  # a tensor was computed from a parameter that had no content
+
+
+def _module(made: object) -> torch.nn.Module:
+    if not isinstance(made, torch.nn.Module):
+        why = f"it made a {type(made).__name__}, and the weights are those of a torch module"
+        raise InvalidOption("build", type(made).__name__, why=why, fix="Give a function that makes the module.")
+    return made
+
+
+class _Parameters(threading.local):
+    """Makes modules whose parameters are on the meta device, where they take neither memory nor time.
+
+    Unlike under ``torch.device("meta")``, everything else is made as usual: buffers that are not in state dicts, and
+    what constructors compute. Other threads are not affected.
+    """
+
+    #: Parameters of the module that this thread makes, and their replacements; None while it makes none.
+    seen: dict[int, tuple[weakref.ref[Any], torch.nn.Parameter]] | None = None
+
+    def on_meta(self, build: Callable[[], Any]) -> Any:
+        """Call ``build``."""
+        self.seen = {}
+        try:
+            return build()
+        finally:
+            self.seen = None
+
+    def registered(self, _module: object, _name: str, parameter: Any) -> Any:
+        """The replacement of ``parameter``; None for itself. Torch calls this for each parameter of each module."""
+        if self.seen is None or type(parameter) is not torch.nn.Parameter or parameter.is_meta:
+            return None
+        known, on_meta = self.seen.get(id(parameter), (None, None))
+        if known is None or known() is not parameter:  # otherwise it is one parameter under two names, and stays one
+            on_meta = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            vars(on_meta).update(vars(parameter))
+            self.seen[id(parameter)] = weakref.ref(parameter), on_meta
+        return on_meta
+
+
+_PARAMETERS = _Parameters()
+# Once and never removed: removing it could break the loop of another thread over torch's hooks.
+_register: Any = register_module_parameter_registration_hook  # its stub wants a hook that returns nothing
+_register(_PARAMETERS.registered)
+
+
+def _names(module: torch.nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
+
+
+def _on_meta(module: torch.nn.Module) -> set[str]:
+    """Names of all tensors of a module that have no content, registered or not."""
+    registered = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    known = {id(tensor) for _, tensor in registered}
+    loose = [(name, tensor) for name, tensor in _attributes(module) if id(tensor) not in known]
+    return {name for name, tensor in (*registered, *loose) if tensor.is_meta}
+
+
+def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are plain attributes, or in a list or dict that is one."""
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            values: list[Any] = [value]
+            if isinstance(value, list | tuple):
+                values = list(value)
+            elif isinstance(value, dict) and name not in ("_parameters", "_buffers"):
+                values = list(value.values())
+            for one in values:
+                if isinstance(one, torch.Tensor):
+                    yield f"{prefix}.{name}".removeprefix("."), one
+
+
+def _ties(module: torch.nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def _fill_ties(state: dict[str, Any], ties: list[list[str]]) -> None:
+    """Some state dicts hold a tied parameter under one of its names only."""
+    for tied in ties:
+        present = next((name for name in tied if name in state), None)
+        if present is not None:
+            state.update({name: state[present] for name in tied if name not in state})
+
+
+def _tie(module: torch.nn.Module, ties: list[list[str]]) -> None:
+    """Tie parameters again: the state dict has made one parameter of each name."""
+    for first, *others in ties:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, parameter)
+
+
+def _check_types(folder: Path, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    # `assign` adopts the file's types, and the module would then mix them with its other tensors.
+    own = module.state_dict()
+    wrong = [
+        f"{name} is {state[name].dtype} in the file and {own[name].dtype} in the module"
+        for name in state
+        if isinstance(own.get(name), torch.Tensor) and own[name].dtype != state[name].dtype
+    ]
+    if wrong:
+        fix = (
+            "Let build() make the module in the file's type, such as Net().to(torch.bfloat16), or publish in the other."
+        )
+        raise WeightsMismatch(folder, why=_list(wrong), fix=fix)
+
+
+def _blocks(module: torch.nn.Module) -> Iterator[_mapped.Block]:
+    for name, tensor in module.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            yield _mapped.Block(name, storage.data_ptr(), storage.nbytes())
+
+
+def _list(words: list[str]) -> str:
+    return "; ".join(words[:_NAMED]) + ("; ..." if len(words) > _NAMED else "")
