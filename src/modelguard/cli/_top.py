@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from modelguard.errors import InvalidOption, ModelGuardError
 
 if TYPE_CHECKING:
-    from modelguard.sharing.reporting import TreeReport, TreeWatch
+    from modelguard.sharing._reports import TreeReport, TreeWatch
 
 USAGE = 2
 
@@ -30,11 +30,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "top",
         help="show what the processes of a server really hold, and in how many copies",
         description="Shows for each process of a tree: its share of the memory (PSS), its private memory (USS), how "
-        "much of that has grown since the process was born and since it was first seen here, and where private memory "
-        "sits. python: arenas of its objects, as far as they can be told; heap: what malloc serves; mixed: large "
+        "much that has grown since the process started and since the first look, and where private memory sits. "
+        "python: arenas of its objects, as far as they can be recognised; heap: what malloc serves; mixed: large "
         "blocks such as tensors, and arenas that lie beside them; stacks; files. Reads /proc only. RSS counts what "
         "workers share once for each of them; it is shown last.",
-        epilog="exit status: 0 success, also when interrupted, 2 there is nothing to look at",
+        epilog="exit status: 0 success, also when interrupted, 2 there is nothing to show",
     )
     parser.add_argument(
         "pid", nargs="?", metavar="PID", help="the top of the tree, default: every tree of Python processes of yours"
@@ -54,48 +54,48 @@ def run(options: argparse.Namespace) -> int:
         return _refuse(str(error))
     except (ProcessLookupError, PermissionError) as error:
         return _refuse(str(error.strerror))
-    except BrokenPipeError:  # whoever read this has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:  # how a watch ends
+    except KeyboardInterrupt:  # the usual end of a watch
         pass
     return 0
 
 
 def _run(options: argparse.Namespace) -> None:
-    from modelguard.cli import top_view
+    from modelguard.cli import _top_view
 
     interval = _interval(options.interval)
     look = looker(_pid(options.pid), _model_bytes(options.model_bytes))
     if options.json:
         _repeat(look, _print_json, None if options.once else interval)
     else:
-        with top_view.choose(sys.stdout, live=not options.once) as show:
+        with _top_view.choose(sys.stdout, live=not options.once) as show:
             _repeat(look, show, None if options.once else interval)
 
 
 def looker(pid: int | None, model_bytes: int | str | None) -> Callable[[], list[TreeReport]]:
-    """Make what looks at the tree below a process, or at every tree of Python processes of this user."""
-    from modelguard.sharing import reporting
+    """Make a function that looks at the tree of a process, or at every tree of Python processes of this user."""
+    from modelguard.sharing import _reports
 
     if pid is not None:
-        watch = reporting.TreeWatch(pid, model_bytes=model_bytes)
+        watch = _reports.TreeWatch(pid, model_bytes=model_bytes)
         return lambda: [watch.look()]
     watches: dict[int, TreeWatch] = {}
 
     def look() -> list[TreeReport]:
-        found = reporting.pythons(without=(os.getpid(),))
+        found = _reports.python_trees(without=(os.getpid(),))
         for gone in watches.keys() - found:
             del watches[gone]
         trees = []
         for top in found:
             if top not in watches:
-                watches[top] = reporting.TreeWatch(top, model_bytes=model_bytes)
+                watches[top] = _reports.TreeWatch(top, model_bytes=model_bytes)
             try:
                 trees.append(watches[top].look())
             except (ProcessLookupError, PermissionError):  # it has just ended, or hides itself
                 del watches[top]
         if not trees:
-            raise ProcessLookupError(0, "you run no Python process besides this one; give the PID of a server")
+            raise ProcessLookupError(0, "you run no Python process except this one; give the PID of a server")
         return sorted(trees, key=lambda tree: tree.pss, reverse=True)
 
     return look
@@ -111,16 +111,16 @@ def _repeat(
 
 
 def _print_json(trees: list[TreeReport]) -> None:
-    from modelguard.cli import top_view
+    from modelguard.cli import _top_view
 
-    print(json.dumps(top_view.as_dict(trees)), flush=True)  # noqa: T201 - this is what was asked for
+    print(json.dumps(_top_view.as_dict(trees)), flush=True)  # noqa: T201 - this is what was asked for
 
 
 def _pid(text: str | None) -> int | None:
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
-        why = "it is not the number of a process"
+        why = "it is not a process id"
         raise InvalidOption("PID", text, why=why, fix="Give one, such as that in the server's pidfile.")
     return int(text)
 
@@ -135,7 +135,7 @@ def _interval(text: str | None) -> float:
         amount = float(text)
     interval = _units.seconds(amount, "--interval")
     if interval < SHORTEST:
-        why = "looking takes longer than that"
+        why = "one look takes longer than that"
         raise InvalidOption("--interval", text, why=why, fix=f"Give at least {SHORTEST:g} seconds.")
     return interval
 

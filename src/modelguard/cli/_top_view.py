@@ -1,4 +1,4 @@
-"""Process trees as they are shown: as a table, live on a terminal, as JSON. Secrets are shown nowhere."""
+"""Process trees as a table, live on a terminal, and as JSON. Secrets are never shown."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from modelguard._units import format_bytes
-from modelguard.diagnosis import secrecy
+from modelguard.cli._process_name import process_name
+from modelguard.diagnosis import _redact
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from modelguard.sharing.reporting import ProcessReport, TreeReport
+    from modelguard.sharing._reports import ProcessReport, TreeReport
 
 Show: TypeAlias = Callable[[list["TreeReport"]], None]
 
@@ -39,7 +40,7 @@ _LEFT = frozenset({"process", "malloc"})
 
 _GAP = "  "
 
-#: Characters of a command line, at most and at least; the whole is in the JSON.
+#: Characters of a process's name, at most and at least; the whole command line is in the JSON.
 _WIDTH = 36
 _NARROWEST = 12
 
@@ -83,12 +84,12 @@ def _picture(trees: Sequence[TreeReport], width: int) -> Group:
 
 
 def table(tree: TreeReport, width: int | None = None) -> str:
-    """One line per process, the columns below each other.
+    """One line per process, in aligned columns.
 
     Args:
-        tree: What is shown.
-        width: Characters of a line, by default as many as it takes. Command lines give way first, then the columns at
-            the right.
+        tree: The tree.
+        width: Characters of a line. Default: as many as it takes. Names are shortened first, then the columns at the
+            right are left out.
     """
     cells = [HEADINGS, *rows(tree)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -106,7 +107,7 @@ def _aligned(heading: str, cell: str, width: int) -> str:
 
 
 def rows(tree: TreeReport) -> list[tuple[str, ...]]:
-    """The cells of each process; what is not known is a dash."""
+    """The cells of each process; an unknown figure is a dash."""
     depths: dict[int, int] = {}
     for process in tree.processes:
         depths[process.pid] = depths.get(process.parent, -1) + 1
@@ -114,7 +115,7 @@ def rows(tree: TreeReport) -> list[tuple[str, ...]]:
 
 
 def _row(process: ProcessReport, depth: int) -> tuple[str, ...]:
-    name = "  " * depth + command(process)
+    name = "  " * depth + process_name(process.command)
     where = process.where
     return (
         str(process.pid),
@@ -138,7 +139,7 @@ def summary(tree: TreeReport) -> str:
     copies = (
         f"{tree.copies:.2f} times what the largest, {tree.largest.pid}, would hold alone ({one})"
         if tree.model_bytes is None
-        else f"{tree.copies:.2f} times the model ({one}), with all else that they hold"
+        else f"{tree.copies:.2f} times the model ({one}), including everything else that they hold"
     )
     lines = [
         f"{who} {format_bytes(tree.pss)}: {copies}.",
@@ -149,7 +150,7 @@ def summary(tree: TreeReport) -> str:
         lines.append(f"In swap: {format_bytes(swap)}.")
     if tree.unread:
         pids = ", ".join(map(str, tree.unread))
-        lines.append(f"Not counted, because they belong to someone else: {pids}. Look as root to see all.")
+        lines.append(f"Not counted, because they belong to someone else: {pids}. Run it as root to see all.")
     return "\n".join(lines)
 
 
@@ -173,15 +174,16 @@ def _tree(tree: TreeReport) -> dict[str, Any]:
 
 
 def _process(process: ProcessReport) -> dict[str, Any]:
-    figures = dataclasses.asdict(process) | {"command": command(process)}
+    shown = {"name": process_name(process.command), "command": command(process)}
+    figures = dataclasses.asdict(process) | shown
     return figures | {"rss_misleading": figures.pop("rss")}
 
 
 def command(process: ProcessReport) -> str:
     """A process's command line in one line, without secrets."""
     words = process.command
-    # A program that writes its own title leaves one word with blanks in it.
-    text = secrecy.clean(words[0], {}) if len(words) == 1 else secrecy.clean_command(words, {})
+    # A program that has written a title over its command line leaves one word with blanks in it.
+    text = _redact.redact(words[0], {}) if len(words) == 1 else _redact.redact_command(words, {})
     return " ".join("".join(one if one.isprintable() else " " for one in text).split()) or "?"
 
 

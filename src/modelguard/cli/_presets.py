@@ -1,4 +1,4 @@
-"""``modelguard presets``: what the presets set, and the same written for the place where a service is configured."""
+"""``modelguard presets``: the variables of the presets, also in the format of a service's configuration."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from modelguard.environment import presets
-from modelguard.environment.renderings import formats
+from modelguard.environment import _presets
+from modelguard.environment._renderings import formats
 from modelguard.errors import InvalidOption
 
 USAGE = 2
 
-# What presets are sized by, and the kind of number.
+# The numbers that size a preset, and their types.
 _SIZES: dict[str, Callable[[str], float]] = {"workers": int, "distinct_shapes": int, "cpus": float}
 
 
@@ -23,12 +23,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "presets",
-        help="list and explain settings that go together, or write them for a Dockerfile, a unit, ...",
+        help="list and explain settings that belong together, or write them for a Dockerfile, a unit, ...",
         description="Without a name lists the presets. With names explains every variable that they set: its value, "
-        "when it is read, what it does and what it costs. Where two presets set the same variable, the later counts.",
-        epilog="exit status: 0 success, 2 there is no such preset or format, or a number makes no sense",
+        "when it is read, what it does and what it costs. Where two presets set the same variable, the later one wins.",
+        epilog="exit status: 0 success, 2 there is no such preset or format, or a number is out of range",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="presets, put together in this order")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="presets, combined in this order")
     parser.add_argument("--workers", metavar="N", help="processes that share the CPUs, default: 1")
     parser.add_argument("--cpus", metavar="N", help="CPUs that they share, default: what this process may use")
     parser.add_argument(
@@ -51,16 +51,16 @@ def run(options: argparse.Namespace) -> int:
 def _answer(options: argparse.Namespace) -> str:
     sizes = {name: _number(text, kind) for name, kind in _SIZES.items() if (text := getattr(options, name)) is not None}
     if options.names:
-        preset = functools.reduce(operator.or_, [presets.get(name, **sizes) for name in options.names])
+        preset = functools.reduce(operator.or_, [_presets.get(name, **sizes) for name in options.names])
         return f"{preset.explain()}\n" if options.format is None else preset.render(options.format)
     if options.format is not None:
-        why = "it is a way to write a preset, and none was named"
-        raise InvalidOption("--format", options.format, why=why, fix="Name one, such as torch-cpu.")
+        why = "it needs the name of a preset"
+        raise InvalidOption("--format", options.format, why=why, fix="Add one, such as torch-cpu.")
     return _table()
 
 
 def _number(text: str, kind: Callable[[str], float]) -> Any:
-    """The number that was meant; what is none is refused by the preset, in one line."""
+    """The number; the preset rejects anything else, in one line."""
     try:
         return kind(text)
     except ValueError:
@@ -68,6 +68,6 @@ def _number(text: str, kind: Callable[[str], float]) -> Any:
 
 
 def _table() -> str:
-    width = max(map(len, presets.names()))
-    lines = [f"{name:{width}}  {presets.describe(name)}" for name in presets.names()]
+    width = max(map(len, _presets.names()))
+    lines = [f"{name:{width}}  {_presets.describe(name)}" for name in _presets.names()]
     return "\n".join([*lines, "", "modelguard presets NAME... explains what they set.\n"])

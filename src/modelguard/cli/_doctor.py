@@ -1,4 +1,4 @@
-"""``modelguard doctor``: what is wrong with a service's environment, and how to put it right."""
+"""``modelguard doctor``: what is wrong with a service's environment, and how to fix it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TextIO
 from modelguard.errors import InvalidOption, ModelGuardError
 
 if TYPE_CHECKING:
-    from modelguard.diagnosis.doctor import Report
-    from modelguard.diagnosis.facts import Facts
+    from modelguard.diagnosis._facts import Facts
+    from modelguard.diagnosis._report import DoctorReport
 
 FAULTS = 1
 USAGE = 2
@@ -27,22 +27,24 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "doctor",
         usage="modelguard doctor [--json] [--pid PID | --gunicorn CONF | -- COMMAND ...]",
         help="find what is wrong with the environment of a service",
-        description="Judges this environment, a running process with all below it, a gunicorn configuration (which "
-        "it runs), or a command (which it does not run). Each finding says what was seen, why it matters and how to "
-        "put it right. Secrets are never printed.",
-        epilog="exit status: 0 no faults (there may be notes), 1 faults, 2 it could not look, 127 there is no such "
-        "command",
+        description="Examines this environment, a running process with everything that it has started, a gunicorn "
+        "configuration (which it runs), or a command (which it does not run). Each finding says what was seen, why it "
+        "matters and how to fix it. Secrets are never printed.",
+        epilog="exit status: 0 no faults (there may be notes), 1 faults, 2 the examination failed, 127 there is no "
+        "such command",
     )
-    parser.add_argument("--pid", metavar="PID", help="a running process; with gunicorn the master's")
-    parser.add_argument("--gunicorn", metavar="CONF", help="a configuration as for gunicorn's -c; it is loaded")
+    parser.add_argument("--pid", metavar="PID", help="a running process; with gunicorn the master")
+    parser.add_argument("--gunicorn", metavar="CONF", help="a configuration as for gunicorn's -c; it is run")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what would be started")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command that would be started"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    from modelguard.diagnosis.doctor import as_json, examine
+    from modelguard.diagnosis._report import as_json, examine
     from modelguard.errors import CannotRun
 
     try:
@@ -59,32 +61,32 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _gather(options: argparse.Namespace) -> Facts:
-    from modelguard.diagnosis import gathering_command, gathering_gunicorn, gathering_machine, gathering_process
+    from modelguard import diagnosis
 
     asked = [name for name in ("pid", "gunicorn") if getattr(options, name) is not None]
     if len(asked) + bool(options.command) > 1:
-        why = "only one thing can be judged at a time"
-        raise InvalidOption(f"--{asked[0]}", getattr(options, asked[0]), why=why, fix="Leave the others out.")
+        why = "only one thing can be examined at a time"
+        raise InvalidOption(f"--{asked[0]}", getattr(options, asked[0]), why=why, fix="Remove the others.")
     if options.pid is not None:
-        return gathering_process.gather_process(options.pid)
+        return diagnosis.facts_of_process(options.pid)
     if options.gunicorn is not None:
-        return gathering_gunicorn.gather_gunicorn(options.gunicorn)
+        return diagnosis.facts_of_gunicorn(options.gunicorn)
     if options.command:
         words = options.command[1:] if options.command[0] == "--" else options.command
-        return gathering_command.gather_command(words)
-    return gathering_machine.gather_here()
+        return diagnosis.facts_of_command(words)
+    return diagnosis.facts_of_machine()
 
 
 def _refuse(error: ModelGuardError, status: int) -> int:
-    from modelguard.diagnosis import secrecy
+    from modelguard.diagnosis import _redact
 
-    line = " ".join(secrecy.clean(str(error), os.environ).split())
+    line = " ".join(_redact.redact(str(error), os.environ).split())
     print(f"modelguard doctor: {line}", file=sys.stderr)  # noqa: T201
     return status
 
 
-def _show(report: Report, stream: TextIO) -> None:
-    from modelguard.diagnosis.doctor import as_text
+def _show(report: DoctorReport, stream: TextIO) -> None:
+    from modelguard.diagnosis._report import as_text
 
     if not stream.isatty():
         encoding = stream.encoding or "utf-8"
@@ -101,7 +103,7 @@ def _show(report: Report, stream: TextIO) -> None:
 
 
 def _colours(stream: TextIO) -> Callable[[str, str], None] | None:
-    """What prints a line in a style; None where rich is not installed."""
+    """A function that prints a line in a style; None where rich is not installed."""
     try:
         from rich.console import Console
         from rich.text import Text
