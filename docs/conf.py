@@ -47,8 +47,9 @@ napoleon_use_ivar = True  # the attributes of a dataclass stand in its docstring
 nitpick_ignore_regex = [
     ("py:class", r"(abc|collections\.abc|datetime|os|pathlib|pytest|spacy|torch)\..*"),
     ("py:(class|obj)", r"(.*\.)?[A-Z]"),  # type variables
-    ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|Format|SmallObjects"),
-    ("py:class", r"(.*\.)?(Runtime|Settings|Options|WebOptions|Knob|Horizon|FileChange|Process|_Memory|_Value)"),
+    ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|SmallObjects"),
+    ("py:class", r"(.*\.)?(Runtime|Settings|Options|WebOptions|Horizon|FileChange|_Memory|_Value)"),
+    ("py:class", r"(.*\.)?(ForkingProcess|ProcessHistory)"),
     ("py:class", r"(.*\.)?(Decorator|Generation|Hook|Reloadable|State)"),
     ("py:class", r"CollectorRegistry|MeterProvider|TracerProvider"),  # of the libraries for metrics
     ("py:class", r"concurrent\.futures\..*|tuple\[int|Path"),

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, get_args
 
-from modelguard.environment import _elf
+from modelguard.environment import _elf, _proc
 from modelguard.environment._allocator_kinds import AllocatorFile, Kind
 from modelguard.errors import InvalidOption
 
@@ -47,7 +47,7 @@ _SYSTEM = (
 )
 
 #: The program that runs now. Libraries must be built for the same kind of machine.
-_PROGRAM = Path("/proc/self/exe")
+_PROGRAM = _proc.folder() / "exe"
 
 _SAFER = "Install it where only root may write, or remove write permission for group and others (chmod go-w)."
 _INSTALLED = "modelguard's allocator.find() lists what is installed."
