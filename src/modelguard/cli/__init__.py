@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _top.add_to(commands)
     options = parser.parse_args(argv)
     if options.version:
-        print(f"modelguard {_version()}")  # noqa: T201 - this is what was asked for
+        print(f"modelguard {_version()}")  # noqa: T201 - the output of the command
         return 0
     if "run" not in options:
         parser.print_help(sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
@@ -38,7 +39,11 @@ def run(options: argparse.Namespace) -> int:
     except InvalidOption as error:
         print(f"modelguard docs: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
-    sys.stdout.buffer.write(text.encode())  # the pages are UTF-8, whatever the terminal's locale is
+    try:
+        sys.stdout.buffer.write(text.encode())  # the pages are UTF-8, whatever the terminal's locale is
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has closed the pipe, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

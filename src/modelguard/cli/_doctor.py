@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     except ModelGuardError as error:
         return _refuse(error, USAGE)
     if options.json:
-        print(as_json(report))  # noqa: T201 - this is what was asked for
+        print(as_json(report))  # noqa: T201 - the output of the command
     else:
         _show(report, sys.stdout)
     return 0 if report.ok else FAULTS

@@ -41,7 +41,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     try:
-        print(_answer(options), end="")  # noqa: T201 - this is what was asked for
+        print(_answer(options), end="")  # noqa: T201 - the output of the command
     except InvalidOption as error:
         print(f"modelguard presets: {error}", file=sys.stderr)  # noqa: T201
         return USAGE

@@ -113,7 +113,7 @@ def _repeat(
 def _print_json(trees: list[TreeReport]) -> None:
     from modelguard.cli import _top_view
 
-    print(json.dumps(_top_view.as_dict(trees)), flush=True)  # noqa: T201 - this is what was asked for
+    print(json.dumps(_top_view.as_dict(trees)), flush=True)  # noqa: T201 - the output of the command
 
 
 def _pid(text: str | None) -> int | None:

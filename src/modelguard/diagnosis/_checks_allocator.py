@@ -12,7 +12,7 @@ __all__ = ["CHECKS"]
 
 _RUN = "Set it before the program starts (shell, unit file, image), or use 'modelguard run --allocator auto'."
 
-#: Variables besides LD_PRELOAD that are read only as a program starts.
+#: Other variables than LD_PRELOAD that are read only when a program starts.
 _AT_EXEC = ("MALLOC_ARENA_MAX", "MALLOC_CONF", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "PYTHONMALLOC")
 
 

@@ -25,13 +25,13 @@ class DoctorReport:
         subject: What was examined.
         findings: Faults first, then notes, each by number.
         unknown: What could not be found out, in sentences.
-        asked: The number of checks.
+        checks: The number of checks that were run.
     """
 
     subject: str
     findings: tuple[Finding, ...]
     unknown: tuple[str, ...]
-    asked: int
+    checks: int
 
     @property
     def ok(self) -> bool:
@@ -51,10 +51,10 @@ def examine(facts: Facts, checks: Iterable[Check] = CHECKS) -> DoctorReport:
         facts: What is known of the service.
         checks: The checks. Default: all.
     """
-    asked = tuple(checks)
-    findings = [finding for check in asked if (finding := check(facts)) is not None]
+    run = tuple(checks)
+    findings = [finding for check in run if (finding := check(facts)) is not None]
     findings.sort(key=lambda finding: (finding.level != "fault", finding.number))
-    return DoctorReport(_printable(facts.subject), tuple(findings), tuple(map(_printable, facts.unknown)), len(asked))
+    return DoctorReport(_printable(facts.subject), tuple(findings), tuple(map(_printable, facts.unknown)), len(run))
 
 
 def as_json(report: DoctorReport) -> str:
@@ -108,7 +108,7 @@ def _lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
 
 def _verdict(report: DoctorReport) -> str:
     faults, notes = len(report.faults), len(report.findings) - len(report.faults)
-    return f"{_count(faults, 'fault')} and {_count(notes, 'note')} by {report.asked} checks."
+    return f"{_count(faults, 'fault')} and {_count(notes, 'note')} by {report.checks} checks."
 
 
 def _count(number: int, word: str) -> str:

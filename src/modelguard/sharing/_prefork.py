@@ -283,7 +283,7 @@ def _warm(guard: ModelGuard[Any]) -> None:
     if warmup is not None and generation is not None:
         with guard._core.on(generation):
             loading.finished(warmup(generation.model))
-        generation.uses = generation.errors = 0  # as after a load: a warm-up is no request
+        generation.uses = generation.errors = 0  # as after a load: a warm-up is not a request
 
 
 def _freeze(*, again: bool) -> tuple[int, int]:

@@ -102,9 +102,10 @@ def _copied(model: Any, read: Callable[[Any], object]) -> int:
 
 
 def _in_child(work: Callable[[], int], timeout: float, *, leads: bool = True) -> int:
-    """Fork, and have the child answer with a number.
+    """Fork, and read a number from the child.
 
-    Not by ``sharing.trial.run``, whose watchdog would hang the trials that ``prefork.prepare`` makes in this child.
+    This does not use ``_trial.run``: its watchdog would make the trials hang that ``prefork.prepare`` runs in this
+    child.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()  # otherwise what is in the buffers is written twice

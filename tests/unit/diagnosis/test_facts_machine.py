@@ -58,5 +58,5 @@ def test_this_environment(root: Path) -> None:
 def test_the_real_environment() -> None:
     """Every machine can be examined."""
     report = examine(facts_of_machine())
-    assert report.asked >= 18
+    assert report.checks >= 18
     assert isinstance(this_interpreter(), Interpreter)
