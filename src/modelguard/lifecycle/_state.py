@@ -114,7 +114,7 @@ class GuardState(Generic[M]):
 
         :meth:`Engine.wrapper` writes out the common case of this.
         """
-        outer = self.enclosing_generation()
+        outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:
             generation = self.current if outer is None or outer.dropped else outer
             if generation is not None:
@@ -128,8 +128,11 @@ class GuardState(Generic[M]):
 
     def nest(self, generation: Generation[M]) -> Enclosing:
         """Make what the context holds while a call runs on ``generation``."""
-        outer = tuple(self.enclosing.get() or ())
-        return [generation, outer[1] + 1 if outer and outer[0] is generation else 1]
+        outer = self.enclosing.get()
+        if not outer:
+            return [generation, 1]
+        both = tuple(outer)  # one read, as above
+        return [generation, both[1] + 1 if both and both[0] is generation else 1]
 
     @contextmanager
     def running_on(self, generation: Generation[M]) -> Iterator[None]:
