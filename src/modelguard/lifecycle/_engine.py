@@ -17,11 +17,12 @@ from modelguard.lifecycle import _deadlocks, _fork, _inline, _misuse, _ticker
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._evaluator import Evaluator
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._recycling import Ask, Recycling
 from modelguard.lifecycle._release import drain_and_release, release_and_report
 from modelguard.lifecycle._reload import Reload
 from modelguard.lifecycle._resolve import resolve
-from modelguard.lifecycle._state import GuardState, LoadJob, Outcome
+from modelguard.lifecycle._state import GuardState, Outcome
 from modelguard.lifecycle._trimming import Trimmer
 from modelguard.lifecycle._waiting import Timeout, wait_for_load, wait_for_load_on_loop
 from modelguard.lifecycle.policies import subset

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from flask import Flask
 from starlette.applications import Starlette
 from starlette.routing import Route
-from tests.unit.lifecycle.world import World
 
 from modelguard import ModelGuard, batched
 from modelguard.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from tests.unit.lifecycle.world import World
 
 
 @pytest.fixture
