@@ -131,23 +131,20 @@ def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
     return _size(value, argument, _percentage_fix(value))
 
 
-def whole_number(value: object, argument: str, *, at_least: int = 1) -> int:
+def whole_number(value: int, argument: str, *, at_least: int = 1) -> int:
     """Check a whole number.
 
     Args:
-        value: What the caller gave.
+        value: An int; True and False are not numbers here.
         argument: The name of the caller's argument, for the error.
-        at_least: The smallest number that is allowed.
-
-    Returns:
-        The number.
+        at_least: The smallest valid number.
 
     Raises:
-        InvalidOption: It is not an int, it is a bool, or it is too small.
+        InvalidOption: It is not a whole number, or is too small.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         why = f"must be a whole number of at least {at_least}"
-        raise InvalidOption(argument, value, why=why, fix=f"Give {at_least} or more.")
+        raise InvalidOption(argument, value, why=why, fix=f"Write for example {argument}={max(at_least, 8)}.")
     return value
 
 

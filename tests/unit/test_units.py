@@ -274,7 +274,9 @@ def test_a_whole_number_is_returned(value: int, at_least: int) -> None:
 @pytest.mark.parametrize("value", [0, -1, 1.0, "2", None, True, float("nan"), [1]])
 def test_an_invalid_whole_number(value: object) -> None:
     """Booleans, floats, text and too small numbers are rejected, with the argument and the smallest number."""
-    with pytest.raises(InvalidOption, match=r"^workers=.*: must be a whole number of at least 1\. Give 1 or more\.$"):
+    with pytest.raises(
+        InvalidOption, match=r"^workers=.*: must be a whole number of at least 1\. Write for example workers=8\.$"
+    ):
         _units.whole_number(value, "workers")
     with pytest.raises(InvalidOption, match="must be a whole number of at least 7"):
         _units.whole_number(6, "workers", at_least=7)

@@ -13,8 +13,8 @@ try:
 except ModuleNotFoundError as error:
     raise _extras.not_installed(error, "modelguard.adapters.torch") from error
 
-from modelguard.adapters.torch_bucketed import bucketed
-from modelguard.adapters.torch_buckets import pad_to_bucket
+from modelguard.adapters._torch_bucketed import bucketed
+from modelguard.adapters._torch_buckets import pad_to_bucket
 
 __all__ = ["ADAPTER", "bucketed", "pad_to_bucket"]
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from modelguard.errors import NotSupported, PublishFailed, WeightsRefused
-from modelguard.lifecycle.slot import Slot
+from modelguard.lifecycle._host_lock import HostLock
 from modelguard.sharing import _weights_manifest
 from modelguard.sharing._weights_manifest import Manifest
 
@@ -36,10 +36,10 @@ __all__ = ["WeightsStore"]
 
 _VERSION = re.compile(r"([0-9]{6,})-[0-9a-f]{12}")
 
-# Record locks belong to the process, so its threads must share one slot.
-_slots: dict[Path, Slot] = {}
+# Record locks belong to the process, so its threads must share one lock.
+_locks: dict[Path, HostLock] = {}
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_slots.clear)
+    os.register_at_fork(after_in_child=_locks.clear)
 
 
 class WeightsStore:
@@ -110,10 +110,10 @@ class WeightsStore:
             PublishFailed: The data folder cannot be used, or the other publisher took too long.
         """
         self._make_data()
-        slot = _slots.setdefault(self.data, Slot(lambda: self.data))
+        lock = _locks.setdefault(self.data, HostLock(lambda: self.data))
         deadline = self._clock() + patience
         while True:
-            with slot.held(sleep=self._sleep, clock=self._clock, cancelled=lambda: self._clock() >= deadline) as how:
+            with lock.held(sleep=self._sleep, clock=self._clock, cancelled=lambda: self._clock() >= deadline) as how:
                 if how == "host":
                     yield
                     return

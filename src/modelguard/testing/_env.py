@@ -85,7 +85,7 @@ class Env:
         """
         if self._over:
             why = f"it belongs to {self._test}, which has ended"
-            raise InvalidOption("modelguard_env", program, why=why, fix="Request the fixture in the test that uses it.")
+            raise InvalidOption("modelguard_env", program, why=why, fix="Ask for the fixture in the test that uses it.")
         if not isinstance(program, str) or not program.strip():
             fix = "Give Python source, such as 'import os; print(os.environ)'."
             raise InvalidOption("program", program, why="there is nothing to run", fix=fix)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from modelguard import _units
 from modelguard.environment import _memory
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.lifecycle import adapting
+from modelguard.lifecycle import _adapters
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.sharing._trial import read_until
 
@@ -147,7 +147,7 @@ def _size_of(model: Any) -> int:
     if isinstance(model, ModelGuard):
         with model.lease() as leased:
             return _size_of(leased)
-    reported = adapting.find(model).size(model) or 0
+    reported = _adapters.find(model).size(model) or 0
     return max(reported, _graph(model))
 
 

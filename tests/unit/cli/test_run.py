@@ -89,7 +89,7 @@ def test_print(
         (["run", "--allocator", "jemaloc", "--", "sh"], 2, "jemalloc"),
         (words("--workers", "two", "--", "sh"), 2, "such as 4"),
         (words("--workers", "2.5", "--", "sh"), 2, "such as 4"),
-        (words("--workers", "0", "--", "sh"), 2, "1 or more"),
+        (words("--workers", "0", "--", "sh"), 2, "a whole number of at least 1"),
         (words("--workers=-1", "--", "sh"), 2, "such as 4"),
         (words("--workers", "9" * 5000, "--", "sh"), 2, "such as 4"),
         (words("--workers", "\u0664", "--", "sh"), 2, "such as 4"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from modelguard.errors import NotSupported, PublishFailed, WeightsMissing, WeightsRefused
-from modelguard.lifecycle.files import fingerprint
+from modelguard.lifecycle._fingerprints import fingerprint
 from modelguard.sharing import _weights_manifest, _weights_store
 from modelguard.sharing._weights_formats import Create
 from modelguard.sharing._weights_manifest import Manifest

@@ -1,0 +1,297 @@
+"""A decorator for functions of tensors whose length varies: they meet few lengths, and nobody notices."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import torch
+import wrapt
+
+from modelguard.adapters import _torch_buckets
+from modelguard.adapters._torch_buckets import RoundUp
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle._wrappers import plain_function
+
+__all__ = ["bucketed"]
+
+F = TypeVar("F")
+
+
+def bucketed(
+    *inputs: str,
+    multiple: int | None = None,
+    sizes: Sequence[int] | None = None,
+    growth: float | None = None,
+    dim: int = -1,
+    value: float = 0,
+    mask: str | None = None,
+    lengths: str | None = None,
+    cut: int | Mapping[str | int, int] | Literal["same"] | None = "same",
+) -> Callable[[F], F]:
+    """Decorate a function so that its inputs are padded up to a bucket, and its result is cut back.
+
+    For functions, methods and coroutines, above or below a guard's decorator. The function's signature stays as it is.
+
+    Whether results are the same as without padding is for the model to say. They are, but for the rounding of floats,
+    where it looks at the mask wherever positions meet (attention, convolutions, pooling), and where no position looks
+    ahead, as in causal models. They are not where convolutions without a mask run into the padding: there the end of
+    the result differs, as far as the convolutions reach together.
+
+    Args:
+        inputs: The names of the parameters to pad. All that are given in a call have one length in common; None is
+            left alone.
+        multiple: As for :func:`pad_to_bucket`.
+        sizes: As for :func:`pad_to_bucket`.
+        growth: As for :func:`pad_to_bucket`.
+        dim: The dimension of each input to pad.
+        value: As for :func:`pad_to_bucket`.
+        mask: The name of the parameter that takes the mask. A call that leaves it out, or gives None, gets one made; a
+            mask that marks data with 1 or True is padded with 0.
+        lengths: The name of the parameter that takes the lengths before padding. A call that leaves it out, or gives
+            None, gets a whole number for each row of the batch; what a call gives is left alone.
+        cut: The dimension of the result that has the length, by default ``dim``. It must be as long as the padded
+            input or a whole number of times as long, as the samples of a vocoder are, and is cut in proportion. In a
+            tuple or list each tensor is cut. To cut some entries only, of a tuple, a mapping or a transformers
+            output, give their dimensions by index or name: ``cut={"last_hidden_state": 1}``. None for a result without
+            a length, such as a score for each class.
+
+    Raises:
+        InvalidOption: Where it is written: the buckets cannot be meant, a parameter has no such name, or what is
+            decorated is no function, or a generator function, whose pieces have no known length. In a call: an input
+            is no tensor, inputs differ in length, or the result cannot be cut as ``cut`` says.
+    """
+    if not inputs or not all(isinstance(name, str) for name in inputs):
+        why = "the names of the parameters to pad are needed"
+        raise InvalidOption("inputs", inputs, why=why, fix='Write @bucketed("x").')
+    up = _torch_buckets.rounding(multiple, sizes, growth)
+    where = dim if cut == "same" else cut
+    _check_options(dim, value, where)
+    shape = _Shape(inputs, up, dim, value, mask, lengths, where)
+
+    def decorate(function: F) -> F:
+        _check(function, shape)
+        asynchronous = inspect.iscoroutinefunction(plain_function(function))
+        call = shape.acall if asynchronous else shape.call
+        return cast("F", _Bucketed(cast("Callable[..., Any]", function), call))
+
+    return decorate
+
+
+# Cutting back
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """From what length to what length one result is cut."""
+
+    length: int
+    padded: int
+
+    def __call__(self, result: Any, where: int | Mapping[str | int, int] | None) -> Any:
+        if where is None:
+            return result
+        if isinstance(where, int):
+            return self._along(result, where)
+        return self._entries(result, where)
+
+    def _along(self, result: Any, dim: int) -> Any:
+        if isinstance(result, torch.Tensor):
+            return self._tensor(result, dim)
+        if isinstance(result, tuple | list):
+            return _like(result, [self._along(item, dim) for item in result])
+        raise InvalidOption(
+            "cut",
+            dim,
+            why=f"the result has a {type(result).__name__}, which has no dimensions",
+            fix='Give cut=None for a result without a length, or name what to cut: cut={"last_hidden_state": 1}.',
+        )
+
+    def _tensor(self, result: torch.Tensor, dim: int) -> torch.Tensor:
+        size = result.size(dim) if -result.dim() <= dim < result.dim() else 0
+        if not size or size % self.padded:
+            raise InvalidOption(
+                "cut",
+                dim,
+                why=f"a result of shape {tuple(result.shape)} has no multiple of the padded length {self.padded} there",
+                fix="Give the dimension that has the length, or cut=None and cut the result yourself.",
+            )
+        # Contiguous, as the model would have made it, and without keeping the padding in memory.
+        return result.narrow(dim, 0, size // self.padded * self.length).contiguous()
+
+    def _entries(self, result: Any, where: Mapping[str | int, int]) -> Any:
+        entries: Any = list(result) if isinstance(result, tuple) else copy(result)
+        for key, dim in where.items():
+            entries[key] = self._along(entries[key], dim)
+        return _like(result, entries) if isinstance(result, tuple) else entries
+
+
+def _like(result: Any, items: list[Any]) -> Any:
+    """The items in a tuple, named tuple or list of the result's type."""
+    return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
+
+
+# The decorator
+
+if TYPE_CHECKING:  # generic for the checkers only
+    _FunctionWrapper = wrapt.FunctionWrapper[..., Any]
+    _BoundFunctionWrapper = wrapt.BoundFunctionWrapper[..., Any]
+else:
+    _FunctionWrapper, _BoundFunctionWrapper = wrapt.FunctionWrapper, wrapt.BoundFunctionWrapper
+
+
+class _BoundBucketed(_BoundFunctionWrapper):
+    @property
+    def __func__(self) -> Any:  # which inspect.signature() asks, and a guard's decorator answers
+        method: Any = self.__wrapped__
+        return method.__func__
+
+    def __reduce__(self) -> Any:
+        if isinstance(self.__wrapped__, MethodType):
+            return getattr, (self.__self__, self.__name__)
+        return resolve_name, (f"{self.__module__}:{self.__qualname__}",)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+
+class _Bucketed(_FunctionWrapper):
+    """The decorated function."""
+
+    __bound_function_wrapper__ = _BoundBucketed
+
+    # By reference, as functions are pickled, so that spawned workers find it by its name.
+    def __reduce__(self) -> Any:
+        return str(self.__qualname__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A module's own forward(), decorated, has to be the copy's.
+        return type(self)(deepcopy(self.__wrapped__, memo), self._self_wrapper)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What :func:`bucketed` was told."""
+
+    inputs: tuple[str, ...]
+    up: RoundUp
+    dim: int
+    value: float
+    mask: str | None
+    lengths: str | None
+    cut: int | Mapping[str | int, int] | None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Every parameter that a call may have replaced, and the option that names it."""
+        extra = {"mask": self.mask, "lengths": self.lengths}
+        return dict.fromkeys(self.inputs, "inputs") | {name: option for option, name in extra.items() if name}
+
+    def call(self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = _Given(wrapped, args, kwargs)
+        cut = self._pad(given)
+        result = wrapped(*given.args, **given.kwargs)
+        return cut(result, self.cut) if cut else result
+
+    async def acall(self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = _Given(wrapped, args, kwargs)
+        cut = self._pad(given)
+        result = await wrapped(*given.args, **given.kwargs)
+        return cut(result, self.cut) if cut else result
+
+    def _pad(self, given: _Given) -> _Cut | None:
+        """Replace the inputs, mask and lengths of one call; None if there is nothing to pad."""
+        tensors = {name: given.get(name) for name in self.inputs if given.get(name) is not None}
+        length = self._length(tensors)
+        if not length:
+            return None
+        padded = self.up(length)
+        first = next(iter(tensors.values()))
+        for name, tensor in tensors.items():
+            given.put(name, _torch_buckets.pad(tensor, padded, self.dim, self.value))
+        if self.mask is not None:
+            given.put(self.mask, _torch_buckets.masked(first, self.dim, padded, given.get(self.mask)))
+        if self.lengths is not None and given.get(self.lengths) is None:
+            given.put(self.lengths, torch.full(_torch_buckets.batch(first, self.dim), length, device=first.device))
+        return _Cut(length, padded)
+
+    def _length(self, tensors: Mapping[str, Any]) -> int:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                why = "only tensors can be padded"
+                raise InvalidOption(name, type(tensor), why=why, fix="Give a tensor, or leave it out of bucketed().")
+        lengths = {name: tensor.size(self.dim) for name, tensor in tensors.items()}
+        if len(set(lengths.values())) > 1:
+            why = "the inputs of one call have one length in common"
+            raise InvalidOption("inputs", lengths, why=why, fix="Pad what differs with pad_to_bucket() inside.")
+        return next(iter(lengths.values()), 0)
+
+
+class _Given:
+    """The arguments of one call, by name."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = list(args)
+        self.kwargs = dict(kwargs)
+        self._places = {name: place for place, name in enumerate(_positional(function)) if place < len(args)}
+
+    def get(self, name: str) -> Any:
+        place = self._places.get(name)
+        return self.kwargs.get(name) if place is None else self.args[place]
+
+    def put(self, name: str, value: Any) -> None:
+        place = self._places.get(name)
+        if place is None:
+            self.kwargs[name] = value
+        else:
+            self.args[place] = value
+
+
+def _positional(function: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind in kinds]
+
+
+def _check_options(dim: object, value: object, cut: object) -> None:
+    if not _is_number(dim, int):
+        raise InvalidOption("dim", dim, why="it is not the number of a dimension", fix="Give one such as -1.")
+    if not _is_number(value, int | float):
+        raise InvalidOption("value", value, why="it is not a number", fix="Give one such as 0.")
+    dims = cut.values() if isinstance(cut, Mapping) else () if cut is None else (cut,)
+    if not all(_is_number(one, int) for one in dims):
+        fix = 'Give a number such as -1, several by name such as {"last_hidden_state": 1}, or None.'
+        raise InvalidOption("cut", cut, why="it does not say a dimension", fix=fix)
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _check(function: Any, shape: _Shape) -> None:
+    plain = plain_function(function)
+    if isinstance(plain, type | torch.nn.Module) or not callable(plain):
+        fix = "Decorate a function that calls it, or its method: model.forward = bucketed(...)(model.forward)."
+        raise InvalidOption("function", type(plain), why="only functions and methods can be decorated", fix=fix)
+    if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
+        why = "it is a generator function, and the length of each piece is not known"
+        raise InvalidOption("function", plain, why=why, fix="Use pad_to_bucket() inside, and cut each piece.")
+    # A guard's decorator tells its own, without the model.
+    signature = getattr(function, "__signature__", None) or inspect.signature(plain)
+    parameters = signature.parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name, option in shape.names.items():
+        if name not in parameters:
+            why = f"{plain.__name__}() has no parameter of that name"
+            raise InvalidOption(option, name, why=why, fix=f"It has: {', '.join(parameters) or 'none'}.")

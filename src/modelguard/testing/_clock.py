@@ -1,0 +1,244 @@
+"""``modelguard_clock``: the test sets time, memory and chance, and background work is done when the test looks."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from modelguard import _units
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle import runtime
+from modelguard.lifecycle._engine import Engine, engines
+from modelguard.lifecycle._host_lock import Held, HostLock
+from modelguard.lifecycle._pool_engine import pool_engines
+from modelguard.lifecycle._ticker import TICKER
+from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
+from modelguard.testing._loader import any_held
+
+__all__ = ["Clock"]
+
+#: Time moves in steps that a float holds exactly, so that a TTL of an hour is over after an hour and not just before.
+_TICKS = 1024
+#: The ticker checks a guard at most twenty times a second; one ``advance`` checks at most this often.
+_SHORTEST = 0.05
+_CHECKS = 1000
+#: Real seconds that background work may take before the test fails.
+_TIMEOUT = 10.0
+_START = 100_000_000
+
+
+class Clock:
+    """Time, memory and chance for the guards and pools that a test makes.
+
+    It begins at no particular time, with 100 MB of private memory, no memory limit and unlimited headroom. Jitter draws
+    0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes half of its wait, the shortest.
+
+    Policies, ``defer``, backoffs, ``trim_every`` and the ``ttl`` of pools use this clock. Timeouts of callers stay in
+    real time, because threads really wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``, the timeouts of
+    leases, and all of ``batched``.
+    """
+
+    def __init__(self, test: str) -> None:
+        self._test = test
+        self._lock = threading.Lock()
+        self._ticks = math.ceil(time.monotonic()) * _TICKS
+        self._over = False
+        self._memory = _START
+        self._limit: int | None = None
+        self._headroom: int | None = None
+        self._threads: list[threading.Thread] = []
+        self._installed = ExitStack()
+        self._runtime = runtime.Runtime(
+            clock=self._clock,
+            sleep=self._sleep,
+            private=lambda: self._memory,
+            headroom=lambda: self._headroom,
+            limit=lambda: self._limit,
+            trim=lambda: "modelguard_clock",
+            in_use=lambda: None,
+            check_trim=lambda: None,
+            random=lambda: 0.0,
+            start_thread=self._start,
+            host_lock=_FreeLock(),
+            ticks=False,
+        )
+
+    # What a test sets
+
+    @property
+    def now(self) -> float:
+        """Seconds since an arbitrary start."""
+        return self._clock()
+
+    @property
+    def memory(self) -> int:
+        """Private memory in bytes, as guards read it. Set it to bytes or a size such as ``"600 MB"``."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, value: int | str) -> None:
+        self._require_test("memory")
+        self._memory = _units.size(value, "memory")
+
+    @property
+    def limit(self) -> int | None:
+        """The effective memory limit, in bytes; None for none. Guards read it when they are made."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, value: int | str | None) -> None:
+        self._require_test("limit")
+        self._limit = None if value is None else _units.size(value, "limit")
+
+    @property
+    def headroom(self) -> int | None:
+        """Bytes that may still be allocated; None for unknown. ``swap="auto"`` decides by it."""
+        return self._headroom
+
+    @headroom.setter
+    def headroom(self, value: int | str | None) -> None:
+        self._require_test("headroom")
+        self._headroom = None if value is None else _units.size(value, "headroom")
+
+    def advance(self, duration: _units.Duration) -> None:
+        """Let time pass; ask the policies meanwhile, as a service's ticker does, and finish the reloads that are due.
+
+        A due reload waits for a pause between calls, up to the guard's ``defer``, and that time passes as well: up to
+        five seconds more for each reload, unless the guard has ``defer=0``.
+
+        Args:
+            duration: Seconds, a ``timedelta``, or text such as ``"1h30m"``; 0 asks the policies now.
+
+        Raises:
+            InvalidOption: It is not a duration.
+            TimeoutError: A load did not end within ten real seconds.
+        """
+        seconds = _units.seconds(duration, "duration", zero=True)
+        self._require_test("advance()")
+        end, least = self._clock() + seconds, max(_SHORTEST, seconds / _CHECKS)
+        self._ask()
+        while (left := end - self._clock()) > 0:
+            self._sleep(min(max(self._interval(), least), left))
+            self._ask()
+
+    def settle(self) -> None:
+        """Wait until the reloads that calls have started (by ``Uses`` or ``Errors``) are done.
+
+        It does not wait for work that waits for the test itself: a drain whose call the test keeps open, and a loader
+        that ``modelguard_loader.hold()`` stops.
+
+        Raises:
+            TimeoutError: A load did not end within ten real seconds.
+        """
+        self._require_test("settle()")
+        deadline = time.monotonic() + _TIMEOUT
+        while running := self._running():
+            running[0].join(0.001)
+            if self._waits_for_the_test():
+                return
+            if time.monotonic() > deadline:
+                names = ", ".join(thread.name for thread in running)
+                raise TimeoutError(f"modelguard_clock: {names} did not end within {_TIMEOUT:g} real seconds")
+
+    def drive(self, guarded: ModelGuard[Any] | Callable[..., Any]) -> None:
+        """Move a guard that was made before the test, such as one at the top of a module, to this clock.
+
+        Args:
+            guarded: The guard, or a function that it decorates.
+
+        Raises:
+            InvalidOption: It is neither.
+        """
+        self._require_test("drive()")
+        guard: ModelGuard[Any] = guarded if isinstance(guarded, ModelGuard) else guard_of(guarded)
+        TICKER.remove(guard.engine)
+        with self._lock:  # its model's age must not become negative
+            self._ticks = max(self._ticks, math.ceil(guard.engine.guard.runtime.clock()) * _TICKS)
+        guard.engine.move_to(self._runtime)
+
+    # What the fixture calls
+
+    def install(self) -> None:
+        """Give guards and pools that are made from now on this clock."""
+        self._installed.enter_context(runtime.use(lambda: self._runtime))
+
+    def end(self) -> None:
+        """End the test: wait for its threads, and move the guards that outlive it to real time."""
+        self._installed.close()
+        self.settle()
+        ahead = self._clock() - time.monotonic()
+        real = runtime.Runtime(clock=lambda: time.monotonic() + ahead)
+        outliving = [guard.engine for guard in guards() if guard.engine.guard.runtime is self._runtime]
+        for engine in engines():
+            if engine.guard.runtime is self._runtime:
+                engine.move_to(real)
+        for pool in pool_engines():
+            if pool.runtime is self._runtime:
+                pool.runtime = real
+        for engine in outliving:
+            if engine.state.current is not None:
+                TICKER.add(engine)
+        self._over = True
+
+    # Asking the policies
+
+    def _mine(self) -> list[Engine[Any]]:
+        """The engines of guards that have this clock; pooled models are not checked by a ticker either."""
+        return [guard.engine for guard in guards() if guard.engine.guard.runtime is self._runtime]
+
+    def _ask(self) -> None:
+        for engine in self._mine():
+            engine.check()
+        self.settle()
+
+    def _interval(self) -> float:
+        return min((engine.check_interval() for engine in self._mine()), default=math.inf)
+
+    def _running(self) -> list[threading.Thread]:
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            return [thread for thread in self._threads if thread is not threading.current_thread()]
+
+    def _waits_for_the_test(self) -> bool:
+        drains = any(old.leases for engine in engines() for old in tuple(engine.state.draining))
+        return drains or any_held()
+
+    # The runtime
+
+    def _clock(self) -> float:
+        return self._ticks / _TICKS
+
+    def _sleep(self, seconds: float) -> None:
+        with self._lock:
+            self._ticks += math.ceil(seconds * _TICKS)
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        with self._lock:
+            self._threads.append(thread)
+        thread.start()
+
+    def _require_test(self, use: str) -> None:
+        if self._over:
+            raise InvalidOption(
+                "modelguard_clock",
+                use,
+                why=f"belongs to {self._test}, which has ended",
+                fix="Ask for the fixture in the test that uses it, and keep it nowhere else.",
+            )
+
+
+class _FreeLock(HostLock):
+    """A host lock that a test always gets at once."""
+
+    def __init__(self) -> None:
+        """Without a folder: there is no file."""
+
+    @contextmanager
+    def held(self, **_: object) -> Iterator[Held]:
+        """Hold it for the block."""
+        yield "process"
