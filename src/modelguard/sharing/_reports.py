@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from modelguard import _units
 from modelguard.environment import _proc, _remote
@@ -286,7 +286,7 @@ def _is_python_of(user: int, pid: int, root: Path) -> bool:
 
 
 def _pids(tree: int | Iterable[int]) -> tuple[int, ...]:
-    pids = tuple(tree) if isinstance(tree, Iterable) and not isinstance(tree, str) else (tree,)
+    pids: tuple[Any, ...] = tuple(tree) if isinstance(tree, Iterable) and not isinstance(tree, str) else (tree,)
     if not pids:
         raise InvalidOption("tree", tree, why="it must not be empty", fix="Give a process id, or several.")
     return tuple(_units.whole_number(pid, "tree") for pid in pids)
