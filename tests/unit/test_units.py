@@ -253,10 +253,25 @@ def test_the_parts_of_a_duration_add_up(days: int, hours: int, minutes: int, sec
     assert _units.seconds(whole, "ttl") == pytest.approx(_units.seconds(text, "ttl"))
 
 
+@pytest.mark.parametrize(("value", "at_least"), [(1, 1), (0, 0), (10**30, 1), (7, 7)])
+def test_a_whole_number_is_returned_as_it_is(value: int, at_least: int) -> None:
+    """Any int from the smallest allowed one on."""
+    assert value == _units.whole_number(value, "count", at_least=at_least)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, 2.5, True, False, "3", None, float("nan")])
+def test_anything_but_a_whole_number_is_rejected(value: Any) -> None:
+    """The error names the argument and the smallest number; True is not a number."""
+    with pytest.raises(InvalidOption, match="must be a whole number of at least 1") as rejected:
+        _units.whole_number(value, "count")
+    assert "count" == rejected.value.argument
+    assert rejected.value.fix
+
+
 @given(anything | amounts)
 def test_nothing_is_ever_answered_with_another_error(value: Any) -> None:
     """Whatever is given, it is a good value or an InvalidOption."""
-    for read in (_units.seconds, _units.size, _units.size_or_share):
+    for read in (_units.seconds, _units.size, _units.size_or_share, _units.whole_number):
         try:
             result = read(value, "argument")
         except InvalidOption as error:
