@@ -23,7 +23,8 @@ from modelguard.lifecycle.pool import ModelPool, pool
 if typing.TYPE_CHECKING:
     from modelguard import serving, sharing
     from modelguard.environment import presets
-    from modelguard.serving import Batched, BatchStatus, Breaker, batched, deadline
+    from modelguard.serving import Batched, BatchStatus, Breaker, deadline
+    from modelguard.serving.batched import batched
     from modelguard.sharing import prefork, weights
 
 __all__ = [

@@ -18,11 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from modelguard import _units
 from modelguard.errors import InvalidOption, WrongResults
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.serving.doors import Batched
-from modelguard.serving.making import batched
-from modelguard.serving.settings import check_count
+from modelguard.serving import Batched, batched
 
 __all__ = ["batched_pipeline"]
 
@@ -81,7 +80,7 @@ def batched_pipeline(
     if length is not None and not callable(length):
         why = "a function of one item is needed"
         raise InvalidOption("length", length, why=why, fix="Write length=len, for the characters of a text.")
-    most = math.inf if tokens is None else check_count("tokens", tokens)
+    most = math.inf if tokens is None else _units.whole_number(tokens, "tokens")
     options.setdefault("name", pipe.name if guarded else getattr(pipe, "task", None) or type(pipe).__name__)
     if length is not None:
         options.setdefault("weight", length)

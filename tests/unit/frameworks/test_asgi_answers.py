@@ -13,7 +13,7 @@ from tests.unit.frameworks.refusals import ERRORS, FIGURE, IDS, NAME
 
 from modelguard.errors import BatchFailed, DeadlineExceeded, InvalidOption, ItemRefused, QueueFull, WouldDeadlock
 from modelguard.frameworks.asgi import ModelGuardMiddleware
-from modelguard.serving.scope import left
+from modelguard.serving.deadlines import left
 
 OTHERS = [
     ValueError("the application's own"),

@@ -11,7 +11,7 @@ from tests.unit.frameworks.asgi_by_hand import Client, ask, calling, fine, never
 
 from modelguard import batched
 from modelguard.frameworks.asgi import ModelGuardMiddleware
-from modelguard.serving.scope import left
+from modelguard.serving.deadlines import left
 
 if TYPE_CHECKING:
     from tests.unit.serving.gated import Gated

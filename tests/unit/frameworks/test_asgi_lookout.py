@@ -17,7 +17,7 @@ from tests.unit.serving.gated import Gated, until
 
 from modelguard import batched
 from modelguard.frameworks.asgi import ModelGuardMiddleware
-from modelguard.serving.scope import left
+from modelguard.serving.deadlines import left
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -68,13 +68,13 @@ def shadowed() -> Any:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (len, "a batched function is needed, and this is a builtin_function_or_method"),
+        (len, "must be a batched function, not a builtin_function_or_method"),
         (unbatched, "Put @batched"),
         (unguarded, "no guard decorates it"),
         (Counter().method, "at the top of a module"),
         (hidden, "at the top of a module"),
         (in_main(), "replicas cannot import"),
-        (shadowed(), "is something else"),
+        (shadowed(), "is another object"),
     ],
     ids=["a plain function", "not batched", "not guarded", "a method", "a closure", "of __main__", "shadowed"],
 )
@@ -144,7 +144,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def make(function: Any, *, tag: str = "r1", least: float = 0.0) -> Any:
         context.replica_tag = tag
         module.function = function  # type: ignore[attr-defined]
-        body = {"reference": "ray_made_up:function", "least": least, "patience": 300.0}
+        body = {"reference": "ray_made_up:function", "min_lifetime": least, "patience": 300.0}
         return type("Made", (ray.Replica,), body)
 
     make.kept = kept  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ def test_a_due_policy_fails_the_health_check_and_loads_nothing(replica: Any) -> 
         await made.check_health()
         assert ["a", "b", "c"] == [await made(text) for text in "abc"]
         find_due(made)
-        with pytest.raises(RuntimeError, match=r"replica r1 asks to be replaced, by Uses\(2\)"):
+        with pytest.raises(RuntimeError, match=r"replica r1 asks to be replaced, because of Uses\(2\)"):
             await made.check_health()
         assert "d" == await made("d")
         assert (1, ("Uses(2)",)) == (made.status()["guard"]["generation"], made.status()["due"])

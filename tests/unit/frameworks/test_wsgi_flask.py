@@ -14,7 +14,7 @@ from modelguard import batched, guard
 from modelguard.errors import InvalidOption, Overloaded, QueueFull
 from modelguard.frameworks import wsgi
 from modelguard.frameworks.wsgi import ModelGuardMiddleware
-from modelguard.serving.scope import left
+from modelguard.serving.deadlines import left
 
 if TYPE_CHECKING:
     from tests.unit.serving.gated import Gated
