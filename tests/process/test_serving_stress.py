@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -21,6 +22,7 @@ import pytest
 
 from modelguard import batched
 from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
+from modelguard.serving import _bound_methods
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -217,6 +219,37 @@ def test_a_forked_child_begins_with_an_empty_queue() -> None:
         assert 0 == in_child(child)
     gate.set()
     assert {parent} == {future.result(30) for future in futures}
+
+
+class Doubling:
+    @batched(max_size=4)
+    def double(self, items: list[int]) -> list[int]:
+        return [2 * item for item in items]
+
+
+def test_a_forked_child_can_use_batched_methods() -> None:
+    """Even if another thread of the parent was making the queue of an instance during the fork."""
+
+    def child() -> None:
+        signal.alarm(20)
+        assert 6 == Doubling().double(3)
+
+    held, fork_done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with _bound_methods._lock:
+            held.set()
+            fork_done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(30)
+    try:
+        assert 0 == in_child(child)
+    finally:
+        fork_done.set()
+        thread.join(30)
+    assert 6 == Doubling().double(3)
 
 
 def echo(items: list[int]) -> list[int]:
