@@ -48,7 +48,10 @@ nitpick_ignore_regex = [
     ("py:class", r"(abc|collections\.abc|datetime|os|pathlib|pytest|spacy|torch)\..*"),
     ("py:(class|obj)", r"(.*\.)?[A-Z]"),  # type variables
     ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|Format|SmallObjects"),
-    ("py:class", r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Knob|Horizon|FileChange|Process|_Memory|_Value)"),
+    (
+        "py:class",
+        r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Knob|Horizon|FileChange|Process|_Memory|_Value)",
+    ),
     ("py:class", r"(.*\.)?(Decorator|Generation|Hook|Reloadable|State)"),
     ("py:class", r"CollectorRegistry|MeterProvider|TracerProvider"),  # of the libraries for metrics
     ("py:class", r"concurrent\.futures\..*|tuple\[int|Path"),

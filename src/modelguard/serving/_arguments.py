@@ -66,7 +66,8 @@ class Arguments:
         if count > 1:
             hints += ["Pass everything else by keyword", *self._guard_hint()]
         if count in (0, _ASGI_ARGUMENTS):  # as Flask and Starlette call their routes
-            hints.append(ROUTE_FIX.format(name=self._name.rpartition(".")[2]))
+            fix = ROUTE_FIX.format(name=self._name.rpartition(".")[2])
+            hints.append(f"If a web framework called it: {fix}")
         return TypeError(". ".join(hints))
 
     def _guard_hint(self) -> list[str]:

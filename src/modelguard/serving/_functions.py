@@ -18,6 +18,7 @@ _POSITIONAL = (
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
     inspect.Parameter.VAR_POSITIONAL,
 )
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 #: Annotations that a list satisfies.
 _LISTS = (list, Sequence, MutableSequence, Collection, Iterable)
 #: Types of items for which a list is certainly a mistake. Others may accept a list in place of an array, say.
@@ -26,7 +27,7 @@ _SCALARS = (str, bytes, int, float, complex, bool, dict)
 _WEB_FRAMEWORKS = frozenset({"fastapi", "flask", "starlette"})
 
 #: For web frameworks; its ``name`` is the batched function's.
-ROUTE_FIX = "Give the route a function of its own: async def route(text: str): return await {name}.aio(text)"
+ROUTE_FIX = "Write a function for the route: async def route(text: str): return await {name}.aio(text)"
 
 
 # At definition
@@ -152,18 +153,16 @@ def call_signature(function: Any, name: str) -> inspect.Signature | None:
     parameters = _parameters(function)
     if parameters is None:
         return None
+    others = [each for each in _without_self(parameters)[1:] if each.kind is not inspect.Parameter.VAR_POSITIONAL]
+    keywords = [each for each in parameters if each.kind not in _POSITIONAL]
     item: Any = Annotated[_item_annotation(function), NotFromRequest(name)]
-    keywords = [each for each in parameters if each.kind is not inspect.Parameter.VAR_POSITIONAL]
-    positional = [each for each in keywords if each.kind in _POSITIONAL]
-    first = _without_self(positional)[:1]
-    at = positional.index(first[0]) + 1 if first else 0
-    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    taken = {each.name for each in others + keywords}
     return inspect.Signature(
         [
-            inspect.Parameter("item", inspect.Parameter.POSITIONAL_ONLY, annotation=item),
-            inspect.Parameter("timeout", keyword_only, default=None, annotation=_units.Duration | None),
-            *(each.replace(kind=keyword_only) for each in positional[at:]),
-            *(each for each in keywords if each.kind not in _POSITIONAL),
+            inspect.Parameter("item_" if "item" in taken else "item", _POSITIONAL[0], annotation=item),
+            inspect.Parameter("timeout", _KEYWORD_ONLY, default=None, annotation=_units.Duration | None),
+            *(each.replace(kind=_KEYWORD_ONLY) for each in others),
+            *keywords,
         ]
     )
 
@@ -185,8 +184,9 @@ class NotFromRequest:
             InvalidOption: Always.
         """
         del source, handler
+        why = "a batched function takes one item by position, so it cannot be a route or a dependency"
         fix = ROUTE_FIX.format(name=self._name.rpartition(".")[2])
-        raise InvalidOption("route", self._name, why="a batched function cannot be a route or a dependency", fix=fix)
+        raise InvalidOption("route", self._name, why=why, fix=fix)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:

@@ -118,11 +118,19 @@ def test_annotations_that_say_nothing_certain_are_accepted(function: Any) -> Non
     assert isinstance(batched(max_size=4)(function), Batched)
 
 
+def with_item(items: list[str], *, item: str) -> Any:
+    return items
+
+
 def swapped(model: dict[str, int], texts: list[str]) -> list[int]:
     return [len(text) + len(model) for text in texts]
 
 
 class Service:
+    @batched(max_size=4)
+    def with_more(self, items: list[str], language: str, *stops: str, limit: int = 3) -> Any:
+        return with_more(items, language, *stops, limit=limit)
+
     def swapped(self, model: dict[str, int], texts: list[str]) -> list[int]:
         return swapped(model, texts)
 
@@ -209,6 +217,8 @@ def test_its_signature_is_that_of_a_call() -> None:
     )
     names = ["item", "timeout", "language", "limit"]
     assert names == [name for name, _ in parameters(batched(max_size=4)(with_more))]
+    assert ["item_", "timeout", "item"] == [name for name, _ in parameters(batched(max_size=4)(with_item))]
+    assert names == [name for name, _ in parameters(Service().with_more)]
     assert int is get_args(inspect.signature(batched(max_size=4)(double)).parameters["item"].annotation)[0]
 
 
