@@ -30,6 +30,8 @@ from modelguard.telemetry import logger
 
 __all__ = ["Batcher"]
 
+_clock = time.monotonic  # at every call, where each look-up counts
+
 #: Seconds after which a thread without work ends.
 _LINGER = 10.0
 
@@ -120,7 +122,7 @@ class Batcher:
         queue, wakeup = self._queue, None
         try:
             with self._lock:
-                queue.admit(request, time.monotonic())
+                queue.admit(request, _clock())
                 if self._idle:
                     wakeup = self._idle.pop()
                 elif self._threads < self._most_threads:
@@ -143,7 +145,7 @@ class Batcher:
             scope.web_request.add(_QueuedCall(self, request))
 
     def _apply_bounds(self, request: Request, timeout: float | None, scope: Scope | None) -> None:
-        deadline = time.monotonic() + min(self._limits.deadline, math.inf if timeout is None else timeout)
+        deadline = _clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
         if scope is not None:
             deadline = min(deadline, scope.nearest_deadline)
             self._refuse_own_call(scope)
@@ -235,7 +237,7 @@ class Batcher:
         """Compute a batch, or wait for one; false if this thread has to end."""
         other = None
         with self._lock:
-            found = queue.next_batch(time.monotonic())
+            found = queue.next_batch(_clock())
             if isinstance(found, Batch):
                 other = (
                     self._find_thread() if queue.waiting else None
@@ -269,11 +271,11 @@ class Batcher:
         enclosing: frozenset[object] = frozenset({self})
         if self._nested:
             enclosing = enclosing.union(*(request.enclosing for request in batch.requests))
-        started = time.monotonic()
+        started = _clock()
         token = current_scope.set(Scope(enclosing=enclosing))
         computed = compute(self._function, batch.requests, batch.extras)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
-        now = time.monotonic()
+        now = _clock()
         queue = self._queue
         with self._lock:
             if computed.error is None:
@@ -312,7 +314,7 @@ class Batcher:
         woken = True
         while True:
             with self._lock:
-                queue.expire(now := time.monotonic())
+                queue.expire(now := _clock())
                 due = self._next_expiry = queue.next_deadline()
                 if due == math.inf and not woken:
                     self._expiry_wakeup = None
@@ -382,7 +384,7 @@ class Batcher:
         if self._deferred:
             self._settle()
         with self._lock:
-            return self._queue.status(time.monotonic())
+            return self._queue.status(_clock())
 
     def __repr__(self) -> str:
         return f"<Batcher {self.name!r}>"

@@ -80,7 +80,8 @@ class BatchQueue:
             self.expire(now)
         if self.waiting >= self._max_queue or self._may_refuse:
             self._check_room(now)
-        if request.deadline != math.inf:
+        bounded = request.deadline != math.inf
+        if bounded:
             self._check_deadline(request, now)
         request.arrived = now
         if request.group is None:
@@ -90,7 +91,7 @@ class BatchQueue:
         self.waiting += 1
         if self._weighed:
             self._weight += request.weight
-        if request.deadline != math.inf:
+        if bounded:
             self._number += 1
             heapq.heappush(self._deadlines, (request.deadline, self._number, request))
         if self._may_refuse and self.circuit is not None and self.circuit.admitted():

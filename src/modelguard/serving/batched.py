@@ -6,6 +6,7 @@ import asyncio
 import copy
 import functools
 import sys
+from asyncio import get_running_loop
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -106,8 +107,8 @@ class Batched(Generic[X, Y]):
 
         Arguments and errors are those of a call.
         """
-        request = LoopRequest(item, asyncio.get_running_loop())
-        if extras or timeout is not None or others or self._always_checked or type(item) is list:
+        request = LoopRequest(item, get_running_loop())
+        if extras or others or timeout is not None or self._always_checked or type(item) is list:
             self._put(request, timeout, extras, others)
         else:  # what _put would do, without its call
             self._batcher.put(request)
