@@ -21,7 +21,8 @@ from modelguard.lifecycle.pool import ModelPool, pool
 
 if typing.TYPE_CHECKING:
     from modelguard import allocator, memory, prefork, presets, serving, sharing, weights
-    from modelguard.serving import Batched, BatchStatus, Breaker, batched, deadline
+    from modelguard.serving import Batched, BatchStatus, Breaker, deadline
+    from modelguard.serving.batched import batched
 
 __all__ = [
     "TTL",

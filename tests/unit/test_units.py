@@ -253,30 +253,28 @@ def test_the_parts_of_a_duration_add_up(days: int, hours: int, minutes: int, sec
     assert _units.seconds(whole, "ttl") == pytest.approx(_units.seconds(text, "ttl"))
 
 
+@pytest.mark.parametrize(("value", "at_least"), [(1, 1), (0, 0), (10**30, 1), (7, 7)])
+def test_a_whole_number_is_returned_as_it_is(value: int, at_least: int) -> None:
+    """Any int from the smallest allowed one on."""
+    assert value == _units.whole_number(value, "count", at_least=at_least)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, 2.5, True, False, "3", None, float("nan")])
+def test_anything_but_a_whole_number_is_rejected(value: Any) -> None:
+    """The error names the argument and the smallest number; True is not a number."""
+    with pytest.raises(InvalidOption, match="must be a whole number of at least 1") as rejected:
+        _units.whole_number(value, "count")
+    assert "count" == rejected.value.argument
+    assert rejected.value.fix
+
+
 @given(anything | amounts)
 def test_nothing_is_ever_answered_with_another_error(value: Any) -> None:
     """Whatever is given, it is a good value or an InvalidOption."""
-    for read in (_units.seconds, _units.size, _units.size_or_percentage):
+    for read in (_units.seconds, _units.size, _units.size_or_percentage, _units.whole_number):
         try:
             result = read(value, "argument")
         except InvalidOption as error:
             assert "argument" == error.argument  # noqa: PT017 - good values raise nothing
         else:
             assert (result.fraction if isinstance(result, Percentage) else result) > 0
-
-
-@pytest.mark.parametrize(("value", "at_least"), [(1, 1), (0, 0), (5, 5), (10**30, 1), (-3, -5)])
-def test_a_whole_number_is_returned(value: int, at_least: int) -> None:
-    """Any int from the smallest allowed one on is valid."""
-    assert value == _units.whole_number(value, "workers", at_least=at_least)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.0, "2", None, True, float("nan"), [1]])
-def test_an_invalid_whole_number(value: object) -> None:
-    """Booleans, floats, text and too small numbers are rejected, with the argument and the smallest number."""
-    with pytest.raises(
-        InvalidOption, match=r"^workers=.*: must be a whole number of at least 1\. Write for example workers=8\.$"
-    ):
-        _units.whole_number(value, "workers")
-    with pytest.raises(InvalidOption, match="must be a whole number of at least 7"):
-        _units.whole_number(6, "workers", at_least=7)

@@ -1,9 +1,9 @@
-"""Whose turn it is to be replaced, among processes on many machines that have nothing but a key-value store in common.
+"""Taking turns: processes on many machines are replaced one at a time, with nothing in common but a key-value store.
 
-The turn is a row of numbered entries, of which the last one counts: it names who leaves, or nobody. An entry is made by
-writing a number that was not there before, which one of several succeeds in, so no lock is needed and no lock is left
-behind by a process that dies. Clocks are never compared between machines: each process measures by its own how long the
-last entry has been the last.
+The turn is a series of numbered entries. The last entry counts: it names the process that leaves, or nobody. A process
+makes an entry by writing a number that is not there yet, and only one of several processes succeeds in that. So no lock
+is needed, and a process that dies leaves no lock behind. Clocks are never compared between machines: each process
+measures with its own clock how long the last entry has been the last.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ __all__ = ["Store", "Turns"]
 
 
 class Store(Protocol):
-    """A key-value store that all processes reach."""
+    """A key-value store that all processes can reach."""
 
     def put_if_absent(self, key: str, value: str) -> bool:
-        """Write, unless the key is there already; whether it was written."""
+        """Write a value, unless the key exists; returns whether it was written."""
         ...
 
     def get(self, key: str) -> str | None:
-        """What is written there; None for nothing."""
+        """The value of a key; None if it does not exist."""
         ...
 
     def delete(self, key: str) -> object:
-        """Forget a key, if it is there."""
+        """Delete a key, if it exists."""
         ...
 
     def keys(self, prefix: str) -> Iterable[str]:
-        """All keys that begin so."""
+        """All keys with a prefix."""
         ...
 
 
 class Turns:
-    """The turn of one group of processes, as one of them sees it.
+    """The turns of one group of processes, as one of the processes sees them.
 
     Args:
-        store: Where the entries lie.
-        group: Who takes turns.
+        store: Holds the entries.
+        group: The group of processes that take turns.
         me: This process.
-        patience: Seconds after which whoever has left is no longer waited for: its successor has failed, or none comes.
+        patience: Seconds to wait for the successor of a process that has left. After that the next one may leave, since
+            the successor has failed or none comes.
         clock: Monotonic seconds.
     """
 
@@ -51,14 +52,14 @@ class Turns:
         self, store: Store, group: str, me: str, *, patience: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store = store
-        self._prefix = f"turn/{quote(group, safe='')}/"  # no group's keys begin like another's
+        self._prefix = f"turn/{quote(group, safe='')}/"  # quoted, so that no group's prefix is a prefix of another's
         self._me = me
         self._patience = patience
         self._clock = clock
-        self._seen = (0, clock())
+        self._seen = (0, clock())  # the last entry, and since when
 
     def take(self) -> bool:
-        """Take the turn to leave, or keep it: true for one process at a time."""
+        """Take the turn to leave, or keep it. True for one process at a time."""
         number, holder = self._last()
         if holder == self._me:
             return True
@@ -69,9 +70,9 @@ class Turns:
         return self._write(number, self._me)
 
     def arrive(self) -> None:
-        """Give the turn to the next: this process has come in the place of the one that left.
+        """Pass the turn on: this process has come in place of the one that left.
 
-        If it has come for another reason, the one that wanted to leave finds that it has to take its turn again.
+        If this process has come for another reason, the one that wants to leave has to take its turn again.
         """
         number, holder = self._last()
         if holder:
@@ -84,7 +85,7 @@ class Turns:
             value = self._store.get(self._key(number))
             if value is not None:
                 return number, value
-            numbers.remove(number)  # forgotten meanwhile, since there is a later one
+            numbers.remove(number)  # deleted meanwhile, since there is a later one
         return 0, ""
 
     def _write(self, after: int, value: str) -> bool:
@@ -92,11 +93,11 @@ class Turns:
         if not self._store.put_if_absent(self._key(number), value):
             return False
         numbers = self._numbers()
-        late = max(numbers, default=number) > number  # the number had been used, and was forgotten for a later one
+        outdated = max(numbers, default=number) > number  # the number was used before, and deleted for a later one
         for one in numbers:
-            if one < number or (late and one == number):
+            if one < number or (outdated and one == number):
                 self._store.delete(self._key(one))
-        return not late
+        return not outdated
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}{number}"

@@ -47,19 +47,17 @@ def modelguard_loader(request: pytest.FixtureRequest) -> Iterator[Loader]:
 
 
 @pytest.fixture
-def modelguard_off(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def modelguard_off(request: pytest.FixtureRequest) -> Iterator[None]:
     """Guarded and batched functions run plain: in the caller's thread, without policies, queues or reloads."""
     if "modelguard_clock" in request.fixturenames:
         pytest.fail(
             "modelguard_off takes the policies away that modelguard_clock drives: ask for one of the two",
             pytrace=False,
         )
-    from modelguard.testing._off import Off
+    from modelguard.testing._off import off
 
-    off = Off()
-    off.install(monkeypatch)
-    yield
-    off.end()
+    with off():
+        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Turns: of many processes one leaves at a time, whatever happens to any of them."""
+"""``_turns``: of many processes one leaves at a time, whatever happens to any of them."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class World:
 
 
 def test_one_leaves_at_a_time() -> None:
-    """Who has the turn keeps it, and the others wait."""
+    """The process that has the turn keeps it, and the others wait."""
     world = World()
     a, b = world.process("a"), world.process("b")
     assert [True, False, True] == [a.take(), b.take(), a.take()]
 
 
 def test_the_next_may_leave_when_a_successor_has_arrived() -> None:
-    """What comes in the place of the one that left gives the turn on."""
+    """The successor of the process that left passes the turn on."""
     world = World()
     a, b = world.process("a"), world.process("b")
     assert a.take()
@@ -67,14 +67,14 @@ def test_the_next_may_leave_when_a_successor_has_arrived() -> None:
 
 
 def test_arrivals_without_anybody_leaving_change_nothing() -> None:
-    """The first replicas of a deployment find nobody to succeed."""
+    """The first replicas of a deployment succeed nobody."""
     world = World()
     world.process("a").arrive()
     assert {} == world.store.entries
 
 
-def test_a_successor_that_never_comes_is_not_waited_for_for_ever() -> None:
-    """After the patience of the one that waits, by its own clock, the turn is free."""
+def test_a_successor_that_never_comes_does_not_block_the_turn() -> None:
+    """After the patience of the process that waits, by its own clock, the turn is free."""
     world = World()
     a, b = world.process("a"), world.process("b")
     assert a.take()
@@ -87,7 +87,7 @@ def test_a_successor_that_never_comes_is_not_waited_for_for_ever() -> None:
 
 
 def test_patience_counts_from_when_the_turn_was_taken() -> None:
-    """A turn that somebody else took meanwhile is waited for anew."""
+    """If another process took the turn meanwhile, the wait starts again."""
     world = World()
     a, b, c = (world.process(name) for name in "abc")
     assert a.take()
@@ -102,7 +102,7 @@ def test_patience_counts_from_when_the_turn_was_taken() -> None:
 
 
 def test_two_that_come_at_the_same_time_do_not_both_get_it() -> None:
-    """The other one takes it between the look and the grasp."""
+    """The other one takes it between reading and writing."""
     world = World()
     a, b = world.process("a"), world.process("b")
     got = []
@@ -110,8 +110,8 @@ def test_two_that_come_at_the_same_time_do_not_both_get_it() -> None:
     assert ([True], False) == (got, a.take())  # evaluated in order: b is inside of a's
 
 
-def test_an_entry_that_vanishes_under_the_look_is_followed() -> None:
-    """A later entry replaced the one that was about to be read."""
+def test_an_entry_that_is_deleted_before_it_is_read_is_no_problem() -> None:
+    """The later entry that replaced it counts."""
     world = World()
     a, b, c = (world.process(name) for name in "abc")
     assert a.take()
@@ -120,8 +120,8 @@ def test_an_entry_that_vanishes_under_the_look_is_followed() -> None:
     assert b.take()
 
 
-def test_a_number_that_was_forgotten_is_not_used_again() -> None:
-    """One that has looked long ago does not get the turn by an entry that is older than the last."""
+def test_a_deleted_number_is_not_used_again() -> None:
+    """A process that read long ago does not get the turn with an entry older than the last."""
     world = World()
     a, b, c = (world.process(name) for name in "abc")
 
@@ -135,8 +135,8 @@ def test_a_number_that_was_forgotten_is_not_used_again() -> None:
     assert ["b"] == list(world.store.entries.values())
 
 
-def test_groups_do_not_know_each_other() -> None:
-    """Each deployment has turns of its own, also where one name begins like the other."""
+def test_groups_are_independent() -> None:
+    """Each deployment has turns of its own, even if one name is a prefix of another."""
     world = World()
     assert Turns(world.store, "app/count", "a", patience=60).take()
     assert Turns(world.store, "app/count2", "b", patience=60).take()
@@ -145,7 +145,7 @@ def test_groups_do_not_know_each_other() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["take", "arrive"]), st.booleans()), max_size=30))
 def test_nothing_piles_up(steps: list[tuple[str, str, bool]]) -> None:
-    """However often the turn goes round, one entry is left, and at most one process believes that it has it."""
+    """However often the turn changes, one entry is left, and at most one process has the turn."""
     world = World()
     processes = {name: world.process(name) for name in "abc"}
     for name, step, late in steps:

@@ -1,4 +1,4 @@
-"""``frameworks.asgi``: clients that hang up, and what of their requests is called off."""
+"""``frameworks.asgi``: clients that disconnect, and which of their calls are cancelled."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.unit.frameworks.asgi_by_hand import (
     alone,
     behind,
     calling,
+    disconnect,
     fine,
-    hang_up,
     piece,
     read,
     scope,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("body", ["unread", "read", "in pieces"])
-def test_a_hang_up_calls_off_what_waits(model: Gated, body: str) -> None:
+def test_a_disconnect_cancels_what_waits(model: Gated, body: str) -> None:
     """The item is not computed, whether the application has read the body or not."""
     f = batched(max_size=1)(model)
 
@@ -44,7 +44,7 @@ def test_a_hang_up_calls_off_what_waits(model: Gated, body: str) -> None:
     async def main() -> None:
         await behind(f, model)
         pieces = [piece(b"a", more=True), piece(b"b", more=True), piece()] if body == "in pieces" else [piece()]
-        await hang_up(ModelGuardMiddleware(app), Client(*pieces), f)
+        await disconnect(ModelGuardMiddleware(app), Client(*pieces), f)
 
     asyncio.run(main())
     model.gate.set()
@@ -52,8 +52,8 @@ def test_a_hang_up_calls_off_what_waits(model: Gated, body: str) -> None:
     assert [["first"]] == model.batches
 
 
-def test_a_hang_up_before_the_body_is_complete_calls_off_what_waits(model: Gated) -> None:
-    """The application streams the body, and asks the model on the way."""
+def test_a_disconnect_before_the_body_is_complete_cancels_what_waits(model: Gated) -> None:
+    """The application streams the body, and calls the model on the way."""
     f = batched(max_size=1)(model)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -62,7 +62,7 @@ def test_a_hang_up_before_the_body_is_complete_calls_off_what_waits(model: Gated
 
     async def main() -> None:
         await behind(f, model)
-        await hang_up(ModelGuardMiddleware(app), Client(piece(b"a", more=True)), f)
+        await disconnect(ModelGuardMiddleware(app), Client(piece(b"a", more=True)), f)
 
     asyncio.run(main())
     model.gate.set()
@@ -70,8 +70,8 @@ def test_a_hang_up_before_the_body_is_complete_calls_off_what_waits(model: Gated
     assert [["first"]] == model.batches
 
 
-def test_each_call_on_the_way_through_a_body_can_be_called_off(model: Gated) -> None:
-    """Not the first alone: the look-out comes back when the application has read what it had found."""
+def test_each_call_on_the_way_through_a_body_can_be_cancelled(model: Gated) -> None:
+    """Not only the first: watching goes on when the application has read what the watcher had received."""
     quick = batched(max_size=1)(lambda items: items)
     f = batched(max_size=1)(model)
     client = Client(piece(b"a", more=True), piece(b"b", more=True))
@@ -85,7 +85,7 @@ def test_each_call_on_the_way_through_a_body_can_be_called_off(model: Gated) -> 
 
     async def main() -> None:
         await behind(f, model)
-        await hang_up(ModelGuardMiddleware(app), client, f)
+        await disconnect(ModelGuardMiddleware(app), client, f)
 
     asyncio.run(main())
     model.gate.set()
@@ -94,7 +94,7 @@ def test_each_call_on_the_way_through_a_body_can_be_called_off(model: Gated) -> 
 
 
 def test_a_body_is_not_read_ahead_of_the_application(model: Gated) -> None:
-    """Of what the application has not asked for, one piece at most is held: a slow one still slows its client."""
+    """At most one piece is held that the application has not read: a slow application still slows its client."""
     f = batched(max_size=64)(model)
     client = Client(*(piece(b"x", more=True) for _ in range(50)), piece())
     ahead: list[int] = []
@@ -114,8 +114,8 @@ def test_a_body_is_not_read_ahead_of_the_application(model: Gated) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_an_application_can_ask_before_it_reads_the_body(model: Gated, pieces: int) -> None:
-    """What the look-out has found is the application's, in order, also if it came while both were waiting for it."""
+def test_an_application_can_call_before_it_reads_the_body(model: Gated, pieces: int) -> None:
+    """It gets what the watcher has received, in order, even if both were waiting for it."""
     f = batched(max_size=1)(model)
     model.gate.set()
     client = Client(piece(b"0", more=True))
@@ -128,20 +128,20 @@ def test_an_application_can_ask_before_it_reads_the_body(model: Gated, pieces: i
         await fine(scope, receive, send)
 
     async def main() -> None:
-        serving = asyncio.create_task(ModelGuardMiddleware(app)(scope("POST"), client.receive, client.send))
+        served = asyncio.create_task(ModelGuardMiddleware(app)(scope("POST"), client.receive, client.send))
         await seen(lambda: f.status().answered == 1)
         for n in range(pieces):
             await a_turn()
             client.say(piece(b"%d" % n, more=n < pieces - 1))
-        await asyncio.wait_for(serving, 2)
+        await asyncio.wait_for(served, 2)
         await alone()
 
     asyncio.run(main())
     assert ([b"012"[:pieces]], 200) == (body, client.status)
 
 
-def test_the_application_hears_of_the_hang_up_too(model: Gated) -> None:
-    """What the look-out has read it can read, as often as it asks; and it may answer, although nobody listens."""
+def test_the_application_receives_the_disconnect_too(model: Gated) -> None:
+    """As often as it asks; and it may still answer, although nobody reads that."""
     f = batched(max_size=1)(model)
     heard: list[Any] = []
 
@@ -154,14 +154,14 @@ def test_the_application_hears_of_the_hang_up_too(model: Gated) -> None:
 
     async def main() -> None:
         await behind(f, model)
-        await hang_up(ModelGuardMiddleware(app), Client(), f)
+        await disconnect(ModelGuardMiddleware(app), Client(), f)
 
     asyncio.run(main())
     assert ["http.request", "http.disconnect", "http.disconnect"] == heard
 
 
-def test_a_handler_that_wants_to_goes_on_without_its_client(model: Gated) -> None:
-    """It gets the error where it waits; nothing else of it is cancelled, and later calls of it are called off."""
+def test_a_handler_can_go_on_without_its_client(model: Gated) -> None:
+    """It gets the error where it waits; nothing else is cancelled, and its later calls are refused."""
     f = batched(max_size=1)(model)
     other = batched(max_size=1)(lambda items: items)
     heard: list[Any] = []
@@ -177,31 +177,31 @@ def test_a_handler_that_wants_to_goes_on_without_its_client(model: Gated) -> Non
 
     async def main() -> None:
         await behind(f, model)
-        await hang_up(ModelGuardMiddleware(app), Client(), f)
+        await disconnect(ModelGuardMiddleware(app), Client(), f)
 
     asyncio.run(main())
     assert [True] == heard
 
 
 def test_what_is_being_computed_is_not_waited_for(model: Gated) -> None:
-    """The handler ends although the model is still at it."""
+    """The handler ends although the model is still computing."""
     f = batched(max_size=1)(model)
     client = Client()
 
     async def main() -> None:
         app = ModelGuardMiddleware(calling(lambda: f.aio(1)))
-        serving = asyncio.create_task(app(scope(), client.receive, client.send))
+        served = asyncio.create_task(app(scope(), client.receive, client.send))
         await asyncio.to_thread(model.busy)
-        client.hang_up()
-        await asyncio.wait_for(serving, TIMEOUT)
+        client.disconnect()
+        await asyncio.wait_for(served, TIMEOUT)
         await alone()
 
     asyncio.run(main())
     assert 1 == f.status().cancelled
 
 
-def test_all_that_a_request_waits_for_is_called_off(model: Gated) -> None:
-    """Side by side, and of several functions."""
+def test_all_calls_of_a_request_are_cancelled(model: Gated) -> None:
+    """Calls side by side, and of several functions."""
     f, g = batched(max_size=1)(model), batched(max_size=1)(model)
 
     async def both() -> None:
@@ -216,18 +216,18 @@ def test_all_that_a_request_waits_for_is_called_off(model: Gated) -> None:
     async def main() -> None:
         await behind(f, model)
         await behind(g, model)
-        await hang_up(ModelGuardMiddleware(app), Client(), g)
+        await disconnect(ModelGuardMiddleware(app), Client(), g)
 
     asyncio.run(main())
-    assert [1, 1] == [f.status().cancelled, g.status().cancelled]  # what came later was not let in at all
+    assert [1, 1] == [f.status().cancelled, g.status().cancelled]  # the later call was not admitted at all
     model.gate.set()
     f.close()
     g.close()
     assert [["first"], ["first"]] == model.batches
 
 
-def test_a_neighbour_is_not_called_off(model: Gated) -> None:
-    """One client hangs up, the others are answered."""
+def test_a_neighbour_is_not_cancelled(model: Gated) -> None:
+    """One client disconnects, the others are answered."""
     f = batched(max_size=8)(model)
     app = ModelGuardMiddleware(calling(lambda: f.aio(1)))
     others = [Client() for _ in range(3)]
@@ -235,12 +235,12 @@ def test_a_neighbour_is_not_called_off(model: Gated) -> None:
     async def main() -> None:
         await behind(f, model)
         gone = Client()
-        serving = [asyncio.create_task(app(scope(), one.receive, one.send)) for one in (*others, gone)]
+        served = [asyncio.create_task(app(scope(), one.receive, one.send)) for one in (*others, gone)]
         await seen(lambda: f.status().waiting == 4)
-        gone.hang_up()
-        await asyncio.wait_for(serving[-1], TIMEOUT)
+        gone.disconnect()
+        await asyncio.wait_for(served[-1], TIMEOUT)
         model.gate.set()
-        await asyncio.wait_for(asyncio.gather(*serving), TIMEOUT)
+        await asyncio.wait_for(asyncio.gather(*served), TIMEOUT)
         await alone()
 
     asyncio.run(main())
@@ -248,8 +248,8 @@ def test_a_neighbour_is_not_called_off(model: Gated) -> None:
     assert [["first"], [1, 1, 1]] == model.batches
 
 
-def test_an_application_that_listens_for_the_hang_up_itself_is_not_disturbed(model: Gated) -> None:
-    """It reads while its call waits; what it hears calls the call off."""
+def test_an_application_can_wait_for_the_disconnect_itself(model: Gated) -> None:
+    """It reads while its call waits; when it receives the disconnect, the call is cancelled."""
     f = batched(max_size=1)(model)
     heard: list[Any] = []
 
@@ -263,15 +263,15 @@ def test_an_application_that_listens_for_the_hang_up_itself_is_not_disturbed(mod
     async def main() -> None:
         await behind(f, model)
         client = Client()
-        await hang_up(ModelGuardMiddleware(app), client, f)
+        await disconnect(ModelGuardMiddleware(app), client, f)
         assert [piece(), DISCONNECT] == client.received
 
     asyncio.run(main())
     assert [DISCONNECT] == heard
 
 
-def test_the_look_out_begins_when_an_application_stops_listening(model: Gated) -> None:
-    """A listener that is cancelled, as Starlette does it, leaves the client watched."""
+def test_watching_begins_when_an_application_stops_receiving(model: Gated) -> None:
+    """If its receiving task is cancelled, as Starlette does it, the client is watched."""
     f = batched(max_size=1)(model)
     client = Client()
     stopped = asyncio.Event()
@@ -290,13 +290,13 @@ def test_the_look_out_begins_when_an_application_stops_listening(model: Gated) -
 
     async def main() -> None:
         await behind(f, model)
-        serving = asyncio.create_task(ModelGuardMiddleware(app)(scope(), client.receive, client.send))
+        served = asyncio.create_task(ModelGuardMiddleware(app)(scope(), client.receive, client.send))
         await stopped.wait()
         await a_turn()
-        client.hang_up()
-        await asyncio.wait([serving], timeout=2)
+        client.disconnect()
+        await asyncio.wait([served], timeout=2)
         model.gate.set()
-        await serving
+        await served
         await alone()
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""``doors``: three doors to one queue, with real threads that wait for gates and not for time."""
+"""``Batched``: four ways to call one queue, with real threads that wait for gates, not for time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from modelguard.errors import (
     WouldDeadlock,
 )
 
-# Three doors
+# Calls
 
 
-def test_all_doors_lead_into_the_same_batch(model: Gated) -> None:
-    """A thread, a task and a future share a run of the function."""
+def test_all_kinds_of_calls_share_a_batch(model: Gated) -> None:
+    """A thread, a task and a future share one run of the function."""
     f = batched(max_size=8)(model)
     queued(f, model)
     results: list[Any] = []
@@ -50,7 +50,7 @@ def test_all_doors_lead_into_the_same_batch(model: Gated) -> None:
 
 
 def test_the_function_runs_on_a_thread_of_its_own(model: Gated) -> None:
-    """Neither the caller's nor the loop's; one unless more are asked for."""
+    """Neither on the caller's nor on the event loop's; on one thread by default."""
     model.gate.set()
     f = batched(max_size=2, name="f")(model)
 
@@ -61,9 +61,9 @@ def test_the_function_runs_on_a_thread_of_its_own(model: Gated) -> None:
     assert {"modelguard-batch-f"} == model.threads
 
 
-def test_workers_compute_side_by_side(model: Gated) -> None:
-    """As many batches at once as there are workers, and no more."""
-    f = batched(max_size=1, workers=2)(model)
+def test_threads_compute_side_by_side(model: Gated) -> None:
+    """As many batches at once as there are threads, and no more."""
+    f = batched(max_size=1, threads=2)(model)
     futures = [f.submit(n) for n in range(4)]
     model.busy()
     model.busy()
@@ -74,7 +74,7 @@ def test_workers_compute_side_by_side(model: Gated) -> None:
 
 
 def test_extra_keyword_arguments_reach_the_function(model: Gated) -> None:
-    """Items with other arguments have a batch of their own; True is not 1."""
+    """Items with different arguments do not share a batch; True is not 1."""
     f = batched(max_size=8)(model)
     futures = [*queued(f, model, 1, 2, by=2), *(f.submit(n, by=3) for n in (1, 2)), f.submit(1, by=True)]
     model.gate.set()
@@ -83,7 +83,7 @@ def test_extra_keyword_arguments_reach_the_function(model: Gated) -> None:
 
 
 def test_map_yields_in_order_and_takes_no_more_than_it_needs(model: Gated) -> None:
-    """It may be given an endless iterator."""
+    """The items may come from an endless iterator."""
     model.gate.set()
     f = batched(max_size=4)(model)
     numbers = iter(range(10**9))
@@ -96,7 +96,7 @@ def test_map_yields_in_order_and_takes_no_more_than_it_needs(model: Gated) -> No
 
 
 def test_map_waits_for_its_own_items_when_the_queue_is_full(model: Gated) -> None:
-    """Others may have filled it; only if none of its own are there does it fail."""
+    """It fails only if other callers have filled the queue and none of its own items are in it."""
     f = batched(max_size=2, max_queue=2)(model)
     futures = queued(f, model, "a", "b")
     with pytest.raises(QueueFull):
@@ -106,8 +106,8 @@ def test_map_waits_for_its_own_items_when_the_queue_is_full(model: Gated) -> Non
     assert list(range(20)) == list(f.map(range(20)))
 
 
-def test_map_raises_in_the_items_place(model: Gated) -> None:
-    """What came before has been yielded, and what is queued is dropped."""
+def test_map_raises_in_the_place_of_the_item(model: Gated) -> None:
+    """Earlier results have been yielded, and what is still queued is dropped."""
     model.gate.set()
     f = batched(max_size=2)(model)
     found = f.map(["a", "b", "bad", "c"])
@@ -136,7 +136,7 @@ class Derived(Service):
 
 class TestMethods:
     def test_each_instance_has_a_queue_of_its_own(self) -> None:
-        """And its own counts."""
+        """And counts of its own."""
         two, three = Service(2), Service(3)
         assert (10, 15, 16) == (two.times(5), three.times(5), three.times(5, plus=1))
         assert (1, 2) == (two.times.status().answered, three.times.status().answered)
@@ -144,7 +144,7 @@ class TestMethods:
         assert "Multiplies." == two.times.__doc__
 
     def test_the_class_alone_cannot_be_called(self) -> None:
-        """There is no instance to run on."""
+        """The error says to call it on an instance."""
         with pytest.raises(TypeError, match="a method of Service: call it on an instance"):
             Service.times(5)  # type: ignore[arg-type, call-arg, operator]
 
@@ -157,8 +157,8 @@ class TestMethods:
             assert 35 == other.times(5)
             assert other.times is not one.times
 
-    def test_an_instance_without_a_place_for_it_is_told_so(self) -> None:
-        """With the fix."""
+    def test_an_instance_with_slots_is_rejected(self) -> None:
+        """The error gives the fix."""
 
         class Slotted:
             __slots__ = ()
@@ -171,7 +171,7 @@ class TestMethods:
             Slotted().f(1)
 
     def test_an_instance_can_be_collected(self) -> None:
-        """Its queue does not keep it, once its thread has ended."""
+        """Its queue does not keep it alive once its thread has ended."""
         before = {*threading.enumerate()}
         one = Service(2)
         one.times(1)
@@ -186,8 +186,8 @@ class TestMethods:
 # Items
 
 
-def test_an_item_is_weighed_at_the_door() -> None:
-    """What cannot be weighed, or weighs more than a batch may, is that caller's error alone."""
+def test_an_item_is_weighed_before_it_is_queued() -> None:
+    """An item that cannot be weighed, or is too heavy for any batch, is that caller's error alone."""
     f = batched(max_size=4, weight=len, max_weight=5)(lambda items: [len(item) for item in items])
     assert 5 == f("abcde")
     with pytest.raises(ItemTooHeavy, match=r"weighs 6, and a whole batch may weigh 5"):
@@ -196,13 +196,13 @@ def test_an_item_is_weighed_at_the_door() -> None:
         f(3)
     g = batched(max_size=4, weight=float)(lambda items: items)
     for item in ("nan", "-1", "inf"):
-        with pytest.raises(ItemRefused, match="which is no weight"):
+        with pytest.raises(ItemRefused, match="must be a number of at least 0"):
             g(item)
     assert 1 == f.status().answered
 
 
-def test_keyword_arguments_are_checked_at_the_door(model: Gated) -> None:
-    """An unknown one, or one that cannot be compared, is that caller's error alone."""
+def test_keyword_arguments_are_checked_before_queueing(model: Gated) -> None:
+    """An unknown one, or one that is not hashable, is that caller's error alone."""
     model.gate.set()
     f = batched(max_size=4)(model)
     with pytest.raises(TypeError, match="unexpected keyword argument 'bye'"):
@@ -212,8 +212,8 @@ def test_keyword_arguments_are_checked_at_the_door(model: Gated) -> None:
     assert 2 == f(1, by=2)
 
 
-def test_a_required_keyword_is_asked_for() -> None:
-    """As by any function."""
+def test_a_missing_required_keyword_is_an_error() -> None:
+    """As for any function."""
 
     @batched(max_size=4)
     def f(items: list[int], *, language: str) -> list[str]:
@@ -224,11 +224,11 @@ def test_a_required_keyword_is_asked_for() -> None:
     assert "ja" == f(1, language="ja")
 
 
-# Where it may not be called
+# Where it must not be called
 
 
 def test_the_batch_function_cannot_call_itself() -> None:
-    """It would wait for the thread that it occupies: refused by name, through every door and every helper thread."""
+    """It would wait for the thread that it occupies, whichever way and from whichever helper thread it is called."""
 
     @batched(max_size=4, name="f")
     def f(items: list[Any]) -> list[Any]:
@@ -250,7 +250,7 @@ def test_the_batch_function_cannot_call_itself() -> None:
 
 
 def test_blocking_calls_are_refused_on_a_running_loop(model: Gated) -> None:
-    """With the way to write it."""
+    """The error says what to write instead."""
     f = batched(max_size=4)(model)
 
     async def main() -> None:
@@ -264,7 +264,7 @@ def test_blocking_calls_are_refused_on_a_running_loop(model: Gated) -> None:
 
 
 def test_it_serves_one_loop_after_another(model: Gated) -> None:
-    """And several at once."""
+    """And several event loops at once."""
     model.gate.set()
     f = batched(max_size=4)(model)
     assert [1, 2] == [asyncio.run(f.aio(1)), asyncio.run(f.aio(2))]
@@ -272,16 +272,16 @@ def test_it_serves_one_loop_after_another(model: Gated) -> None:
         assert list(range(20)) == list(pool.map(lambda n: asyncio.run(f.aio(n)), range(20)))
 
 
-def test_without_a_loop_aio_says_so(model: Gated) -> None:
-    """Nothing is queued."""
+def test_without_a_loop_aio_fails(model: Gated) -> None:
+    """It raises, and nothing is queued."""
     f = batched(max_size=4)(model)
     with pytest.raises(RuntimeError, match="no running event loop"):
         f.aio(1).send(None)
     assert 0 == f.status().waiting
 
 
-def test_a_loop_that_was_closed_meanwhile_harms_nobody(model: Gated) -> None:
-    """Its items are computed for nobody."""
+def test_a_loop_that_was_closed_meanwhile_does_not_affect_others(model: Gated) -> None:
+    """The results for its items are dropped, and the next call is answered."""
     f = batched(max_size=1)(model)
     loop = asyncio.new_event_loop()
     task = loop.create_task(f.aio(1))
@@ -295,11 +295,11 @@ def test_a_loop_that_was_closed_meanwhile_harms_nobody(model: Gated) -> None:
     task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
-# The end
+# Closing
 
 
 def test_closing_computes_what_waits(model: Gated) -> None:
-    """And lets nothing in; closing twice does nothing."""
+    """And admits nothing more; closing twice does nothing."""
     f = batched(max_size=1)(model)
     futures = queued(f, model, 1, 2)
     closing = threading.Thread(target=f.close)
@@ -315,8 +315,8 @@ def test_closing_computes_what_waits(model: Gated) -> None:
     assert "closed" == f.status().state
 
 
-def test_what_still_waits_when_closing_takes_too_long_is_refused(model: Gated) -> None:
-    """Nobody waits for a model that is stuck."""
+def test_what_still_waits_at_the_end_of_the_timeout_is_refused(model: Gated) -> None:
+    """No caller waits for a model that is stuck."""
     f = batched(max_size=1)(model)
     (waiting,) = queued(f, model, 1)
     f.close(timeout=0)
@@ -325,7 +325,7 @@ def test_what_still_waits_when_closing_takes_too_long_is_refused(model: Gated) -
 
 
 def test_it_is_closed_at_the_end_of_a_block(model: Gated) -> None:
-    """Of ``with`` and ``async with``."""
+    """At the end of ``with`` and of ``async with``."""
     model.gate.set()
     with batched(max_size=1)(model) as f:
         assert 1 == f(1)

@@ -1,4 +1,4 @@
-"""``frameworks.asgi``: what the look-out for a hang-up costs, when it ends, and what outlives its request."""
+"""``frameworks.asgi``: what watching for a disconnect costs, when it ends, and what outlives its request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.unit.serving.gated import Gated, until
 
 from modelguard import batched
 from modelguard.frameworks.asgi import ModelGuardMiddleware
-from modelguard.serving.scope import left
+from modelguard.serving.deadlines import left
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
 
-def test_a_request_that_asks_no_model_costs_no_task() -> None:
-    """Nor is anything received that the application did not ask for."""
+def test_a_request_without_batched_calls_costs_no_task() -> None:
+    """And nothing is received that the application did not ask for."""
     client = Client()
     tasks: list[int] = []
 
@@ -42,19 +42,19 @@ def test_a_request_that_asks_no_model_costs_no_task() -> None:
 
 
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """What another test has left is not this one's."""
+    """Drop what other tests have left."""
     gc.collect()
     caplog.clear()
 
 
 def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What asyncio has to say: a task whose exception nobody wanted, one that was destroyed while it waited."""
+    """The errors that asyncio has logged, such as a task whose exception was never retrieved."""
     return [one.getMessage() for one in caplog.records if (one.name, one.levelname) == ("asyncio", "ERROR")]
 
 
 @pytest.mark.parametrize("end", ["answer", "error", "deadline", "cancelled"])
-def test_the_look_out_ends_with_the_request(model: Gated, end: str, caplog: pytest.LogCaptureFixture) -> None:
-    """However that ends: no task is left, and asyncio has nothing to complain of."""
+def test_watching_ends_with_the_request(model: Gated, end: str, caplog: pytest.LogCaptureFixture) -> None:
+    """However the request ends: no task is left, and asyncio logs no error."""
     quiet(caplog)
     f = batched(max_size=1)(model)
     if end in ("answer", "error"):
@@ -63,22 +63,22 @@ def test_the_look_out_ends_with_the_request(model: Gated, end: str, caplog: pyte
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await f.aio(1)
-        assert 2 <= len(asyncio.all_tasks()), "the look-out"
+        assert 2 <= len(asyncio.all_tasks()), "the watcher"
         if end == "error":
             raise ValueError("mine")
         await fine(scope, receive, send)
 
     async def main() -> None:
-        served = ModelGuardMiddleware(app, deadline=0.05 if end == "deadline" else None)
-        serving = asyncio.create_task(served(scope(), client.receive, client.send))
+        middleware = ModelGuardMiddleware(app, deadline=0.05 if end == "deadline" else None)
+        served = asyncio.create_task(middleware(scope(), client.receive, client.send))
         if end == "cancelled":
             await asyncio.to_thread(model.busy)
-            serving.cancel()
-        await asyncio.wait([serving])
+            served.cancel()
+        await asyncio.wait([served])
         await alone()
         if end in ("error", "cancelled"):
             with pytest.raises(ValueError if end == "error" else asyncio.CancelledError):
-                serving.result()
+                served.result()
         else:
             assert {"answer": 200, "deadline": 504}[end] == client.status
 
@@ -87,8 +87,8 @@ def test_the_look_out_ends_with_the_request(model: Gated, end: str, caplog: pyte
     assert [] == complaints(caplog)
 
 
-def test_a_server_that_fails_to_receive_harms_nobody(model: Gated, caplog: pytest.LogCaptureFixture) -> None:
-    """The application is answered by the model, hears of the failure when it reads, and nothing is logged."""
+def test_a_server_that_fails_to_receive_breaks_nothing(model: Gated, caplog: pytest.LogCaptureFixture) -> None:
+    """The model's answer arrives, the application gets the failure when it reads, and nothing is logged."""
     quiet(caplog)
     f = batched(max_size=1)(model)
     model.gate.set()
@@ -115,8 +115,8 @@ def test_a_server_that_fails_to_receive_harms_nobody(model: Gated, caplog: pytes
     assert [] == complaints(caplog)
 
 
-def test_what_a_request_leaves_to_be_done_is_done(model: Gated) -> None:
-    """A background task outlives the answer and its deadline; the client that has it and goes is none that hangs up."""
+def test_background_tasks_of_a_request_are_done(model: Gated) -> None:
+    """They outlive the answer and the deadline; a client that closes after its answer cancels nothing."""
     f = batched(max_size=1)(model)
     model.gate.set()
     done: list[Any] = []
@@ -134,8 +134,8 @@ def test_what_a_request_leaves_to_be_done_is_done(model: Gated) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_task_that_outlives_its_request_is_not_called_off(model: Gated, before: bool) -> None:  # noqa: FBT001
-    """Whether the request had asked a model itself or not: the answer was given, and nobody has hung up."""
+def test_a_task_that_outlives_its_request_is_not_cancelled(model: Gated, before: bool) -> None:  # noqa: FBT001
+    """Whether the request itself had called a model or not: it was answered, so nobody has disconnected."""
     f = batched(max_size=1)(model)
     model.gate.set()
     tasks: list[asyncio.Task[Any]] = []
