@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from modelguard import _public
 from modelguard.diagnosis._checks import CHECKS, Check, Finding
 from modelguard.diagnosis._facts import Facts
 from modelguard.diagnosis._facts_command import facts_of_command
@@ -22,3 +23,5 @@ __all__ = [
     "facts_of_machine",
     "facts_of_process",
 ]
+
+_public.set_module(globals())

@@ -5,8 +5,6 @@ out and listed in ``unknown``. Facts never hold secrets: of the environment only
 kept, and command lines are redacted first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal

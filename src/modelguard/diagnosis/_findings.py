@@ -1,7 +1,5 @@
 """Checks and what they find."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

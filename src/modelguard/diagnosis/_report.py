@@ -1,7 +1,5 @@
 """Runs every check, and writes the report."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Iterable, Iterator

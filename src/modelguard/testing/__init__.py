@@ -33,4 +33,6 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    value.__module__ = __name__  # the name that users import shows in tracebacks, pickles and the documentation
+    return value

@@ -1,7 +1,5 @@
 """``modelguard_env``: a program in a process of its own, under a preset and an allocator."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,15 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from modelguard import _units
 from modelguard.environment import _launcher, _presets
 from modelguard.errors import InvalidOption
-
-if TYPE_CHECKING:
-    from modelguard.environment._launcher import Allocator
-    from modelguard.environment._presets import Preset
 
 __all__ = ["Env", "Finished"]
 
@@ -61,8 +55,8 @@ class Env:
         self,
         program: str,
         *,
-        preset: str | Preset | None = None,
-        allocator: Allocator = "none",
+        preset: str | _presets.Preset | None = None,
+        allocator: _launcher.Allocator = "none",
         environ: Mapping[str, str] | None = None,
         timeout: _units.Duration = 60.0,
     ) -> Finished:
@@ -109,7 +103,7 @@ class Env:
         self._over = True
 
 
-def _preset(preset: str | Preset | None) -> Preset | None:
+def _preset(preset: str | _presets.Preset | None) -> _presets.Preset | None:
     if not isinstance(preset, str):
         if preset is None or isinstance(preset, _presets.Preset):
             return preset
