@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Overloaded
 from modelguard.frameworks._answers import Answer, WebOptions, problem
-from modelguard.frameworks._turns import Turns
+from modelguard.frameworks._replacement_turns import Turns
 from modelguard.lifecycle.guard import guard_of
 from modelguard.serving import Batched, Limits
 from modelguard.telemetry import logger

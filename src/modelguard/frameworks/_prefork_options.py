@@ -12,7 +12,7 @@ from modelguard.errors import InvalidOption
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
 
-__all__ = ["Options", "guards"]
+__all__ = ["PreforkOptions", "generations", "guards_to_share", "loading", "wait_for_loads"]
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ _LOOK = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class PreforkOptions:
     """How to prepare, as :func:`~modelguard.prefork.prepare` takes it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Options:
     warm_timeout: float = 60.0
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Options:
+    def read(cls, environ: Mapping[str, str]) -> PreforkOptions:
         """Read the variables that are set.
 
         Raises:
@@ -69,7 +69,7 @@ class Options:
         )
 
 
-def guards() -> tuple[ModelGuard[Any], ...]:
+def guards_to_share() -> tuple[ModelGuard[Any], ...]:
     """Whose models to share: the guards made with ``prefork=True``, or all of this process if none is marked so.
 
     Raises:

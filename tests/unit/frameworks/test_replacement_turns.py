@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelguard.frameworks._turns import Turns
+from modelguard.frameworks._replacement_turns import Turns
 
 
 class Shared:

@@ -1,4 +1,4 @@
-"""Options by environment variables, and whose models are shared."""
+"""PreforkOptions by environment variables, and whose models are shared."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import pytest
 
 from modelguard import TTL, Uses, guard, prefork
 from modelguard.errors import InvalidOption
-from modelguard.frameworks import _options
-from modelguard.frameworks._options import Options
+from modelguard.frameworks import _prefork_options
+from modelguard.frameworks._prefork_options import PreforkOptions
 
 
 def test_nothing_set_means_the_defaults_of_prepare() -> None:
     """Without variables it is as if ``prepare`` was called without options."""
-    assert Options() == Options.read({})
+    assert PreforkOptions() == PreforkOptions.read({})
 
 
 def test_each_variable_is_read() -> None:
     """Words in any case, and durations with or without a unit."""
-    assert Options(freeze=False, immortalize=True, on_hazard="refuse", warm_timeout=120.0) == Options.read(
+    assert PreforkOptions(
+        freeze=False, immortalize=True, on_hazard="refuse", warm_timeout=120.0
+    ) == PreforkOptions.read(
         {
             "MODELGUARD_FREEZE": "No",
             "MODELGUARD_IMMORTALIZE": " yes ",
@@ -25,7 +27,7 @@ def test_each_variable_is_read() -> None:
             "MODELGUARD_WARM_TIMEOUT": "2m",
         }
     )
-    assert 90.0 == Options.read({"MODELGUARD_WARM_TIMEOUT": "90"}).warm_timeout
+    assert 90.0 == PreforkOptions.read({"MODELGUARD_WARM_TIMEOUT": "90"}).warm_timeout
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_each_variable_is_read() -> None:
 def test_what_cannot_be_meant_is_refused_by_the_variables_name(name: str, text: str) -> None:
     """The error names the variable and what to write instead."""
     with pytest.raises(InvalidOption, match=name):
-        Options.read({name: text})
+        PreforkOptions.read({name: text})
 
 
 def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,11 +53,11 @@ def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -
     first, second = (guard(dict, reload_on=None, name=name) for name in ("b", "a"))
     marked = guard(dict, reload_on=None, name="c", prefork=True)
     for alive, expected in (((first, second), (second, first)), ((first, marked), (marked,))):
-        monkeypatch.setattr(_options, "all_guards", lambda alive=alive: alive)
-        assert expected == _options.guards()
-    monkeypatch.setattr(_options, "all_guards", tuple)
+        monkeypatch.setattr(_prefork_options, "all_guards", lambda alive=alive: alive)
+        assert expected == _prefork_options.guards_to_share()
+    monkeypatch.setattr(_prefork_options, "all_guards", tuple)
     with pytest.raises(InvalidOption, match="made no guard"):
-        _options.guards()
+        _prefork_options.guards_to_share()
 
 
 @pytest.mark.parametrize(
@@ -69,5 +71,5 @@ def test_models_that_are_renewed_stay_mortal(
     seen: list[object] = []
     monkeypatch.setattr(prefork, "prepare", lambda *_guards, immortalize, **_rest: seen.append(immortalize))
     made = guard(dict, reload_on=policy)  # type: ignore[call-overload]
-    Options(immortalize=option).prepare([made])  # type: ignore[arg-type]
+    PreforkOptions(immortalize=option).prepare([made])  # type: ignore[arg-type]
     assert [expected] == seen
