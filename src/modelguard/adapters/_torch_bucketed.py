@@ -16,7 +16,7 @@ import wrapt
 from modelguard.adapters import _torch_buckets
 from modelguard.adapters._torch_buckets import RoundUp
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle._wrappers import plain_function
+from modelguard.lifecycle._signatures import plain_function
 
 __all__ = ["bucketed"]
 

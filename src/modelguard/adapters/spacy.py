@@ -26,7 +26,8 @@ except ModuleNotFoundError as error:
 from modelguard.adapters._spacy_escape import refuse_escaped
 from modelguard.adapters._spacy_zone import Stay
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.lifecycle._wrappers import Guarded, plain_function
+from modelguard.lifecycle._signatures import plain_function
+from modelguard.lifecycle._wrappers import Guarded
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.policies import Horizon, Policy, Snapshot
 from modelguard.telemetry.reasons import ReasonKind

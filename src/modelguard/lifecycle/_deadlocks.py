@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from modelguard.errors import WouldDeadlock
@@ -34,19 +37,63 @@ def waiting_for(state: GuardState[Any]) -> Iterator[None]:
             _waiting.pop(me, None)
 
 
+def raise_if_load_waits_here(state: GuardState[Any]) -> None:
+    """Check that the threads of the load under way do not wait for work that this thread does for them.
+
+    A warm-up that calls the guarded function by way of an executor waits for a thread that waits for the new model.
+    Which thread that is can be read off the stacks only, so this is for those who have waited for some time.
+
+    Raises:
+        WouldDeadlock: One of them does.
+    """
+    job = state.job
+    frames = sys._current_frames() if job is not None else {}  # noqa: SLF001 - there is no public way to the stacks
+    for thread in tuple(job.threads) if job is not None else ():
+        if any(map(_is_done_here, _stack(frames.get(thread)))):
+            raise WouldDeadlock(
+                state.name,
+                why="the warm-up of its new model waits for this thread, which waits for that model",
+                fix="Call the function in the warm-up itself, or submit contextvars.copy_context().run(...).",
+            )
+
+
+def _is_done_here(frame: FrameType) -> bool:
+    """Whether a frame waits for a future of an executor that this thread computes, or for this thread's end."""
+    waits_for = frame.f_locals.get("self") if frame.f_code in _WAITS else None
+    if isinstance(waits_for, threading.Thread):
+        return waits_for.ident == threading.get_ident()
+    own = (one.f_locals.get("self") for one in _stack(sys._getframe()) if one.f_code.co_qualname == "_WorkItem.run")  # noqa: SLF001
+    return waits_for is not None and any(getattr(item, "future", None) is waits_for for item in own)
+
+
+_WAITS = {Future.result.__code__, Future.exception.__code__, threading.Thread.join.__code__}
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def on_event_loop() -> bool:
+    """Whether this thread runs an event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def raise_on_event_loop(name: str, action: str, instead: str) -> None:
     """Refuse to block a running event loop, which the awaited work may need.
 
     Raises:
         WouldDeadlock: This thread runs an event loop.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise WouldDeadlock(
-        name, why=f"{action}() would block the running event loop", fix=f"Write: await guard.{instead}()."
-    )
+    if on_event_loop():
+        raise WouldDeadlock(
+            name, why=f"{action}() would block the running event loop", fix=f"Write: await guard.{instead}()."
+        )
 
 
 def _raise_on_circle(state: GuardState[Any], me: int) -> None:

@@ -6,14 +6,15 @@ does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, insta
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from modelguard import _units, telemetry
+from modelguard import _own_thread, _units, telemetry
 from modelguard.errors import LoadFailed, WouldDeadlock
-from modelguard.lifecycle import _deadlocks, _fork, _inline, _misuse, _ticker
+from modelguard.lifecycle import _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._evaluator import Evaluator
 from modelguard.lifecycle._generation import Generation
@@ -67,6 +68,7 @@ class Engine(Generic[M]):
         self._evaluator = Evaluator(self.guard)
         self._trimmer = None if options.trim_schedule is None else Trimmer(options.trim_schedule, self.guard)
         self._recycling = Recycling(self.guard)
+        self._ticking = threading.Lock()
         _engines.add(self)
         _fork.register(self)
 
@@ -219,7 +221,7 @@ class Engine(Generic[M]):
         """Run the warm-up on the current generation, if there are both."""
         warmup, generation = self.guard.options.warmup, self.state.current
         if warmup is not None and generation is not None:
-            with self.state.running_on(generation):
+            with self.state.running_on(generation), _own_thread.stay():
                 resolve(warmup(generation.model))
             generation.uses = generation.errors = 0  # as after a load: a warm-up is not a request
 
@@ -250,10 +252,9 @@ class Engine(Generic[M]):
 
     def _run(self, job: LoadJob | None) -> None:
         while job is not None:
-            installed = self._reload(job).run()
+            self._reload(job).run()
             self._after_load()
-            followup = (Reason("requested", "requested during a load"),)
-            job = self.state.finish(job, followup, failed=not installed)
+            job = self.state.finish(job, (Reason("requested", "requested during a load"),))
 
     def _reload(self, job: LoadJob) -> Reload[M]:
         return Reload(self.guard, self._evaluator.readings, job)
@@ -325,6 +326,20 @@ class Engine(Generic[M]):
             self._trimmer.check((current.number, current.uses))
         return self._check_policy(sample=True)
 
+    def tick(self) -> None:
+        """:meth:`check`, as the ticker calls it: a policy of the author's, which may block, has a thread of its own."""
+        policy = self.guard.options.reload_on
+        if policy is None or all(part.kind != "custom" for part in policy.parts()):
+            self.check()
+        elif self._ticking.acquire(blocking=False):  # else the last check has not ended yet
+            self.guard.runtime.start_thread(self._tick_aside, f"modelguard-check-{self.name}")
+
+    def _tick_aside(self) -> None:
+        try:
+            self.check()
+        finally:
+            self._ticking.release()
+
     def check_interval(self) -> float:
         """Seconds until :meth:`check` should be called again; infinity if only the ends of calls matter."""
         interval = self._evaluator.interval
@@ -369,14 +384,26 @@ class Engine(Generic[M]):
 
     # The end, and forks
 
+    def reopen(self) -> None:
+        """Accept calls again after :meth:`close`; the next use loads a model."""
+        self.state.reopen()
+
     def close(self) -> None:
         """Refuse further calls, wait for those under way up to ``drain_timeout``, and release the model."""
         _deadlocks.raise_on_event_loop(self.name, "close", "aclose")
         self.raise_inside_call("close")
+        self.shut_down()
+
+    def shut_down(self) -> None:
+        """:meth:`close` without its checks, for an owner that has made them."""
         _ticker.TICKER.remove(self)
         old = self.state.close()
         if old is not None:
             drain_and_release(self.guard, old)
+
+    async def aclose(self) -> None:
+        """:meth:`close` without blocking the event loop."""
+        await _in_thread.run(self.close, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
 
     def before_fork(self) -> None:
         """Keep other threads out of the state while the process forks."""
@@ -389,6 +416,7 @@ class Engine(Generic[M]):
     def after_fork_in_child(self) -> None:
         """Start with own locks, counters, jitter and readings; ask for recycling where that was prepared."""
         self.state.after_fork_in_child(self.guard.runtime.random())
+        self._ticking = threading.Lock()
         self._recycling.after_fork_in_child()
         self._evaluator.decide_by(self._recycling.policy)
         self._evaluator.after_fork_in_child()

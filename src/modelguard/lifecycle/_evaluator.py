@@ -10,13 +10,16 @@ from modelguard import telemetry
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._readings import Readings
-from modelguard.lifecycle.policies import Policy, Snapshot
+from modelguard.lifecycle.policies import Policy, Snapshot, alternatives
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
     from modelguard.telemetry import Callback
 
 M = TypeVar("M")
+
+#: What a policy may raise without harming the call that ends: its sys.exit() is no reason to end the service.
+_POLICY_ERRORS = (Exception, SystemExit)
 
 #: Seconds between two checks of an idle guard, whose memory does not grow by itself.
 _IDLE = 1.0
@@ -46,14 +49,14 @@ class Evaluator(Generic[M]):
         self.readings = Readings(guard)
         self.interval = math.inf
         self._guard = guard
-        self._policy = guard.options.reload_on
+        self._members = alternatives(guard.options.reload_on)
         self._lock = threading.Lock()
         self._reported: set[str] = set()
         self._uses_seen = -1
 
     def decide_by(self, policy: Policy | None) -> None:
         """Ask only this part of the guard's policy from now on."""
-        self._policy = policy
+        self._members = alternatives(policy)
 
     def evaluate(self, *, sample: bool) -> Due[M] | None:
         """Ask the policy whether a load is due.
@@ -84,12 +87,13 @@ class Evaluator(Generic[M]):
         self.readings.start(self._guard.state.current)
         self.after_load()
 
-    def report_error(self, callback: Callback, error: Exception) -> None:
+    def report_error(self, callback: Callback, error: BaseException, *, about: str = "") -> None:
         """Report a callable of the author's that raised; once per generation and type of error."""
-        if self._first_report(f"{callback} {type(error)}"):
+        if self._first_report(f"{callback} {about} {type(error)}"):
+            where = f" (in {about})" if about else ""
             telemetry.emit(
                 telemetry.CallbackErrored(
-                    guard=self._guard.name, callback=callback, error=f"{type(error).__name__}: {error}"
+                    guard=self._guard.name, callback=callback, error=f"{type(error).__name__}: {error}{where}"
                 )
             )
 
@@ -116,14 +120,15 @@ class Evaluator(Generic[M]):
         return Due(reasons, generation)
 
     def _ask(self, snapshot: Snapshot) -> tuple[Reason, ...]:
-        if self._policy is None:
-            return ()
-        try:
-            self._report_futile_parts(self._policy, snapshot)
-            return self._policy.reasons(snapshot)
-        except Exception as error:  # noqa: BLE001 - a policy that raises must not fail the call that ends
-            self.report_error("reload_on", error)
-            return ()
+        """The reasons of the members that are due. A member that raises is reported, and the others still count."""
+        reasons: list[Reason] = []
+        for member in self._members:
+            try:
+                self._report_futile_parts(member, snapshot)
+                reasons += member.reasons(snapshot)
+            except _POLICY_ERRORS as error:
+                self.report_error("reload_on", error, about=_name(member))
+        return tuple(reasons)
 
     def _report_futile_parts(self, policy: Policy, snapshot: Snapshot) -> None:
         for part in policy.parts():
@@ -137,21 +142,28 @@ class Evaluator(Generic[M]):
 
     def _set_alarm(self, generation: Generation[M], snapshot: Snapshot) -> None:
         """Let calls end on the fast path until the policy's answer may change."""
-        if self._policy is None:
+        if not self._members:
             return
-        try:
-            horizon = self._policy.horizon(snapshot)
-        except Exception as error:  # noqa: BLE001 - as above
-            self.report_error("reload_on", error)
-            return
+        uses, seconds = math.inf, math.inf
+        for member in self._members:
+            try:
+                horizon = member.horizon(snapshot)
+            except _POLICY_ERRORS as error:
+                self.report_error("reload_on", error, about=_name(member))
+                continue
+            uses, seconds = min(uses, horizon.uses), min(seconds, horizon.seconds)
         idle = snapshot.uses == self._uses_seen
         self._uses_seen = snapshot.uses
         until_reading = self.readings.interval
-        self.interval = min(horizon.seconds, max(until_reading, _IDLE) if idle else until_reading)
-        self._guard.state.set_alarm(generation, snapshot.uses + horizon.uses)
+        self.interval = min(seconds, max(until_reading, _IDLE) if idle else until_reading)
+        self._guard.state.set_alarm(generation, snapshot.uses + uses)
 
     def _first_report(self, about: str) -> bool:
         if about in self._reported:
             return False
         self._reported.add(about)
         return True
+
+
+def _name(policy: Policy) -> str:
+    return type(policy).__name__ if policy.kind == "custom" else repr(policy)

@@ -43,23 +43,54 @@ def _describe(referrer: Any, target: object) -> str:
 
 
 def _describe_known(referrer: Any, target: object) -> str:
-    call = _describe_call(referrer)
-    if call is not None:
-        return call
+    description = _describe_call(referrer) or _describe_place(referrer, target)
+    if description is not None:
+        return description
+    kind = type(referrer).__qualname__
+    if not isinstance(referrer, list | tuple | set | dict):
+        return f"a {kind}"
+    container = (
+        f"key {_key(referrer, target)} of a dict" if isinstance(referrer, dict) else f"a {kind} of {len(referrer)}"
+    )
+    owner = _owner(referrer)
+    return container if owner is None else f"{container}, which is {owner}"
+
+
+def _describe_place(referrer: Any, target: object) -> str | None:
+    """A name by which a programmer finds the reference: an attribute, a global, a closure; None if there is none."""
     if isinstance(referrer, types.CellType):
         return "a closure's variable"
     if isinstance(referrer, types.MethodType):
         return f"the bound method {referrer.__qualname__}"
     if isinstance(referrer, dict):
-        return _describe_dict(referrer, target)
-    attributes = getattr(referrer, "__dict__", None)
-    if isinstance(attributes, dict):
-        for name, value in list(attributes.items()):
-            if value is target:
-                return f"attribute {name!r} of a {type(referrer).__module__}.{type(referrer).__qualname__}"
-    return f"a {type(referrer).__qualname__}" + (
-        f" of {len(referrer)}" if isinstance(referrer, list | tuple | set) else ""
-    )
+        modules = (one for one in list(sys.modules.values()) if getattr(one, "__dict__", None) is referrer)
+        names = (f"the global {_key(referrer, target)} of module {module.__name__}" for module in modules)
+        return next(names, None)
+    attributes = getattr(referrer, "__dict__", {})
+    for name, value in list(attributes.items()):
+        if value is target:
+            owner = referrer if isinstance(referrer, type) else type(referrer)
+            article = "class" if isinstance(referrer, type) else "a"
+            return f"attribute {name!r} of {article} {owner.__module__}.{owner.__qualname__}"
+    return None
+
+
+def _owner(container: Any) -> str | None:
+    """Who holds a container that holds the model: one level up, and over the ``__dict__`` of an instance two."""
+    for referrer in gc.get_referrers(container):
+        if isinstance(referrer, types.CellType):  # no name by which anybody finds it
+            continue
+        description = _describe_place(referrer, container)
+        if description is None and isinstance(referrer, dict):
+            instances = [one for one in gc.get_referrers(referrer) if getattr(one, "__dict__", None) is referrer]
+            description = next(filter(None, (_describe_place(one, container) for one in instances)), None)
+        if description is not None:
+            return description
+    return None
+
+
+def _key(holder: dict[Any, Any], target: object) -> str:
+    return next((repr(name) for name, value in list(holder.items()) if value is target), "?")
 
 
 def _describe_call(referrer: Any) -> str | None:
@@ -74,11 +105,3 @@ def _describe_call(referrer: Any) -> str | None:
 def _place(code: types.CodeType, frame: types.FrameType | None) -> str:
     line = code.co_firstlineno if frame is None else frame.f_lineno
     return f"{code.co_qualname} ({code.co_filename}:{line})"
-
-
-def _describe_dict(referrer: dict[Any, Any], target: object) -> str:
-    key = next((repr(name) for name, value in list(referrer.items()) if value is target), "?")
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", None) is referrer:
-            return f"the global {key} of module {module.__name__}"
-    return f"key {key} of a dict"

@@ -155,6 +155,10 @@ class Lease(Generic[M]):
         """Let it outlive the context that it was taken in: a child that is forked meanwhile takes it again."""
         self._engine.state.held_leases.add(self)
 
+    def held_here(self) -> Generation[M] | None:
+        """Its generation, if this thread last used it; None otherwise and after its end."""
+        return self._generation if self._thread == threading.get_ident() else None
+
     def survives_fork(self) -> bool:
         """Whether a child that was just forked still uses it: the forking thread holds it, outside of any context."""
         return self._generation is not None and not self._enclosing and self._thread == threading.get_ident()

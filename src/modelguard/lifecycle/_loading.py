@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
+from modelguard import _own_thread
 from modelguard.environment import _openmp
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
@@ -87,7 +88,7 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Loaded[M]
 
 def _make(guard: GuardContext[M], discard: Discard[M]) -> Loaded[M]:
     runtime = guard.runtime
-    before, started = runtime.private(), runtime.clock()
+    before, in_use_before, started = runtime.private(), runtime.in_use(), runtime.clock()
     with StallMeter() as meter:
         generation = _load(guard)
         try:
@@ -96,8 +97,10 @@ def _make(guard: GuardContext[M], discard: Discard[M]) -> Loaded[M]:
             discard(generation, "rejected")
             raise
         runtime.try_trim()  # what only the load needed: 30 to 60 MB for ja_ginza
-    growth = runtime.private() - before
-    generation.model_bytes = max(0, growth, _adapters.find(generation.model).size(generation.model) or 0)
+    # A load that reuses free memory makes the process grow by less than the model, but malloc hands out all of it.
+    growth, in_use = runtime.private() - before, runtime.in_use()
+    handed_out = 0 if in_use is None or in_use_before is None else in_use - in_use_before
+    generation.model_bytes = max(0, growth, handed_out, _adapters.find(generation.model).size(generation.model) or 0)
     generation.born = runtime.clock()
     generation.uses = generation.errors = 0
     return Loaded(generation, seconds=runtime.clock() - started, stall=meter.longest)
@@ -109,13 +112,17 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
         raise Rejected("the loader returned None; return the model")
     if isinstance(model, GeneratorType):
         raise Rejected("the loader is a generator function; return the model instead of yielding it")
+    if guard.state.knows(model):
+        raise Rejected(
+            "the loader returned the model that it should replace; make a new one at each call, without a cache"
+        )
     number = guard.state.generations + 1
     return Generation(number, model, born=guard.runtime.clock(), jitter=guard.runtime.random())
 
 
 def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
     """Validate and warm up. Guarded functions that this calls run on the new generation."""
-    with guard.state.running_on(generation):
+    with guard.state.running_on(generation), _own_thread.stay():
         if guard.options.validate is not None:
             _validate(guard.options.validate, generation)
         if guard.options.warmup is not None:

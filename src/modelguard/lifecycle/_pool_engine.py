@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -17,7 +17,7 @@ from cachetools import LRUCache
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded
-from modelguard.lifecycle import _deadlocks, _fork
+from modelguard.lifecycle import _deadlocks, _fork, _in_thread
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._pool_lru import PooledModel, PoolLRU, RoomQueue
@@ -73,6 +73,7 @@ class PoolEngine(Generic[K, M]):
         self._failed: LRUCache[K, Engine[M]] = LRUCache(_REMEMBERED)
         self._closed = False
         self._loads = self._evictions = 0
+        self._fetches: dict[K, Future[Lease[M]]] = {}
         self._renew_locks()
         _pool_engines.add(self)
         _fork.register(self)
@@ -81,6 +82,7 @@ class PoolEngine(Generic[K, M]):
         self._changed = threading.Condition(threading.RLock())
         self._queue = RoomQueue(self.runtime.clock)
         self._one_load = threading.Lock()  # sizes are measured, so models are loaded one at a time
+        self._fetches.clear()
 
     @property
     def name(self) -> str:
@@ -119,6 +121,10 @@ class PoolEngine(Generic[K, M]):
                 model.engine.close()
         self._close_evicted()
 
+    async def aclose(self) -> None:
+        """:meth:`close` without blocking the event loop."""
+        await _in_thread.run(self.close, f"modelguard-close-{self.name}", self.runtime.start_thread)
+
     # Finding a model
 
     def take(self, key: K, wait: float) -> Lease[M]:
@@ -137,22 +143,54 @@ class PoolEngine(Generic[K, M]):
                 self._unpin(model)
 
     async def atake(self, key: K, wait: float) -> Lease[M]:
-        """:meth:`take` without blocking the event loop."""
+        """:meth:`take` without blocking the event loop. One thread fetches a model for all coroutines that wait."""
+        deadline = time.monotonic() + wait
+        while (lease := self._take_now(key)) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Overloaded(self._why_full(key, self._models.get(key)))
+            fetch, mine = self._fetch(key, left)
+            if mine:
+                return await self._fetched(fetch)
+            with suppress(TimeoutError, Overloaded):  # the time of the one who began it may be over before ours
+                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(fetch)), left)
+        return lease
+
+    def _take_now(self, key: K) -> Lease[M] | None:
+        """Take a lease if the model of ``key`` is loaded; None if that needs a wait."""
         with self._changed:
-            model = self._models.get(key)
-            ready = model is not None and not model.loading and not self._expired(model)
-        if ready:
-            return self.take(key, wait)
-        future: Future[Lease[M]] = Future()
-        self.runtime.start_thread(partial(_run_into, future, partial(self.take, key, wait)), f"modelguard-{self.name}")
-        waiting = asyncio.wrap_future(future)
+            self._raise_if_closed()
+            model = self._models.touch(key)
+            if model is None or model.loading or (self._expired(model) and not self._models.encloses_this_call()):
+                return None
+            return None if model.engine is None else Lease.take_now(model.engine)
+
+    def _fetch(self, key: K, wait: float) -> tuple[Future[Lease[M]], bool]:
+        """The thread that takes a lease for ``key``, and whether the caller has started it and gets that lease.
+
+        A caller inside a lease of this pool has a thread of its own, in its own context: it must not wait for room
+        behind others, which may wait for the end of its lease.
+        """
+        future: Future[Lease[M]] = _in_thread.promise()
+        with self._changed:
+            if not (nested := self._models.encloses_this_call()):
+                shared = self._fetches.setdefault(key, future)
+                if shared is not future:
+                    return shared, False
+        if not nested:
+            future.add_done_callback(lambda _: self._fetches.pop(key, None))
+        work = partial(self.take, key, wait)
+        return _in_thread.start(work, f"modelguard-{self.name}", self.runtime.start_thread, future), True
+
+    @staticmethod
+    async def _fetched(fetch: Future[Lease[M]]) -> Lease[M]:
+        """Await the lease that a thread takes; if the caller is cancelled meanwhile, end it."""
+        waiting = asyncio.wrap_future(fetch)
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            waiting.add_done_callback(
-                lambda done: done.cancelled() or done.exception()
-            )  # asyncio logs exceptions that nobody reads
-            future.add_done_callback(_end_unwanted)
+            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it
+            fetch.add_done_callback(_end_unwanted)
             raise
 
     def _find(self, key: K, deadline: float) -> tuple[PooledModel[M], bool]:
@@ -244,15 +282,18 @@ class PoolEngine(Generic[K, M]):
             raise
         finally:
             if got:
-                self._close_evicted()  # before anyone else's load is measured
-                self._one_load.release()
+                try:
+                    self._close_evicted()  # before another load is measured
+                finally:
+                    self._one_load.release()
 
     def _admit(self, key: K, model: PooledModel[M]) -> bool:
         assert model.engine is not None  # noqa: S101 - it has just been loaded
         size = model.engine.state.model_bytes or 0
         budget = int(self._models.maxsize)
         with self._changed:
-            self._sizes[key] = size
+            # A load that reuses free memory measures too little: the largest measurement counts.
+            size = self._sizes[key] = max(size, self._sizes.get(key, 0))
             if size > budget:
                 raise ModelTooLarge(key, model_bytes=size, max_memory=budget)
             if self._closed:
@@ -291,12 +332,18 @@ class PoolEngine(Generic[K, M]):
             self._changed.notify_all()
 
     def _close_evicted(self) -> None:
+        """Release what was evicted; on an event loop in another thread, since an ``unload`` hook may need a loop."""
         with self._changed:
             evicted, self._models.evicted = self._models.evicted, []
             self._evictions += len(evicted)
         for model in evicted:
-            if model.engine is not None:
-                model.engine.close()
+            if model.engine is None:
+                continue
+            if _deadlocks.on_event_loop():
+                name = f"modelguard-release-{self.name}"
+                _in_thread.start(model.engine.shut_down, name, self.runtime.start_thread).result()
+            else:
+                model.engine.shut_down()
 
     def _raise_if_closed(self) -> None:
         if self._closed:
@@ -326,13 +373,6 @@ def _afresh(error: Exception) -> Exception:
     if isinstance(error, LoadFailed):
         return error.again(error.retry_after)
     return copy.copy(error)
-
-
-def _run_into(future: Future[Lease[M]], work: Callable[[], Lease[M]]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
-        future.set_exception(error)
 
 
 def _end_unwanted(future: Future[Lease[M]]) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle._engine import Wrapper
 from modelguard.lifecycle._lazy_results import is_lazy, keep
-from modelguard.lifecycle._wrappers import call_parameters, plain_function, wrap
+from modelguard.lifecycle._signatures import call_parameters, plain_function
+from modelguard.lifecycle._wrappers import wrap
 
 if TYPE_CHECKING:
     from types import TracebackType

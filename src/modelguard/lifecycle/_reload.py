@@ -41,14 +41,16 @@ class Reload(Generic[M]):
         self._readings = readings
         self._job = job
 
-    def run(self) -> bool:
-        """Do all of it; returns whether a new generation was installed. Never raises."""
+    def run(self) -> None:
+        """Do all of it. Never raises: failures go to those who wait, and to an event."""
         self._job.threads.add(threading.get_ident())
         try:
-            return self._replace() if self._job.replaces else self._load_and_install("first", lock="none")
-        except BaseException as error:  # noqa: BLE001 - a fault of ours must not leave callers waiting for ever
+            if self._job.replaces:
+                self._replace()
+            else:
+                self._load_and_install("first", lock="none")
+        except BaseException as error:  # noqa: BLE001 - a fault of ours must not leave callers waiting forever
             self.fail(LoadFailed, f"{type(error).__name__}: {error}", error)
-            return False
 
     def fail(self, kind: type[LoadFailed], reason: str, cause: BaseException | None) -> None:
         """End in failure: tell those who wait, and set the time of the next attempt."""
@@ -69,19 +71,20 @@ class Reload(Generic[M]):
         )
         state.fail(self._job, failure, retry_at=runtime.clock() + wait)
 
-    def _replace(self) -> bool:
+    def _replace(self) -> None:
         guard, runtime = self._guard, self._guard.runtime
         with runtime.host_lock.held(
             sleep=runtime.sleep, clock=runtime.clock, cancelled=lambda: guard.state.closed
         ) as lock:
             deferred = self._wait_for_quiet()
             if self._choose_swap() == "load_first":
-                return self._load_and_install("load_first", lock=lock, deferred=deferred)
+                self._load_and_install("load_first", lock=lock, deferred=deferred)
+                return
             since = runtime.clock()
             old = guard.state.retire_current()
             if old is not None:
                 drain_and_release(guard, old)
-            return self._load_and_install("drain_first", lock=lock, deferred=deferred, since=since)
+            self._load_and_install("drain_first", lock=lock, deferred=deferred, since=since)
 
     # Before the load
 
@@ -123,16 +126,16 @@ class Reload(Generic[M]):
 
     def _load_and_install(
         self, swap: Swap, *, lock: HostLockHeld, deferred: float = 0.0, since: float | None = None
-    ) -> bool:
+    ) -> None:
         """Make a generation and install it. One that became stale while it loaded is made once more."""
         guard = self._guard
         for discardable in (True, False):
             if not guard.state.begin(self._job):
-                return False
+                return
             files = self._readings.before_load()
             loaded = self._make(lock=lock, deferred=deferred)
             if loaded is None:
-                return False
+                return
             generation = loaded.generation
             waited = 0.0 if since is None else guard.runtime.clock() - since
             installed, old = guard.state.install(self._job, generation, discardable=discardable)
@@ -141,9 +144,8 @@ class Reload(Generic[M]):
                 self._emit_finished(loaded, swap, waited)
                 if old is not None:
                     drain_and_release(guard, old)
-                return True
+                return
             self._discard(generation, "closed" if guard.state.closed else "stale")
-        return False
 
     def _make(self, *, lock: HostLockHeld, deferred: float) -> _loading.Loaded[M] | None:
         """Make a generation; None if that failed, which has then been reported."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
@@ -28,6 +29,9 @@ M = TypeVar("M")
 #: How a wait ends: None if a generation was installed, else the error that the waiter raises.
 Outcome = LoadFailed | GuardClosed | None
 
+#: Two loads may well return the same object of these types, which hold nothing that a release could free.
+_VALUES = (str, bytes, int, float, complex, tuple, frozenset, type, FunctionType, BuiltinFunctionType, ModuleType)
+
 #: What a context holds while a call runs: the call's generation and how deeply calls on it are nested. The end of the
 #: call empties the list, so a context that outlives its call (a task started inside it) can tell.
 Enclosing = list[Any]
@@ -35,6 +39,10 @@ Enclosing = list[Any]
 
 class HeldLease(Protocol):
     """A lease that an object holds, rather than a running call."""
+
+    def held_here(self) -> Generation[Any] | None:
+        """Its generation, if this thread last used it; None otherwise and after its end."""
+        ...
 
     def survives_fork(self) -> bool:
         """Whether a child that was just forked still uses it."""
@@ -73,6 +81,7 @@ class GuardState(Generic[M]):
         self.model_bytes: int | None = None
         self.last_release: GenerationReleased | None = None
         self.least_memory: int | None = None
+        self._released_model: weakref.ref[Any] | None = None
         self.epoch = 0
         self.held_leases: weakref.WeakSet[HeldLease] = weakref.WeakSet()
         self._renew_locks()
@@ -93,9 +102,20 @@ class GuardState(Generic[M]):
         outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:
             generation = self.current if outer is None or outer.dropped else outer
+            if generation is None:
+                generation = self._half_used_here()
             if generation is not None:
                 generation.leases.append(None)
             return generation
+
+    def _half_used_here(self) -> Generation[M] | None:
+        """While no generation is current: one that is drained and whose drain waits for this very thread.
+
+        A loop over a guarded generator calls other guarded functions between two steps. If these waited for the next
+        generation, the drain would wait for the generator, and so for them.
+        """
+        held = (lease.held_here() for lease in list(self.held_leases))
+        return next((one for one in held if one is not None and one.retired and not one.dropped), None)
 
     def enclosing_generation(self) -> Generation[M] | None:
         """The generation of the call that encloses this one, if any."""
@@ -265,29 +285,34 @@ class GuardState(Generic[M]):
         return True, old
 
     def fail(self, job: LoadJob, failure: LoadFailed, *, retry_at: float) -> None:
-        """Record that a load has failed, and tell everyone who waits for it, once."""
+        """Record that a load has failed, and tell everyone who waits for it, once.
+
+        Those who asked for a reload after it had begun wait on: their load has yet to begin.
+        """
         with self.lock:
-            # At the same time: a caller that came between the failure and the end of the job would wait in vain.
-            self._end(job)
+            covers = self.requests if job.covers is None else job.covers
+            if self.requests <= covers:
+                # At the same time: a caller that came between the failure and the end of the job would wait in vain.
+                self._end(job)
             self.failures = failure.attempt
             # Not kept: the cause's traceback holds the loader's frames, and these may hold half a model.
             self.failure = failure.again(failure.retry_after)
             self.retry_at = retry_at
-            waiting = self._pop_waiting(math.inf)
+            waiting = self._pop_waiting(covers)
         for future in waiting:
             future.set_result(failure)
 
-    def finish(self, job: LoadJob, followup: tuple[Reason, ...], *, failed: bool) -> LoadJob | None:
+    def finish(self, job: LoadJob, followup: tuple[Reason, ...]) -> LoadJob | None:
         """End a job; returns the next one if requests came in after its load had begun.
 
         Args:
             job: What has ended.
             followup: The reasons of the next job.
-            failed: Whether no generation was installed.
         """
         with self.lock:
             self._end(job)
-            if failed or self.closed or self.job is not None or self.requests <= (job.covers or 0):
+            covers = self.requests if job.covers is None else job.covers
+            if self.closed or self.job is not None or self.requests <= covers:
                 return None
             self.job = LoadJob(followup, urgent=True, replaces=self.current is not None)
             return self.job
@@ -333,7 +358,21 @@ class GuardState(Generic[M]):
     def take_model(self, generation: Generation[M]) -> M:
         """Take the model out of a drained generation, for its release."""
         with self.lock:
-            return generation.drop()
+            model = generation.drop()
+            try:
+                self._released_model = weakref.ref(model)
+            except TypeError:  # dict, list, tuple, ...
+                self._released_model = None
+            return model
+
+    def knows(self, model: object) -> bool:
+        """Whether it is the current model, or the last one that was released. Plain values do not count."""
+        if isinstance(model, _VALUES):
+            return False
+        with self.lock:
+            current = None if self.current is None else self.current.model
+            released = None if self._released_model is None else self._released_model()
+            return model is current or model is released
 
     def record_release(self, generation: Generation[M], event: GenerationReleased | None) -> None:
         """Record what the release of a drained generation gave back, if that is known."""
@@ -354,6 +393,11 @@ class GuardState(Generic[M]):
         for future in waiting:
             future.set_result(GuardClosed(self.name))
         return old
+
+    def reopen(self) -> None:
+        """Accept calls again after :meth:`close`."""
+        with self.lock:
+            self.closed = False
 
     def forget_current(self, generations: int) -> None:
         """Drop a current generation without a release, if it is the only one since there were ``generations``."""

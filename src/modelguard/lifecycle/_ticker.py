@@ -14,8 +14,8 @@ _SHORTEST, _LONGEST = 0.05, 1.0
 class Ticked(Protocol):
     """What the ticker needs of a guard."""
 
-    def check(self) -> bool:
-        """Ask the policies now."""
+    def tick(self) -> None:
+        """Ask the policies now. Does not block."""
         ...
 
     def check_interval(self) -> float:
@@ -88,7 +88,7 @@ class Ticker:
         guards = list(self._guards)
         for guard in guards:
             try:
-                guard.check()
+                guard.tick()
             except BaseException:  # noqa: BLE001 - one guard's failure must not keep the others from being checked
                 logger.exception("modelguard could not ask the policies of %r", guard)
         return min((guard.check_interval() for guard in guards), default=_LONGEST)

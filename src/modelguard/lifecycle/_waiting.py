@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from modelguard import _units
-from modelguard.errors import GuardClosed, LoadFailed, Reloading
+from modelguard.errors import GuardClosed, LoadFailed, NotSupported, Reloading
 from modelguard.lifecycle import _deadlocks
 from modelguard.lifecycle._state import GuardState, Outcome
+
+#: Seconds between two searches for a circle that can only be seen on the stacks.
+_PATIENCE = 0.5
 
 
 class Timeout:
@@ -39,7 +43,7 @@ def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Time
     """
     try:
         with _deadlocks.waiting_for(state):
-            outcome = future.result(timeout.left())
+            outcome = _result(state, future, timeout)
     except TimeoutError:
         raise Reloading(state.name, waited=timeout.waited()) from None
     finally:
@@ -47,8 +51,26 @@ def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Time
     _raise(outcome)
 
 
+def _result(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> Outcome:
+    while (left := timeout.left()) is None or left > _PATIENCE:
+        with suppress(TimeoutError):
+            return future.result(_PATIENCE)
+        _deadlocks.raise_if_load_waits_here(state)
+    return future.result(left)
+
+
 async def wait_for_load_on_loop(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> None:
-    """:func:`wait_for_load` without blocking the event loop."""
+    """:func:`wait_for_load` without blocking the event loop.
+
+    Raises:
+        NotSupported: The loop is not asyncio's.
+    """
+    if not _deadlocks.on_event_loop():
+        raise NotSupported(
+            "waiting for a model in a coroutine",
+            reason="no asyncio event loop runs here. Under trio, load the model before the loop starts (guard.load()), "
+            "or use the guard in a thread: await trio.to_thread.run_sync(...)",
+        )
     try:
         with _deadlocks.waiting_for(state):
             outcome = await asyncio.wait_for(asyncio.wrap_future(future), timeout.left())

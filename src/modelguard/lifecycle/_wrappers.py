@@ -15,6 +15,7 @@ from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine, Wrapper
 from modelguard.lifecycle._lazy_results import adrive, drive, is_lazy, keep
 from modelguard.lifecycle._leases import Lease
+from modelguard.lifecycle._signatures import first_name, plain_function, receivers, takes_positional, without_model
 
 #: Takes a lease for a call with these arguments, at once or after a wait.
 AsyncTake = Callable[[tuple[Any, ...], dict[str, Any]], "Lease[Any] | Awaitable[Lease[Any]]"]
@@ -37,7 +38,7 @@ class _BoundGuarded(_BoundFunctionWrapper):
     @property
     def __signature__(self) -> inspect.Signature:
         bound = isinstance(self.__wrapped__, types.MethodType) or self._self_binding == "staticmethod"
-        return _without_model(self.__wrapped__, at=0 if bound else _receivers(self.__wrapped__))
+        return without_model(self.__wrapped__, at=0 if bound else self._self_parent.receivers)
 
     def __reduce__(self) -> Any:
         if isinstance(self.__wrapped__, types.MethodType):
@@ -59,9 +60,15 @@ class Guarded(_FunctionWrapper):
     def __init__(self, wrapped: Any, wrapper: Wrapper, owner: object) -> None:
         super().__init__(wrapped, wrapper)
         self._self_guard = owner
-        method = _receivers(wrapped) and not isinstance(wrapped, classmethod)
+        self._self_receivers = receivers(wrapped)
+        method = self._self_receivers and not isinstance(wrapped, classmethod)
         function = cast("Callable[..., Any]", wrapped)
         self._self_call = partial(_unbound, wrapper, function) if method else partial(wrapper, function, None)
+
+    @property
+    def receivers(self) -> int:
+        """How many parameters come before the model: 1 in a method, else 0."""
+        return self._self_receivers
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function with the model.
@@ -72,8 +79,14 @@ class Guarded(_FunctionWrapper):
         return self._self_call(args, kwargs)
 
     @property
+    def __func__(self) -> Any:
+        # Of a method that was bound before it was decorated; inspect asks for it.
+        method: Any = self.__wrapped__
+        return _MethodFunction(method.__func__)
+
+    @property
     def __signature__(self) -> inspect.Signature:
-        return _without_model(plain_function(self.__wrapped__), at=_receivers(self.__wrapped__))
+        return without_model(plain_function(self.__wrapped__), at=self._self_receivers)
 
     # By reference, as functions are pickled and copied, so that spawned processes find it by its name.
     def __reduce__(self) -> Any:
@@ -94,7 +107,7 @@ class _MethodFunction(_CallableProxy):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return _without_model(self.__wrapped__, at=1)
+        return without_model(self.__wrapped__, at=1)
 
 
 def decorate(engine: Engine[Any], function: Any, *, owner: object, in_use: bool) -> Guarded:
@@ -156,13 +169,19 @@ def owner_of(function: Callable[..., object]) -> object:
 
 
 def _unbound(wrapper: Wrapper, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function that is written as a method but was not bound by wrapt.
+    """Call a method's function that wrapt has not bound, so its instance or class comes first.
 
-    Since Python 3.13 a ``classmethod`` around it calls it like this, with its class as the first argument.
+    That is how another decorator above calls it (``functools.lru_cache``, ``property``, a closure of your own), and
+    since Python 3.13 a ``classmethod``.
     """
-    if not (args and isinstance(args[0], type)):  # the parameter called self is the model, as in guard(Model.predict)
-        return wrapper(wrapped, None, args, kwargs)
-    return wrapper(types.MethodType(wrapped, args[0]), args[0], args[1:], kwargs)
+    if args:
+        receiver, *rest = args
+        return wrapper(types.MethodType(wrapped, receiver), receiver, tuple(rest), kwargs)
+    first = first_name(wrapped)
+    if first in kwargs:
+        receiver = kwargs.pop(first)
+        return wrapper(types.MethodType(wrapped, receiver), receiver, (), kwargs)
+    raise TypeError(f"{wrapped.__qualname__}() is a method: call it on an instance, or pass one as its first argument")
 
 
 # How the other kinds of functions hold their lease
@@ -204,14 +223,6 @@ def _async_generator(atake: AsyncTake) -> Wrapper:
     return call
 
 
-# What is decorated
-
-
-def plain_function(function: Any) -> Any:
-    """The function inside a ``classmethod`` or ``staticmethod``."""
-    return function.__func__ if isinstance(function, classmethod | staticmethod) else function
-
-
 def _check(plain: Any, owner: object) -> None:
     why = fix = ""
     if not callable(plain) or isinstance(plain, type):
@@ -223,47 +234,8 @@ def _check(plain: Any, owner: object) -> None:
     elif owner is not None and isinstance(plain, Guarded) and owner_of(plain) is owner:
         why = "is decorated by this guard already"
         fix = "Decorate it once."
-    elif (parameters := _parameters(plain)) is not None and not any(one.kind in _TAKES_MODEL for one in parameters):
+    elif not takes_positional(plain):
         why = "has no positional parameter to take the model"
         fix = "Let its first parameter (after self) be the model: def predict(model, text): ..."
     if why:
         raise InvalidOption("function", plain, why=why, fix=fix)
-
-
-_TAKES_MODEL = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
-
-
-def _parameters(plain: Any) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(plain).parameters.values())
-    except (ValueError, TypeError):  # many built-in functions have none
-        return None
-
-
-def _receivers(function: Any) -> int:
-    """How many parameters come before the model: 1 for a method that is written in a class, else 0."""
-    plain = plain_function(function)
-    if isinstance(function, classmethod):
-        return 1
-    scope = getattr(plain, "__qualname__", "").rpartition(".")[0]
-    first = next(iter(_parameters(plain) or ()), None)
-    in_class = bool(scope) and not scope.endswith("<locals>")
-    return int(in_class and first is not None and first.name in {"self", "cls", "mcs"})
-
-
-def _without_model(function: Any, *, at: int) -> inspect.Signature:
-    signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())
-    if len(parameters) > at and parameters[at].kind is not inspect.Parameter.VAR_POSITIONAL:
-        del parameters[at]
-    return signature.replace(parameters=parameters)
-
-
-def call_parameters(function: Any) -> inspect.Signature:
-    """The signature that callers of a decorated function see, without ``self``."""
-    signature = inspect.signature(plain_function(function))
-    return signature.replace(parameters=list(signature.parameters.values())[_receivers(function) + 1 :])

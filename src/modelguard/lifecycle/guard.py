@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import weakref
 from collections.abc import Awaitable, Callable
@@ -39,7 +38,8 @@ class ModelGuard(Generic[M]):
     """A model with a lifecycle. Made by :func:`guard`; see there for the options.
 
     It is a handle (``lease``, ``load``, ``reload``, ``status``, ``close``), a decorator, and a context manager that
-    loads on entry and closes on exit, for ``with`` and ``async with``.
+    loads on entry and closes on exit, for ``with`` and ``async with``. Entering it again after its end reopens it: an
+    application that has it in its lifespan can be started several times in one process.
 
     Attributes:
         engine: What runs the guard. For modelguard's own integrations; it may change without notice.
@@ -164,7 +164,7 @@ class ModelGuard(Generic[M]):
 
     async def aclose(self) -> None:
         """:meth:`close` for a coroutine: does not block the event loop."""
-        await asyncio.to_thread(self.close)
+        await self.engine.aclose()
 
     def status(self) -> Status:
         """The guard's figures at this moment."""
@@ -200,6 +200,7 @@ class ModelGuard(Generic[M]):
             return "failed" if state.failures else "new"
 
     def __enter__(self) -> ModelGuard[M]:
+        self.engine.reopen()
         self.load()
         return self
 
@@ -209,6 +210,7 @@ class ModelGuard(Generic[M]):
         self.close()
 
     async def __aenter__(self) -> ModelGuard[M]:
+        self.engine.reopen()
         await self.aload()
         return self
 

@@ -24,6 +24,9 @@ __all__ = ["TTL", "Errors", "MemoryGrowth", "MemoryLimit", "Modified", "Policy",
 #: A policy on memory needs this many consecutive readings: one reading may be the spike of a single call.
 SAMPLES = 3
 
+#: Bytes. Whoever writes ``MemoryGrowth(500)`` means megabytes; the service would reload every few seconds.
+_LEAST_SIZE = 1_000_000
+
 
 def _nothing() -> Mapping[Any, Any]:
     return MappingProxyType({})
@@ -116,6 +119,14 @@ class Policy(ABC):
         """Return why a reload could not help, None if it can."""
         return None
 
+    def __bool__(self) -> bool:
+        raise InvalidOption(
+            "reload_on",
+            self,
+            why="a policy is neither true nor false, so 'and' and 'or' would silently drop one of two policies",
+            fix="Join policies with & and |.",
+        )
+
     def __or__(self, other: "Policy") -> "Policy":
         return _Any(_operand(self, other, "|"))
 
@@ -190,6 +201,13 @@ class _All(_Joined):
 
     def __repr__(self) -> str:
         return " & ".join(f"({member!r})" if isinstance(member, _Any) else repr(member) for member in self.members)
+
+
+def alternatives(policy: Policy | None) -> tuple[Policy, ...]:
+    """The policies that ``|`` joins, each of which is enough by itself; none for None."""
+    if isinstance(policy, _Any):
+        return tuple(one for member in policy.members for one in alternatives(member))
+    return () if policy is None else (policy,)
 
 
 def subset(policy: Policy | None, *, renews: bool) -> Policy | None:
@@ -296,7 +314,11 @@ class _Memory(_Value):
     size: int | _units.Percentage
 
     def __init__(self, size: int | str) -> None:
-        self._set(size=_units.size_or_percentage(size, "size"))
+        parsed = _units.size_or_percentage(size, "size")
+        if isinstance(parsed, int) and parsed < _LEAST_SIZE:
+            why = f"is {parsed} bytes, less than any process changes by in a second"
+            raise InvalidOption("size", size, why=why, fix=f"Write the unit, as in '{parsed} MB'.")
+        self._set(size=parsed)
 
     def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - readings come at the guard's own pace
         return Horizon(uses=math.inf, seconds=1.0)

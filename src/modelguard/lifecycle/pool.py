@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -87,7 +86,7 @@ class ModelPool(Generic[K, M]):
 
     async def aclose(self) -> None:
         """:meth:`close` for a coroutine: does not block the event loop."""
-        await asyncio.to_thread(self.close)
+        await self._engine.aclose()
 
     def __enter__(self) -> Self:
         return self

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from typing import Any
 
+from modelguard import _own_thread
 from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
 from modelguard.serving import _inline, _registry
 from modelguard.serving._batches import Batch
@@ -112,7 +113,7 @@ class Batcher:
             CallerGone: The web request for which it is called has lost its client.
             Overloaded, DeadlineExceeded, GuardClosed: It was not queued.
         """
-        if _inline.open_blocks:
+        if _inline.open_blocks or (_own_thread.open_blocks and _own_thread.required()):
             self._compute_inline(request)
             return
         scope = current_scope.get()
@@ -162,7 +163,7 @@ class Batcher:
             raise WouldDeadlock(self.name, why=why, fix="Call the function that computes a batch instead.")
 
     def _compute_inline(self, request: Request) -> None:
-        """Compute a request at once in this thread; see :func:`~modelguard.serving._inline.inline`."""
+        """Compute a request at once in this thread: in tests, and for the warm-up of a model."""
         scope = current_scope.get() or Scope()
         self._refuse_own_call(scope)
         if self._queue.closed:

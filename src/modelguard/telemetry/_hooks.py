@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from modelguard.errors import InvalidOption
+
 if TYPE_CHECKING:
     from modelguard.telemetry.events import Event
 
@@ -26,8 +28,13 @@ def add_hook(hook: Hook) -> Callable[[], None]:
 
     Returns:
         A callable that removes the hook again.
+
+    Raises:
+        InvalidOption: ``hook`` cannot be called.
     """
     global _hooks
+    if not callable(hook):
+        raise InvalidOption("hook", hook, why="must be a callable of one event", fix="Pass the function itself.")
     with _lock:
         _hooks = (*_current(), hook)
     added = True
@@ -46,8 +53,17 @@ def add_hook(hook: Hook) -> Callable[[], None]:
 
 
 def set_hooks(hooks: Iterable[Hook] | None) -> None:
-    """Replace all hooks; ``[]`` silences modelguard, None brings the default (logging) back."""
+    """Replace all hooks; ``[]`` silences modelguard, None restores the default (logging).
+
+    Raises:
+        InvalidOption: One of them cannot be called.
+    """
     global _hooks
+    if hooks is not None:
+        hooks = tuple(hooks)
+        for hook in hooks:
+            if not callable(hook):
+                raise InvalidOption("hooks", hook, why="must be callables of one event", fix="Pass functions.")
     with _lock:
         _hooks = None if hooks is None else tuple(hooks)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import TIMEOUT, World, outcome, until
+from tests.unit.lifecycle.world import TIMEOUT, World, number, outcome, until
 
 from modelguard import Uses
 from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
@@ -40,13 +40,12 @@ def uses_of(guard: Any) -> list[Callable[[], object]]:
         guard(lambda model: model),
         lambda: asyncio.run(coroutine()),
         lambda: list(generator()),
-        guard.__enter__,
         lambda: guard.recycle_in_children(print),
         lambda: guard.recycle_here(print),
     ]
 
 
-@pytest.mark.parametrize("use", range(13))
+@pytest.mark.parametrize("use", range(12))
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "never loaded"])
 def test_every_use_after_close_is_refused(world: World, use: int, loaded: bool) -> None:  # noqa: FBT001
     """After ``close()`` each way to use the guard raises ``GuardClosed`` with its name, and nothing is loaded."""
@@ -58,6 +57,22 @@ def test_every_use_after_close_is_refused(world: World, use: int, loaded: bool) 
     with pytest.raises(GuardClosed, match="guard 'model' is closed; make a new one") as refusal:
         call()
     assert ("model", int(loaded)) == (refusal.value.guard, world.loader.calls)
+
+
+def test_entering_a_closed_guard_reopens_it(world: World) -> None:
+    """An application that has its guard in its lifespan can be started several times in one process."""
+    guard = world.guard()
+    for expected in (1, 2):
+        with guard:
+            assert expected == number(guard)
+        with pytest.raises(GuardClosed):
+            guard.load()
+
+    async def once() -> int:
+        async with guard:
+            return number(guard)
+
+    assert [3, 4] == [asyncio.run(once()), asyncio.run(once())]
 
 
 def test_closing_releases_the_model(world: World) -> None:

@@ -83,7 +83,7 @@ class TestADuePolicy:
 
         guard = world.guard(reload_on=Broken())
         assert [1, 1, 1] == [number(guard) for _ in range(3)]
-        assert [("reload_on", "KeyError: 'uptime'")] == [
+        assert [("reload_on", "KeyError: 'uptime' (in Broken)")] == [
             (event.callback, event.error) for event in world.seen(CallbackErrored)
         ]
 

@@ -210,8 +210,8 @@ class TestRequestsDuringALoad:
         assert [1, 2] == [event.generation for event in world.seen(LoadFinished)]
         assert 2 == number(guard)
 
-    def test_that_fails_are_told_of_the_failure(self, world: World, guard: ModelGuard[Any]) -> None:
-        """If the load under way fails, whoever asked meanwhile hears of that, and nothing is loaded behind them."""
+    def test_have_a_load_of_their_own(self, world: World, guard: ModelGuard[Any]) -> None:
+        """A reload that was requested after a load had begun is not answered by that load's failure."""
         world.loader.hold()
         world.loader.fails = True
         calls = [world.spawn(guard.reload)]
@@ -221,7 +221,22 @@ class TestRequestsDuringALoad:
         world.loader.open.set()
         assert [LoadFailed, LoadFailed] == [type(call.exception(TIMEOUT)) for call in calls]
         world.join()
-        assert 2 == world.loader.calls
+        assert 3 == world.loader.calls
+
+    def test_succeed_after_a_failure_that_began_before(self, world: World, guard: ModelGuard[Any]) -> None:
+        """The later request gets the model of its own load, and the earlier one the failure."""
+        world.loader.hold()
+        world.loader.fails = True
+        first = world.spawn(guard.reload)
+        world.loader.reached()
+        world.loader.running.clear()
+        second = world.spawn(guard.reload)
+        until(lambda: len(guard.engine.state.waiting) == 2)
+        world.loader.recovers_after_this = True
+        world.loader.open.set()
+        assert isinstance(first.exception(TIMEOUT), LoadFailed)
+        assert second.result(TIMEOUT) is None
+        assert ("ready", 3) == (guard.status().state, number(guard))
 
 
 def test_two_guards_keep_out_of_each_other_s_way(world: World) -> None:

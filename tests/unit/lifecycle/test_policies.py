@@ -165,7 +165,7 @@ class TestJoined:
         (Uses(50), 43, math.inf),
         (Uses(2), 1, math.inf),
         (Errors(), math.inf, math.inf),
-        (MemoryGrowth(1), math.inf, 1),
+        (MemoryGrowth("1 MB"), math.inf, 1),
         (Modified(WEIGHTS), math.inf, 1),
         (Tired(), 1, 1),
     ],

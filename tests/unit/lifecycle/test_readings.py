@@ -251,7 +251,8 @@ class TestGauges:
         monkeypatch.setitem(sys.modules, "fake_adapter", fake)
         monkeypatch.setitem(_adapters._MODULES, "types.SimpleNamespace", "fake_adapter")
         world.inline = True
-        guard = world.guard(lambda: model, reload_on=Crowded())
+        models = [types.SimpleNamespace(strings=100), model]
+        guard = world.guard(models.pop, reload_on=Crowded())
         use(guard, 3)
         assert 1 == guard.status().generation
         model.strings = 201

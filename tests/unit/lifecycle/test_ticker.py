@@ -24,10 +24,9 @@ class Ticked:
         self._check = check
         self.asked = threading.Event()
 
-    def check(self) -> bool:
+    def tick(self) -> None:
         self.asked.set()
         self._check()
-        return False
 
     def check_interval(self) -> float:
         return self._interval
