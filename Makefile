@@ -33,7 +33,7 @@ help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: $(VENV)/.demo ## Run the guarded service beside the unguarded one; two minutes, a table and a PNG
-	$(BIN)/python -m modelguard demo --out build/demo
+	$(BIN)/python -m examples.demo --out build/demo
 
 test: $(VENV)/.dev ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from modelguard.cli import demo, doctor, presets, run, top
+from modelguard.cli import doctor, presets, run, top
 
 __all__ = ["main"]
 
@@ -28,7 +28,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    demo.add_to(commands)
     doctor.add_to(commands)
     presets.add_to(commands)
     run.add_to(commands)

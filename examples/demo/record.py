@@ -1,14 +1,12 @@
 """What was seen of each server during the run, and the figures drawn from it."""
 
-from __future__ import annotations
-
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelguard.cli.demo.traffic import Answer
+from examples.demo.traffic import Outcome
 
 #: The first and last samples whose median stands for the memory at the start and at the end.
 EDGE = 5
@@ -18,12 +16,7 @@ SLACK = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading of a server's private memory.
-
-    Attributes:
-        time: Seconds after the start.
-        private: Bytes.
-    """
+    """One reading of a server's private memory: the seconds after the start, and bytes."""
 
     time: float
     private: int
@@ -37,7 +30,7 @@ class Reload:
         began: Seconds after the start at which the old generation stopped serving (``drain_first``) or the new one
             began to load (``load_first``).
         ended: When the new generation served.
-        freed: Bytes that the old generation gave back, None if that was not told.
+        freed: Bytes that the old generation gave back, None if that is not known.
         reasons: Which policies were due.
     """
 
@@ -48,12 +41,12 @@ class Reload:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
         return self.ended - self.began
 
-    def met(self, answer: Answer) -> bool:
-        """Whether a request was under way while the model was replaced."""
-        return answer.due <= self.ended and answer.due + answer.latency >= self.began
+    def slowest(self, outcomes: Sequence[Outcome]) -> float:
+        """Seconds of the slowest request that was under way meanwhile; NaN if none was."""
+        met = (one.latency for one in outcomes if one.due <= self.ended and one.due + one.latency >= self.began)
+        return max(met, default=math.nan)
 
 
 @dataclass
@@ -63,25 +56,22 @@ class Record:
     Attributes:
         name: The server.
         samples: Its private memory.
-        answers: Its requests, in no order while the run lasts.
-        events: What modelguard told in its process, as the events' fields and ``event``, their name.
+        outcomes: Its requests, in no order while the run lasts.
+        events: What modelguard reported in its process, as the events' fields and ``event``, their name.
         epoch: ``time.time()`` at the start, which places the events in the run.
-        last_lines: The end of what the server wrote to its standard error.
     """
 
     name: str
     samples: list[Sample] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     epoch: float = 0.0
-    last_lines: Collection[str] = ()
 
     def reloads(self) -> list[Reload]:
         """The replacements that have ended, oldest first."""
-        events = list(self.events)  # another thread may append
         freed = {
             event["generation"]: event["bytes_before"] - event["bytes_after"]
-            for event in events
+            for event in self.events
             if event["event"] == "GenerationReleased"
         }
         return [
@@ -91,29 +81,36 @@ class Record:
                 freed=freed.get(event["generation"] - 1),
                 reasons=tuple(event["reasons"]),
             )
-            for event in events
+            for event in self.events
             if event["event"] == "LoadFinished" and event["swap"] != "first"
         ]
 
+    def reload_pending(self) -> bool:
+        """Whether a reload is due or under way."""
+        return sum(event["event"] == "ReloadDue" for event in self.events) > len(self.reloads())
+
     def errors(self) -> list[str]:
         """What went wrong with requests, in the order in which they were due."""
-        answers = sorted(self.answers, key=lambda answer: answer.due)
-        return [f"at {answer.due:.1f} s: {answer.error}" for answer in answers if answer.error is not None]
+        outcomes = sorted(self.outcomes, key=lambda outcome: outcome.due)
+        return [f"at {outcome.due:.1f} s: {outcome.error}" for outcome in outcomes if outcome.error is not None]
 
-    def summary(self) -> Summary:
+    def summary(self) -> "Summary":
         """The figures so far."""
-        answers = list(self.answers)
-        latencies = sorted(answer.latency for answer in answers if answer.error is None)
+        outcomes = list(self.outcomes)  # other threads append
+        latencies = sorted(outcome.latency for outcome in outcomes if outcome.error is None)
         reloads = self.reloads()
-        private = [sample.private for sample in self.samples]
         # At the edges only readings with a whole model: a run may begin or end in the middle of a reload.
-        whole = [sample.private for sample in self.samples if not any(_around(reload, sample) for reload in reloads)]
+        whole = [
+            sample.private
+            for sample in self.samples
+            if not any(reload.began - SLACK <= sample.time <= reload.ended + SLACK for reload in reloads)
+        ]
         return Summary(
-            start=_middle(whole[:EDGE]),
-            end=_middle(whole[-EDGE:]),
-            highest=max(private, default=0),
-            requests=len(answers),
-            errors=sum(answer.error is not None for answer in answers),
+            private_start=int(statistics.median(whole[:EDGE] or [0])),
+            private_end=int(statistics.median(whole[-EDGE:] or [0])),
+            private_highest=max((sample.private for sample in self.samples), default=0),
+            requests=len(outcomes),
+            failed=sum(outcome.error is not None for outcome in outcomes),
             p50=percentile(latencies, 50),
             p99=percentile(latencies, 99),
             slowest=latencies[-1] if latencies else math.nan,
@@ -121,15 +118,18 @@ class Record:
         )
 
 
+Records = Mapping[str, Record]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """The figures of one server: private memory in bytes, latencies in seconds (NaN before the first answer)."""
 
-    start: int
-    end: int
-    highest: int
+    private_start: int
+    private_end: int
+    private_highest: int
     requests: int
-    errors: int
+    failed: int
     p50: float
     p99: float
     slowest: float
@@ -138,38 +138,18 @@ class Summary:
     @property
     def growth(self) -> int:
         """Bytes from the start to the end."""
-        return self.end - self.start
+        return self.private_end - self.private_start
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` of the values do not exceed; NaN if there are none.
-
-    Args:
-        ordered: The values, ascending.
-        percent: More than 0, up to 100.
-    """
-    if not ordered:
-        return math.nan
-    return ordered[math.ceil(len(ordered) * percent / 100) - 1]
+    """The smallest of the ascending values that at least ``percent`` of them do not exceed; NaN if there are none."""
+    return ordered[math.ceil(len(ordered) * percent / 100) - 1] if ordered else math.nan
 
 
 def differing(left: Record, right: Record) -> int:
     """How many requests both servers answered, but not alike."""
-    answered = {answer.due: answer.digest for answer in left.answers if answer.error is None}
+    answered = {outcome.due: outcome.digest for outcome in left.outcomes if outcome.error is None}
     return sum(
-        answer.error is None and answer.due in answered and answered[answer.due] != answer.digest
-        for answer in right.answers
+        outcome.error is None and answered.get(outcome.due, outcome.digest) != outcome.digest
+        for outcome in right.outcomes
     )
-
-
-def slowest_beside(reload: Reload, answers: Sequence[Answer]) -> float:
-    """Seconds of the slowest request that was under way during a reload; NaN if none was."""
-    return max((answer.latency for answer in answers if reload.met(answer)), default=math.nan)
-
-
-def _around(reload: Reload, sample: Sample) -> bool:
-    return reload.began - SLACK <= sample.time <= reload.ended + SLACK
-
-
-def _middle(values: Sequence[int]) -> int:
-    return int(statistics.median(values)) if values else 0
