@@ -121,6 +121,7 @@ class Server:
         self.name = name
         self._output = tempfile.NamedTemporaryFile(prefix="server-", suffix=".log")  # noqa: SIM115 - kill() closes it
         self._last_output: str | None = None
+        self._port: int | None = None
         self._family: list[psutil.Process] = []
         self.process = subprocess.Popen(
             list(map(str, command)),
@@ -142,8 +143,9 @@ class Server:
     @property
     def port(self) -> int | None:
         """The port that the server listens on, None before it says so."""
-        found = _LISTENS.search(self.log)
-        return int(found[1]) if found else None
+        if self._port is None and (found := _LISTENS.search(self.log)):
+            self._port = int(found[1])
+        return self._port
 
     @property
     def url(self) -> str:

@@ -98,7 +98,6 @@ def bounded(items: list[int], timeout: float = 1.0) -> list[int]:
 @pytest.mark.parametrize(
     "function",
     [coroutine, generator, async_generator, nothing, named, bounded, 3, None, "f", int, staticmethod(double)],
-    ids=str,
 )
 def test_what_cannot_run_batches_is_refused(function: Any) -> None:
     """When it is decorated, with what to write instead."""
