@@ -228,6 +228,8 @@ class Server:
 
     def kill(self) -> None:
         """Kill the server and all its children, and wait until they are gone."""
+        if self._last_output is not None:  # done already
+            return
         self._note_family()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -240,9 +242,8 @@ class Server:
             time.sleep(0.01)
         if self.process.stdin is not None:
             self.process.stdin.close()
-        if self._last_output is None:
-            self._last_output = self.log
-            self._output.close()
+        self._last_output = self.log
+        self._output.close()
 
     def _tail(self) -> str:
         return "".join(f"\n  {line}" for line in self.log.splitlines()[-LAST_LINES:])
