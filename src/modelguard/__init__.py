@@ -7,9 +7,7 @@ import typing
 from modelguard import errors, telemetry
 from modelguard.environment import allocator, memory
 from modelguard.lifecycle.backoff import Backoff
-from modelguard.lifecycle.calls import guard_of
-from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.making import guard, pool
+from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
 from modelguard.lifecycle.policies import (
     TTL,
     Errors,
@@ -20,7 +18,7 @@ from modelguard.lifecycle.policies import (
     Snapshot,
     Uses,
 )
-from modelguard.lifecycle.pool import ModelPool
+from modelguard.lifecycle.pool import ModelPool, pool
 
 if typing.TYPE_CHECKING:
     from modelguard import serving, sharing

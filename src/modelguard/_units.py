@@ -13,7 +13,7 @@ from modelguard.errors import InvalidOption
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["Duration", "Share", "format_bytes", "format_seconds", "seconds", "size", "size_or_share"]
+__all__ = ["Duration", "Share", "format_bytes", "format_seconds", "seconds", "size", "size_or_share", "whole_number"]
 
 #: What may be given where a duration is asked for: seconds, a timedelta, or text such as ``"1h30m"``.
 Duration: TypeAlias = float | timedelta | str
@@ -120,6 +120,23 @@ def size_or_share(value: int | str, argument: str) -> int | Share:
     if isinstance(value, str) and value.rstrip().endswith("%"):
         return _share(value, argument)
     return _size(value, argument, _share_fix(value))
+
+
+def whole_number(value: int, argument: str, *, at_least: int = 1) -> int:
+    """Check a whole number.
+
+    Args:
+        value: An int; True and False are not numbers here.
+        argument: The name of the caller's argument, for the error.
+        at_least: The smallest valid number.
+
+    Raises:
+        InvalidOption: It is not a whole number, or is too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        why = f"must be a whole number of at least {at_least}"
+        raise InvalidOption(argument, value, why=why, fix=f"Write for example {argument}={max(at_least, 8)}.")
+    return value
 
 
 def format_bytes(count: int) -> str:

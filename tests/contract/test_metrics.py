@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from modelguard.telemetry._measures import METRICS, REASONS, Metric
+from modelguard.telemetry._metrics import METRICS, REASONS, Metric
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML to read the alert rules")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from modelguard import TTL, Uses, guard, pool, telemetry
-from modelguard.lifecycle.runtime import Runtime
+from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.telemetry import Event, RecycleAsked
 
 pytestmark = [
@@ -210,8 +210,9 @@ def test_multiprocessing_children_use_the_parents_model() -> None:
 def test_forks_while_threads_use_guards_and_pools_never_hang() -> None:
     """Children forked at random moments of calls, reloads and pool leases can all use guard and pool."""
     order_alone = Runtime(private=lambda: 0, headroom=lambda: None, trim=lambda: "none")
-    guarded = guard(Model, reload_on=Uses(20), defer=0, runtime=order_alone)
-    voices = pool(lambda key: Model(), max_memory="1 GB", max_models=2, runtime=order_alone)
+    with use(lambda: order_alone):
+        guarded = guard(Model, reload_on=Uses(20), defer=0)
+        voices = pool(lambda key: Model(), max_memory="1 GB", max_models=2)
     who = guarded(lambda model: model.pid)
     done = threading.Event()
 

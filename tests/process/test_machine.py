@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from modelguard import Backoff, Uses, guard, telemetry
 from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
+from modelguard.lifecycle._host_lock import HostLock
+from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.leases import Lease
-from modelguard.lifecycle.runtime import Runtime
-from modelguard.lifecycle.slot import Slot
+from modelguard.lifecycle.runtime import Runtime, use
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,8 +63,8 @@ class World:
             trim=lambda: "none",
             random=lambda: 0.0,
             start_thread=self.start,
-            slot=Slot(lambda: folder),  # type: ignore[arg-type, return-value]
-            kept=False,
+            host_lock=HostLock(lambda: folder),  # type: ignore[arg-type, return-value]
+            ticks=False,
         )
 
     def tick(self, seconds: float) -> None:
@@ -94,19 +94,19 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.leases: list[tuple[Lease[Model], Record]] = []
         self.generators: list[tuple[Generator[Record, None, None], Record]] = []
         self.closed = False
-        self.guard: ModelGuard[Model] = guard(
-            self.load,
-            reload_on=Uses(USES),
-            swap=swap,  # type: ignore[arg-type]
-            validate=self.validate,
-            unload=self.unload,
-            drain_timeout=0,
-            wait_timeout=0,
-            defer=0,
-            backoff=Backoff(10, 10),
-            name="machine",
-            runtime=self.world.runtime,
-        )
+        with use(lambda: self.world.runtime):
+            self.guard: ModelGuard[Model] = guard(
+                self.load,
+                reload_on=Uses(USES),
+                swap=swap,  # type: ignore[arg-type]
+                validate=self.validate,
+                unload=self.unload,
+                drain_timeout=0,
+                wait_timeout=0,
+                defer=0,
+                backoff=Backoff(10, 10),
+                name="machine",
+            )
         self.call = self.guard(Model.predict)
 
         def twice(model: Model):  # type: ignore[no-untyped-def] # noqa: ANN202
@@ -165,11 +165,11 @@ class LifecycleMachine(RuleBasedStateMachine):
     # What the contract says
 
     def serving(self) -> Record | None:
-        generation = self.guard._core.serving
+        generation = self.guard.engine.state.current
         return None if generation is None else generation.model.record
 
     def in_backoff(self) -> bool:
-        core = self.guard._core
+        core = self.guard.engine.state
         return core.failure is not None and self.world.now < core.retry_at
 
     def use(self, run: Callable[[], Record]) -> Record | None:
@@ -224,7 +224,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         model = self.use(lambda: lease.__enter__().record)
         if model is not None:
             # Each lease stands for another caller, whose context is not that of the next rule.
-            self.guard._core.held.set(None)
+            self.guard.engine.state.held.set(None)
             lease._token = None
             self.leases.append((lease, model))
 

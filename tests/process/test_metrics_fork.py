@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from modelguard import telemetry
-from modelguard.telemetry._measures import Metric, Recorder
+from modelguard.telemetry._metrics import Metric, Recorder
 
 pytestmark = [
     pytest.mark.timeout(60),

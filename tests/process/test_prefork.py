@@ -64,11 +64,12 @@ def test_children_share_the_parents_generation_and_are_warm_before_their_first_r
         nlp = guard(load, reload_on=None, warmup=warm, prefork=True, name="nlp")
         report = prefork.prepare()
         assert ("nlp",) == report.guards and "nlp" in report.tried and report.frozen > 1000, report
-        parents = id(nlp._core.serving.model)
+        parents = id(nlp.engine.state.current.model)
 
         def ask():
             status = nlp.status()
-            return [id(nlp._core.serving.model) == parents, os.getpid() in warmed, status.generation, status.uses]
+            same = id(nlp.engine.state.current.model) == parents
+            return [same, os.getpid() in warmed, status.generation, status.uses]
 
         print(json.dumps(in_child(ask)))
         """

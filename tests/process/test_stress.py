@@ -18,7 +18,7 @@ import pytest
 from modelguard import Backoff, Uses, guard, pool, telemetry
 from modelguard.errors import LoadFailed, Overloaded
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.runtime import Runtime
+from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.telemetry import Event, GenerationReleased
 
 THREADS, TASKS = 16, 200
@@ -138,18 +138,18 @@ class Traffic:
 def test_no_call_is_lost_and_nothing_left_alive(swap: str, reloads: int) -> None:
     """16 threads and 200 tasks call through 500 reloads: each call sees one open model from start to end."""
     load = Loader(seed=7)
-    guarded = guard(
-        load,
-        reload_on=Uses(50),
-        swap=swap,  # type: ignore[arg-type]
-        unload=Model.close,
-        defer=0,
-        backoff=Backoff(0.001, 0.002),
-        drain_timeout=20,
-        wait_timeout=20,
-        name="stress",
-        runtime=ORDER_ALONE,
-    )
+    with use(lambda: ORDER_ALONE):
+        guarded = guard(
+            load,
+            reload_on=Uses(50),
+            swap=swap,  # type: ignore[arg-type]
+            unload=Model.close,
+            defer=0,
+            backoff=Backoff(0.001, 0.002),
+            drain_timeout=20,
+            wait_timeout=20,
+            name="stress",
+        )
     traffic = Traffic(guarded, may_fail=swap == "drain_first")
     guarded.load()
     with ThreadPoolExecutor(THREADS + 1) as threads:
@@ -189,16 +189,16 @@ def test_a_pool_keeps_its_budget_and_its_leases_under_16_threads() -> None:
             assert not in_use.get(id(self)), "evicted under a lease"
             self.open = False
 
-    voices = pool(
-        Voice,
-        max_memory="1 GB",
-        max_models=4,
-        ttl="50ms",
-        unload=Voice.close,
-        wait_timeout=20,
-        name="voices",
-        runtime=ORDER_ALONE,
-    )
+    with use(lambda: ORDER_ALONE):
+        voices = pool(
+            Voice,
+            max_memory="1 GB",
+            max_models=4,
+            ttl="50ms",
+            unload=Voice.close,
+            wait_timeout=20,
+            name="voices",
+        )
 
     def thread(seed: int) -> int:
         draw = random.Random(seed)
@@ -242,8 +242,8 @@ def test_events_tell_of_every_generation_once() -> None:
         assert all(threads.map(lambda _: used(), range(500)))
     guarded.close()
     for _ in range(200):
-        if not guarded._core.draining:
+        if not guarded.engine.state.draining:
             break
         threading.Event().wait(0.05)
     assert sorted(set(released)) == sorted(released)
-    assert list(range(1, guarded._core.generations + 1)) == sorted(released)
+    assert list(range(1, guarded.engine.state.generations + 1)) == sorted(released)

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from spacy.language import Language
 
@@ -22,14 +22,15 @@ from modelguard import _units
 from modelguard.adapters.spacy_escape import refuse_escaped
 from modelguard.adapters.spacy_zone import Stay
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.lifecycle.calls import Guarded, plain_function
+from modelguard.lifecycle._wrappers import Guarded, plain_function
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.policies import Horizon, Policy, Snapshot
+from modelguard.telemetry.reasons import ReasonKind
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from modelguard.lifecycle.leases import Lease
+    from modelguard.lifecycle._leases import Lease
 
 __all__ = ["ADAPTER", "IndexGrowth", "Zoned", "ZonedLease", "zoned"]
 
@@ -85,6 +86,7 @@ class IndexGrowth(Policy):
         InvalidOption: ``size`` is not a positive size.
     """
 
+    kind: ClassVar[ReasonKind] = "index_growth"
     size: int
 
     def __init__(self, size: int | str = "16 MB") -> None:

@@ -19,7 +19,7 @@ from spacy.training import Example
 from spacy.vocab import Vocab
 
 from modelguard.errors import EscapedResult
-from modelguard.lifecycle.lazy import is_lazy
+from modelguard.lifecycle._lazy_results import is_lazy
 
 #: How far a result is looked through: so many objects, so many items of each, and so deep.
 MOST = 10_000

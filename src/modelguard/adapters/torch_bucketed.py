@@ -16,7 +16,7 @@ import wrapt
 from modelguard.adapters import torch_buckets
 from modelguard.adapters.torch_buckets import RoundUp
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle.calls import plain_function
+from modelguard.lifecycle._wrappers import plain_function
 
 __all__ = ["bucketed"]
 

@@ -20,8 +20,7 @@ from modelguard.errors import (
     LoadFailed,
     Overloaded,
 )
-from modelguard.lifecycle import forking
-from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.guard import guards
 from modelguard.serving import registry
 
 #: What a proxy logs for a client that has gone, after nginx; nobody reads it.
@@ -195,4 +194,4 @@ def _title(status: int) -> str:
 
 
 def _everything() -> tuple[Ready, ...]:
-    return (*(one for one in forking.alive() if isinstance(one, ModelGuard)), *registry.alive())
+    return (*guards(), *registry.alive())

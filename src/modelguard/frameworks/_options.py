@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import forking
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.policies import share
+from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.sharing import prefork
 
 __all__ = ["Options", "guards"]
@@ -61,7 +60,7 @@ class Options:
 
     def prepare(self, chosen: Sequence[ModelGuard[Any]]) -> prefork.ForkReport:
         """Prepare this process to be forked."""
-        renewed = any(share(guard._settings.reload_on, renews=True) for guard in chosen)  # noqa: SLF001
+        renewed = any(guard.engine.renews_weights for guard in chosen)
         return prefork.prepare(
             *chosen,
             freeze=self.freeze,
@@ -77,7 +76,8 @@ def guards() -> tuple[ModelGuard[Any], ...]:
     Raises:
         InvalidOption: There is none.
     """
-    found = forking.marked() or sorted(_all(), key=lambda guard: guard.name)
+    found = sorted(all_guards(), key=lambda guard: guard.name)
+    found = [guard for guard in found if guard.prefork] or found
     if not found:
         why = "the application made no guard while it was imported"
         raise InvalidOption("guards", (), why=why, fix="Make it at the top of a module: nlp = guard(load_model, ...).")
@@ -91,7 +91,7 @@ def generations(chosen: Sequence[ModelGuard[Any]]) -> tuple[int, ...]:
 
 def loading(chosen: Sequence[ModelGuard[Any]]) -> bool:
     """Whether one of them loads, or releases what it has replaced."""
-    return any(guard._core.ticket is not None for guard in chosen)  # noqa: SLF001
+    return any(guard.engine.loading for guard in chosen)
 
 
 def wait_for_loads(chosen: Sequence[ModelGuard[Any]]) -> None:
@@ -99,10 +99,6 @@ def wait_for_loads(chosen: Sequence[ModelGuard[Any]]) -> None:
     started = time.monotonic()
     while loading(chosen) and time.monotonic() - started < _LOAD_PATIENCE:
         time.sleep(_LOOK)
-
-
-def _all() -> Iterator[ModelGuard[Any]]:
-    return (one for one in forking.alive() if isinstance(one, ModelGuard))
 
 
 def _choice(environ: Mapping[str, str], name: str, default: str, choices: Mapping[str, T]) -> T:

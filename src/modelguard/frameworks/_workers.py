@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from modelguard import _units
 from modelguard.errors import ForkHazard
 from modelguard.frameworks import _options
-from modelguard.lifecycle import keeper
-from modelguard.lifecycle.policies import share
+from modelguard.lifecycle import _ticker
 from modelguard.sharing import prefork
-from modelguard.telemetry.hooks import logger
+from modelguard.telemetry import logger
+from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard
@@ -76,13 +76,13 @@ class Workers:
         """
         self._guards = self._guards or _options.guards()
         report = self._options.prepare(self._guards)
-        keeper.KEEPER.dismiss()  # its place is taken by the thread below, which knows when not to be in the way
+        _ticker.TICKER.stop()  # its place is taken by the thread below, which knows when not to be in the way
         for guard in self._guards:
-            guard.recycle_in_children(self._ask, serves=False)
+            guard.recycle_in_children(self._ask, takes_calls=False)
         self._generations = _options.generations(self._guards)
         self._board = Board()
         self._edition = self._board.edition
-        if any(share(guard._settings.reload_on, renews=True) for guard in self._guards):  # noqa: SLF001
+        if any(guard.engine.renews_weights for guard in self._guards):
             os.register_at_fork(
                 before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork_in_child
             )
@@ -146,7 +146,7 @@ class Workers:
     def _over(self) -> bool:
         return self._asked and self._clock() - self._born >= self._least
 
-    def _ask(self, reasons: tuple[str, ...]) -> None:  # noqa: ARG002 - the event has told them
+    def _ask(self, reasons: tuple[Reason, ...]) -> None:  # noqa: ARG002 - the event reports them
         self._asked = True
 
 

@@ -24,7 +24,7 @@ from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._options import Options
 from modelguard.frameworks._workers import Workers
-from modelguard.telemetry.hooks import logger
+from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard

@@ -37,9 +37,9 @@ from modelguard import telemetry
 from modelguard.errors import ForkHazard, InvalidOption, ModelGuardError
 from modelguard.frameworks._options import Options, generations, guards, loading, wait_for_loads
 from modelguard.frameworks.rolling import Rolling
-from modelguard.lifecycle import keeper
+from modelguard.lifecycle import _ticker
 from modelguard.sharing import prefork
-from modelguard.telemetry import logs
+from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard
@@ -107,10 +107,10 @@ class _Master:
         """Prepare, and have gunicorn's main loop come by."""
         for end in (self._inbox, self._outbox):
             os.set_blocking(end, False)
-        keeper.KEEPER.dismiss()
+        _ticker.TICKER.stop()
         telemetry.add_hook(self._log)
         for guard in self._guards:
-            guard.recycle_in_children(self._tell, serves=False)
+            guard.recycle_in_children(self._ask, takes_calls=False)
         self._prepare()
         server = self._server
         # gunicorn has no hook that is called regularly, but calls this at least once a second.
@@ -120,11 +120,11 @@ class _Master:
     def _log(self, event: telemetry.Event) -> None:
         """A load that fails is told where gunicorn's own troubles are; the rest is for those who set logging up."""
         if isinstance(event, telemetry.LoadErrored):
-            self._server.log.error("modelguard: %s: %s", event.guard, logs.describe(event))
+            self._server.log.error("modelguard: %s: %s", event.guard, telemetry.describe(event))
 
-    def _tell(self, reasons: tuple[str, ...]) -> None:
+    def _ask(self, reasons: tuple[Reason, ...]) -> None:
         """In a worker, from any thread: ask to be replaced."""
-        text = f"{os.getpid()} {', '.join(reasons)}"[: _MESSAGE // 4]  # a character takes up to four bytes
+        text = f"{os.getpid()} {', '.join(map(str, reasons))}"[: _MESSAGE // 4]  # a character takes up to four bytes
         os.write(self._outbox, text.encode(errors="replace").replace(b"\n", b" ") + b"\n")
         self._wake()
 

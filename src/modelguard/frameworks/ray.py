@@ -27,9 +27,10 @@ from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Overloaded
 from modelguard.frameworks._answers import Answer, WebOptions, problem
 from modelguard.frameworks._turns import Turns
-from modelguard.lifecycle.calls import guard_of
+from modelguard.lifecycle.guard import guard_of
 from modelguard.serving.doors import Batched
-from modelguard.telemetry.hooks import logger
+from modelguard.telemetry import logger
+from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard
@@ -147,7 +148,7 @@ class Replica:
         self._name = context.replica_tag
         self._function: Batched[Any, Any] = resolve_name(self.reference)
         self._guard = _guard(self._function)
-        self._due: tuple[int, tuple[str, ...]] | None = None
+        self._due: tuple[int, tuple[Reason, ...]] | None = None
         self._web = WebOptions()
         self._request: type[Any] = importlib.import_module("starlette.requests").Request
         self._turns = Turns(
@@ -183,7 +184,7 @@ class Replica:
             "replica": self._name,
             "guard": asdict(self._guard.status()),
             "queue": asdict(self._function.status()),
-            "due": self._reasons(),
+            "due": tuple(map(str, self._reasons())),
         }
 
     async def check_health(self) -> None:
@@ -204,7 +205,7 @@ class Replica:
             logger.exception("modelguard: replica %s could not ask for its turn to leave", self._name)
             return
         if mine:
-            raise RuntimeError(f"replica {self._name} asks to be replaced, by {', '.join(reasons)}")
+            raise RuntimeError(f"replica {self._name} asks to be replaced, by {', '.join(map(str, reasons))}")
 
     async def _arrive(self) -> None:
         """Let the next replica leave that has to."""
@@ -213,10 +214,10 @@ class Replica:
         except Exception:  # noqa: BLE001 - it can serve; the next one to leave waits out its patience
             logger.exception("modelguard: replica %s could not say that it has arrived", self._name)
 
-    def _ask(self, reasons: tuple[str, ...]) -> None:
+    def _ask(self, reasons: tuple[Reason, ...]) -> None:
         self._due = (self._guard.status().generation, reasons)
 
-    def _reasons(self) -> tuple[str, ...]:
+    def _reasons(self) -> tuple[Reason, ...]:
         """Why it is to be replaced; nothing, if somebody has reloaded the model since."""
         due = self._due
         return due[1] if due is not None and due[0] == self._guard.status().generation else ()

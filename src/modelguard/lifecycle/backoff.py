@@ -1,4 +1,4 @@
-"""How long to wait after a load that failed."""
+"""How long to wait after a failed load."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _STEEPEST = 100
 
 @dataclass(frozen=True, init=False)
 class Backoff:
-    """Exponential and jittered: ``first``, then ``factor`` times more after each failure, up to ``longest``.
+    """Exponential and jittered waits: ``first``, then ``factor`` times as long after each failure, up to ``longest``.
 
-    Each wait is drawn between half of that and all of it, so that workers whose loader failed together do not retry
+    Each wait is drawn between half of that and all of it, so that workers whose loads failed together do not retry
     together.
 
     Args:
@@ -34,11 +34,11 @@ class Backoff:
         object.__setattr__(self, "first", _units.seconds(first, "first"))
         object.__setattr__(self, "longest", _units.seconds(longest, "longest"))
         if self.longest < self.first:
-            raise InvalidOption("longest", longest, why="it is shorter than first", fix=f"Give at least {first!r}.")
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _STEEPEST:
             raise InvalidOption(
-                "factor", factor, why="waits must grow within reason", fix="Give a number from 1 to 100."
+                "longest", longest, why="must not be shorter than first", fix=f"Give at least {first!r}."
             )
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _STEEPEST:
+            raise InvalidOption("factor", factor, why="must be between 1 and 100", fix="Write for example factor=2.")
         object.__setattr__(self, "factor", float(factor))
 
     def seconds(self, failures: int, draw: float) -> float:

@@ -1,7 +1,7 @@
 """When a model is replaced: policies are values that read a snapshot.
 
-A policy has no clock, no process and no file of its own. The guard takes the readings, puts them into a
-:class:`Snapshot`, and asks. So every policy is tested by handing it a snapshot.
+A policy has no clock, process or file of its own. The guard takes the readings, puts them into a :class:`Snapshot` and
+asks the policy. So a policy is tested by giving it a snapshot.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
+from modelguard.telemetry.reasons import Reason, ReasonKind
 
 __all__ = ["TTL", "Errors", "MemoryGrowth", "MemoryLimit", "Modified", "Policy", "Snapshot", "Uses"]
 
-#: A verdict on memory needs this many readings in a row: one reading may be a spike of a single call.
+#: A policy on memory needs this many consecutive readings: one reading may be the spike of a single call.
 SAMPLES = 3
 
 
@@ -29,11 +30,11 @@ def _nothing() -> Mapping[Any, Any]:
 
 
 class FileChange(NamedTuple):
-    """What the guard saw of a watched path.
+    """What the guard knows about a watched path.
 
     Attributes:
         changed: Whether the path differs from what it was when the generation's load began.
-        quiet: Seconds since it was last seen to change.
+        quiet: Seconds since the last change was seen.
     """
 
     changed: bool
@@ -48,14 +49,15 @@ class Snapshot:
         generation: Its number; the first is 1.
         age: Seconds since it began to serve.
         uses: Calls and leases that have ended on it.
-        consecutive_errors: Calls in a row, up to the last, that raised an ``Exception``.
-        memory: The latest readings of private memory (bytes), oldest first, at most three,
+        consecutive_errors: Consecutive calls, up to the latest, that raised an ``Exception``.
+        memory: The latest readings of private memory in bytes, oldest first, at most three,
             taken since the generation settled. Empty until then.
-        baseline: Private memory when it settled, None until then.
+        baseline: Private memory when it settled, in bytes, None until then.
         limit: The effective memory limit of this process in bytes, None if there is none.
-        jitter: A number in [0, 1) drawn once per process and generation.
-        files: What was seen of the paths that a policy watches.
-        gauges: Figures that the model's adapter reads off the model (spaCy: ``lexemes``, ``strings``, ``index_bytes``).
+        jitter: A number in [0, 1), drawn once per process and generation.
+        files: What is known about the paths that a policy watches.
+        gauges: Figures that the model's adapter reads from the model (spaCy: ``lexemes``, ``strings``,
+            ``index_bytes``).
         first_gauges: The same figures when the generation began to serve.
     """
 
@@ -73,43 +75,45 @@ class Snapshot:
 
     @property
     def settled_memory(self) -> int | None:
-        """The lowest of three readings in a row, None while there are fewer."""
+        """The lowest of three consecutive readings in bytes, None while there are fewer."""
         return min(self.memory) if len(self.memory) >= SAMPLES else None
 
 
 class Horizon(NamedTuple):
-    """How long a policy need not be asked again: until ``uses`` calls have ended or ``seconds`` have passed."""
+    """When a policy must be asked again: once ``uses`` calls have ended or ``seconds`` have passed."""
 
     uses: float
     seconds: float
 
 
 class Policy(ABC):
-    """When is a generation over? Subclass it and write :meth:`due`; combine with ``|`` and ``&``."""
+    """Decides when a generation is over. Subclass it and write :meth:`due`; combine policies with ``|`` and ``&``."""
 
+    #: The word for it in events and metrics.
+    kind: ClassVar[ReasonKind] = "custom"
     #: Whether it reads ``Snapshot.memory``, so that the guard takes the readings.
     reads_memory: bool = False
-    #: Whether its end of a generation means new weights (TTL, Modified), and not a process that is the worse for wear.
+    #: Whether it asks for new weights (TTL, Modified), and not for a fresh process.
     renews: bool = False
 
     @abstractmethod
     def due(self, now: Snapshot) -> bool:
-        """Tell whether the generation should be replaced."""
+        """Return whether the generation should be replaced."""
 
     def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - an own policy may need the snapshot
-        """Tell how long the answer of :meth:`due` cannot change: by default it is asked after every call."""
+        """Return how long the answer of :meth:`due` cannot change. By default the guard asks after every call."""
         return Horizon(uses=1, seconds=1.0)
 
-    def reasons(self, now: Snapshot) -> tuple[str, ...]:
+    def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
         """Name the policies that are due."""
-        return (repr(self),) if self.due(now) else ()
+        return (Reason(self.kind, repr(self)),) if self.due(now) else ()
 
     def parts(self) -> tuple[Policy, ...]:
-        """List the simple policies that it is made of."""
+        """Return the simple policies that it is made of."""
         return (self,)
 
     def futile(self, now: Snapshot) -> str | None:  # noqa: ARG002 - most policies have nothing to say
-        """Tell why a reload could not help, None if it can."""
+        """Return why a reload could not help, None if it can."""
         return None
 
     def __or__(self, other: Policy) -> Policy:
@@ -120,7 +124,7 @@ class Policy(ABC):
 
 
 class _Value(Policy):
-    """A policy whose fields are set once. Written out, because six dataclasses would cost the import 3 ms."""
+    """A policy whose fields are set once. Written by hand, because six dataclasses would add 3 ms to the import."""
 
     def _set(self, **fields: object) -> None:
         vars(self).update(fields)
@@ -143,7 +147,7 @@ def _operand(left: Policy, right: object, sign: str) -> tuple[Policy, Policy]:
         raise InvalidOption(
             "reload_on",
             right,
-            why=f"{sign} joins policies, and this is a {type(right).__name__}",
+            why=f"{sign} joins two policies, and this is a {type(right).__name__}",
             fix="Write for example TTL('1h') | Uses(50_000).",
         )
     return left, right
@@ -171,7 +175,7 @@ class _Any(_Joined):
     def due(self, now: Snapshot) -> bool:
         return any(member.due(now) for member in self.members)
 
-    def reasons(self, now: Snapshot) -> tuple[str, ...]:
+    def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
         return tuple(reason for member in self.members for reason in member.reasons(now))
 
     def __repr__(self) -> str:
@@ -179,6 +183,8 @@ class _Any(_Joined):
 
 
 class _All(_Joined):
+    kind = "combination"
+
     def due(self, now: Snapshot) -> bool:
         return all(member.due(now) for member in self.members)
 
@@ -186,13 +192,14 @@ class _All(_Joined):
         return " & ".join(f"({member!r})" if isinstance(member, _Any) else repr(member) for member in self.members)
 
 
-def share(policy: Policy | None, *, renews: bool) -> Policy | None:
+def subset(policy: Policy | None, *, renews: bool) -> Policy | None:
     """The part of a policy that asks for new weights, or else the rest; None if there is no such part.
 
-    Where many processes share one copy, the process that made it decides on the one, and each of them on the other.
+    Where processes share one copy, the process that loaded it decides by the first part, and each of the others by the
+    second.
     """
     if isinstance(policy, _Any):
-        kept = tuple(part for member in policy.members if (part := share(member, renews=renews)) is not None)
+        kept = tuple(part for member in policy.members if (part := subset(member, renews=renews)) is not None)
         return _Any(kept) if kept else None
     if policy is None or all(part.renews for part in policy.parts()) is not renews:
         return None
@@ -204,20 +211,23 @@ class TTL(_Value):
 
     Args:
         age: Seconds, a ``timedelta``, or text such as ``"1h30m"``.
-        jitter: Each process takes off a random share of up to this much, so that workers do not reload in step:
-            0.1 makes ``TTL("1h")`` fire between 54 and 60 minutes. 0 to 1.
+        jitter: Each process shortens the age by a random part of at most this much, so that workers do not reload in
+            step: 0.1 makes ``TTL("1h")`` fire between 54 and 60 minutes. 0 to 1.
 
     Raises:
         InvalidOption: ``age`` is not a positive duration, or ``jitter`` is not in 0 to 1.
     """
 
+    kind = "ttl"
     renews = True
     seconds: float
     jitter: float
 
     def __init__(self, age: _units.Duration, *, jitter: float = 0.1) -> None:
         if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
-            raise InvalidOption("jitter", jitter, why="it is a share of the age", fix="Give a number from 0 to 1.")
+            raise InvalidOption(
+                "jitter", jitter, why="must be a number from 0 to 1", fix="Write for example jitter=0.1."
+            )
         self._set(seconds=_units.seconds(age, "age"), jitter=float(jitter))
 
     def due(self, now: Snapshot) -> bool:
@@ -240,11 +250,11 @@ class Uses(_Value):
         InvalidOption: ``count`` is not a whole number of at least 1.
     """
 
+    kind = "uses"
     count: int
 
     def __init__(self, count: int) -> None:
-        _whole("count", count)
-        self._set(count=count)
+        self._set(count=_units.whole_number(count, "count"))
 
     def due(self, now: Snapshot) -> bool:
         return now.uses >= self.count
@@ -257,7 +267,7 @@ class Uses(_Value):
 
 
 class Errors(_Value):
-    """Due when this many calls in a row have raised an ``Exception``.
+    """Due when this many consecutive calls have raised an ``Exception``.
 
     Interrupts and cancellations are not errors of the model and do not count.
 
@@ -265,11 +275,11 @@ class Errors(_Value):
         InvalidOption: ``consecutive`` is not a whole number of at least 1.
     """
 
+    kind = "errors"
     consecutive: int
 
     def __init__(self, consecutive: int = 5) -> None:
-        _whole("consecutive", consecutive)
-        self._set(consecutive=consecutive)
+        self._set(consecutive=_units.whole_number(consecutive, "consecutive"))
 
     def due(self, now: Snapshot) -> bool:
         return now.consecutive_errors >= self.consecutive
@@ -298,17 +308,20 @@ class _Memory(_Value):
 class MemoryGrowth(_Memory):
     """Due when private memory has grown by ``size`` since this generation settled.
 
-    A generation has settled when its predecessor is gone and it has served a little (ten calls or five seconds).
-    The verdict needs three readings in a row above the bound. Private memory is what this process alone
-    has written: never RSS, which counts what a forked worker shares and does not fall after a peak.
+    A generation has settled when its predecessor is gone and it has served for a while (ten calls or five seconds).
+    Three consecutive readings must be above the bound. Private memory is what this process alone has written. RSS is
+    never used: it counts what a forked worker shares, and it does not fall after a peak.
 
     Args:
-        size: Bytes, text such as ``"500 MB"`` or ``"1.5 GiB"``, or a share of the effective limit such as ``"20%"``.
+        size: Bytes, text such as ``"500 MB"`` or ``"1.5 GiB"``, or a percentage of the effective limit such as
+            ``"20%"``.
 
     Raises:
         InvalidOption: ``size`` is not a positive size.
-        NoMemoryLimit: A share was given and nothing limits this process (raised by ``guard``).
+        NoMemoryLimit: A percentage was given and nothing limits this process (raised by ``guard``).
     """
+
+    kind = "memory_growth"
 
     def due(self, now: Snapshot) -> bool:
         memory, bound = now.settled_memory, _bound(self.size, now)
@@ -316,19 +329,21 @@ class MemoryGrowth(_Memory):
 
 
 class MemoryLimit(_Memory):
-    """Due when this process's private memory has reached ``size``, by three readings in a row.
+    """Due when this process's private memory has reached ``size`` in three consecutive readings.
 
-    If the fresh generation alone is already above the bound, a reload cannot help: the policy then stays silent for
-    that generation, and a ``PolicyFutile`` event says so.
+    If the fresh generation alone is already above the bound, a reload cannot help. The policy is then ignored for that
+    generation, and a ``PolicyFutile`` event says so.
 
     Args:
-        size: Bytes, text such as ``"3 GB"``, or a share of the effective cgroup limit such as ``"80%"``. The share is
-            of the whole limit: N workers in one container should ask for a share of 80 % / N each.
+        size: Bytes, text such as ``"3 GB"``, or a percentage of the effective cgroup limit such as ``"80%"``. The
+            percentage is of the whole limit: each of N workers in one container should ask for 80 % / N.
 
     Raises:
         InvalidOption: ``size`` is not a positive size.
-        NoMemoryLimit: A share was given and nothing limits this process (raised by ``guard``).
+        NoMemoryLimit: A percentage was given and nothing limits this process (raised by ``guard``).
     """
+
+    kind = "memory_limit"
 
     def due(self, now: Snapshot) -> bool:
         memory, bound = now.settled_memory, _bound(self.size, now)
@@ -345,9 +360,9 @@ class MemoryLimit(_Memory):
 class Modified(_Value):
     """Due when a file or folder has changed since the generation's load began.
 
-    A half-written file is never loaded: a change counts once the path has been seen unchanged for ``quiet``. Writers
-    that replace the path atomically (write beside it, then rename) may say ``atomic=True``, and then a change counts
-    at once. While the path is missing, nothing is due.
+    A half-written file is never loaded: a change counts once the path has been unchanged for ``quiet``. If writers
+    replace the path atomically (write beside it, then rename), set ``atomic=True``, and a change counts at once. While
+    the path is missing, nothing is due.
 
     Args:
         path: The file or folder. A folder counts as changed when any file below it does.
@@ -358,6 +373,7 @@ class Modified(_Value):
         InvalidOption: ``path`` is empty or ``quiet`` is not a duration.
     """
 
+    kind = "modified"
     renews = True
     path: Path
     quiet: float
@@ -365,7 +381,9 @@ class Modified(_Value):
 
     def __init__(self, path: str | os.PathLike[str], *, quiet: _units.Duration = 2.0, atomic: bool = False) -> None:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-            raise InvalidOption("path", path, why="it names no file", fix="Give the path that the loader reads.")
+            raise InvalidOption(
+                "path", path, why="must be a path that is not empty", fix="Give the path that the loader reads."
+            )
         self._set(path=Path(path).absolute(), quiet=_units.seconds(quiet, "quiet", zero=True), atomic=atomic)
 
     def due(self, now: Snapshot) -> bool:
@@ -377,11 +395,6 @@ class Modified(_Value):
 
     def __repr__(self) -> str:
         return f"Modified({str(self.path)!r})"
-
-
-def _whole(argument: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidOption(argument, value, why="it counts calls", fix="Give a whole number of at least 1.")
 
 
 def _bound(size: int | _units.Share, now: Snapshot) -> int | None:

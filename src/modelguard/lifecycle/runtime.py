@@ -1,20 +1,22 @@
-"""What a guard needs of the world: clock, memory readings, threads. Tests hand it another world."""
+"""How a guard reaches the outside world: clock, memory readings, chance and threads. Tests replace it."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from modelguard.environment import allocator, limits, memory
 from modelguard.errors import NotSupported
-from modelguard.lifecycle import files, slot, workers
+from modelguard.lifecycle import _fingerprints, _host_lock, _threads
 
 
 def private() -> int:
-    """Private memory now; 0 where the platform does not tell, so that lifecycles by time and use still work."""
+    """Private memory in bytes; 0 where the platform gives no figure, so that policies on time and use still work."""
     try:
         return memory.private(fresh=True)
     except NotSupported:
@@ -22,7 +24,7 @@ def private() -> int:
 
 
 def headroom() -> int | None:
-    """Bytes that may still be allocated, None where nothing tells."""
+    """Bytes that this process may still allocate, None if unknown."""
     try:
         return memory.usage().headroom
     except NotSupported:
@@ -30,16 +32,17 @@ def headroom() -> int | None:
 
 
 def trim() -> str:
-    """Give free memory back to the system; says which allocator did it, or why none did."""
-    try:
-        allocator.trim()
-    except NotSupported as error:
-        return error.reason
+    """Return free memory to the system; returns the kind of allocator that did it.
+
+    Raises:
+        NotSupported: It cannot be done here.
+    """
+    allocator.trim()
     return allocator.serving().kind
 
 
 def in_use() -> int | None:
-    """Bytes that malloc has given out, None where it does not tell."""
+    """Bytes that malloc has handed out, None if it gives no figure."""
     try:
         return allocator.stats().allocated
     except NotSupported:
@@ -47,7 +50,7 @@ def in_use() -> int | None:
 
 
 def check_trim() -> None:
-    """Refuse where no memory can be given back.
+    """Check that free memory can be returned to the system.
 
     Raises:
         NotSupported: The allocator in force is not known, or this is not Linux.
@@ -57,24 +60,36 @@ def check_trim() -> None:
         raise NotSupported("trim_every", reason=f"malloc is served by an unknown allocator ({serving.path})")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Runtime:
-    """The world of a guard. Every field may be replaced, which is how unit tests run without sleeping.
+class Trim(NamedTuple):
+    """What came of an attempt to return free memory.
 
     Attributes:
-        clock: Seconds from any start, never going back.
-        sleep: Waits so many seconds.
-        private: Private memory of this process in bytes.
-        headroom: Bytes that may still be allocated, or None.
-        limit: The effective memory limit in bytes, or None.
-        trim: Gives memory back and names the allocator.
-        in_use: Bytes that malloc has given out, or None.
-        check_trim: Raises NotSupported where that is not possible.
+        allocator: The kind of allocator that did it, None if none could.
+        error: Why none could, None if one did.
+    """
+
+    allocator: str | None
+    error: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """The outside world of one guard or pool.
+
+    Attributes:
+        clock: Monotonic seconds.
+        sleep: Waits for that many seconds.
+        private: Private memory of this process, in bytes.
+        headroom: Bytes that may still be allocated, None if unknown.
+        limit: The effective memory limit in bytes, None if there is none.
+        trim: Returns free memory to the system and gives the allocator's kind, or raises NotSupported.
+        in_use: Bytes that malloc has handed out, None if unknown.
+        check_trim: Raises NotSupported where trimming is not possible.
         fingerprint: Identity of a watched path, None while it is missing.
         random: A number in [0, 1).
-        start_thread: Runs a callable in the background under a name.
-        slot: The turn to hold two copies of a model.
-        kept: Whether the process's keeper thread asks the policies in the background.
+        start_thread: Runs a callable in a background thread of the given name.
+        host_lock: The right to hold two copies of a model.
+        ticks: Whether the process's ticker thread asks the policies in the background.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -85,13 +100,34 @@ class Runtime:
     trim: Callable[[], str] = trim
     in_use: Callable[[], int | None] = in_use
     check_trim: Callable[[], None] = check_trim
-    fingerprint: Callable[[Path], files.Fingerprint | None] = files.fingerprint
+    fingerprint: Callable[[Path], _fingerprints.Fingerprint | None] = _fingerprints.fingerprint
     random: Callable[[], float] = random.random
-    start_thread: Callable[[Callable[[], None], str], None] = workers.WORKERS.start
-    slot: slot.Slot = slot.HOST
-    kept: bool = True
+    start_thread: Callable[[Callable[[], None], str], None] = _threads.THREADS.start
+    host_lock: _host_lock.HostLock = _host_lock.HOST_LOCK
+    ticks: bool = True
+
+    def try_trim(self) -> Trim:
+        """Return free memory to the system if that is possible here."""
+        try:
+            return Trim(self.trim(), None)
+        except NotSupported as error:
+            return Trim(None, error.reason)
+
+
+_make: Callable[[], Runtime] = Runtime
 
 
 def default() -> Runtime:
-    """The world of a guard that is given none: the real one. ``modelguard.testing`` puts another in its place."""
-    return Runtime()
+    """The runtime of a guard or pool that is made now: the real one, unless :func:`use` says otherwise."""
+    return _make()
+
+
+@contextmanager
+def use(make: Callable[[], Runtime]) -> Iterator[None]:
+    """Give guards and pools that are made inside the block the runtime that ``make`` returns. For tests."""
+    global _make
+    before, _make = _make, make
+    try:
+        yield
+    finally:
+        _make = before

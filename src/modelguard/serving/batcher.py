@@ -23,7 +23,7 @@ from modelguard.serving.core import Core
 from modelguard.serving.entries import DONE, Entry, Failure, FutureEntry, answer
 from modelguard.serving.running import Function, Run, compute
 from modelguard.serving.scope import Scope, current
-from modelguard.telemetry.hooks import logger
+from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
     from modelguard.serving.status import BatchStatus

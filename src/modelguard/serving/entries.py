@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from modelguard.errors import CallerGone
-from modelguard.telemetry.hooks import logger
+from modelguard.telemetry import logger
 
 __all__ = ["Entry", "Failure", "FutureEntry", "LoopEntry", "Submitted", "ThreadEntry", "answer"]
 

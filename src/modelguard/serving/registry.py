@@ -8,7 +8,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from modelguard import _ending
+from modelguard import _shutdown
 
 if TYPE_CHECKING:
     from modelguard.serving.batcher import Batcher
@@ -26,7 +26,7 @@ def remember(batcher: Batcher) -> None:
         if _registered:
             return
         _registered = True
-        _ending.before_exit("batches", _close_all)
+        _shutdown.before_exit("batches", _close_all)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_in_child)
 

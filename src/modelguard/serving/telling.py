@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 from modelguard import telemetry
 from modelguard.serving.running import one_line
-from modelguard.telemetry import hooks
 
 if TYPE_CHECKING:
     from modelguard.serving.batches import Batch
@@ -34,8 +33,8 @@ class Telling:
 
     def batch(self, batch: Batch, computed: Computed, core: Core, *, seconds: float, change: Change) -> None:
         """A batch has ended."""
-        if hooks.listening():
-            hooks.emit(
+        if telemetry.listening():
+            telemetry.emit(
                 telemetry.BatchFinished(
                     guard=self._name,
                     size=len(batch.entries),
@@ -47,7 +46,7 @@ class Telling:
                 )
             )
         if computed.error is not None:
-            hooks.emit(
+            telemetry.emit(
                 telemetry.BatchErrored(
                     guard=self._name,
                     size=len(batch.entries),
@@ -62,9 +61,9 @@ class Telling:
 
     def _circuit(self, core: Core, change: Change, error: BaseException | None) -> None:
         if change == "closed" or core.circuit is None:
-            hooks.emit(telemetry.CircuitClosed(guard=self._name))
+            telemetry.emit(telemetry.CircuitClosed(guard=self._name))
             return
-        hooks.emit(
+        telemetry.emit(
             telemetry.CircuitOpened(
                 guard=self._name,
                 failures=core.circuit.failures,
@@ -80,7 +79,7 @@ class Telling:
             return
         full, late, opened, expired, cancelled = (new - old for new, old in zip(counts, self._told, strict=True))
         self._told, self._told_at = counts, now
-        hooks.emit(
+        telemetry.emit(
             telemetry.RequestsRefused(
                 guard=self._name,
                 full=full,

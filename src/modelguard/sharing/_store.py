@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from modelguard.errors import NotSupported, PublishFailed, WeightsRefused
-from modelguard.lifecycle.slot import Slot
+from modelguard.lifecycle._host_lock import HostLock
 from modelguard.sharing import _manifest
 from modelguard.sharing._manifest import Manifest
 
@@ -37,7 +37,7 @@ __all__ = ["Store"]
 _VERSION = re.compile(r"([0-9]{6,})-[0-9a-f]{12}")
 
 # Record locks belong to the process, so its threads have to meet in one slot.
-_slots: dict[Path, Slot] = {}
+_slots: dict[Path, HostLock] = {}
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_slots.clear)
 
@@ -105,7 +105,7 @@ class Store:
             PublishFailed: There is no place to publish in, or the other publisher took too long.
         """
         self._make_data()
-        slot = _slots.setdefault(self.data, Slot(lambda: self.data))
+        slot = _slots.setdefault(self.data, HostLock(lambda: self.data))
         deadline = self._clock() + patience
         while True:
             with slot.held(sleep=self._sleep, clock=self._clock, cancelled=lambda: self._clock() >= deadline) as how:

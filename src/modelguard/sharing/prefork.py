@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from modelguard import _units
 from modelguard.environment import allocator, memory
 from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, NotSupported
-from modelguard.lifecycle import forking, loading, workers
+from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.sharing import hazards, immortal, restoring, trial
 from modelguard.sharing.hazards import Hazard
 
@@ -145,7 +146,7 @@ def prepare(
         _wait_for_release(guard, timeout)
     generations = tuple(guard.status().generation for guard in chosen)
     again = _refuse_wrong_order(chosen, generations)
-    workers.WORKERS.dismiss()
+    THREADS.end_idle()
     found = hazards.look(scene)
     _gate(found, on_hazard)
     before = _state
@@ -207,17 +208,22 @@ def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:
         if not isinstance(guard, ModelGuard):
             why = f"it is no guard, but a {type(guard).__name__}"
             raise InvalidOption("guards", guard, why=why, fix="Give what modelguard.guard() returned.")
-    chosen = tuple(dict.fromkeys(guards)) or forking.marked()
+    chosen = tuple(dict.fromkeys(guards)) or _marked()
     if not chosen:
         fix = "Name a guard, or make it with guard(..., prefork=True) in a module that is imported before."
         raise InvalidOption("guards", (), why="there is no guard to prepare", fix=fix)
     return chosen
 
 
+def _marked() -> tuple[ModelGuard[Any], ...]:
+    """The guards of this process that were made with ``prefork=True``, by name."""
+    return tuple(sorted((guard for guard in all_guards() if guard.prefork), key=lambda guard: guard.name))
+
+
 def _wait_for_release(guard: ModelGuard[Any], timeout: float) -> None:
     """A reload has returned when the new model serves; the old one may still be on its way out, and would be frozen."""
     end = time.monotonic() + timeout
-    while guard._core.ticket is not None:
+    while guard.engine.loading:
         if time.monotonic() > end:
             seen = f"a load or a release has not ended within {timeout:g} s"
             bad = Hazard("python thread", f"guard {guard.name!r}", seen, "Prepare when it has ended.", "fatal")
@@ -250,7 +256,7 @@ def _gate(found: tuple[Hazard, ...], on_hazard: OnHazard) -> None:
 def _try_all(chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnHazard) -> dict[str, float]:
     tried = {}
     for guard in chosen:
-        if guard._settings.warmup is None:
+        if guard.engine.guard.options.warmup is None:
             continue
         verdict = _try(guard, timeout)
         if not verdict.ok:
@@ -271,17 +277,9 @@ def _try(guard: ModelGuard[Any], timeout: float) -> trial.Verdict:
     global _trying
     _trying = True  # the child shall warm this guard alone, and say how that ends
     try:
-        return trial.run(lambda: _warm(guard), timeout)
+        return trial.run(guard.engine.warm_up, timeout)
     finally:
         _trying = False
-
-
-def _warm(guard: ModelGuard[Any]) -> None:
-    warmup, generation = guard._settings.warmup, guard._core.serving
-    if warmup is not None and generation is not None:
-        with guard._core.on(generation):
-            loading.finished(warmup(generation.model))
-        generation.uses = generation.errors = 0  # as after a load: a warm-up is no request
 
 
 def _freeze(*, again: bool) -> tuple[int, int]:
@@ -302,8 +300,8 @@ def _immortalize(chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize) -> tu
         size = sum(guard.status().model_bytes or 0 for guard in chosen)
         if size < _WORTH_IT:
             return None, f"{_units.format_bytes(size)} of models is not worth it"
-    serving = (guard._core.serving for guard in chosen)
-    made = immortal.immortalize(*(generation.model for generation in serving if generation is not None))
+    current = (guard.engine.state.current for guard in chosen)
+    made = immortal.immortalize(*(generation.model for generation in current if generation is not None))
     with suppress(NotSupported):
         allocator.trim()  # the walk over a model leaves a heap of its own: 52 MB for ja_ginza
     return made, None
@@ -337,6 +335,6 @@ def _make_whole(state: _State) -> None:
     try:
         restoring.restore(state.hazards if state.fixes else ())
         for guard in state.guards:
-            _warm(guard)
+            guard.engine.warm_up()
     except BaseException as error:  # noqa: BLE001 - a fork hook cannot raise; in_child() does
         state.failure = error

@@ -1,22 +1,27 @@
-"""What modelguard tells about itself: one frozen dataclass per event, and plain callables that receive them."""
+"""What modelguard reports: one frozen dataclass per event, and plain callables (hooks) that receive them."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from modelguard.telemetry.hooks import Hook, add_hook, emit, set_hooks
+from modelguard.telemetry._hooks import Hook, add_hook, emit, listening, logger, set_hooks
+from modelguard.telemetry.reasons import Reason, ReasonKind
 
 if TYPE_CHECKING:
+    from modelguard.telemetry._logging import describe
     from modelguard.telemetry.events import (
         BatchErrored,
         BatchFinished,
+        Callback,
         CallbackErrored,
         CircuitClosed,
         CircuitOpened,
+        DiscardCause,
         Event,
         GenerationAbandoned,
         GenerationReleased,
+        HostLockHeld,
         LoadDiscarded,
         LoadErrored,
         LoadFinished,
@@ -26,37 +31,48 @@ if TYPE_CHECKING:
         RecycleAsked,
         ReloadDue,
         RequestsRefused,
+        Swap,
         SwapChosen,
     )
 
 __all__ = [
     "BatchErrored",
     "BatchFinished",
+    "Callback",
     "CallbackErrored",
     "CircuitClosed",
     "CircuitOpened",
+    "DiscardCause",
     "Event",
     "GenerationAbandoned",
     "GenerationReleased",
     "Hook",
+    "HostLockHeld",
     "LoadDiscarded",
     "LoadErrored",
     "LoadFinished",
     "LoadStarted",
     "MemoryTrimmed",
     "PolicyFutile",
+    "Reason",
+    "ReasonKind",
     "RecycleAsked",
     "ReloadDue",
     "RequestsRefused",
+    "Swap",
     "SwapChosen",
     "add_hook",
+    "describe",
     "emit",
+    "listening",
+    "logger",
     "set_hooks",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # Making a dozen dataclasses takes 7 ms, which importing modelguard does without: they come with the first event.
+    # Making a dozen dataclasses takes 7 ms, too much for importing modelguard: they are imported with the first event.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("modelguard.telemetry.events"), name)
+    module = "_logging" if name == "describe" else "events"
+    return getattr(importlib.import_module(f"modelguard.telemetry.{module}"), name)

@@ -1,18 +1,36 @@
-"""The events. Times are seconds, sizes are bytes of private memory, errors are their one-line text."""
+"""The events. Times are seconds, sizes are bytes of private memory, errors are one line of text."""
 
 from __future__ import annotations
 
 import os
 import time
 from dataclasses import dataclass, field
+from typing import Literal
+
+from modelguard.telemetry.reasons import Reason
+
+#: How a generation replaced another one; ``"first"`` replaced none.
+Swap = Literal["first", "load_first", "drain_first"]
+
+#: Which lock a load held. ``"host"``: this user's processes on this host took turns; ``"process"``: only the guards of
+#: this process did, because no lock file can be used; ``"timed_out"``: its holder kept it too long; ``"cancelled"``:
+#: the guard was closed meanwhile; ``"none"``: first loads take no turns.
+HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
+
+#: Why a model was loaded and not used: the guard was closed, it came after ``load_timeout``, ``validate`` or the
+#: warm-up failed, or a newer request made it stale.
+DiscardCause = Literal["closed", "late", "rejected", "stale"]
+
+#: A callable of the author's.
+Callback = Literal["reload_on", "recycle", "release"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every event carries.
+    """What every event has.
 
     Attributes:
-        guard: Name of the guard.
+        guard: Name of the guard or of the batched function.
         pid: Process in which it happened.
         time: Seconds since the epoch.
     """
@@ -24,32 +42,32 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class ReloadDue(Event):
-    """A policy has become due; a reload follows, or a recycling of the worker."""
+    """A policy has become due; a reload follows."""
 
     generation: int
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecycleAsked(Event):
-    """In a forked child that shares its model: the server was asked for a fresh worker instead of a reload."""
+    """A policy has become due in a process that is replaced as a whole: the server was asked for a fresh one."""
 
     generation: int
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwapChosen(Event):
-    """How the next generation replaces the serving one, and why.
+    """How the next generation replaces the current one, and why.
 
     Attributes:
         swap: ``"load_first"`` or ``"drain_first"``.
-        why: The figures behind the choice, or that the guard's author chose it.
+        why: The figures behind the choice, or that the guard's author made it. For people.
         model_bytes: Size of the model as measured at its load, None before the first measurement.
-        headroom: Bytes that may still be allocated, None where nothing tells.
+        headroom: Bytes that may still be allocated, None if unknown.
     """
 
-    swap: str
+    swap: Swap
     why: str
     model_bytes: int | None
     headroom: int | None
@@ -60,77 +78,85 @@ class LoadStarted(Event):
     """The loader is about to be called.
 
     Attributes:
-        generation: The number that the new generation will bear.
+        generation: The number of the new generation.
         reasons: Why it is loaded.
         deferred_seconds: How long the load waited for a moment without calls.
-        slot: Who was kept from loading meanwhile: ``"host"`` (this user's processes on this host), ``"process"``
-            (no lock file could be used), ``"timed out"`` (the holder kept it too long), ``"none"`` (first load).
+        host_lock: Which lock the load holds.
     """
 
     generation: int
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     deferred_seconds: float
-    slot: str
+    host_lock: HostLockHeld
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFinished(Event):
-    """A new generation serves.
+    """A new generation takes calls.
 
     Attributes:
+        generation: Its number.
+        reasons: Why it was loaded.
         seconds: Loading, validation and warm-up together.
         stall_seconds: The longest time during the load in which no other Python thread could run.
-        model_bytes: Growth of private memory over the load, or what the model's adapter says where that is more.
-        swap: ``"load_first"``, ``"drain_first"`` or ``"first"``.
-        waited_seconds: For ``drain_first``, how long no generation served.
+        model_bytes: Growth of private memory during the load, or what the model's adapter reports if that is more.
+        swap: How it replaced the old generation.
+        waited_seconds: For ``drain_first``, how long no generation took calls.
     """
 
     generation: int
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     seconds: float
     stall_seconds: float
     model_bytes: int
-    swap: str
+    swap: Swap
     waited_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadErrored(Event):
-    """A load failed. If a generation serves, it serves on.
+    """A load failed. The current generation, if there is one, keeps taking calls.
 
     Attributes:
-        attempt: How many loads have failed in a row.
+        attempt: How many consecutive loads have failed.
+        error: Why.
         retry_after: Seconds until the next attempt.
-        serving: Number of the generation that serves on, None if there is none.
+        current: Number of the generation that keeps taking calls, None if there is none.
     """
 
     attempt: int
     error: str
     retry_after: float
-    serving: int | None
+    current: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadDiscarded(Event):
-    """A model was loaded and not used: a newer request made it stale, the guard was closed, or it came too late."""
+    """A model was loaded and not used.
 
-    why: str
+    Attributes:
+        cause: Why not.
+    """
+
+    cause: DiscardCause
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationReleased(Event):
-    """A generation was unloaded and dropped, and what that gave back.
+    """A generation was unloaded and dropped.
 
     Attributes:
+        generation: Its number.
         bytes_before: Private memory before the release.
         bytes_after: Private memory after drop, collection and trim.
-        alive: True if the model still lives, False if it is gone, None if its type cannot be watched.
-        holders: Who still refers to it, at most five, in words.
+        alive: True if the model still exists, False if it is gone, None if its type cannot be watched.
+        holders: Descriptions of what still refers to it, at most five.
         collected: Whether ``gc.collect()`` was needed.
-        trim: ``"glibc"``, ``"jemalloc"``, ... or why nothing was trimmed.
+        trimmed_by: The allocator that returned free memory to the system (``"glibc"``, ...), None if none could.
+        trim_error: Why none could, None if one did.
         seconds: Duration of the release itself.
         drain_seconds: How long its last calls took to end, None if they outlasted ``drain_timeout``.
-        error: What ``unload`` raised, None if it did not.
+        error: What ``unload`` raised, None if nothing.
     """
 
     generation: int
@@ -139,14 +165,15 @@ class GenerationReleased(Event):
     alive: bool | None
     holders: tuple[str, ...]
     collected: bool
-    trim: str
+    trimmed_by: str | None
+    trim_error: str | None
     seconds: float
     drain_seconds: float | None
     error: str | None
 
     @property
     def freed(self) -> int:
-        """Bytes given back; negative if the process grew meanwhile."""
+        """Bytes returned to the system; negative if the process grew meanwhile."""
         return self.bytes_before - self.bytes_after
 
 
@@ -161,29 +188,37 @@ class GenerationAbandoned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTrimmed(Event):
-    """Freed memory was given back because ``trim_every`` asked for it.
+    """Freed memory was returned to the system because ``trim_every`` asked for it.
 
     Attributes:
         bytes_before: Private memory before.
         bytes_after: Private memory after.
-        trim: The allocator in force, or why nothing was trimmed.
+        trimmed_by: The allocator that did it, None if none could.
+        trim_error: Why none could, None if one did.
         seconds: Duration of the trim.
     """
 
     bytes_before: int
     bytes_after: int
-    trim: str
+    trimmed_by: str | None
+    trim_error: str | None
     seconds: float
 
     @property
     def freed(self) -> int:
-        """Bytes given back; negative if the process grew meanwhile."""
+        """Bytes returned to the system; negative if the process grew meanwhile."""
         return self.bytes_before - self.bytes_after
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFutile(Event):
-    """A policy would be due at once again after every reload, so it is ignored for this generation."""
+    """A policy would be due again right after every reload, so it is ignored for this generation.
+
+    Attributes:
+        generation: Its number.
+        policy: The policy, as it is written.
+        detail: Why a reload cannot help. For people.
+    """
 
     generation: int
     policy: str
@@ -194,20 +229,20 @@ class PolicyFutile(Event):
 class CallbackErrored(Event):
     """A callable of the guard's author (a policy, a recycler) raised; the guard went on without it."""
 
-    callback: str
+    callback: Callback
     error: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFinished(Event):
-    """A batch was computed. Made only if somebody listens: a hook of yours, or a log at level DEBUG.
+    """A batch was computed. Emitted only to a hook of yours, or to a log at level DEBUG.
 
     Attributes:
         size: Its items.
-        waiting: Items that wait for the next one.
-        wait_seconds: How long the first of its items had waited.
-        run_seconds: How long it ran, with what was run again.
-        failed: Items whose answer is an error.
+        waiting: Items that wait for the next batch.
+        wait_seconds: How long the first of its items waited.
+        run_seconds: How long it ran, reruns included.
+        failed: Items that got an error.
         reruns: How often the function was called again to find the items at fault.
     """
 
@@ -225,8 +260,8 @@ class BatchErrored(Event):
 
     Attributes:
         size: Items of the batch.
-        failed: Items that have an error for an answer; the rest succeeded when they were run again.
-        error: What it raised on the whole batch.
+        failed: Items that got an error; the others succeeded when they were run again.
+        error: What it raised for the whole batch.
         reruns: How often it was called again to find the items at fault.
     """
 
@@ -238,14 +273,14 @@ class BatchErrored(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestsRefused(Event):
-    """Requests were turned away or dropped since the last event of this kind; told once a second at most.
+    """Requests were refused or dropped since the last event of this kind. Emitted once a second at most.
 
     Attributes:
-        full: Refused since the queue was full.
-        late: Refused since by the measured rate the deadline could not be met.
-        open: Refused since the circuit was open.
+        full: Refused because the queue was full.
+        late: Refused because, at the measured rate, the deadline could not be met.
+        open: Refused because the circuit was open.
         expired: Dropped at their deadline.
-        cancelled: Dropped since their caller was gone.
+        cancelled: Dropped because their caller was gone.
         waiting: Items that wait now.
     """
 
@@ -259,12 +294,12 @@ class RequestsRefused(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CircuitOpened(Event):
-    """Several batches in a row have failed, or a probe has: requests are refused for a while.
+    """Several consecutive batches have failed, or a probe has: requests are refused for a while.
 
     Attributes:
-        failures: How many have failed in a row.
+        failures: How many consecutive batches have failed.
         retry_after: Seconds until the next probe.
-        error: What the last one failed with.
+        error: The error of the last one.
     """
 
     failures: int
@@ -274,4 +309,4 @@ class CircuitOpened(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CircuitClosed(Event):
-    """The probe has succeeded: requests are let in again."""
+    """The probe has succeeded: requests are accepted again."""

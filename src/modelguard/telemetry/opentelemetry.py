@@ -1,7 +1,7 @@
 """Events as OpenTelemetry metrics and spans: ``telemetry.add_hook(opentelemetry())``.
 
-Needs the extra ``opentelemetry``, which brings the API; no more is used. Where the numbers go is what the application's
-SDK is set up to; without one they go nowhere. The metrics are those of ``docs/metrics.md``; each load is a span
+Needs the extra ``opentelemetry``, which installs the API and nothing else. The application's SDK decides where the
+numbers go; without an SDK they go nowhere. The metrics are those of ``docs/metrics.md``; each load is a span
 ``modelguard.load``.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from modelguard.errors import InvalidOption
-from modelguard.telemetry import _library, _measures, events
+from modelguard.telemetry import _extras, _metrics, events
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -21,10 +21,8 @@ __all__ = ["opentelemetry"]
 
 _NAME = "modelguard"
 _SPAN = "modelguard.load"
-#: A model that was not used for these reasons ends its load. For another one LoadErrored ends it.
-_ENDING = ("the guard was closed", "a newer request made it stale")
-#: This one's load ended in failure long ago, and the load that is under way may be another.
-_LATE = "it came after load_timeout"
+#: A model that is discarded for one of these causes ends its load. After other causes, LoadErrored ends it.
+_ENDING: frozenset[events.DiscardCause] = frozenset({"closed", "stale"})
 _ATTRIBUTES = (str, bool, int, float)
 
 
@@ -53,7 +51,7 @@ def opentelemetry(
             why = f"this is no {kind.__name__} of OpenTelemetry"
             raise InvalidOption(argument, given, why=why, fix="Leave it out for the global one, or hand one in.")
     meter = metrics.get_meter(_NAME, meter_provider=meter_provider)
-    instruments = {metric.name: _make(meter, metric) for metric in _measures.METRICS.values()}
+    instruments = {metric.name: _make(meter, metric) for metric in _metrics.METRICS.values()}
     return _OpenTelemetryHook(instruments, _Loads(trace, trace.get_tracer(_NAME, tracer_provider=tracer_provider)))
 
 
@@ -62,7 +60,7 @@ class _OpenTelemetryHook:
 
     def __init__(self, instruments: dict[str, Callable[..., None]], loads: _Loads) -> None:
         self._instruments = instruments
-        self._recorder = _measures.Recorder(self._record)
+        self._recorder = _metrics.Recorder(self._record)
         self._loads = loads
 
     def __call__(self, event: events.Event) -> None:
@@ -72,7 +70,7 @@ class _OpenTelemetryHook:
     def __repr__(self) -> str:
         return f"<OpenTelemetry hook: {len(self._instruments)} metrics>"
 
-    def _record(self, metric: _measures.Metric, labels: tuple[str, ...], amount: float) -> None:
+    def _record(self, metric: _metrics.Metric, labels: tuple[str, ...], amount: float) -> None:
         self._instruments[metric.name](amount, dict(zip(metric.labels, labels, strict=True)))
 
 
@@ -94,7 +92,7 @@ class _Loads:
         key = event.pid, event.guard
         match event:
             case events.SwapChosen():
-                with _measures.WRITING:
+                with _metrics.WRITING:
                     self._before[key] = [event]
             case events.LoadStarted():
                 self._begin(key, event)
@@ -102,17 +100,17 @@ class _Loads:
                 self._end(key, event, "loaded")
             case events.LoadErrored():
                 self._end(key, event, "failed")
-            case events.LoadDiscarded() if event.why in _ENDING:
+            case events.LoadDiscarded() if event.cause in _ENDING:
                 self._end(key, event, "discarded")
-            case events.LoadDiscarded() if event.why == _LATE:
-                pass
+            case events.LoadDiscarded(cause="late"):
+                pass  # its load failed long ago, and the load that is under way may be another
             case events.LoadDiscarded() | events.GenerationReleased() | events.GenerationAbandoned():
                 self._go_on(key, event)
             case _:
                 pass
 
     def _begin(self, key: tuple[int, str], event: events.LoadStarted) -> None:
-        with _measures.WRITING:
+        with _metrics.WRITING:
             self._open[key] = self._started(event, self._before.pop(key, []))
             _add(self._open[key], event)
 
@@ -125,14 +123,14 @@ class _Loads:
         return span
 
     def _go_on(self, key: tuple[int, str], event: events.Event) -> None:
-        with _measures.WRITING:
+        with _metrics.WRITING:
             if key in self._open:
                 _add(self._open[key], event)
             elif key in self._before:
                 self._before[key].append(event)
 
     def _end(self, key: tuple[int, str], event: events.Event, outcome: str) -> None:
-        with _measures.WRITING:
+        with _metrics.WRITING:
             before, span = self._before.pop(key, None), self._open.pop(key, None)
             if span is None:
                 if before is None:
@@ -166,10 +164,10 @@ def _nanoseconds(event: events.Event) -> int:
 
 
 def _api(module: str) -> Any:
-    return _library.load(f"opentelemetry.{module}", distribution="opentelemetry-api", extra="opentelemetry")
+    return _extras.load(f"opentelemetry.{module}", distribution="opentelemetry-api", extra="opentelemetry")
 
 
-def _make(meter: Any, metric: _measures.Metric) -> Callable[..., None]:
+def _make(meter: Any, metric: _metrics.Metric) -> Callable[..., None]:
     about = {"unit": metric.unit, "description": metric.help}
     if metric.kind == "counter":
         add: Callable[..., None] = meter.create_counter(metric.full_name, **about).add

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelguard.errors import InvalidOption
-from modelguard.telemetry import _library, _measures
+from modelguard.telemetry import _extras, _metrics
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -46,7 +46,7 @@ def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], N
             ``registry`` is none; or ``PROMETHEUS_MULTIPROC_DIR`` is no folder that can be written to, or was set too
             late to count.
     """
-    client = _library.load("prometheus_client", distribution="prometheus-client", extra="prometheus")
+    client = _extras.load("prometheus_client", distribution="prometheus-client", extra="prometheus")
     if registry is None:
         registry = client.REGISTRY
     if not isinstance(registry, client.CollectorRegistry):
@@ -67,7 +67,7 @@ class _PrometheusHook:
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self._size = len(metrics)
-        self._recorder = _measures.Recorder(partial(_record, metrics))
+        self._recorder = _metrics.Recorder(partial(_record, metrics))
 
     def __call__(self, event: Event) -> None:
         self._recorder(event)
@@ -76,7 +76,7 @@ class _PrometheusHook:
         return f"<Prometheus hook: {self._size} metrics>"
 
 
-def _record(metrics: dict[str, Any], metric: _measures.Metric, labels: tuple[str, ...], amount: float) -> None:
+def _record(metrics: dict[str, Any], metric: _metrics.Metric, labels: tuple[str, ...], amount: float) -> None:
     series = metrics[metric.name].labels(*labels)
     if metric.kind == "counter":
         series.inc(amount)
@@ -110,7 +110,7 @@ def _register(client: Any, registry: Any) -> dict[str, Any]:
     """All metrics, or none where one of the names is taken."""
     made: dict[str, Any] = {}
     try:
-        for metric in _measures.METRICS.values():
+        for metric in _metrics.METRICS.values():
             made[metric.name] = _make(client, metric, registry)
     except ValueError as error:
         for each in made.values():
@@ -122,7 +122,7 @@ def _register(client: Any, registry: Any) -> dict[str, Any]:
     return made
 
 
-def _make(client: Any, metric: _measures.Metric, registry: Any) -> Any:
+def _make(client: Any, metric: _metrics.Metric, registry: Any) -> Any:
     kind = {"counter": client.Counter, "gauge": client.Gauge, "histogram": client.Histogram}[metric.kind]
     more: dict[str, Any] = {}
     if metric.kind == "histogram":

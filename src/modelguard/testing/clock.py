@@ -1,47 +1,44 @@
-"""``modelguard_clock``: time, memory and chance are what the test says, and background work is done when it looks."""
+"""``modelguard_clock``: the test sets time, memory and chance, and background work is done when the test looks."""
 
 from __future__ import annotations
 
 import math
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import forking, keeper, runtime, workers
-from modelguard.lifecycle.calls import guard_of
-from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.pool import ModelPool
-from modelguard.lifecycle.slot import HOST, Slot
+from modelguard.lifecycle import runtime
+from modelguard.lifecycle._engine import Engine, engines
+from modelguard.lifecycle._host_lock import Held, HostLock
+from modelguard.lifecycle._pool_engine import pool_engines
+from modelguard.lifecycle._ticker import TICKER
+from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
 from modelguard.testing import loader
-
-if TYPE_CHECKING:
-    import pytest
 
 __all__ = ["Clock"]
 
-#: Time goes in steps that a float holds exactly, so that a TTL of an hour is over after an hour and not just before.
+#: Time moves in steps that a float holds exactly, so that a TTL of an hour is over after an hour and not just before.
 _TICKS = 1024
-#: The keeper asks a guard at most twenty times a second; within one ``advance`` at most so often.
+#: The ticker checks a guard at most twenty times a second; one ``advance`` checks at most this often.
 _SHORTEST = 0.05
-_LOOKS = 1000
-#: Real seconds that background work may take before the test is told that it does not end.
-_PATIENCE = 10.0
+_CHECKS = 1000
+#: Real seconds that background work may take before the test fails.
+_TIMEOUT = 10.0
 _START = 100_000_000
 
 
 class Clock:
-    """The world of the guards and pools that a test makes: time, memory and chance.
+    """Time, memory and chance for the guards and pools that a test makes.
 
-    It begins at no particular time, with 100 MB of private memory, no memory limit and no bound to what may still be
-    allocated. Jitter draws 0: a ``TTL`` is due at its very age, and a ``Backoff`` takes half of its wait, the least.
+    It begins at no particular time, with 100 MB of private memory, no memory limit and unlimited headroom. Jitter draws
+    0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes half of its wait, the shortest.
 
-    Policies, ``defer``, backoffs, ``trim_every`` and the ``ttl`` of pools go by this clock. What a caller waits for
-    stays real, because threads really wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``, the timeouts of
+    Policies, ``defer``, backoffs, ``trim_every`` and the ``ttl`` of pools use this clock. Timeouts of callers stay in
+    real time, because threads really wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``, the timeouts of
     leases, and all of ``batched``.
     """
 
@@ -50,24 +47,36 @@ class Clock:
         self._lock = threading.Lock()
         self._ticks = math.ceil(time.monotonic()) * _TICKS
         self._over = False
-        self._ahead = 0.0
         self._memory = _START
         self._limit: int | None = None
         self._headroom: int | None = None
         self._threads: list[threading.Thread] = []
-        self._worlds: dict[int, runtime.Runtime] = {}
-        self._slot = _Turn(self)
+        self._installed = ExitStack()
+        self._runtime = runtime.Runtime(
+            clock=self._clock,
+            sleep=self._sleep,
+            private=lambda: self._memory,
+            headroom=lambda: self._headroom,
+            limit=lambda: self._limit,
+            trim=lambda: "modelguard_clock",
+            in_use=lambda: None,
+            check_trim=lambda: None,
+            random=lambda: 0.0,
+            start_thread=self._start,
+            host_lock=_FreeLock(),
+            ticks=False,
+        )
 
-    # What a test says
+    # What a test sets
 
     @property
     def now(self) -> float:
-        """Seconds from any start."""
+        """Seconds since an arbitrary start."""
         return self._clock()
 
     @property
     def memory(self) -> int:
-        """What private memory reads, in bytes. Give bytes or a size such as ``"600 MB"``."""
+        """Private memory in bytes, as guards read it. Set it to bytes or a size such as ``"600 MB"``."""
         return self._memory
 
     @memory.setter
@@ -87,7 +96,7 @@ class Clock:
 
     @property
     def headroom(self) -> int | None:
-        """What may still be allocated, in bytes; None for unknown. ``swap="auto"`` goes by it."""
+        """Bytes that may still be allocated; None for unknown. ``swap="auto"`` decides by it."""
         return self._headroom
 
     @headroom.setter
@@ -96,47 +105,47 @@ class Clock:
         self._headroom = None if value is None else _units.size(value, "headroom")
 
     def advance(self, duration: _units.Duration) -> None:
-        """Let time pass, asking the policies on the way as a service's keeper does, and see what is due through.
+        """Let time pass; ask the policies meanwhile, as a service's ticker does, and finish the reloads that are due.
 
-        A due reload waits for a pause among the calls, up to the guard's ``defer``, and the time that this takes
-        passes as well: up to five seconds more for each reload, unless the guard has ``defer=0``.
+        A due reload waits for a pause between calls, up to the guard's ``defer``, and that time passes as well: up to
+        five seconds more for each reload, unless the guard has ``defer=0``.
 
         Args:
             duration: Seconds, a ``timedelta``, or text such as ``"1h30m"``; 0 asks the policies now.
 
         Raises:
-            InvalidOption: It is no duration.
+            InvalidOption: It is not a duration.
             TimeoutError: A load did not end within ten real seconds.
         """
         seconds = _units.seconds(duration, "duration", zero=True)
         self._require_test("advance()")
-        end, least = self._clock() + seconds, max(_SHORTEST, seconds / _LOOKS)
+        end, least = self._clock() + seconds, max(_SHORTEST, seconds / _CHECKS)
         self._ask()
         while (left := end - self._clock()) > 0:
-            self._sleep(min(max(self._pace(), least), left))
+            self._sleep(min(max(self._interval(), least), left))
             self._ask()
 
     def settle(self) -> None:
-        """Wait until the reloads that calls have set off (by ``Uses`` or ``Errors``) are done.
+        """Wait until the reloads that calls have started (by ``Uses`` or ``Errors``) are done.
 
-        What waits for the test itself is not waited for: a drain whose call the test has still open, and a loader that
-        ``modelguard_loader.hold()`` holds up.
+        It does not wait for work that waits for the test itself: a drain whose call the test keeps open, and a loader
+        that ``modelguard_loader.hold()`` stops.
 
         Raises:
             TimeoutError: A load did not end within ten real seconds.
         """
         self._require_test("settle()")
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT
         while running := self._running():
             running[0].join(0.001)
             if self._waits_for_the_test():
                 return
             if time.monotonic() > deadline:
                 names = ", ".join(thread.name for thread in running)
-                raise TimeoutError(f"modelguard_clock: {names} did not end within {_PATIENCE:g} real seconds")
+                raise TimeoutError(f"modelguard_clock: {names} did not end within {_TIMEOUT:g} real seconds")
 
     def drive(self, guarded: ModelGuard[Any] | Callable[..., Any]) -> None:
-        """Take a guard that was made before the test, as at the top of a module, into this world.
+        """Move a guard that was made before the test, such as one at the top of a module, to this clock.
 
         Args:
             guarded: The guard, or a function that it decorates.
@@ -146,47 +155,48 @@ class Clock:
         """
         self._require_test("drive()")
         guard: ModelGuard[Any] = guarded if isinstance(guarded, ModelGuard) else guard_of(guarded)
-        keeper.KEEPER.forget(guard)
+        TICKER.remove(guard.engine)
         with self._lock:  # its model's age must not become negative
-            self._ticks = max(self._ticks, math.ceil(guard._runtime.clock()) * _TICKS)  # noqa: SLF001
-        world = self._world()
-        for part in (guard, guard._judge, guard._judge.watch, guard._trimmer):  # noqa: SLF001 - all that look at it
-            if part is not None:
-                part._runtime = world  # noqa: SLF001
+            self._ticks = max(self._ticks, math.ceil(guard.engine.guard.runtime.clock()) * _TICKS)
+        guard.engine.move_to(self._runtime)
 
     # What the fixture calls
 
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Have guards and pools that are made from now on live in this world."""
-        patch.setattr(runtime, "default", self._world)
+    def install(self) -> None:
+        """Give guards and pools that are made from now on this clock."""
+        self._installed.enter_context(runtime.use(lambda: self._runtime))
 
     def end(self) -> None:
-        """The test is over: let its threads end, and the guards that outlive it go on in real time."""
+        """End the test: wait for its threads, and move the guards that outlive it to real time."""
+        self._installed.close()
         self.settle()
-        self._ahead = self._clock() - time.monotonic()
+        ahead = self._clock() - time.monotonic()
+        real = runtime.Runtime(clock=lambda: time.monotonic() + ahead)
+        outliving = [guard.engine for guard in guards() if guard.engine.guard.runtime is self._runtime]
+        for engine in engines():
+            if engine.guard.runtime is self._runtime:
+                engine.move_to(real)
+        for pool in pool_engines():
+            if pool.runtime is self._runtime:
+                pool.runtime = real
+        for engine in outliving:
+            if engine.state.current is not None:
+                TICKER.add(engine)
         self._over = True
-        for guard in self._guards():
-            object.__setattr__(guard._runtime, "kept", True)  # noqa: SLF001 - a frozen world comes to life
-            if guard.ready:
-                keeper.KEEPER.keep(guard)
 
     # Asking the policies
 
-    def _guards(self) -> list[ModelGuard[Any]]:
-        """The guards of this world, less those inside pools, which no keeper asks either."""
-        mine = [(one, id(one._runtime)) for one in forking.alive()]  # noqa: SLF001
-        pooled = {world for one, world in mine if isinstance(one, ModelPool)}
-        return [
-            one for one, world in mine if isinstance(one, ModelGuard) and world in self._worlds and world not in pooled
-        ]
+    def _mine(self) -> list[Engine[Any]]:
+        """The engines of guards that have this clock; pooled models are not checked by a ticker either."""
+        return [guard.engine for guard in guards() if guard.engine.guard.runtime is self._runtime]
 
     def _ask(self) -> None:
-        for guard in self._guards():
-            guard.check()
+        for engine in self._mine():
+            engine.check()
         self.settle()
 
-    def _pace(self) -> float:
-        return min((guard.pace() for guard in self._guards()), default=math.inf)
+    def _interval(self) -> float:
+        return min((engine.check_interval() for engine in self._mine()), default=math.inf)
 
     def _running(self) -> list[threading.Thread]:
         with self._lock:
@@ -194,45 +204,19 @@ class Clock:
             return [thread for thread in self._threads if thread is not threading.current_thread()]
 
     def _waits_for_the_test(self) -> bool:
-        cores = [one._core for one in forking.alive() if isinstance(one, ModelGuard)]  # noqa: SLF001
-        drains = any(old.leases for core in cores for old in tuple(core.draining))
+        drains = any(old.leases for engine in engines() for old in tuple(engine.state.draining))
         return drains or loader.any_held()
 
-    # The world
-
-    def _world(self) -> runtime.Runtime:
-        # One for each guard, which tells the guards of a pool, that share the pool's, from the others.
-        world = runtime.Runtime(
-            clock=self._clock,
-            sleep=self._sleep,
-            private=lambda: runtime.private() if self._over else self._memory,
-            headroom=lambda: runtime.headroom() if self._over else self._headroom,
-            limit=lambda: runtime.Runtime().limit() if self._over else self._limit,
-            trim=lambda: runtime.trim() if self._over else "modelguard_clock",
-            in_use=lambda: runtime.in_use() if self._over else None,
-            check_trim=lambda: None,
-            random=lambda: random.random() if self._over else 0.0,  # noqa: S311 - jitter, not a secret
-            start_thread=self._start,
-            slot=self._slot,
-            kept=False,
-        )
-        self._worlds[id(world)] = world
-        return world
+    # The runtime
 
     def _clock(self) -> float:
-        return time.monotonic() + self._ahead if self._over else self._ticks / _TICKS
+        return self._ticks / _TICKS
 
     def _sleep(self, seconds: float) -> None:
-        if self._over:
-            time.sleep(seconds)
-            return
         with self._lock:
             self._ticks += math.ceil(seconds * _TICKS)
 
     def _start(self, work: Callable[[], None], name: str) -> None:
-        if self._over:
-            workers.WORKERS.start(work, name)
-            return
         thread = threading.Thread(target=work, name=name, daemon=True)
         with self._lock:
             self._threads.append(thread)
@@ -243,26 +227,18 @@ class Clock:
             raise InvalidOption(
                 "modelguard_clock",
                 use,
-                why=f"it belongs to {self._test}, which has ended",
+                why=f"belongs to {self._test}, which has ended",
                 fix="Ask for the fixture in the test that uses it, and keep it nowhere else.",
             )
 
 
-class _Turn(Slot):
-    """The turn to hold two copies: at once while the test runs, by turns as ever afterwards."""
+class _FreeLock(HostLock):
+    """A host lock that a test always gets at once."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._of = clock
+    def __init__(self) -> None:
+        """Without a folder: there is no file."""
 
     @contextmanager
-    def held(
-        self, *, sleep: Callable[[float], None], clock: Callable[[], float], cancelled: Callable[[], bool]
-    ) -> Iterator[str]:
-        if self._of._over:  # noqa: SLF001 - one thing in two classes
-            with HOST.held(sleep=sleep, clock=clock, cancelled=cancelled) as how:
-                yield how
-        else:
-            yield "process"
-
-    def after_fork_in_child(self) -> None:
-        """Nothing is held."""
+    def held(self, **_: object) -> Iterator[Held]:
+        """Hold it for the block."""
+        yield "process"

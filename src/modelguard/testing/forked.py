@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from modelguard import _units
 from modelguard.environment import memory
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.lifecycle import adapting
+from modelguard.lifecycle import _adapters
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.sharing.trial import listen
 
@@ -146,7 +146,7 @@ def _size_of(model: Any) -> int:
     if isinstance(model, ModelGuard):
         with model.lease() as leased:
             return _size_of(leased)
-    told = adapting.find(model).size(model) or 0
+    told = _adapters.find(model).size(model) or 0
     return max(told, _graph(model))
 
 

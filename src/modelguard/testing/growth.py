@@ -166,9 +166,9 @@ def _runner(fn: Callable[[Any], object]) -> Callable[[list[Any]], None]:
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
 
         def run_async(given: list[Any]) -> None:
-            from modelguard.lifecycle.circles import refuse_on_loop
+            from modelguard.lifecycle._deadlocks import raise_on_event_loop
 
-            refuse_on_loop("assert_no_growth", "assert_no_growth", "to_thread")
+            raise_on_event_loop("assert_no_growth", "assert_no_growth", "to_thread")
 
             async def all_of_them() -> None:
                 for one in given:

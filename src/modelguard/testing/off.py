@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from modelguard.lifecycle import loading
-from modelguard.lifecycle.core import Ticket
-from modelguard.lifecycle.generation import Generation
-from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle._inline import inline
 from modelguard.serving.doors import Batched
 from modelguard.serving.running import Function
 
@@ -29,57 +26,19 @@ class Off:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._loaded: list[tuple[ModelGuard[Any], int]] = []
+        self._inline = ExitStack()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Have all guards and batchers of this process run plain until ``patch`` is undone."""
-        look = ModelGuard._look  # noqa: SLF001 - its own house
-
-        def look_at_drains_only(guard: ModelGuard[Any], generation: Generation[Any]) -> None:
-            if generation.retired:
-                look(guard, generation)
-
-        async def await_ready(guard: ModelGuard[Any], _: object) -> None:
-            await self._aload(guard)
-
-        patch.setattr(ModelGuard, "_look", look_at_drains_only)
-        patch.setattr(ModelGuard, "check", lambda _: False)
-        patch.setattr(ModelGuard, "_wait_ready", lambda guard, _: self._load(guard))
-        patch.setattr(ModelGuard, "_await_ready", await_ready)
+        self._inline.enter_context(inline())
         patch.setattr(Batched, "__call__", _one)
         patch.setattr(Batched, "aio", _aio)
         patch.setattr(Batched, "submit", _submit)
         patch.setattr(Batched, "map", _map)
 
     def end(self) -> None:
-        """The test is over: models that were loaded plainly are dropped, so that the next use loads as it should."""
-        for guard, generations in self._loaded:
-            core = guard._core  # noqa: SLF001
-            with core.lock:
-                if core.generations == generations + 1:
-                    core.serving, core.generations = None, generations
-
-    def _load(self, guard: ModelGuard[Any]) -> None:
-        with self._lock:
-            guard._core.refuse_if_closed()  # noqa: SLF001
-            if guard._core.serving is None:  # noqa: SLF001
-                self._install(guard, loading.finished(guard._settings.load()))  # noqa: SLF001
-
-    async def _aload(self, guard: ModelGuard[Any]) -> None:
-        guard._core.refuse_if_closed()  # noqa: SLF001
-        if guard._core.serving is None:  # noqa: SLF001
-            made = guard._settings.load()  # noqa: SLF001
-            model = await made if hasattr(made, "cr_await") else made
-            with self._lock:
-                if guard._core.serving is None:  # noqa: SLF001 - another task may have been quicker
-                    self._install(guard, model)
-
-    def _install(self, guard: ModelGuard[Any], model: Any) -> None:
-        core = guard._core  # noqa: SLF001
-        self._loaded.append((guard, core.generations))
-        generation = Generation(core.generations + 1, model, born=guard._runtime.clock(), jitter=0.0)  # noqa: SLF001
-        core.install(Ticket(("modelguard_off",), urgent=True, replaces=False), generation, discardable=False)
+        """End the test: models that were loaded inline are dropped, so that the next use loads in the normal way."""
+        self._inline.close()
 
 
 def _one(batched: Batched[Any, Any], item: Any, /, *, timeout: object = None, **extras: Any) -> Any:

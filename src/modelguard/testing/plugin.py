@@ -21,13 +21,13 @@ _MARKER = (
 
 
 @pytest.fixture
-def modelguard_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def modelguard_clock(request: pytest.FixtureRequest) -> Iterator[Clock]:
     """Time, memory and chance for the guards and pools that the test makes; nothing sleeps."""
     from modelguard.testing.clock import Clock
     from modelguard.testing.loader import let_all_go
 
     clock = Clock(request.node.nodeid)
-    clock.install(monkeypatch)
+    clock.install()
     yield clock
     let_all_go()
     clock.end()

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from modelguard import ModelGuard, guard, telemetry
-from modelguard.lifecycle.runtime import Runtime
-from modelguard.lifecycle.slot import Slot
+from modelguard.lifecycle._host_lock import HostLock
+from modelguard.lifecycle.runtime import Runtime, use
 
 
 @pytest.fixture
 def runtime(tmp_path: Path) -> Iterator[Runtime]:
     """Have guards reload only when told to, wait for no other process, and log nothing."""
     telemetry.set_hooks([])
-    yield Runtime(kept=False, slot=Slot(lambda: tmp_path))
+    made = Runtime(ticks=False, host_lock=HostLock(lambda: tmp_path))
+    with use(lambda: made):
+        yield made
     telemetry.set_hooks(None)
 
 
@@ -30,5 +32,5 @@ def english() -> Any:
 @pytest.fixture
 def nlp(runtime: Runtime, english: Any) -> Iterator[ModelGuard[Any]]:
     """Guard that pipeline. Not closed: the proof that it is gone would be long, and wrong."""
-    yield guard(lambda: english, reload_on=None, name="en", runtime=runtime)
+    yield guard(lambda: english, reload_on=None, name="en")
     assert not english.vocab.in_memory_zone, "a test has left its zone open"

@@ -24,8 +24,9 @@ from spacy.training import Example  # noqa: E402 - after the check above
 from modelguard import ModelGuard, Snapshot, guard, guard_of, telemetry  # noqa: E402
 from modelguard.adapters.spacy import ADAPTER, IndexGrowth, zoned  # noqa: E402
 from modelguard.errors import EscapedResult, InvalidOption, NotSupported  # noqa: E402
-from modelguard.lifecycle import adapting  # noqa: E402
+from modelguard.lifecycle import _adapters  # noqa: E402
 from modelguard.lifecycle.runtime import Runtime  # noqa: E402
+from modelguard.telemetry import Reason  # noqa: E402
 
 Nlp = Any  # a spaCy pipeline; spaCy leaves most of its own types open
 Guard = ModelGuard[Nlp]
@@ -38,7 +39,7 @@ TIMEOUT = 60.0  # bounds a wait; a test that comes near it has failed
 
 def test_a_pipeline_finds_its_adapter() -> None:
     """A pipeline of any language is known by its base class."""
-    assert ADAPTER is adapting.find(spacy.blank("de"))
+    assert ADAPTER is _adapters.find(spacy.blank("de"))
 
 
 def test_the_gauges_tell_how_the_vocabulary_has_grown() -> None:
@@ -93,7 +94,7 @@ def test_index_growth_is_due_when_the_index_has_grown_by_its_size() -> None:
     """Growth counts from what the index was when the generation began."""
     policy = IndexGrowth("16 MB")
     assert [False, True, True] == [policy.due(grown(by)) for by in (16 * MB - 1, 16 * MB, 33 * MB)]
-    assert ("IndexGrowth('16 MB')",) == policy.reasons(grown(20 * MB))
+    assert (Reason("index_growth", "IndexGrowth('16 MB')"),) == policy.reasons(grown(20 * MB))
 
 
 def test_index_growth_says_nothing_of_other_models() -> None:
@@ -116,7 +117,7 @@ def test_index_growth_is_a_value() -> None:
 
 def test_a_guard_replaces_a_pipeline_whose_index_has_grown(runtime: Runtime) -> None:
     """Measured on the real thing: new words in zones bring a new generation, and the index is small again."""
-    growing = guard(lambda: spacy.blank("en"), reload_on=IndexGrowth("500 kB"), runtime=runtime, defer=0)
+    growing = guard(lambda: spacy.blank("en"), reload_on=IndexGrowth("500 kB"), defer=0)
 
     @zoned(growing)
     def work(nlp: Nlp, words: int, start: int) -> int:
@@ -282,13 +283,13 @@ def test_a_zone_as_a_block(nlp: Guard) -> None:
         assert 1 == nlp.status().in_flight
     assert not pipeline.vocab.in_memory_zone
     assert 0 == nlp.status().in_flight
-    with pytest.raises(RuntimeError, match="serves once"):
+    with pytest.raises(RuntimeError, match="can be used once"):
         lease.__enter__()
 
 
 def test_an_own_pipeline_for_each_generation(runtime: Runtime) -> None:
     """A reload inside a zone gives later calls the new pipeline, and nothing of the zone keeps the old one alive."""
-    reloading = guard(lambda: spacy.blank("en"), reload_on=None, runtime=runtime)
+    reloading = guard(lambda: spacy.blank("en"), reload_on=None)
     zone = zoned(reloading)
     released = threading.Event()
     telemetry.set_hooks([lambda event: isinstance(event, telemetry.GenerationReleased) and released.set()])
@@ -336,7 +337,7 @@ def test_only_guarded_pipelines_can_be_zoned(nlp: Guard, runtime: Runtime) -> No
         zoned(nlp, wait_timeout=-1)
     with pytest.raises(InvalidOption, match="class"):
         zoned(nlp)(dict)
-    other = zoned(guard(lambda: "a model", reload_on=None, runtime=runtime))  # type: ignore[type-var]
+    other = zoned(guard(lambda: "a model", reload_on=None))  # type: ignore[type-var]
     with pytest.raises(InvalidOption, match="loads a str"):
         other(lambda model: len(model))()  # noqa: PLW0108 - a function is decorated
 

@@ -271,7 +271,7 @@ def test_a_task_that_outlives_its_call_queues_like_any_other(nlp: Guard) -> None
 
 def test_two_pipelines_have_their_own_zones(nlp: Guard, runtime: Runtime) -> None:
     """A call on one pipeline inside a call on another opens and closes its own zone only."""
-    german = guard(lambda: spacy.blank("de"), reload_on=None, runtime=runtime)
+    german = guard(lambda: spacy.blank("de"), reload_on=None)
     outer_zone, inner_zone = zoned(nlp, wait_timeout=0), zoned(german, wait_timeout=0)
 
     @inner_zone

@@ -242,7 +242,7 @@ def double(x: Any) -> Any:
 @pytest.fixture
 def model(runtime: Runtime) -> ModelGuard[Any]:
     """A guarded model."""
-    return guard(lambda: double, reload_on=None, name="double", runtime=runtime)
+    return guard(lambda: double, reload_on=None, name="double")
 
 
 @pytest.mark.parametrize("over", [True, False], ids=["over the guard", "under the guard"])

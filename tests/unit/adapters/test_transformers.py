@@ -210,7 +210,7 @@ def test_the_callers_arguments_are_not_written_to() -> None:
 def test_each_batch_leases_once(runtime: Runtime, together: Callable[..., list[Any]]) -> None:
     """A guard's batch is one use of the model, however many portions it is cut into; its name is the guard's."""
     pipe = Pipeline()
-    nlp = guard(lambda: pipe, reload_on=None, name="nlp", runtime=runtime)
+    nlp = guard(lambda: pipe, reload_on=None, name="nlp")
     f = batched_pipeline(nlp, max_size=8)
     together(pipe, words(3, 200, 1), f=f)
     assert 2 == len(pipe.runs)

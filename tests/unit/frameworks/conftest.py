@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from tests.unit.serving.gated import Gated
 
-from modelguard.lifecycle import forking
+from modelguard.lifecycle import guard
 from modelguard.serving import registry
 
 
@@ -22,5 +22,5 @@ def model() -> Iterator[Gated]:
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guard and no batched function is known from before."""
-    monkeypatch.setattr(forking, "_guards", weakref.WeakSet())
+    monkeypatch.setattr(guard, "_guards", weakref.WeakSet())
     monkeypatch.setattr(registry, "_batchers", weakref.WeakSet())

@@ -51,10 +51,10 @@ def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -
     """A mark singles out; without one every guard is meant; without a guard there is nothing to do."""
     first, second = (guard(dict, reload_on=None, name=name) for name in ("b", "a"))
     marked = guard(dict, reload_on=None, name="c", prefork=True)
-    for alive, expected in (((first, second, "a pool"), (second, first)), ((first, marked), (marked,))):
-        monkeypatch.setattr(_options.forking, "_guards", set(alive))
+    for alive, expected in (((first, second), (second, first)), ((first, marked), (marked,))):
+        monkeypatch.setattr(_options, "all_guards", lambda alive=alive: alive)
         assert expected == _options.guards()
-    monkeypatch.setattr(_options.forking, "_guards", set())
+    monkeypatch.setattr(_options, "all_guards", tuple)
     with pytest.raises(InvalidOption, match="made no guard"):
         _options.guards()
 

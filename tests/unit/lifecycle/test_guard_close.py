@@ -117,13 +117,13 @@ def test_who_waits_for_a_model_is_told(world: World) -> None:
     guard = world.guard()
     world.loader.hold()
     calls = [world.spawn(guard.load), world.spawn(lambda: asyncio.run(guard.aload()))]
-    until(lambda: len(guard._core.waiting) == 2)
+    until(lambda: len(guard.engine.state.waiting) == 2)
     world.loader.reached()
     guard.close()
     assert [GuardClosed, GuardClosed] == [type(call.exception(TIMEOUT)) for call in calls]
     world.loader.open.set()
     world.join()
-    assert (["the guard was closed"], False) == ([event.why for event in world.seen(LoadDiscarded)], guard.ready)
+    assert (["closed"], False) == ([event.cause for event in world.seen(LoadDiscarded)], guard.ready)
 
 
 def test_a_reload_under_way_ends_without_a_model(world: World) -> None:
@@ -146,7 +146,7 @@ def test_a_reload_under_way_ends_without_a_model(world: World) -> None:
 def test_a_reload_that_waits_for_its_turn_is_given_up(world: World, swap: str) -> None:
     """A reload that has not begun when the guard is closed loads nothing."""
     guard = world.guard(swap=swap, reload_on=Uses(1))
-    with world.runtime.slot.held(sleep=world.tick, clock=lambda: world.now, cancelled=lambda: False):
+    with world.runtime.host_lock.held(sleep=world.tick, clock=lambda: world.now, cancelled=lambda: False):
         object.__setattr__(world.runtime, "sleep", lambda _seconds: guard.close())
         guard(lambda model: model.number)()
         world.join()

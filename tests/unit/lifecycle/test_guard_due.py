@@ -11,7 +11,7 @@ import pytest
 from tests.unit.lifecycle.world import World, number, outcome
 
 from modelguard import TTL, Errors, ModelGuard, Policy, Snapshot, Uses
-from modelguard.telemetry import CallbackErrored, LoadFinished, LoadStarted, RecycleAsked, ReloadDue
+from modelguard.telemetry import CallbackErrored, LoadFinished, LoadStarted, Reason, RecycleAsked, ReloadDue
 
 
 class TestADuePolicy:
@@ -21,8 +21,10 @@ class TestADuePolicy:
         guard = world.guard(reload_on=Uses(3))
         assert [1, 1, 1, 2, 2, 2, 3] == [number(guard) for _ in range(7)]
         due = world.seen(ReloadDue)
-        assert [(1, ("Uses(3)",)), (2, ("Uses(3)",))] == [(event.generation, event.reasons) for event in due]
-        assert ("Uses(3)",) == world.last(LoadFinished).reasons
+        assert [(1, ("Uses(3)",)), (2, ("Uses(3)",))] == [
+            (event.generation, tuple(map(str, event.reasons))) for event in due
+        ]
+        assert ("Uses(3)",) == world.reasons(LoadFinished)
 
     def test_counts_errors_in_a_row(self, world: World) -> None:
         """``Errors``: only exceptions count, only in a row; interrupts and cancellations do not."""
@@ -192,27 +194,29 @@ class TestQuietMoments:
 class TestInAForkedChild:
     """In a child of a prepared parent a private reload would undo the sharing."""
 
-    def child(self, world: World, ask: Callable[[tuple[str, ...]], object]) -> ModelGuard[Any]:
+    def child(self, world: World, ask: Callable[[tuple[Reason, ...]], object]) -> ModelGuard[Any]:
         guard = world.guard(reload_on=Uses(2))
         guard.load()
         guard.recycle_in_children(ask)
-        guard._after_fork_in_child()
+        guard.engine.after_fork_in_child()
         return guard
 
     def test_a_due_policy_asks_for_a_fresh_worker(self, world: World) -> None:
         """There a due policy asks the server to replace the worker, once, says so, and the model serves on."""
-        asked: list[tuple[str, ...]] = []
+        asked: list[tuple[Reason, ...]] = []
         guard = self.child(world, asked.append)
         assert [1] * 5 == [number(guard) for _ in range(5)]
         assert not guard.check()
-        assert ([("Uses(2)",)], 1) == (asked, world.loader.calls)
-        assert [(1, ("Uses(2)",))] == [(event.generation, event.reasons) for event in world.seen(RecycleAsked)]
+        assert ([(Reason("uses", "Uses(2)"),)], 1) == (asked, world.loader.calls)
+        assert [(1, ("Uses(2)",))] == [
+            (event.generation, tuple(map(str, event.reasons))) for event in world.seen(RecycleAsked)
+        ]
         assert [] == world.seen(ReloadDue)
 
     def test_a_recycler_that_raises_harms_no_call(self, world: World) -> None:
         """It is reported, and the worker serves on."""
 
-        def ask(_reasons: tuple[str, ...]) -> None:
+        def ask(_reasons: tuple[Reason, ...]) -> None:
             raise OSError("no arbiter")
 
         guard = self.child(world, ask)
@@ -233,24 +237,24 @@ class TestInAForkedChild:
     @pytest.mark.parametrize("policy", [TTL("1h"), TTL("1h") | Uses(3)])
     def test_new_weights_are_left_to_the_parent(self, world: World, policy: Policy) -> None:
         """A fresh worker would have the same old weights: a child asks for what is wrong with itself, and no more."""
-        asked: list[tuple[str, ...]] = []
+        asked: list[tuple[Reason, ...]] = []
         guard = world.guard(reload_on=policy)
         guard.load()
         guard.recycle_in_children(asked.append)
-        guard._after_fork_in_child()
+        guard.engine.after_fork_in_child()
         world.tick(7200)
         assert not guard.check()
         assert [] == asked
         for _ in range(3):
             number(guard)
-        assert ([] if isinstance(policy, TTL) else [("Uses(3)",)]) == asked
+        assert ([] if isinstance(policy, TTL) else [(Reason("uses", "Uses(3)"),)]) == asked
 
     def test_a_parent_that_serves_nobody_decides_on_new_weights_alone(self, world: World) -> None:
         """It renews at once, since there is no quiet moment to wait for, and its own uses are nobody's."""
         world.inline = True
         guard = world.guard(reload_on=TTL("1h") | Uses(1), defer="1h")
         guard.load()
-        guard.recycle_in_children(print, serves=False)
+        guard.recycle_in_children(print, takes_calls=False)
         assert [1, 1] == [number(guard), number(guard)]
         world.tick(3600)
         assert guard.check()
@@ -262,10 +266,10 @@ class TestInAForkedChild:
         for _ in range(3):
             number(guard)
         world.draw = 0.75
-        guard._after_fork_in_child()
+        guard.engine.after_fork_in_child()
         status = guard.status()
         assert ("ready", 1, 0, 0) == (status.state, status.generation, status.uses, status.in_flight)
-        assert 0.75 == guard._core.serving.jitter  # type: ignore[union-attr]
+        assert 0.75 == guard.engine.state.current.jitter  # type: ignore[union-attr]
 
 
 class TestInAProcessThatIsReplaced:
@@ -273,7 +277,7 @@ class TestInAProcessThatIsReplaced:
 
     def test_a_due_policy_asks_for_a_run_python(self, world: World) -> None:
         """It asks once, also for new weights, which a fresh process would load; and the model serves on."""
-        asked: list[tuple[str, ...]] = []
+        asked: list[tuple[Reason, ...]] = []
         guard = world.guard(reload_on=TTL("1h") | Uses(9))
         guard.recycle_here(asked.append)
         guard.load()
@@ -288,10 +292,10 @@ class TestInAProcessThatIsReplaced:
     def test_a_reload_on_request_is_followed_by_a_fresh_answer(self, world: World) -> None:
         """Who reloads by hand gets a new generation here, and the policy is asked about that one."""
         world.inline = True
-        asked: list[tuple[str, ...]] = []
+        asked: list[tuple[Reason, ...]] = []
         guard = world.guard(reload_on=Uses(2))
         guard.recycle_here(asked.append)
         assert [1, 1, 1] == [number(guard) for _ in range(3)]
         guard.reload()
         assert [2, 2] == [number(guard) for _ in range(2)]
-        assert [("Uses(2)",)] * 2 == asked
+        assert [(Reason("uses", "Uses(2)"),)] * 2 == asked

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class TestARejectedModel:
     def test_none(self, world: World) -> None:
         """A loader that returns None forgot to return the model: the error says so."""
-        with pytest.raises(ModelRejected, match="the loader returned None; let it return the model"):
+        with pytest.raises(ModelRejected, match="the loader returned None; return the model"):
             world.guard(lambda: None).load()
 
     def test_a_generator(self, world: World) -> None:
@@ -26,7 +26,7 @@ class TestARejectedModel:
         def load() -> Any:
             yield world.loader()
 
-        with pytest.raises(ModelRejected, match="generator function; let it return the model instead of yielding it"):
+        with pytest.raises(ModelRejected, match="generator function; return the model instead of yielding it"):
             world.guard(load).load()
 
     def test_a_verdict_that_is_neither(self, world: World) -> None:
@@ -47,7 +47,7 @@ class TestARejectedModel:
         with pytest.raises(ModelRejected, match=f"validate returned {verdict!r}"):
             guard.load()
         assert ([1], False) == (unloaded, guard.ready)
-        assert "validate or warmup failed" == world.last(LoadDiscarded).why
+        assert "rejected" == world.last(LoadDiscarded).cause
 
     def test_a_raised_verdict(self, world: World) -> None:
         """``validate`` may raise as well; what it raised is the cause."""
@@ -85,7 +85,7 @@ class TestLoadTimeout:
         """A loader that hangs past ``load_timeout`` fails for all who wait."""
         guard = world.guard(load_timeout="10ms")
         world.loader.hold()
-        with pytest.raises(LoadTimeout, match=r"not done after load_timeout=0.01 s and was abandoned") as failure:
+        with pytest.raises(LoadTimeout, match=r"did not end within load_timeout=0.01 s and was abandoned") as failure:
             guard.load()
         assert isinstance(failure.value, TimeoutError)
         assert "failed" == guard.status().state
@@ -99,7 +99,7 @@ class TestLoadTimeout:
             guard.load()
         world.loader.open.set()
         world.join()
-        assert ([1], ["it came after load_timeout"]) == (unloaded, [event.why for event in world.seen(LoadDiscarded)])
+        assert ([1], ["late"]) == (unloaded, [event.cause for event in world.seen(LoadDiscarded)])
         assert not guard.ready
 
     def test_a_loader_in_time_is_not_disturbed(self, world: World) -> None:

@@ -14,7 +14,7 @@ from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number, outcome, 
 
 from modelguard import Backoff, ModelGuard
 from modelguard.errors import LoadFailed, Reloading, WouldDeadlock
-from modelguard.lifecycle.slot import Slot
+from modelguard.lifecycle._host_lock import HostLock
 from modelguard.telemetry import GenerationReleased, LoadDiscarded, LoadErrored, LoadFinished, SwapChosen
 
 
@@ -114,7 +114,7 @@ class TestAFailedReload:
             status.failures,
             status.last_error,
         )
-        assert (1, True, 1) == (number(guard), guard.ready, world.last(LoadErrored).serving)
+        assert (1, True, 1) == (number(guard), guard.ready, world.last(LoadErrored).current)
 
     def test_is_retried_with_backoff(self, world: World, guard: ModelGuard[Any]) -> None:
         """It is tried again when its backoff has passed, not before, and then the guard is well again."""
@@ -137,7 +137,7 @@ class TestAFailedReload:
         """Who asks again on hearing of a failure is not forgotten, however long the failed reload takes to wind up."""
         wind_up = threading.Event()
 
-        class Slow(Slot):
+        class Slow(HostLock):
             @contextmanager
             def held(self, **_how: Any) -> Iterator[str]:
                 last = world.loader.fails
@@ -172,11 +172,11 @@ class TestRequestsDuringALoad:
         first = world.spawn(guard.reload)
         world.loader.reached()
         second = world.spawn(guard.reload)
-        until(lambda: len(guard._core.waiting) == 2)
+        until(lambda: len(guard.engine.state.waiting) == 2)
         world.loader.open.set()
         assert [None, None] == [outcome(first), outcome(second)]
         world.join()
-        assert ["a newer request made it stale"] == [event.why for event in world.seen(LoadDiscarded)]
+        assert ["stale"] == [event.cause for event in world.seen(LoadDiscarded)]
         assert (3, 2, 1) == (number(guard), guard.status().generation, guard.status().reloads)
 
     def test_cannot_keep_a_guard_from_ever_being_reloaded(self, world: World) -> None:
@@ -203,7 +203,7 @@ class TestRequestsDuringALoad:
         guard.reload(wait=False)
         world.loader.reached()
         reload = world.spawn(guard.reload)
-        until(lambda: len(guard._core.waiting) == 2)
+        until(lambda: len(guard.engine.state.waiting) == 2)
         world.loader.open.set()
         assert outcome(reload) is None
         world.join()
@@ -217,7 +217,7 @@ class TestRequestsDuringALoad:
         calls = [world.spawn(guard.reload)]
         world.loader.reached()
         calls.append(world.spawn(guard.reload))
-        until(lambda: len(guard._core.waiting) == 2)
+        until(lambda: len(guard.engine.state.waiting) == 2)
         world.loader.open.set()
         assert [LoadFailed, LoadFailed] == [type(call.exception(TIMEOUT)) for call in calls]
         world.join()

@@ -33,7 +33,7 @@ class TestTheFirstLoad:
         guard = world.guard(wait_timeout=0)
         world.loader.hold()
         call = world.spawn(number, guard)
-        until(lambda: len(guard._core.waiting) == 1)
+        until(lambda: len(guard.engine.state.waiting) == 1)
         world.loader.open.set()
         assert 1 == outcome(call)
 
@@ -48,7 +48,7 @@ class TestTheFirstLoad:
             pass
         with pytest.raises(Reloading):
             asyncio.run(guard.aload(timeout))
-        assert 0 == len(guard._core.waiting)
+        assert 0 == len(guard.engine.state.waiting)
         world.loader.open.set()
         world.join()
         assert (1, 1) == (number(guard), world.loader.calls)
@@ -71,7 +71,7 @@ class TestWhileAModelIsReplaced:
         """Threads and tasks that wait are served as soon as the new generation is."""
         guard = replacing(world)
         calls = [world.spawn(number, guard), world.spawn(asyncio.run, anumber(guard))]
-        until(lambda: len(guard._core.waiting) == 3)  # and the reload that was asked for
+        until(lambda: len(guard.engine.state.waiting) == 3)  # and the reload that was asked for
         world.loader.open.set()
         assert [2, 2] == [outcome(call) for call in calls]
 
@@ -99,11 +99,11 @@ class TestAWaiterThatGoesAway:
         async def main() -> tuple[int, int]:
             stays, goes = asyncio.create_task(anumber(guard)), asyncio.create_task(anumber(guard))
             await asyncio.to_thread(world.loader.reached)
-            assert 2 == len(guard._core.waiting)
+            assert 2 == len(guard.engine.state.waiting)
             goes.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await goes
-            left = len(guard._core.waiting)
+            left = len(guard.engine.state.waiting)
             world.loader.open.set()
             return await stays, left
 
@@ -117,7 +117,7 @@ class TestAWaiterThatGoesAway:
         with pytest.raises(Reloading):
             asyncio.run(anumber(guard, 0))
         waiter = world.spawn(number, guard)
-        until(lambda: len(guard._core.waiting) == 1)
+        until(lambda: len(guard.engine.state.waiting) == 1)
         world.loader.open.set()
         assert 1 == outcome(waiter)
 
@@ -151,6 +151,6 @@ def test_a_failure_is_told_from_a_thread_as_from_a_task(world: World) -> None:
     world.loader.fails = True
     world.loader.hold()
     calls = [world.spawn(number, guard), world.spawn(asyncio.run, anumber(guard))]
-    until(lambda: len(guard._core.waiting) == 2)
+    until(lambda: len(guard.engine.state.waiting) == 2)
     world.loader.open.set()
     assert [LoadFailed, LoadFailed] == [type(call.exception(TIMEOUT)) for call in calls]

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.lifecycle.world import World, outcome
 
 from modelguard import ModelGuard
-from modelguard.lifecycle.leases import Lease
+from modelguard.lifecycle._leases import Lease
 
 INTERRUPTS = [ValueError, KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit]
 
@@ -25,8 +25,8 @@ def counts(guard: ModelGuard[Any]) -> tuple[int, int]:
 
 
 def errors(guard: ModelGuard[Any]) -> int:
-    assert guard._core.serving is not None
-    return guard._core.serving.errors
+    assert guard.engine.state.current is not None
+    return guard.engine.state.current.errors
 
 
 class TestABlock:
@@ -109,7 +109,7 @@ def test_a_lease_serves_once(world: World) -> None:
             pytest.fail("it served twice")
 
     for use in (lease.__enter__, lambda: asyncio.run(again())):
-        with pytest.raises(RuntimeError, match=r"serves once; call lease\(\) for another"):
+        with pytest.raises(RuntimeError, match=r"can be used once; call lease\(\) again for another"):
             use()
     assert (0, 1) == counts(guard)
 
@@ -119,7 +119,7 @@ def test_a_lease_inside_itself_is_refused(world: World) -> None:
     guard = world.guard()
     lease = guard.lease()
     with lease as model:
-        with pytest.raises(RuntimeError, match="serves once"):
+        with pytest.raises(RuntimeError, match="can be used once"):
             lease.__enter__()
         assert ["fine"] == model.words("fine")
     assert (0, 1) == counts(guard)
@@ -129,7 +129,7 @@ class TestALeaseThatIsTaken:
     def test_ends_once(self, world: World) -> None:
         """Ending twice is ending once."""
         guard = world.guard()
-        lease = Lease.take(guard)
+        lease = Lease.take(guard.engine)
         lease.end(failed=False)
         lease.end(failed=True)
         assert ((0, 1), 0) == (counts(guard), errors(guard))
@@ -137,7 +137,7 @@ class TestALeaseThatIsTaken:
     def test_ends_when_it_is_dropped(self, world: World) -> None:
         """A lease that nobody holds any more is over."""
         guard = world.guard()
-        lease = Lease.take(guard)
+        lease = Lease.take(guard.engine)
         assert (1, 0) == counts(guard)
         del lease
         assert (0, 1) == counts(guard)
@@ -145,7 +145,7 @@ class TestALeaseThatIsTaken:
     def test_ends_when_the_collector_finds_it_dropped(self, world: World) -> None:
         """That holds where it was part of a cycle, too."""
         guard = world.guard()
-        cycle: list[Any] = [Lease.take(guard)]
+        cycle: list[Any] = [Lease.take(guard.engine)]
         cycle.append(cycle)
         del cycle
         gc.collect()
@@ -162,7 +162,7 @@ class TestALeaseThatIsTaken:
     def test_steps_run_outside_once_it_has_ended(self, world: World) -> None:
         """Work that goes on after its lease has ended runs without it."""
         guard = world.guard()
-        lease = Lease.take(guard)
+        lease = Lease.take(guard.engine)
         lease.end(failed=False)
 
         async def work() -> int:

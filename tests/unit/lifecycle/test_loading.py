@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, World
 
-from modelguard.lifecycle import loading
-from modelguard.lifecycle.loading import Late, StallMeter, finished, within
+from modelguard.lifecycle import _loading
+from modelguard.lifecycle._loading import Late, StallMeter
+from modelguard.lifecycle._loading import _within as within
+from modelguard.lifecycle._resolve import resolve
 from modelguard.telemetry import LoadFinished
 
 
@@ -41,14 +43,14 @@ class Awaitable:
 
 class TestFinished:
     def test_what_is_there_already_is_handed_on(self) -> None:
-        """A finished result is handed on as it is."""
+        """A resolve result is handed on as it is."""
         result = object()
-        assert finished(result) is result
+        assert resolve(result) is result
 
     def test_a_model_that_can_be_awaited_is_not(self) -> None:
         """Only coroutines are run; a model may have an ``__await__`` of its own."""
         model = Awaitable(None)
-        assert finished(model) is model
+        assert resolve(model) is model
 
     def test_what_is_to_come_is_waited_for(self) -> None:
         """A coroutine is run to its end on an event loop of its own."""
@@ -56,7 +58,7 @@ class TestFinished:
         async def load() -> asyncio.AbstractEventLoop:
             return asyncio.get_running_loop()
 
-        assert finished(load()).is_closed()
+        assert resolve(load()).is_closed()
 
 
 class TestWithin:
@@ -114,14 +116,14 @@ class TestWithin:
         """Work that ends just when its time is over is not thrown away."""
         threads = Threads()
 
-        class LastMoment(loading.Future):  # type: ignore[type-arg]
+        class LastMoment(_loading.Future):  # type: ignore[type-arg]
             def result(self, timeout: float | None = None) -> Any:
                 if timeout is not None:
                     threads.join()  # so it ends between the time-out and its notice
                     raise TimeoutError
                 return super().result()
 
-        monkeypatch.setattr(loading, "Future", LastMoment)
+        monkeypatch.setattr(_loading, "Future", LastMoment)
         made = within(1, lambda: "made", start_thread=threads.start, name="loader", when_late=pytest.fail)
         assert "made" == made
 
@@ -142,7 +144,7 @@ class TestStallMeter:
     @pytest.fixture
     def clock(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
         made = self.Clock()
-        monkeypatch.setattr(loading, "time", made)
+        monkeypatch.setattr(_loading, "time", made)
         return made
 
     def test_tells_the_longest_time_without_a_turn(self, clock: Clock) -> None:
@@ -157,7 +159,7 @@ class TestStallMeter:
     def test_counts_a_stall_that_lasts_to_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A loader that lets nobody run until it returns is not missed."""
         reads = iter([0.0, 5.0])
-        monkeypatch.setattr(loading, "time", types.SimpleNamespace(perf_counter=lambda: next(reads)))
+        monkeypatch.setattr(_loading, "time", types.SimpleNamespace(perf_counter=lambda: next(reads)))
         meter = StallMeter()
         meter._over.set()  # before the first beat
         with meter:
@@ -178,6 +180,6 @@ class TestStallMeter:
                 super().__exit__(*exc_info)
                 self.longest = 0.6
 
-        monkeypatch.setattr(loading, "StallMeter", Stalled)
+        monkeypatch.setattr(_loading, "StallMeter", Stalled)
         world.guard().load()
         assert 0.6 == world.last(LoadFinished).stall_seconds

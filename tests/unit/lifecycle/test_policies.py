@@ -11,7 +11,8 @@ import pytest
 
 from modelguard import TTL, Errors, MemoryGrowth, MemoryLimit, Modified, Policy, Snapshot, Uses
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle.policies import FileChange, share
+from modelguard.lifecycle.policies import FileChange, subset
+from modelguard.telemetry import Reason
 
 MB = 10**6
 WEIGHTS = Path("/models/weights.bin")
@@ -57,7 +58,7 @@ def changed(*, quiet: float, is_changed: bool = True) -> Snapshot:
 def test_each_policy_is_due_at_its_bound(policy: Policy, before: Snapshot, after: Snapshot) -> None:
     """A policy is due from its bound on and not before, and a due policy names itself as the reason."""
     assert (False, ()) == (policy.due(before), policy.reasons(before))
-    assert (True, (repr(policy),)) == (policy.due(after), policy.reasons(after))
+    assert (True, [repr(policy)]) == (policy.due(after), [str(reason) for reason in policy.reasons(after)])
 
 
 @pytest.mark.parametrize("policy", [MemoryGrowth("10 MB"), MemoryLimit("150 MB")], ids=repr)
@@ -122,14 +123,16 @@ class TestJoined:
     def test_either_of_two_suffices(self) -> None:
         """``|`` is due when one of its policies is, and gives each due one as a reason."""
         policy = TTL("1m", jitter=0) | Uses(5)
-        verdicts = [policy.reasons(Snapshot(age=age, uses=uses)) for age, uses in [(1, 1), (60, 1), (1, 5), (60, 5)]]
-        assert [(), ("TTL('1m')",), ("Uses(5)",), ("TTL('1m')", "Uses(5)")] == verdicts
+        snapshots = [Snapshot(age=age, uses=uses) for age, uses in [(1, 1), (60, 1), (1, 5), (60, 5)]]
+        ttl, uses = Reason("ttl", "TTL('1m')"), Reason("uses", "Uses(5)")
+        assert [(), (ttl,), (uses,), (ttl, uses)] == [policy.reasons(snapshot) for snapshot in snapshots]
 
     def test_both_of_two_are_needed(self) -> None:
         """``&`` is due when all of its policies are, and is one reason."""
         policy = TTL("1m", jitter=0) & Uses(5)
-        verdicts = [policy.reasons(Snapshot(age=age, uses=uses)) for age, uses in [(60, 1), (1, 5), (60, 5)]]
-        assert [(), (), ("TTL('1m') & Uses(5)",)] == verdicts
+        snapshots = [Snapshot(age=age, uses=uses) for age, uses in [(60, 1), (1, 5), (60, 5)]]
+        both = Reason("combination", "TTL('1m') & Uses(5)")
+        assert [(), (), (both,)] == [policy.reasons(snapshot) for snapshot in snapshots]
 
     def test_they_nest(self) -> None:
         """Policies may be joined to any depth, are written as they were joined, and know their parts."""
@@ -151,7 +154,7 @@ class TestJoined:
     @pytest.mark.parametrize("other", ["1h", 3, TTL])
     def test_only_policies_can_be_joined(self, join: Callable[[Any, Any], Policy], other: object) -> None:
         """What is no policy is refused where it is joined."""
-        with pytest.raises(InvalidOption, match=r"joins policies.*Write for example TTL\('1h'\)"):
+        with pytest.raises(InvalidOption, match=r"joins two policies.*Write for example TTL\('1h'\)"):
             join(Uses(1), other)
 
 
@@ -256,5 +259,5 @@ def test_a_policy_parts_into_new_weights_and_the_rest(policy: Policy | None, wei
     def text(part: object) -> str:
         return part if isinstance(part, str) else repr(part)
 
-    parts = share(policy, renews=True), share(policy, renews=False)
+    parts = subset(policy, renews=True), subset(policy, renews=False)
     assert (text(weights), text(rest)) == (text(parts[0]), text(parts[1]))

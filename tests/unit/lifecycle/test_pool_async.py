@@ -158,7 +158,7 @@ def test_a_lease_serves_once(world: World) -> None:
         async with lease:
             pytest.fail("it served twice")
 
-    with pytest.raises(RuntimeError, match=r"serves once; call lease\(key\) for another"):
+    with pytest.raises(RuntimeError, match=r"can be used once; call lease\(key\) again for another"):
         run(main)
 
 

@@ -82,7 +82,9 @@ class TestTheKey:
     @pytest.mark.parametrize("key", [None, 3, ["voice"]])
     def test_has_to_be_a_name_or_a_function(self, key: Any) -> None:
         """Anything else is refused where it is written."""
-        with pytest.raises(InvalidOption, match=r"it cannot tell a call's model.*Name a parameter") as refusal:
+        with pytest.raises(
+            InvalidOption, match=r"must be a parameter's name or a function.*Name a parameter"
+        ) as refusal:
             voices(key=key)
         assert "key" == refusal.value.argument
 
@@ -90,7 +92,7 @@ class TestTheKey:
     def test_has_to_be_there(self, name: str) -> None:
         """A parameter that the function does not have, or that takes the model, is refused with those to choose."""
         with pytest.raises(
-            InvalidOption, match=r"has no such parameter beside the model. Choose one of 'text', 'voice'"
+            InvalidOption, match=r"is not a parameter of .* besides the model. Choose one of 'text', 'voice'"
         ):
 
             @voices(key=name)
@@ -109,7 +111,7 @@ class TestADecoratedFunction:
 
     def test_has_no_guard_of_its_own(self) -> None:
         """Each key has a guard; the function has none to be asked for."""
-        with pytest.raises(InvalidOption, match="no guard decorates it"):
+        with pytest.raises(InvalidOption, match="is not decorated by a guard"):
             guard_of(speak)
 
     def test_can_be_of_every_kind(self, world: World) -> None:

@@ -10,7 +10,7 @@ from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
 from tests.unit.lifecycle.world import MB, TIMEOUT, World, outcome, until
 
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Overloaded, UnhashableKey, WouldDeadlock
-from modelguard.lifecycle.shelf import Entry
+from modelguard.lifecycle._pool_lru import PooledModel
 
 
 class TestTTL:
@@ -74,7 +74,7 @@ class TestClose:
         pool = world.pool()
         with pool.lease("a") as model:
             closing = world.spawn(pool.close)
-            until(lambda: pool._closed)
+            until(lambda: pool._engine._closed)
             assert ["fine"] == model.words("fine")
         assert outcome(closing) is None
 
@@ -85,7 +85,7 @@ class TestClose:
         world.loader.hold()
         calls = [world.spawn(use, pool, key) for key in ("a", "a")]
         world.loader.reached()
-        until(lambda: len(pool._changed._waiters) == 1)  # type: ignore[attr-defined]
+        until(lambda: len(pool._engine._changed._waiters) == 1)  # type: ignore[attr-defined]
         pool.close()
         assert [GuardClosed, GuardClosed] == [type(call.exception(TIMEOUT)) for call in calls]
         world.end()
@@ -126,7 +126,7 @@ class TestLease:
         lease = pool.lease("a")
         with lease:
             pass
-        with pytest.raises(RuntimeError, match=r"serves once; call lease\(key\) for another"):
+        with pytest.raises(RuntimeError, match=r"can be used once; call lease\(key\) again for another"):
             lease.__enter__()
         assert 0 == pool.status().in_flight
 
@@ -160,9 +160,9 @@ class TestInAForkedChild:
         """What was loaded serves in the child; what was being loaded, by a thread that is not there, is forgotten."""
         pool = world.pool(Sizes(world, a=10, b=10))
         use(pool, "a")
-        pool._models["a"].pins = 3
-        pool._models["b"] = Entry(10 * MB)
-        pool._before_fork()
-        pool._after_fork_in_child()
+        pool._engine._models["a"].pins = 3
+        pool._engine._models["b"] = PooledModel(10 * MB)
+        pool._engine.before_fork()
+        pool._engine.after_fork_in_child()
         assert ({"a": 10}, 10 * MB, ["a", "b"]) == (loaded(pool), pool.status().used, use(pool, "a", "b"))
-        assert pool._models["a"].idle
+        assert pool._engine._models["a"].idle

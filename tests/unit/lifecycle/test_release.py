@@ -15,7 +15,7 @@ import pytest
 from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World, number, outcome
 
 from modelguard import telemetry
-from modelguard.lifecycle import release
+from modelguard.lifecycle import _release
 from modelguard.telemetry import CallbackErrored, GenerationReleased, LoadFinished
 
 
@@ -73,7 +73,7 @@ def collections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return collect()
 
     collect()
-    monkeypatch.setattr(release, "gc", Watched)
+    monkeypatch.setattr(_release, "gc", Watched)
     return seen
 
 
@@ -98,7 +98,7 @@ def test_what_came_back_is_told(world: World) -> None:
     world.model_size = 300 * MB
     event = released(world)
     assert (400 * MB, 100 * MB, 300 * MB) == (event.bytes_before, event.bytes_after, event.freed)
-    assert (1, "fake", None) == (event.generation, event.trim, event.error)
+    assert (1, "fake", None) == (event.generation, event.trimmed_by, event.error)
 
 
 def test_the_steps_come_in_order(world: World, collections: list[str]) -> None:
@@ -251,7 +251,7 @@ class TestAReleaseThatFails:
             world.last(CallbackErrored).error,
         )
         assert ("ready", 2, []) == (guard.status().state, guard.status().generation, world.seen(GenerationReleased))
-        assert 0 == len(guard._core.draining)
+        assert 0 == len(guard.engine.state.draining)
 
     def test_of_an_abandoned_generation_tells_no_drain(self, world: World) -> None:
         """A generation that was released after its drain timeout has no time of draining to tell."""
@@ -356,10 +356,10 @@ class TestAModelThatLivesOn:
     def test_has_no_holders_when_it_dies_meanwhile(self, world: World) -> None:
         """A model that dies while it is looked for has none."""
         model = world.loader()
-        watch = release._watch(model)
+        watch = _release._watch(model)
         del model
         assert watch is not None
-        assert () == release.holders(watch)
+        assert () == _release.holders(watch)
 
 
 class TestUnload:

@@ -157,4 +157,4 @@ def test_a_guard_shows_its_name_and_state(world: World) -> None:
     guard.load()
     assert "<ModelGuard 'ginza' ready>" == repr(guard)
     with guard.lease():
-        assert "<generation 1, 1 in flight>" == repr(guard._core.serving)
+        assert "<generation 1, 1 in flight>" == repr(guard.engine.state.current)

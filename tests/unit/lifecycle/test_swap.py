@@ -76,7 +76,7 @@ class TestDrainFirst:
             reload = world.spawn(guard.reload)
             until(lambda: guard.status().state == "draining")
             late = world.spawn(number, guard)
-            until(lambda: len(guard._core.waiting) == 2)
+            until(lambda: len(guard.engine.state.waiting) == 2)
             assert (["a"], 1, False) == (old.words("a"), guard.status().in_flight, guard.ready)
             del old
         assert (None, 2) == (outcome(reload), outcome(late))
@@ -178,7 +178,7 @@ class TestAuto:
         guard = world.guard(swap=swap)
         guard.load()
         guard.reload()
-        assert (swap, "chosen by the guard's author") == (world.last(SwapChosen).swap, world.last(SwapChosen).why)
+        assert (swap, "set by the guard's author") == (world.last(SwapChosen).swap, world.last(SwapChosen).why)
 
 
 class TestDraining:
@@ -247,17 +247,17 @@ class TestDraining:
         guard.load()
         with guard.lease():
             outcome(world.spawn(guard.reload))
-            assert 1 == len(guard._core.draining)
+            assert 1 == len(guard.engine.state.draining)
         world.join()
-        assert 0 == len(guard._core.draining)
+        assert 0 == len(guard.engine.state.draining)
 
 
 def test_a_call_that_enters_in_the_moment_of_the_swap_is_served(world: World) -> None:
     """A call that finds its generation retired in the very moment it enters runs on the next one."""
     guard = world.guard(drain_timeout=0)
     guard.load()
-    core = guard._core
-    old = core.serving
+    core = guard.engine.state
+    old = core.current
     assert old is not None
     call = guard(lambda model: model.number)
 

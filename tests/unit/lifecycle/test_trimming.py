@@ -10,7 +10,7 @@ import pytest
 from tests.unit.lifecycle.world import MB, World
 
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.lifecycle.trimming import Rhythm
+from modelguard.lifecycle._options import TrimSchedule
 from modelguard.telemetry import MemoryTrimmed
 
 
@@ -39,7 +39,7 @@ class TestAnInterval:
         guard.check()
         assert 1 == trims(world)
         event = world.last(MemoryTrimmed)
-        assert ("model", "fake", 0.0) == (event.guard, event.trim, event.seconds)
+        assert ("model", "fake", 0.0) == (event.guard, event.trimmed_by, event.seconds)
         call(guard)
         world.tick(30)
         guard.check()
@@ -60,8 +60,8 @@ class TestAnInterval:
         call(guard)
         world.tick(0.5)
         guard.check()
-        assert 0 < guard.pace() <= 30
-        assert math.inf == world.guard().pace()
+        assert 0 < guard.engine.check_interval() <= 30
+        assert math.inf == world.guard().engine.check_interval()
 
     def test_before_the_first_load_is_slept_through(self, world: World) -> None:
         """A guard that has loaded nothing trims nothing."""
@@ -147,7 +147,7 @@ class TestWhatCannotBeMeant:
 
 def test_text_that_ends_in_b_is_a_size() -> None:
     """Seconds, text and sizes are told apart by their units."""
-    assert Rhythm(seconds=90.0) == Rhythm.parse("1m30s")
-    assert Rhythm(seconds=5.0) == Rhythm.parse(5)
-    assert Rhythm(growth=100_000_000) == Rhythm.parse("100 MB")
-    assert Rhythm(growth=2**30) == Rhythm.parse("1 GiB")
+    assert TrimSchedule(seconds=90.0) == TrimSchedule.parse("1m30s")
+    assert TrimSchedule(seconds=5.0) == TrimSchedule.parse(5)
+    assert TrimSchedule(growth=100_000_000) == TrimSchedule.parse("100 MB")
+    assert TrimSchedule(growth=2**30) == TrimSchedule.parse("1 GiB")

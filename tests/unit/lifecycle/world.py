@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from modelguard import ModelGuard, ModelPool, guard, pool, telemetry
-from modelguard.lifecycle.files import Fingerprint
-from modelguard.lifecycle.runtime import Runtime
-from modelguard.lifecycle.slot import Slot
+from modelguard.lifecycle._fingerprints import Fingerprint
+from modelguard.lifecycle._host_lock import HostLock
+from modelguard.lifecycle.runtime import Runtime, use
 
 T = TypeVar("T")
 E = TypeVar("E", bound=telemetry.Event)
@@ -112,19 +112,23 @@ class World:
             fingerprint=self.files.get,
             random=lambda: self.draw,
             start_thread=self.start,
-            slot=Slot(lambda: folder),
-            kept=False,
+            host_lock=HostLock(lambda: folder),
+            ticks=False,
         )
 
-    def guard(self, load: Callable[[], Any] | None = None, **options: Any) -> ModelGuard[Any]:
+    def guard(
+        self, load: Callable[[], Any] | None = None, runtime: Runtime | None = None, **options: Any
+    ) -> ModelGuard[Any]:
         """Make a guard of this world. By default it loads numbered models and reloads only when told to."""
-        options = {"reload_on": None, "name": "model", "runtime": self.runtime, **options}
-        return guard(self.loader if load is None else load, **options)
+        with use(lambda: runtime or self.runtime):
+            return guard(self.loader if load is None else load, **{"reload_on": None, "name": "model", **options})
 
     def pool(self, load: Callable[[Any], Any] | None = None, **options: Any) -> ModelPool[Any, Any]:
         """Make a pool of this world, with room for ten models of 10 MB."""
-        options = {"max_memory": 100 * MB, "name": "pool", "runtime": self.runtime, **options}
-        return pool(self.loader.load if load is None else load, **options)
+        with use(lambda: self.runtime):
+            return pool(
+                self.loader.load if load is None else load, **{"max_memory": 100 * MB, "name": "pool", **options}
+            )
 
     def tick(self, seconds: float) -> None:
         """Let time pass. Sleeping is the same thing here."""
@@ -141,6 +145,10 @@ class World:
     def last(self, kind: type[E]) -> E:
         """The latest event of one kind."""
         return self.seen(kind)[-1]
+
+    def reasons(self, kind: type[E]) -> tuple[str, ...]:
+        """The texts of the reasons of the latest event of one kind."""
+        return tuple(str(reason) for reason in self.last(kind).reasons)  # type: ignore[attr-defined]
 
     # Threads
 

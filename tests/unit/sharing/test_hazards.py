@@ -82,7 +82,7 @@ def test_the_worst_comes_first() -> None:
 
 def test_our_own_threads_are_none() -> None:
     """Modelguard's threads hold no lock while the process forks, and start anew in the child."""
-    assert () == look(Scene(python=[("modelguard-keeper", "modelguard.lifecycle.keeper.Keeper._run")]))
+    assert () == look(Scene(python=[("modelguard-keeper", "modelguard.lifecycle._ticker.Ticker._run")]))
 
 
 def test_native_threads_without_openmp_are_none() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from modelguard.errors import NotSupported, PublishFailed, WeightsMissing, WeightsRefused
-from modelguard.lifecycle.files import fingerprint
+from modelguard.lifecycle._fingerprints import fingerprint
 from modelguard.sharing import _manifest, _store
 from modelguard.sharing._manifest import Manifest
 from modelguard.sharing._store import Store

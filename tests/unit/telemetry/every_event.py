@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from modelguard import telemetry
-from modelguard.telemetry import Event
+from modelguard.telemetry import Event, Reason
 
 MB = 10**6
+FIRST_USE = Reason("first_use", "first use")
+TTL = Reason("ttl", "TTL('1h')")
 
 EVERY: tuple[Event, ...] = (
-    telemetry.LoadStarted(guard="nlp", generation=1, reasons=("first use",), deferred_seconds=0.0, slot="none"),
+    telemetry.LoadStarted(guard="nlp", generation=1, reasons=(FIRST_USE,), deferred_seconds=0.0, host_lock="none"),
     telemetry.LoadFinished(
         guard="nlp",
         generation=1,
-        reasons=("first use",),
+        reasons=(FIRST_USE,),
         seconds=2.0,
         stall_seconds=0.25,
         model_bytes=100 * MB,
@@ -20,16 +22,16 @@ EVERY: tuple[Event, ...] = (
         waited_seconds=0.0,
         time=1000.0,
     ),
-    telemetry.ReloadDue(guard="nlp", generation=1, reasons=("TTL('1h')", "Uses(50000)")),
-    telemetry.RecycleAsked(guard="nlp", generation=1, reasons=("MemoryGrowth('500 MB')",)),
+    telemetry.ReloadDue(guard="nlp", generation=1, reasons=(TTL, Reason("uses", "Uses(50000)"))),
+    telemetry.RecycleAsked(guard="nlp", generation=1, reasons=(Reason("memory_growth", "MemoryGrowth('500 MB')"),)),
     telemetry.SwapChosen(guard="nlp", swap="drain_first", why="room", model_bytes=100 * MB, headroom=None),
-    telemetry.LoadStarted(guard="nlp", generation=2, reasons=("TTL('1h')",), deferred_seconds=1.5, slot="timed out"),
-    telemetry.LoadErrored(guard="nlp", attempt=3, error="OSError: gone", retry_after=2.0, serving=1),
-    telemetry.LoadDiscarded(guard="nlp", why="a newer request made it stale"),
+    telemetry.LoadStarted(guard="nlp", generation=2, reasons=(TTL,), deferred_seconds=1.5, host_lock="timed_out"),
+    telemetry.LoadErrored(guard="nlp", attempt=3, error="OSError: gone", retry_after=2.0, current=1),
+    telemetry.LoadDiscarded(guard="nlp", cause="stale"),
     telemetry.LoadFinished(
         guard="nlp",
         generation=2,
-        reasons=("TTL('1h')",),
+        reasons=(TTL,),
         seconds=3.0,
         stall_seconds=0.5,
         model_bytes=120 * MB,
@@ -45,13 +47,16 @@ EVERY: tuple[Event, ...] = (
         alive=True,
         holders=("a list",),
         collected=True,
-        trim="glibc",
+        trimmed_by="glibc",
+        trim_error=None,
         seconds=0.1,
         drain_seconds=0.2,
         error="OSError: in unload",
     ),
     telemetry.GenerationAbandoned(guard="nlp", generation=1, in_flight=2, drain_timeout=30.0),
-    telemetry.MemoryTrimmed(guard="nlp", bytes_before=50 * MB, bytes_after=20 * MB, trim="glibc", seconds=0.01),
+    telemetry.MemoryTrimmed(
+        guard="nlp", bytes_before=50 * MB, bytes_after=20 * MB, trimmed_by="glibc", trim_error=None, seconds=0.01
+    ),
     telemetry.PolicyFutile(guard="nlp", generation=2, policy="MemoryLimit('1 GB')", detail="it holds more"),
     telemetry.CallbackErrored(guard="nlp", callback="reload_on", error="ValueError: no"),
     telemetry.BatchFinished(guard="predict", size=8, waiting=5, wait_seconds=0.02, run_seconds=0.1, failed=2, reruns=6),

@@ -12,8 +12,8 @@ from tests.unit.telemetry.every_event import EVERY, MB
 
 from modelguard import guard, telemetry
 from modelguard.errors import InvalidOption, LoadFailed, ModelRejected, NotSupported
-from modelguard.telemetry import Event
-from modelguard.telemetry._measures import METRICS
+from modelguard.telemetry import Event, Reason
+from modelguard.telemetry._metrics import METRICS
 from modelguard.telemetry.opentelemetry import opentelemetry
 
 pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry-sdk")
@@ -72,7 +72,13 @@ def events_of(span: ReadableSpan) -> list[str]:
 
 
 def started(**more: Any) -> Event:
-    fields = {"guard": "nlp", "generation": 2, "reasons": ("requested",), "deferred_seconds": 0.0, "slot": "host"}
+    fields = {
+        "guard": "nlp",
+        "generation": 2,
+        "reasons": (Reason("requested", "requested"),),
+        "deferred_seconds": 0.0,
+        "host_lock": "host",
+    }
     return telemetry.LoadStarted(**{**fields, **more})
 
 
@@ -155,27 +161,27 @@ def test_a_refused_model_is_one_span(sdk: Sdk) -> None:
 def test_a_stale_model_ends_its_span(sdk: Sdk) -> None:
     """What was loaded for nothing is told as such, and the load that follows has a span of its own."""
     telemetry.emit(started(generation=2))
-    telemetry.emit(telemetry.LoadDiscarded(guard="nlp", why="a newer request made it stale"))
+    telemetry.emit(telemetry.LoadDiscarded(guard="nlp", cause="stale"))
     telemetry.emit(started(generation=3))
-    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=1, error="no", retry_after=1.0, serving=1))
+    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=1, error="no", retry_after=1.0, current=1))
     assert ["discarded", "failed"] == [(span.attributes or {})["outcome"] for span in sdk.spans()]
 
 
 def test_a_model_that_came_too_late_is_no_part_of_the_next_load(sdk: Sdk) -> None:
     """Its load was told as failed when its time was over; the one under way goes on untouched."""
     telemetry.emit(started())
-    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=1, error="late", retry_after=1.0, serving=1))
+    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=1, error="late", retry_after=1.0, current=1))
     telemetry.emit(started())
-    telemetry.emit(telemetry.LoadDiscarded(guard="nlp", why="it came after load_timeout"))
+    telemetry.emit(telemetry.LoadDiscarded(guard="nlp", cause="late"))
     assert 1 == len(sdk.spans())
-    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=2, error="no", retry_after=1.0, serving=1))
+    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=2, error="no", retry_after=1.0, current=1))
     assert ["LoadStarted", "LoadErrored"] == events_of(sdk.spans()[1])
 
 
 def test_a_failure_before_the_load_is_a_span_too(sdk: Sdk) -> None:
     """A replacement that fails while the old model is being seen off has its choice of the swap, and the error."""
     telemetry.emit(telemetry.SwapChosen(guard="nlp", swap="drain_first", why="room", model_bytes=1, headroom=None))
-    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=1, error="no thread", retry_after=1.0, serving=1))
+    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=1, error="no thread", retry_after=1.0, current=1))
     (span,) = sdk.spans()
     assert ["SwapChosen", "LoadErrored"] == events_of(span)
 
@@ -185,16 +191,16 @@ def test_two_guards_have_spans_of_their_own(sdk: Sdk) -> None:
     telemetry.emit(started(guard="a"))
     telemetry.emit(started(guard="b"))
     for name in ("a", "b"):
-        telemetry.emit(telemetry.LoadErrored(guard=name, attempt=1, error="no", retry_after=1.0, serving=None))
+        telemetry.emit(telemetry.LoadErrored(guard=name, attempt=1, error="no", retry_after=1.0, current=None))
     assert ["a", "b"] == [(span.attributes or {})["guard"] for span in sdk.spans()]
 
 
 def test_a_childs_load_does_not_end_the_parents_span(sdk: Sdk) -> None:
     """A span that was open at a fork is the parent's to end."""
     telemetry.emit(started(pid=1))
-    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=1, error="no", retry_after=1.0, serving=1, pid=2))
+    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=1, error="no", retry_after=1.0, current=1, pid=2))
     assert () == sdk.spans()
-    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=1, error="no", retry_after=1.0, serving=1, pid=1))
+    telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=1, error="no", retry_after=1.0, current=1, pid=1))
     assert 1 == len(sdk.spans())
 
 

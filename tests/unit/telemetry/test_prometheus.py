@@ -12,7 +12,7 @@ from tests.unit.telemetry.every_event import EVERY, MB
 
 from modelguard import batched, guard, telemetry
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.telemetry._measures import METRICS
+from modelguard.telemetry._metrics import METRICS
 from modelguard.telemetry.prometheus import prometheus
 
 client = pytest.importorskip("prometheus_client", reason="needs prometheus-client")
@@ -39,7 +39,7 @@ GUARD, FUNCTION = {"guard": "nlp"}, {"function": "predict"}
 @pytest.mark.parametrize(
     ("name", "labels", "expected"),
     [
-        ("loads_started_total", {**GUARD, "slot": "timed_out"}, 1),
+        ("loads_started_total", {**GUARD, "host_lock": "timed_out"}, 1),
         ("load_reasons_total", {**GUARD, "reason": "first_use"}, 1),
         ("load_reasons_total", {**GUARD, "reason": "ttl"}, 1),
         ("load_deferred_seconds_total", GUARD, 1.5),
@@ -105,14 +105,18 @@ def test_there_is_nothing_else(told: Any) -> None:
 def test_what_grew_meanwhile_is_no_negative_count(registry: Any) -> None:
     """A release after which the process holds more adds nothing, since a counter never falls."""
     hook = prometheus(registry)
-    hook(telemetry.MemoryTrimmed(guard="nlp", bytes_before=1, bytes_after=2, trim="glibc", seconds=0.0))
+    hook(
+        telemetry.MemoryTrimmed(
+            guard="nlp", bytes_before=1, bytes_after=2, trimmed_by="glibc", trim_error=None, seconds=0.0
+        )
+    )
     assert 0 == registry.get_sample_value("modelguard_trim_freed_bytes_total", GUARD)
 
 
 def test_a_failing_guard_shows_until_it_has_loaded(registry: Any) -> None:
     """The gauge counts failures in a row, for an alert that stays as long as the trouble does."""
     hook = prometheus(registry)
-    hook(telemetry.LoadErrored(guard="nlp", attempt=2, error="no", retry_after=1.0, serving=None))
+    hook(telemetry.LoadErrored(guard="nlp", attempt=2, error="no", retry_after=1.0, current=None))
     assert 2 == registry.get_sample_value("modelguard_load_failing", GUARD)
     assert 0 == registry.get_sample_value("modelguard_generation", GUARD), "none serves"
     hook(EVERY[1])

@@ -234,7 +234,8 @@ def shout(_model: object, text: str) -> str:
 def test_a_clock_is_of_no_use_after_its_test() -> None:
     """A clock that was kept beyond its test says whose it was; its guards go on in real time."""
     clock = Clock("test_it.py::test_it")
-    nlp = guard(object, reload_on=None, runtime=clock._world())
+    clock.install()
+    nlp = guard(object, reload_on=None)
     nlp.load()
     clock.advance("1h")
     clock.end()
@@ -264,11 +265,11 @@ def test_a_size_that_makes_no_sense_is_refused(modelguard_clock: Clock, name: st
 
 def test_what_is_not_guarded_cannot_be_driven(modelguard_clock: Clock) -> None:
     """A function without a guard is refused by name."""
-    with pytest.raises(InvalidOption, match="no guard decorates it"):
+    with pytest.raises(InvalidOption, match="is not decorated by a guard"):
         modelguard_clock.drive(len)
 
 
 def test_guards_of_other_tests_are_left_alone(modelguard_loader: Loader) -> None:
     """Without the fixture, a guard lives in real time, whatever tests before it did."""
     nlp = guard(modelguard_loader, reload_on=None)
-    assert time.monotonic is nlp._runtime.clock
+    assert time.monotonic is nlp.engine.guard.runtime.clock

@@ -1,0 +1,36 @@
+"""Waiting at the interpreter's exit until none of our threads is inside native code.
+
+Up to CPython 3.13 a daemon thread that returns from native code while the interpreter exits is ended by
+``pthread_exit``. If there is C++ on its stack, such as torch's, that aborts the whole process: "terminate called
+without an active exception", exit status 134 (https://github.com/python/cpython/issues/87135). So the exit waits for
+loads and batches that are under way, but only for a while: work that hangs must not keep the interpreter from exiting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable
+from typing import Literal
+
+#: Seconds that the exit waits for all work together: half of what Docker gives a container to stop.
+GRACE = 5.0
+
+#: In this order: a batch may need a load.
+_ORDER = ("batches", "loads")
+
+_waits: dict[str, Callable[[float], object]] = {}
+
+
+def before_exit(what: Literal["batches", "loads"], wait: Callable[[float], object]) -> None:
+    """Call ``wait`` at the interpreter's exit, with the seconds that it may take."""
+    if not _waits:
+        atexit.register(_wait)
+    _waits[what] = wait
+
+
+def _wait() -> None:
+    until = time.monotonic() + GRACE
+    for what in _ORDER:
+        if what in _waits:
+            _waits[what](max(0.0, until - time.monotonic()))

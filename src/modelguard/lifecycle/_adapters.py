@@ -1,0 +1,68 @@
+"""What modelguard knows about the models of a library: adapters, found by the model's type.
+
+An adapter's module is imported when the first model of its library appears, so the core never imports a model library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+
+class Adapter(Protocol):
+    """What modelguard can find out about the models of one library. Every method is fast and never raises."""
+
+    def size(self, model: Any) -> int | None:
+        """Bytes of the model's own arrays, None if unknown."""
+        ...
+
+    def gauges(self, model: Any) -> Mapping[str, int]:
+        """Figures of the model that policies may read."""
+        ...
+
+    def released(self) -> None:
+        """Free what the library still holds after a model is gone."""
+        ...
+
+
+class _Plain:
+    """The adapter of every model without one."""
+
+    def size(self, model: Any) -> int | None:  # noqa: ARG002 - nothing is known about it
+        return None
+
+    def gauges(self, model: Any) -> Mapping[str, int]:  # noqa: ARG002 - nothing is known about it
+        return MappingProxyType({})
+
+    def released(self) -> None:
+        """The library holds nothing."""
+
+
+PLAIN: Adapter = _Plain()
+
+# Base class of a library's models -> module with its `ADAPTER`. By name, so that nothing is imported here.
+_MODULES = {
+    "spacy.language.Language": "modelguard.adapters.spacy",
+    "torch.nn.modules.module.Module": "modelguard.adapters.torch",
+}
+
+
+def find(model: object) -> Adapter:
+    """The adapter for ``model``, by its type or a base of it."""
+    module = _module(model)
+    if module is None:
+        return PLAIN
+    adapter: Adapter = importlib.import_module(module).ADAPTER
+    return adapter
+
+
+def is_model(value: object) -> bool:
+    """Whether ``value`` is a model of a library that has an adapter."""
+    return _module(value) is not None
+
+
+def _module(model: object) -> str | None:
+    names = (f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__)
+    return next((_MODULES[name] for name in names if name in _MODULES), None)

@@ -1,0 +1,35 @@
+"""What the work on one guard has in common: its options, its state, and its access to the outside world."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from modelguard.lifecycle._state import GuardState
+
+if TYPE_CHECKING:
+    from modelguard.lifecycle._options import GuardOptions
+    from modelguard.lifecycle.runtime import Runtime
+
+M = TypeVar("M")
+
+
+class GuardContext(Generic[M]):
+    """One guard, as loading, evaluating and releasing see it.
+
+    Attributes:
+        options: Set once.
+        state: Changed by its own methods only.
+        runtime: A test may replace it, to move a guard to another clock. Read it anew each time.
+    """
+
+    __slots__ = ("options", "runtime", "state")
+
+    def __init__(self, options: GuardOptions[M], state: GuardState[M], runtime: Runtime) -> None:
+        self.options = options
+        self.state = state
+        self.runtime = runtime
+
+    @property
+    def name(self) -> str:
+        """The guard's name, for events and errors."""
+        return self.options.name

@@ -1,0 +1,396 @@
+"""The engine of one guard: lends its model to calls, starts loads, waits for them, and closes.
+
+Leases, decorated functions, ``ModelGuard`` and the pool all stand on this. A call goes one way: enter, run, leave. So
+does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, install, drain, release), finish.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from modelguard import _units, telemetry
+from modelguard.errors import LoadFailed, WouldDeadlock
+from modelguard.lifecycle import _deadlocks, _fork, _inline, _ticker
+from modelguard.lifecycle._context import GuardContext
+from modelguard.lifecycle._evaluator import Evaluator
+from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._recycling import Ask, Recycling
+from modelguard.lifecycle._release import drain_and_release, release_and_report
+from modelguard.lifecycle._reload import Reload
+from modelguard.lifecycle._resolve import resolve
+from modelguard.lifecycle._state import GuardState, LoadJob, Outcome
+from modelguard.lifecycle._trimming import Trimmer
+from modelguard.lifecycle._waiting import Timeout, wait_for_load, wait_for_load_on_loop
+from modelguard.lifecycle.policies import subset
+from modelguard.telemetry import logger
+from modelguard.telemetry.reasons import Reason
+
+if TYPE_CHECKING:
+    from modelguard.lifecycle._options import GuardOptions
+    from modelguard.lifecycle.runtime import Runtime
+
+M = TypeVar("M")
+
+Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+#: Results of these types cannot be lazy. One look-up in this set saves two failed attribute look-ups on most calls.
+_EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset})
+
+
+_engines: weakref.WeakSet[Engine[Any]] = weakref.WeakSet()
+
+
+def engines() -> tuple[Engine[Any], ...]:
+    """The engines of this process, those of pooled models included."""
+    return tuple(_engines)
+
+
+class Engine(Generic[M]):
+    """Runs one guard.
+
+    Attributes:
+        guard: Options, state and runtime.
+    """
+
+    fork_rank = 1
+
+    def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
+        self.guard = GuardContext(options, GuardState[M](options.name), runtime)
+        self._evaluator = Evaluator(self.guard)
+        self._trimmer = None if options.trim_schedule is None else Trimmer(options.trim_schedule, self.guard)
+        self._recycling = Recycling(self.guard)
+        _engines.add(self)
+        _fork.register(self)
+
+    @property
+    def name(self) -> str:
+        """The guard's name."""
+        return self.guard.options.name
+
+    @property
+    def state(self) -> GuardState[M]:
+        """The guard's state, to be read."""
+        return self.guard.state
+
+    def __repr__(self) -> str:
+        return f"<Engine of guard {self.name!r}>"
+
+    def move_to(self, runtime: Runtime) -> None:
+        """Use another runtime from now on. For tests, which move a guard to their clock and back."""
+        self.guard.runtime = runtime
+
+    # Calls
+
+    def enter(self, timeout: float | None = None) -> Generation[M]:
+        """Take a lease, after a load if need be.
+
+        Raises:
+            GuardClosed, LoadFailed, Reloading, WouldDeadlock: There is no generation to run on.
+        """
+        generation = self.state.enter()
+        if generation is not None:
+            return generation
+        limit = self._timeout(timeout)
+        while generation is None:
+            self._wait_until_ready(limit)
+            generation = self.state.enter()
+        return generation
+
+    async def aenter(self, timeout: float | None = None) -> Generation[M]:
+        """:meth:`enter` without blocking the event loop."""
+        generation = self.state.enter()
+        if generation is not None:
+            return generation
+        limit = self._timeout(timeout)
+        while generation is None:
+            await self._await_until_ready(limit)
+            generation = self.state.enter()
+        return generation
+
+    def leave(self, generation: Generation[M], *, failed: bool) -> None:
+        """Return a lease, and do what its end calls for."""
+        if self.state.leave(generation, failed):
+            self._after_call(generation)
+
+    def wrapper(self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]) -> Wrapper:
+        """Make the body of a decorated plain function.
+
+        This is the hot path. It writes out :meth:`GuardState.enter`, :meth:`GuardState.nest` and a lease, and makes
+        nothing but the context's list and token: 300 ns over a bare decorator. Everything else uses leases.
+
+        Args:
+            is_lazy: Whether a result of this type does its work later.
+            keep: Hands a lease that was taken on this generation over to a lazy result.
+        """
+        state = self.state
+        enclosing = state.enclosing
+
+        def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            generation = state.current
+            if generation is None or enclosing.get():
+                generation = self.enter()
+                mine = state.nest(generation)
+            else:
+                mine = [generation, 1]
+                generation.leases.append(None)
+                if generation.retired:  # in this very moment
+                    generation = mine[0] = self._enter_instead_of(generation)
+            token, failed = None, False
+            try:
+                token = enclosing.set(mine)
+                result = wrapped(generation.model, *args, **kwargs)
+                if (kind := type(result)) in _EAGER or not is_lazy(kind):
+                    return result
+                generation.leases.append(None)  # besides the call's own, which ends now
+                return keep(generation, result)
+            except Exception:
+                failed = True
+                raise
+            finally:
+                mine.clear()
+                look_further = state.leave(generation, failed)
+                if token is not None:
+                    enclosing.reset(token)
+                if look_further:
+                    self._after_call(generation)
+
+        return call
+
+    def _enter_instead_of(self, retired: Generation[M]) -> Generation[M]:
+        """Take a lease again, after one that was taken in the moment of the generation's retirement."""
+        retired.leases.pop()
+        self._after_call(retired)
+        return self.enter()
+
+    def _after_call(self, generation: Generation[M]) -> None:
+        if not generation.retired:
+            self._check_policy(sample=False)
+        elif self.state.retired_call_ended(generation):
+            self._release_in_background(generation)
+
+    def _release_in_background(self, generation: Generation[M]) -> None:
+        """Release an abandoned generation after its last call, which must not wait for that."""
+
+        def work() -> None:
+            release_and_report(self.guard, generation, drain_seconds=None)
+
+        try:
+            self.guard.runtime.start_thread(work, f"modelguard-release-{self.name}")
+        except RuntimeError:  # the system gives no thread
+            work()
+
+    # Loads
+
+    def load(self, timeout: _units.Duration | None = None) -> None:
+        """Block until there is a current generation; load one if need be."""
+        _deadlocks.raise_on_event_loop(self.name, "load", "aload")
+        self.ensure_loaded(timeout)
+
+    def ensure_loaded(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`load`, on an event loop too, which it then blocks."""
+        self.state.raise_if_closed()
+        self._wait_until_ready(self._timeout(timeout))
+
+    async def aload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`load` for a coroutine."""
+        self.state.raise_if_closed()
+        await self._await_until_ready(self._timeout(timeout))
+
+    def reload(self, *, wait: bool, timeout: _units.Duration | None = None) -> None:
+        """Replace the model by one whose load begins after this call."""
+        if wait:
+            _deadlocks.raise_on_event_loop(self.name, "reload", "areload")
+            self.raise_inside_call("reload")
+            with _deadlocks.waiting_for(self.state):
+                pass  # a loader that asks for its own reload is refused before the request makes its load stale
+        future = self._request_reload()
+        if wait:
+            wait_for_load(self.state, future, Timeout(timeout))
+
+    async def areload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`reload` for a coroutine."""
+        self.raise_inside_call("areload")
+        await wait_for_load_on_loop(self.state, self._request_reload(), Timeout(timeout))
+
+    def warm_up(self) -> None:
+        """Run the warm-up on the current generation, if there are both."""
+        warmup, generation = self.guard.options.warmup, self.state.current
+        if warmup is not None and generation is not None:
+            with self.state.running_on(generation):
+                resolve(warmup(generation.model))
+            generation.uses = generation.errors = 0  # as after a load: a warm-up is not a request
+
+    @property
+    def loading(self) -> bool:
+        """Whether a load is under way, or the release of what it replaced."""
+        return self.state.job is not None
+
+    def _request_reload(self) -> Future[Outcome]:
+        with self.state.lock:
+            request, job = self.state.request((Reason("requested", "requested"),), urgent=True)
+            future = self.state.wait_for_request(request)
+        self._start(job)
+        return future
+
+    def _start(self, job: LoadJob | None) -> bool:
+        if job is None:
+            return False
+        try:
+            if self.guard.runtime.ticks:
+                _ticker.TICKER.add(self)
+            self.guard.runtime.start_thread(lambda: self._run(job), f"modelguard-load-{self.name}")
+        except RuntimeError as error:  # the system gives no thread, or the interpreter is shutting down
+            # Reported to those who wait and not raised: this may be the end of a call that succeeded.
+            self._reload(job).fail(LoadFailed, str(error), error)
+            return False
+        return True
+
+    def _run(self, job: LoadJob | None) -> None:
+        while job is not None:
+            installed = self._reload(job).run()
+            self._after_load()
+            followup = (Reason("requested", "requested during a load"),)
+            job = self.state.finish(job, followup, failed=not installed)
+
+    def _reload(self, job: LoadJob) -> Reload[M]:
+        return Reload(self.guard, self._evaluator.readings, job)
+
+    def _after_load(self) -> None:
+        """Set the policy's alarm, before the job ends: a request in between would start another thread."""
+        try:
+            self._evaluator.after_load()
+        except Exception:  # noqa: BLE001 - a fault here must not lose the next job, for which others wait
+            logger.exception("modelguard could not ask the policies of guard %r", self.name)
+        if self.guard.options.reload_on is None and self._trimmer is None and not self.state.failures:
+            _ticker.TICKER.remove(self)  # nothing can become due, and a process that forks should have few threads
+
+    # Waiting
+
+    def _timeout(self, timeout: _units.Duration | None) -> Timeout:
+        """A first load may take as long as it takes; a replacement is awaited for up to ``wait_timeout``."""
+        default = self.guard.options.wait_timeout if self.state.generations else None
+        return Timeout(default if timeout is None else timeout)
+
+    def _wait_until_ready(self, limit: Timeout) -> None:
+        if _inline.active():
+            _inline.load(self.guard)
+        elif (future := self._join_load()) is not None:
+            wait_for_load(self.state, future, limit)
+
+    async def _await_until_ready(self, limit: Timeout) -> None:
+        if _inline.active():
+            await _inline.aload(self.guard)
+        elif (future := self._join_load()) is not None:
+            await wait_for_load_on_loop(self.state, future, limit)
+
+    def _join_load(self) -> Future[Outcome] | None:
+        """Join the one load, started here if need be; None if there is a current generation already."""
+        state = self.state
+        with state.lock:
+            state.raise_if_closed()
+            if state.current is not None:
+                return None
+            left = state.retry_at - self.guard.runtime.clock()
+            if state.job is None and state.failure is not None and left > 0:
+                raise state.failure.again(left)
+            future = state.wait_for_any()
+            reason = Reason("retry", "retry") if state.failures else Reason("first_use", "first use")
+            job = state.request_if_idle((reason,), urgent=True)
+        self._start(job)
+        return future
+
+    def raise_inside_call(self, action: str) -> None:
+        """Refuse an action that would wait for the end of a call that encloses it.
+
+        Raises:
+            WouldDeadlock: This context is inside a call on the guard.
+        """
+        generation = self.state.enclosing_generation()
+        if generation is not None and not generation.dropped:
+            raise WouldDeadlock(
+                self.name,
+                why=f"{action}() inside a call on the same guard would wait for that call to end",
+                fix="Call it outside, or use reload(wait=False).",
+            )
+
+    # Policies
+
+    def check(self) -> bool:
+        """Ask the policies now, and trim if it is time; true if a reload was started."""
+        current = self.state.current
+        if self._trimmer is not None and current is not None:
+            self._trimmer.check((current.number, current.uses))
+        return self._check_policy(sample=True)
+
+    def check_interval(self) -> float:
+        """Seconds until :meth:`check` should be called again; infinity if only the ends of calls matter."""
+        interval = self._evaluator.interval
+        return interval if self._trimmer is None else min(interval, self._trimmer.interval)
+
+    @property
+    def renews_weights(self) -> bool:
+        """Whether a part of the policy asks for new weights (``TTL``, ``Modified``)."""
+        return subset(self.guard.options.reload_on, renews=True) is not None
+
+    def recycle_in_children(self, ask: Ask, *, takes_calls: bool) -> None:
+        """Have children that are forked from now on ask for a fresh process instead of reloading."""
+        self.state.raise_if_closed()
+        self._recycling.in_children(ask, takes_calls=takes_calls)
+        self._evaluator.decide_by(self._recycling.policy)
+
+    def recycle_here(self, ask: Ask) -> None:
+        """Ask for a fresh process instead of reloading, from now on."""
+        self.state.raise_if_closed()
+        self._recycling.in_this_process(ask)
+
+    def _check_policy(self, *, sample: bool) -> bool:
+        """Ask the policy, and start what is due; true if that is a reload."""
+        due = None if _inline.active() else self._evaluator.evaluate(sample=sample)
+        if due is None:
+            return False
+        state, over = self.state, due.generation
+        if over is None:
+            return self._start(state.request_if_idle(due.reasons, urgent=state.current is None))
+        if self._recycling.here:
+            try:
+                self._recycling.request(due, over.number)
+            except Exception as error:  # noqa: BLE001 - the process serves on; the event reports it
+                self._evaluator.report_error("recycle", error)
+            return False
+        # Where no calls run there is no pause between calls to wait for.
+        urgent = not self._recycling.takes_calls
+        job = state.request_if_idle(due.reasons, urgent=urgent, after_call=not sample, instead_of=over)
+        if job is not None:
+            telemetry.emit(telemetry.ReloadDue(guard=self.name, generation=over.number, reasons=due.reasons))
+        return self._start(job)
+
+    # The end, and forks
+
+    def close(self) -> None:
+        """Refuse further calls, wait for those under way up to ``drain_timeout``, and release the model."""
+        _deadlocks.raise_on_event_loop(self.name, "close", "aclose")
+        self.raise_inside_call("close")
+        _ticker.TICKER.remove(self)
+        old = self.state.close()
+        if old is not None:
+            drain_and_release(self.guard, old)
+
+    def before_fork(self) -> None:
+        """Keep other threads out of the state while the process forks."""
+        self.state.lock.acquire()
+
+    def after_fork_in_parent(self) -> None:
+        """Let them in again."""
+        self.state.lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Start with own locks, counters, jitter and readings; ask for recycling where that was prepared."""
+        self.state.after_fork_in_child(self.guard.runtime.random())
+        self._recycling.after_fork_in_child()
+        self._evaluator.decide_by(self._recycling.policy)
+        self._evaluator.after_fork_in_child()
+        if self._trimmer is not None:
+            self._trimmer.after_fork_in_child()

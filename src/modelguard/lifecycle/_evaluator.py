@@ -1,0 +1,157 @@
+"""Asks the policy of one guard whether its current generation is over."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from modelguard import telemetry
+from modelguard.lifecycle._context import GuardContext
+from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._readings import Readings
+from modelguard.lifecycle.policies import Policy, Snapshot
+from modelguard.telemetry.reasons import Reason
+
+if TYPE_CHECKING:
+    from modelguard.telemetry import Callback
+
+M = TypeVar("M")
+
+#: Seconds between two checks of an idle guard, whose memory does not grow by itself.
+_IDLE = 1.0
+
+
+class Due(NamedTuple, Generic[M]):
+    """A load that is due.
+
+    Attributes:
+        reasons: Why.
+        generation: The generation that is over; None for the retry of a failed load.
+    """
+
+    reasons: tuple[Reason, ...]
+    generation: Generation[M] | None
+
+
+class Evaluator(Generic[M]):
+    """Takes the readings, asks the policy, and remembers when it must be asked again.
+
+    Attributes:
+        readings: What the policy reads.
+        interval: Seconds until the next evaluation is useful; infinity if only the ends of calls matter.
+    """
+
+    def __init__(self, guard: GuardContext[M]) -> None:
+        self.readings = Readings(guard)
+        self.interval = math.inf
+        self._guard = guard
+        self._policy = guard.options.reload_on
+        self._lock = threading.Lock()
+        self._reported: set[str] = set()
+        self._uses_seen = -1
+
+    def decide_by(self, policy: Policy | None) -> None:
+        """Ask only this part of the guard's policy from now on."""
+        self._policy = policy
+
+    def evaluate(self, *, sample: bool) -> Due[M] | None:
+        """Ask the policy whether a load is due.
+
+        Args:
+            sample: Whether there is time to read memory and files, which the end of a call does not have.
+        """
+        # A second thread would get the same answer, so it need not wait.
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return self._evaluate(sample=sample)
+        finally:
+            self._lock.release()
+
+    def after_load(self) -> None:
+        """Set the alarm of a generation that was just installed."""
+        generation = self._guard.state.current
+        if generation is not None:
+            self._reported.clear()
+            self._set_alarm(generation, self.readings.snapshot(generation, settled=False, sample=False))
+
+    def after_fork_in_child(self) -> None:
+        """Start the child's own readings."""
+        self._lock = threading.Lock()
+        self._reported.clear()
+        self._uses_seen = -1
+        self.readings.start(self._guard.state.current)
+        self.after_load()
+
+    def report_error(self, callback: Callback, error: Exception) -> None:
+        """Report a callable of the author's that raised; once per generation and type of error."""
+        if self._first_report(f"{callback} {type(error)}"):
+            telemetry.emit(
+                telemetry.CallbackErrored(
+                    guard=self._guard.name, callback=callback, error=f"{type(error).__name__}: {error}"
+                )
+            )
+
+    def _evaluate(self, *, sample: bool) -> Due[M] | None:
+        state = self._guard.state
+        if state.closed or state.job is not None:
+            self.interval = _IDLE
+            return None
+        if state.failures:
+            self.interval = max(0.0, state.retry_at - self._guard.runtime.clock())
+            if self.interval > 0:
+                return None
+            return Due((Reason("retry", f"retry after failure {state.failures}"),), None)
+        generation = state.current
+        if generation is None:
+            self.interval = math.inf
+            return None
+        snapshot = self.readings.snapshot(generation, settled=state.draining <= state.abandoned, sample=sample)
+        reasons = self._ask(snapshot)
+        self._set_alarm(generation, snapshot)
+        if not reasons:
+            return None
+        state.set_alarm(generation, math.inf)
+        return Due(reasons, generation)
+
+    def _ask(self, snapshot: Snapshot) -> tuple[Reason, ...]:
+        if self._policy is None:
+            return ()
+        try:
+            self._report_futile_parts(self._policy, snapshot)
+            return self._policy.reasons(snapshot)
+        except Exception as error:  # noqa: BLE001 - a policy that raises must not fail the call that ends
+            self.report_error("reload_on", error)
+            return ()
+
+    def _report_futile_parts(self, policy: Policy, snapshot: Snapshot) -> None:
+        for part in policy.parts():
+            detail = part.futile(snapshot)
+            if detail is not None and self._first_report(f"futile {part!r}"):
+                telemetry.emit(
+                    telemetry.PolicyFutile(
+                        guard=self._guard.name, generation=snapshot.generation, policy=repr(part), detail=detail
+                    )
+                )
+
+    def _set_alarm(self, generation: Generation[M], snapshot: Snapshot) -> None:
+        """Let calls end on the fast path until the policy's answer may change."""
+        if self._policy is None:
+            return
+        try:
+            horizon = self._policy.horizon(snapshot)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.report_error("reload_on", error)
+            return
+        idle = snapshot.uses == self._uses_seen
+        self._uses_seen = snapshot.uses
+        until_reading = self.readings.interval
+        self.interval = min(horizon.seconds, max(until_reading, _IDLE) if idle else until_reading)
+        self._guard.state.set_alarm(generation, snapshot.uses + horizon.uses)
+
+    def _first_report(self, about: str) -> bool:
+        if about in self._reported:
+            return False
+        self._reported.add(about)
+        return True

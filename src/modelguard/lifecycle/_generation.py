@@ -1,0 +1,62 @@
+"""One loaded model and the calls that run on it."""
+
+from __future__ import annotations
+
+import math
+from typing import Generic, TypeVar
+
+M = TypeVar("M")
+
+
+class Generation(Generic[M]):
+    """A model from its load to its release.
+
+    Attributes:
+        leases: One entry per call that runs on it now. It is a list because ``append`` and ``pop`` are atomic and cost
+            a quarter of a lock. A call takes its lease first and checks ``retired`` afterwards; a swap sets ``retired``
+            first and checks the leases afterwards. So one of them always sees the other.
+        uses: Calls that have ended on it.
+        errors: Consecutive calls, up to the latest, that raised.
+        alarm: The number of uses at which the end of a call takes the slow path: a policy may be due or, once the
+            generation is retired, a drain waits for its last call. One comparison on the hot path covers both.
+        retired: It takes no new calls, except those nested in its own.
+        dropped: No call may run on it any more; its model is being released.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "alarm",
+        "born",
+        "dropped",
+        "errors",
+        "jitter",
+        "leases",
+        "model",
+        "model_bytes",
+        "number",
+        "retired",
+        "uses",
+    )
+
+    def __init__(self, number: int, model: M, *, born: float, jitter: float, model_bytes: int = 0) -> None:
+        self.number = number
+        self.model = model
+        self.born = born
+        self.jitter = jitter
+        self.model_bytes = model_bytes
+        self.leases: list[None] = []
+        self.uses = 0
+        self.errors = 0
+        self.alarm: float = math.inf
+        self.retired = False
+        self.dropped = False
+
+    def drop(self) -> M:
+        """Give up the model and return it, for the release."""
+        model = self.model
+        self.dropped = True
+        del self.model
+        return model
+
+    def __repr__(self) -> str:
+        return f"<generation {self.number}, {len(self.leases)} in flight>"

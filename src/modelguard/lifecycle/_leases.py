@@ -1,0 +1,177 @@
+"""A lease as an object: for ``with`` blocks, coroutines, generators and lazy results."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from contextvars import Token
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._state import Enclosing
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+
+class Lease(Generic[M]):
+    """One use of a guard's model: ``with guard.lease() as model:`` or ``async with guard.lease() as model:``.
+
+    The model stays loaded until the block ends. A lease can be used once. Guarded functions that are called inside the
+    block run on the same generation.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_enclosing",
+        "_engine",
+        "_entered",
+        "_epoch",
+        "_generation",
+        "_thread",
+        "_timeout",
+        "_token",
+    )
+
+    def __init__(self, engine: Engine[M], timeout: float | None = None) -> None:
+        self._engine = engine
+        self._timeout = timeout
+        self._generation: Generation[M] | None = None
+        self._token: Token[Enclosing | None] | None = None
+        self._enclosing: Enclosing = []
+        self._entered = False
+
+    @classmethod
+    def of(cls, engine: Engine[M], generation: Generation[M]) -> Lease[M]:
+        """Make an object of a lease that was taken on ``generation``."""
+        lease = cls(engine)
+        lease._hold(generation)
+        return lease
+
+    @classmethod
+    def take(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
+        """Take a lease; the caller must end it."""
+        return cls.of(engine, engine.enter(timeout))
+
+    @classmethod
+    async def atake(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
+        """:meth:`take` without blocking the event loop."""
+        return cls.of(engine, await engine.aenter(timeout))
+
+    def __enter__(self) -> M:
+        self._raise_on_second_use()
+        return self._begin(self._engine.enter(self._timeout))
+
+    async def __aenter__(self) -> M:
+        self._raise_on_second_use()
+        return self._begin(await self._engine.aenter(self._timeout))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(failed=isinstance(error, Exception))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(failed=isinstance(error, Exception))
+
+    def __del__(self) -> None:
+        # The last resort: a generator, coroutine or lazy result that was dropped without being closed.
+        if getattr(self, "_generation", None) is not None:
+            self.end(failed=False)
+
+    def enter_taken(self) -> M:
+        """Begin the block of a lease that was taken before; returns the model."""
+        assert self._generation is not None  # noqa: S101 - it was taken and has not ended
+        return self._begin(self._generation)
+
+    @property
+    def model(self) -> M:
+        """The model, while the lease lasts."""
+        assert self._generation is not None  # noqa: S101 - only read between taking and ending
+        return self._generation.model
+
+    def step(self, work: Callable[..., T], *args: Any) -> T:
+        """Run one step of lazy work; guarded functions that it calls run on this lease's generation."""
+        generation = self._generation
+        if generation is None:
+            return work(*args)
+        state = self._engine.state
+        self._thread = threading.get_ident()
+        enclosing = state.nest(generation)
+        token = state.enclosing.set(enclosing)
+        try:
+            return work(*args)
+        finally:
+            enclosing.clear()
+            state.enclosing.reset(token)
+
+    async def astep(self, work: Awaitable[T]) -> T:
+        """Await one step of lazy work."""
+        generation = self._generation
+        if generation is None:
+            return await work
+        state = self._engine.state
+        enclosing = state.nest(generation)
+        token = state.enclosing.set(enclosing)
+        try:
+            return await work
+        finally:
+            enclosing.clear()
+            with suppress(ValueError):  # dropped half way, and finalized in another context
+                state.enclosing.reset(token)
+
+    def end(self, *, failed: bool) -> None:
+        """Return the lease, once."""
+        generation, self._generation = self._generation, None
+        if generation is None:
+            return
+        own = bool(self._enclosing)
+        self._enclosing.clear()
+        token, self._token = self._token, None
+        state = self._engine.state
+        if token is not None:
+            try:
+                state.enclosing.reset(token)
+            except ValueError:  # ended in another context than it began in, as dependency injectors do
+                own = False
+        # After a fork only the leases of the forking thread have been carried over.
+        if self._epoch == state.epoch or (own and self._thread == threading.get_ident()):
+            self._engine.leave(generation, failed=failed)
+
+    def survives_fork(self) -> bool:
+        """Whether a child that was just forked still uses it: the forking thread holds it, outside of any context."""
+        return self._generation is not None and not self._enclosing and self._thread == threading.get_ident()
+
+    def retake_in_child(self) -> None:
+        """Take the lease again in that child."""
+        if self._generation is not None:
+            self._epoch = self._engine.state.epoch
+            self._generation.leases.append(None)
+
+    def _begin(self, generation: Generation[M]) -> M:
+        self._hold(generation)
+        state = self._engine.state
+        self._enclosing = state.nest(generation)
+        self._token = state.enclosing.set(self._enclosing)
+        return generation.model
+
+    def _hold(self, generation: Generation[M]) -> None:
+        state = self._engine.state
+        self._entered = True
+        self._thread = threading.get_ident()
+        self._epoch = state.epoch
+        self._generation = generation
+        state.held_leases.add(self)
+
+    def _raise_on_second_use(self) -> None:
+        if self._entered:
+            raise RuntimeError(
+                f"a lease of guard {self._engine.name!r} can be used once; call lease() again for another"
+            )

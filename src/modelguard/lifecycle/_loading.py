@@ -1,0 +1,199 @@
+"""Making one generation: load, validate and warm up a model, in time, and measure what that took."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+from modelguard.environment import threads
+from modelguard.lifecycle import _adapters
+from modelguard.lifecycle._context import GuardContext
+from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._resolve import resolve
+from modelguard.lifecycle._state import LoadJob
+
+if TYPE_CHECKING:
+    from modelguard.telemetry import DiscardCause
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+#: Seconds between two turns of the stall meter. Python's own switch interval is 5 ms.
+_BEAT = 0.005
+
+
+@dataclass
+class Loaded(Generic[M]):
+    """A model that was made.
+
+    Attributes:
+        generation: The model, validated and warm.
+        seconds: Loading, validation and warm-up together.
+        stall: The longest time, in seconds, in which no other Python thread could run.
+    """
+
+    generation: Generation[M]
+    seconds: float
+    stall: float
+
+
+class Late(Exception):
+    """The work was not done in time. It goes on in its thread, and its result goes to ``when_late``."""
+
+
+class Rejected(Exception):
+    """The model was loaded but is not accepted."""
+
+
+#: Releases a generation that was made and is not used.
+Discard = Callable[[Generation[M], "DiscardCause"], None]
+
+
+def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Loaded[M]:
+    """Load, validate and warm up a model within ``load_timeout``.
+
+    Args:
+        guard: Whose model.
+        job: The load that it is made for.
+        discard: Called with a generation that was rejected, or came too late.
+
+    Raises:
+        Late: ``load_timeout`` has passed. The loader's thread is left behind.
+        Rejected: The loader returned no model, or ``validate`` rejected it.
+        BaseException: Whatever the loader or the warm-up raised.
+    """
+
+    def work() -> Loaded[M]:
+        job.threads.add(threading.get_ident())
+        try:
+            return _make(guard, discard)
+        finally:
+            threads.end_openmp_pool()  # this thread may be kept, and idle for minutes
+            job.threads.discard(threading.get_ident())  # the next thread may get the same identity
+
+    return _within(
+        guard.options.load_timeout,
+        work,
+        start_thread=guard.runtime.start_thread,
+        name=f"modelguard-loader-{guard.name}",
+        when_late=lambda loaded: discard(loaded.generation, "late"),
+    )
+
+
+def _make(guard: GuardContext[M], discard: Discard[M]) -> Loaded[M]:
+    runtime = guard.runtime
+    before, started = runtime.private(), runtime.clock()
+    with StallMeter() as meter:
+        generation = _load(guard)
+        try:
+            _prove(guard, generation)
+        except BaseException:
+            discard(generation, "rejected")
+            raise
+        runtime.try_trim()  # what only the load needed: 30 to 60 MB for ja_ginza
+    growth = runtime.private() - before
+    generation.model_bytes = max(0, growth, _adapters.find(generation.model).size(generation.model) or 0)
+    generation.born = runtime.clock()
+    generation.uses = generation.errors = 0
+    return Loaded(generation, seconds=runtime.clock() - started, stall=meter.longest)
+
+
+def _load(guard: GuardContext[M]) -> Generation[M]:
+    model = resolve(guard.options.load())
+    if model is None:
+        raise Rejected("the loader returned None; return the model")
+    if isinstance(model, GeneratorType):
+        raise Rejected("the loader is a generator function; return the model instead of yielding it")
+    number = guard.state.generations + 1
+    return Generation(number, model, born=guard.runtime.clock(), jitter=guard.runtime.random())
+
+
+def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
+    """Validate and warm up. Guarded functions that this calls run on the new generation."""
+    with guard.state.running_on(generation):
+        if guard.options.validate is not None:
+            _validate(guard.options.validate, generation)
+        if guard.options.warmup is not None:
+            resolve(guard.options.warmup(generation.model))
+
+
+def _validate(validate: Callable[[M], object], generation: Generation[M]) -> None:
+    try:
+        answer = resolve(validate(generation.model))
+        rejected = answer is not None and not answer
+    except Exception as error:
+        raise Rejected(f"validate raised {type(error).__name__}: {error}") from error
+    if rejected:
+        raise Rejected(f"validate returned {answer!r}")
+
+
+def _within(
+    timeout: float | None,
+    work: Callable[[], T],
+    *,
+    start_thread: Callable[[Callable[[], None], str], None],
+    name: str,
+    when_late: Callable[[T], None],
+) -> T:
+    """Run ``work``; with a timeout, in a thread of its own, since a thread cannot be stopped but only left behind.
+
+    Raises:
+        Late: ``timeout`` seconds have passed. If the work ends after all, ``when_late`` disposes of its result.
+    """
+    if timeout is None:
+        return work()
+    outcome: Future[T] = Future()
+    lock = threading.Lock()
+    left_behind = False
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
+            outcome.set_exception(error)
+            return
+        with lock:
+            if not left_behind:
+                outcome.set_result(result)
+                return
+        when_late(result)
+
+    start_thread(run, name)
+    try:
+        return outcome.result(timeout)
+    except TimeoutError:
+        with lock:
+            if outcome.done():  # it ended in this very moment, or raised a TimeoutError of its own
+                return outcome.result()
+            left_behind = True
+    raise Late
+
+
+class StallMeter:
+    """The longest time in which no other Python thread could run: how long a call beside the load stood still."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._over = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._beat, name="modelguard-stall-meter", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        last = time.perf_counter()
+        while not self._over.wait(_BEAT):
+            now = time.perf_counter()
+            self.longest = max(self.longest, now - last - _BEAT)
+            last = now
+        self.longest = max(self.longest, time.perf_counter() - last - _BEAT)

@@ -1,0 +1,182 @@
+"""The options of a guard, checked where they are written."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+from modelguard import _units
+from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
+from modelguard.lifecycle import _adapters
+from modelguard.lifecycle.backoff import Backoff
+from modelguard.lifecycle.policies import MemoryGrowth, MemoryLimit, Modified, Policy
+
+M = TypeVar("M")
+
+SwapMode = Literal["auto", "load_first", "drain_first"]
+
+# As code objects spell it, with links unresolved; the separator excludes a neighbour with a longer name.
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
+
+
+@dataclass(frozen=True)
+class TrimSchedule:
+    """When to trim: after so many seconds, or after so many bytes of growth; the other one is infinite."""
+
+    seconds: float = math.inf
+    growth: float = math.inf
+
+    @classmethod
+    def parse(cls, value: _units.Duration) -> TrimSchedule:
+        """Read ``trim_every``: a size if it is text that ends in a B, as in ``"100 MB"``, else a duration."""
+        if isinstance(value, str) and value.rstrip().upper().endswith("B"):
+            return cls(growth=_units.size(value, "trim_every"))
+        return cls(seconds=_units.seconds(value, "trim_every"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardOptions(Generic[M]):
+    """Options of a guard, parsed. Durations are seconds."""
+
+    load: Callable[[], Any]
+    reload_on: Policy | None
+    swap: SwapMode
+    warmup: Callable[[M], object] | None
+    validate: Callable[[M], object] | None
+    unload: Callable[[M], object] | None
+    load_timeout: float | None
+    wait_timeout: float
+    drain_timeout: float
+    defer: float
+    backoff: Backoff
+    trim_schedule: TrimSchedule | None
+    prefork: bool
+    name: str
+
+    def __post_init__(self) -> None:
+        for argument in ("warmup", "validate", "unload"):
+            check_callable(argument, getattr(self, argument), arguments=1, optional=True)
+        if self.swap not in get_args(SwapMode):
+            names = ", ".join(repr(name) for name in get_args(SwapMode))
+            raise InvalidOption("swap", self.swap, why="must be one of the known modes", fix=f"Choose one of {names}.")
+        if not isinstance(self.backoff, Backoff):
+            raise InvalidOption("backoff", self.backoff, why="must be a Backoff", fix="Write Backoff('1s', '1m').")
+        if not isinstance(self.prefork, bool):
+            raise InvalidOption("prefork", self.prefork, why="must be True or False", fix="Write prefork=True.")
+        if not isinstance(self.name, str) or not self.name:
+            why = "must be text that is not empty"
+            raise InvalidOption("name", self.name, why=why, fix="Give a short name, or leave it out.")
+
+
+_HOW = ("a function without arguments", "a function of one argument")
+
+
+def check_callable(argument: str, value: object, *, arguments: int, optional: bool = False) -> None:
+    """Check that ``value`` can be called with this many arguments.
+
+    Raises:
+        InvalidOption: It cannot.
+    """
+    if value is None and optional:
+        return
+    how = _HOW[arguments]
+    if not callable(value):
+        hint = "Pass the function itself, without calling it: load=lambda: make_model()."
+        raise InvalidOption(argument, value, why=f"must be {how}, got {type(value).__name__}", fix=hint)
+    try:
+        signature = inspect.signature(value)
+    except (ValueError, TypeError):  # many built-in callables have none
+        return
+    try:
+        signature.bind(*(object() for _ in range(arguments)))
+    except TypeError as error:
+        fix = "Bind its other arguments, as in lambda: load(path)."
+        raise InvalidOption(argument, value, why=f"is called as {how}, but {error}", fix=fix) from None
+
+
+def check_loader(load: object, *, arguments: int = 0) -> None:
+    """Check that ``load`` makes a model when it is called with this many arguments.
+
+    Raises:
+        InvalidOption: It cannot, or it is a model itself.
+    """
+    if _adapters.is_model(load):
+        why = "is a model itself; the guard needs a function that makes one, to be able to replace it"
+        raise InvalidOption("load", load, why=why, fix="Write for example load=lambda: make_model().")
+    check_callable("load", load, arguments=arguments)
+
+
+def loader_name(load: object) -> str:
+    """The name of a guard that was given none: its loader's name, or the loader's line where it has no name."""
+    name = getattr(load, "__qualname__", None) or type(load).__qualname__
+    code = getattr(load, "__code__", None)
+    module = getattr(load, "__module__", None) or "?"
+    return f"{module}:{code.co_firstlineno}" if code is not None and "<lambda>" in name else f"{module}.{name}"
+
+
+def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
+    """Check a policy, and warn of one that can never be due.
+
+    Raises:
+        InvalidOption: It is not a policy.
+        NoMemoryLimit: It asks for a percentage of a memory limit, and there is none.
+    """
+    if not isinstance(policy, Policy):
+        raise InvalidOption(
+            "reload_on",
+            policy,
+            why=f"must be a policy or None, got {type(policy).__name__}",
+            fix="Write for example TTL('1h') | MemoryGrowth('500 MB'), or None to reload only on request.",
+        )
+    for part in policy.parts():
+        if isinstance(part, MemoryLimit | MemoryGrowth):
+            _check_memory(part, limit())
+        elif isinstance(part, Modified) and not part.path.exists():
+            warn_never_due(part, f"{part.path} does not exist yet, so no change can be seen until it does")
+
+
+def memory_bound(argument: str, value: int | str | _units.Share, limit: Callable[[], int | None]) -> int:
+    """The bytes of a size, or of a percentage of the memory limit.
+
+    Raises:
+        NoMemoryLimit: It is a percentage, and nothing limits this process.
+    """
+    size = value if isinstance(value, _units.Share) else _units.size_or_share(value, argument)
+    if not isinstance(size, _units.Share):
+        return size
+    whole = limit()
+    if whole is None:
+        raise NoMemoryLimit(
+            argument,
+            str(size),
+            why="is a percentage of the memory limit, but no cgroup limits this process",
+            fix="Give bytes, as in '2 GB', or run the service under a memory limit.",
+        )
+    return int(whole * size.share)
+
+
+def _check_memory(policy: MemoryLimit | MemoryGrowth, limit: int | None) -> None:
+    if isinstance(policy.size, _units.Share):
+        memory_bound("size", policy.size, lambda: limit)
+    elif limit is not None and policy.size >= limit:
+        warn_never_due(policy, f"the process is killed before that, at its limit of {_units.format_bytes(limit)}")
+
+
+def warn_never_due(policy: Policy, why: str) -> None:
+    """Warn of a policy that can never be due, at the line outside modelguard that wrote it."""
+    warnings.warn(f"{policy!r} never fires: {why}", PolicyNeverFires, stacklevel=outside())
+
+
+def outside() -> int:
+    """The ``stacklevel``, as the caller counts, of the nearest frame outside modelguard."""
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001 - a whole stack of FrameInfo would be slow
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level

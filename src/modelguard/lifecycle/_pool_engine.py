@@ -1,0 +1,340 @@
+"""The engine of one pool: finds models by key, loads them one at a time, and evicts them to make room."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from cachetools import LRUCache
+
+from modelguard import _units
+from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded
+from modelguard.lifecycle import _deadlocks, _fork
+from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._leases import Lease
+from modelguard.lifecycle._pool_lru import PooledModel, PoolLRU, RoomQueue
+
+if TYPE_CHECKING:
+    from modelguard.lifecycle.runtime import Runtime
+    from modelguard.lifecycle.status import PoolStatus
+
+K = TypeVar("K", bound=Hashable)
+M = TypeVar("M")
+
+#: Sizes and failures are remembered for the latest keys, this many.
+_REMEMBERED = 256
+_POLL = 0.02
+_JITTER = 0.1
+
+
+class PoolOptions(NamedTuple):
+    """Options of a pool, parsed. Durations are seconds, sizes bytes; infinity stands for no bound."""
+
+    name: str
+    max_memory: int
+    max_models: float
+    ttl: float
+    wait_timeout: float
+
+
+_pool_engines: weakref.WeakSet[PoolEngine[Any, Any]] = weakref.WeakSet()
+
+
+def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
+    """The engines of this process's pools."""
+    return tuple(_pool_engines)
+
+
+class PoolEngine(Generic[K, M]):
+    """Runs one pool.
+
+    Args:
+        make: Makes the engine of one key's model, with the runtime that it is to use.
+        options: The pool's bounds.
+        runtime: Clock, chance and threads.
+    """
+
+    fork_rank = 0  # its lock is taken before those of its models' engines
+
+    def __init__(self, make: Callable[[Any, Runtime], Engine[M]], options: PoolOptions, runtime: Runtime) -> None:
+        self.options = options
+        self._make = make
+        self.runtime = runtime
+        self._models: PoolLRU[K, M] = PoolLRU(options.max_memory)
+        self._sizes: LRUCache[K, int] = LRUCache(_REMEMBERED)
+        self._failed: LRUCache[K, Engine[M]] = LRUCache(_REMEMBERED)
+        self._closed = False
+        self._loads = self._evictions = 0
+        self._renew_locks()
+        _pool_engines.add(self)
+        _fork.register(self)
+
+    def _renew_locks(self) -> None:
+        self._changed = threading.Condition(threading.RLock())
+        self._queue = RoomQueue(self.runtime.clock)
+        self._one_load = threading.Lock()  # sizes are measured, so models are loaded one at a time
+
+    @property
+    def name(self) -> str:
+        """The pool's name."""
+        return self.options.name
+
+    def status(self) -> PoolStatus[K]:
+        """The pool's figures at this moment."""
+        from modelguard.lifecycle.status import PoolStatus
+
+        with self._changed:
+            loaded = {key: model for key, model in self._models.items() if not model.loading}
+            return PoolStatus(
+                name=self.name,
+                models={key: model.size for key, model in loaded.items()},
+                in_flight=sum(model.engine.state.in_flight for model in loaded.values() if model.engine),
+                used=int(self._models.currsize),
+                max_memory=int(self._models.maxsize),
+                loads=self._loads,
+                evictions=self._evictions,
+            )
+
+    def close(self) -> None:
+        """Refuse further leases, wait for those under way, and release every model."""
+        _deadlocks.raise_on_event_loop(self.name, "close", "aclose")
+        with self._changed:
+            models = list(self._models.values())
+            for model in models:
+                if model.engine is not None:
+                    model.engine.raise_inside_call("close")
+            self._closed = True
+            self._models.clear()
+            self._changed.notify_all()
+        for model in models:
+            if model.engine is not None:
+                model.engine.close()
+        self._close_evicted()
+
+    # Finding a model
+
+    def take(self, key: K, wait: float) -> Lease[M]:
+        """Take a lease on the model of ``key``, after a load if need be."""
+        deadline = time.monotonic() + wait
+        while True:
+            model, mine = self._find(key, deadline)
+            if mine and not self._load(key, model, deadline):
+                continue  # it was larger than the room that was made
+            try:
+                assert model.engine is not None  # noqa: S101 - set by _load, before anyone else finds it
+                return Lease.take(model.engine)
+            except GuardClosed:
+                self._raise_if_closed()
+            finally:
+                self._unpin(model)
+
+    async def atake(self, key: K, wait: float) -> Lease[M]:
+        """:meth:`take` without blocking the event loop."""
+        with self._changed:
+            model = self._models.get(key)
+            ready = model is not None and not model.loading and not self._expired(model)
+        if ready:
+            return self.take(key, wait)
+        future: Future[Lease[M]] = Future()
+        self.runtime.start_thread(partial(_run_into, future, partial(self.take, key, wait)), f"modelguard-{self.name}")
+        waiting = asyncio.wrap_future(future)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            waiting.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # asyncio logs exceptions that nobody reads
+            future.add_done_callback(_end_unwanted)
+            raise
+
+    def _find(self, key: K, deadline: float) -> tuple[PooledModel[M], bool]:
+        """The pinned model of ``key``, and whether the caller is the one to load it."""
+        with self._changed, self._queue.place() as place:
+            while True:
+                self._raise_if_closed()
+                model = self._models.touch(key)
+                if model is not None and self._expired(model) and model.idle:
+                    self._models.evicted.append(self._models.pop(key))
+                    model = None
+                if model is None:
+                    self._raise_if_too_large(key)
+                    if (place.first() or self._models.encloses_this_call()) and self._make_room(key):
+                        model = self._models[key] = PooledModel(self._estimate(key))
+                        model.pins = 1
+                        return model, True
+                elif not model.loading and (not self._expired(model) or self._models.encloses_this_call()):
+                    model.pins += 1
+                    return model, False
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise Overloaded(self._why_full(key, model))
+                if model is None and place.overdue():
+                    self._models.stop_lending_oldest()
+                # The end of a lease does not notify the pool: polling is cheaper.
+                self._changed.wait(min(left, _POLL))
+                if model is not None and model.failure is not None:
+                    raise _afresh(model.failure)
+
+    def _expired(self, model: PooledModel[M]) -> bool:
+        return self.runtime.clock() >= model.expires
+
+    def _raise_if_too_large(self, key: K) -> None:
+        if (need := self._estimate(key)) > (budget := int(self._models.maxsize)):
+            raise ModelTooLarge(key, model_bytes=need, max_memory=budget)
+
+    def _make_room(self, key: K) -> bool:
+        """Evict unused models until the model of ``key`` fits by its estimated size; false if it cannot."""
+        models, need = self._models, self._estimate(key)
+        try:
+            while models.currsize + need > models.maxsize or len(models) >= self.options.max_models:
+                models.popitem()
+        except KeyError:
+            return False
+        return True
+
+    def _estimate(self, key: K) -> int:
+        """The size of this model when it was last loaded; if it never was, that of the largest model known."""
+        known = self._sizes.get(key)
+        if known is not None:
+            return known
+        return max((size for size in self._sizes.values() if size <= self._models.maxsize), default=0)
+
+    def _why_full(self, key: K, model: PooledModel[M] | None) -> str:
+        if model is not None:
+            doing = "loaded" if model.loading else "replaced"
+            return f"pool {self.name!r}: the model of key {key!r} is still being {doing}"
+        used, budget = (_units.format_bytes(int(n)) for n in (self._models.currsize, self._models.maxsize))
+        in_use = f"{len(self._models)} models with {used} of {budget} are in use"
+        return f"pool {self.name!r}: no room for key {key!r}; {in_use}"
+
+    # Loading
+
+    def _load(self, key: K, model: PooledModel[M], deadline: float) -> bool:
+        """Load a new model; false if it must be evicted again because it does not fit."""
+        with self._turn(key, model, deadline):
+            self._close_evicted()  # their memory is needed now
+            model.engine = self._failed.pop(key, None) or self._make(key, self.runtime)
+            model.engine.ensure_loaded()
+            return self._admit(key, model)
+
+    @contextmanager
+    def _turn(self, key: K, model: PooledModel[M], deadline: float) -> Iterator[None]:
+        """Load in the block, after other loads; an error there goes to everyone who waits for this model.
+
+        A loader that leases another model of its own pool waits here for itself, until its time runs out.
+        """
+        got = False
+        try:
+            got = self._one_load.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+            if not got:
+                raise Overloaded(  # noqa: TRY301 - it goes to everyone who waits, like every error here
+                    f"pool {self.name!r}: key {key!r} waited too long for the loads of other models"
+                )
+            yield
+        except BaseException as error:
+            self._drop(key, model, error)
+            raise
+        finally:
+            if got:
+                self._close_evicted()  # before anyone else's load is measured
+                self._one_load.release()
+
+    def _admit(self, key: K, model: PooledModel[M]) -> bool:
+        assert model.engine is not None  # noqa: S101 - it has just been loaded
+        size = model.engine.state.model_bytes or 0
+        budget = int(self._models.maxsize)
+        with self._changed:
+            self._sizes[key] = size
+            if size > budget:
+                raise ModelTooLarge(key, model_bytes=size, max_memory=budget)
+            if self._closed:
+                raise GuardClosed(self.name)
+            self._remove(key, model)  # with the size that was estimated
+            model.size = size
+            try:
+                self._models[key] = model  # cachetools evicts unused models until it fits
+            except KeyError:
+                self._models.evicted.append(model)
+                return False
+            model.loading = False
+            model.expires = self.runtime.clock() + self.options.ttl * (1 - _JITTER * self.runtime.random())
+            self._loads += 1
+            self._changed.notify_all()
+            return True
+
+    def _drop(self, key: K, model: PooledModel[M], error: BaseException) -> None:
+        failure = error if isinstance(error, Exception) else None
+        with self._changed:
+            model.failure = failure or Overloaded(f"pool {self.name!r}: the load of key {key!r} was interrupted")
+            self._remove(key, model)
+            if isinstance(failure, LoadFailed) and model.engine is not None:
+                self._failed[key] = model.engine  # it knows when the next attempt is due
+            elif model.engine is not None:
+                self._models.evicted.append(model)
+            self._changed.notify_all()
+
+    def _remove(self, key: K, model: PooledModel[M]) -> None:
+        if self._models.get(key) is model:
+            del self._models[key]
+
+    def _unpin(self, model: PooledModel[M]) -> None:
+        with self._changed:
+            model.pins -= 1
+            self._changed.notify_all()
+
+    def _close_evicted(self) -> None:
+        with self._changed:
+            evicted, self._models.evicted = self._models.evicted, []
+            self._evictions += len(evicted)
+        for model in evicted:
+            if model.engine is not None:
+                model.engine.close()
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise GuardClosed(self.name)
+
+    # Fork
+
+    def before_fork(self) -> None:
+        """Keep other threads out while the process forks."""
+        self._changed.acquire()
+
+    def after_fork_in_parent(self) -> None:
+        """Let them in again."""
+        self._changed.release()
+
+    def after_fork_in_child(self) -> None:
+        """Start with own locks, and without the loads of the parent's threads."""
+        self._renew_locks()
+        for key, model in list(self._models.items()):
+            model.pins = 0
+            if model.loading:
+                del self._models[key]
+
+
+def _afresh(error: Exception) -> Exception:
+    """The same error for another caller: an exception object must not be raised in two threads."""
+    if isinstance(error, LoadFailed):
+        return error.again(error.retry_after)
+    return copy.copy(error)
+
+
+def _run_into(future: Future[Lease[M]], work: Callable[[], Lease[M]]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
+        future.set_exception(error)
+
+
+def _end_unwanted(future: Future[Lease[M]]) -> None:
+    if future.exception() is None:
+        future.result().end(failed=False)

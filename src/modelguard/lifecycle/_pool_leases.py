@@ -1,0 +1,132 @@
+"""Using a pool's models: leases by key, and functions whose arguments give the key."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle._engine import Wrapper
+from modelguard.lifecycle._lazy_results import is_lazy, keep
+from modelguard.lifecycle._wrappers import call_parameters, plain_function, wrap
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from modelguard.lifecycle._leases import Lease
+
+M = TypeVar("M")
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class PoolLease(Generic[M]):
+    """One use of a pool's model: ``with pool.lease(key) as model:`` or ``async with``. It can be used once."""
+
+    def __init__(self, take: Callable[[], Lease[M]], atake: Callable[[], Awaitable[Lease[M]]]) -> None:
+        self.take = take
+        self.atake = atake
+        self._lease: Lease[M] | None = None
+        self._entered = False
+
+    def __enter__(self) -> M:
+        self._raise_on_second_use()
+        self._lease = self.take()
+        return self._lease.enter_taken()
+
+    async def __aenter__(self) -> M:
+        self._raise_on_second_use()
+        self._lease = await self.atake()
+        return self._lease.enter_taken()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lease is not None:
+            self._lease.end(failed=isinstance(error, Exception))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    def _raise_on_second_use(self) -> None:
+        if self._entered:
+            raise RuntimeError("a lease of a pool can be used once; call lease(key) again for another")
+        self._entered = True
+
+
+class Keyed(Generic[M]):
+    """The decorator that calling a :class:`~modelguard.ModelPool` returns."""
+
+    def __init__(self, lease: Callable[[Any], PoolLease[M]], key: str | Callable[..., Any]) -> None:
+        if not isinstance(key, str) and not callable(key):
+            raise InvalidOption(
+                "key",
+                key,
+                why="must be a parameter's name or a function",
+                fix="Name a parameter, key='voice', or give a function of the arguments.",
+            )
+        self._lease = lease
+        self._key = key
+
+    @overload
+    def __call__(self, function: classmethod[S, Concatenate[M, P], R], /) -> classmethod[S, P, R]: ...
+    @overload
+    def __call__(self, function: staticmethod[Concatenate[M, P], R], /) -> staticmethod[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[M, P], R], /) -> Callable[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
+    def __call__(self, function: Any, /) -> Any:
+        """Decorate ``function``: functions, methods, coroutines and generators alike."""
+        lease_for = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call
+        return wrap(
+            function,
+            call=_function(lease_for),
+            take=lambda args, kwargs: lease_for(args, kwargs).take(),
+            atake=lambda args, kwargs: lease_for(args, kwargs).atake(),
+            owner=None,
+        )
+
+    def _by_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolLease[M]:
+        assert callable(self._key)  # noqa: S101 - names go to _by_name
+        return self._lease(self._key(*args, **kwargs))
+
+    def _by_name(self, function: Any, name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], PoolLease[M]]:
+        signature = call_parameters(function)
+        if name not in signature.parameters:
+            raise InvalidOption(
+                "key",
+                name,
+                why=f"is not a parameter of {plain_function(function).__qualname__}() besides the model",
+                fix=f"Choose one of {', '.join(map(repr, signature.parameters))}, or give a function.",
+            )
+
+        def lease_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolLease[M]:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return self._lease(bound.arguments[name])
+
+        return lease_for
+
+
+_LeaseFor = Callable[[tuple[Any, ...], dict[str, Any]], PoolLease[Any]]
+
+
+def _function(lease_for: _LeaseFor) -> Wrapper:
+    def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        lease = lease_for(args, kwargs).take()
+        try:
+            result = lease.step(partial(wrapped, lease.model, *args, **kwargs))
+        except BaseException as error:
+            lease.end(failed=isinstance(error, Exception))
+            raise
+        if is_lazy(type(result)):
+            return keep(lease, result)
+        lease.end(failed=False)
+        return result
+
+    return call

@@ -1,0 +1,141 @@
+"""The models of a pool in the order of their use, and the callers that wait for room. Only under the pool's lock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from cachetools import Cache
+
+from modelguard.lifecycle._engine import Engine
+
+K = TypeVar("K", bound=Hashable)
+M = TypeVar("M")
+
+#: Seconds that the first in line waits for calls to end by themselves, before a model in use is closed to new calls.
+_OVERDUE = 0.25
+
+
+class PooledModel(Generic[M]):
+    """One model of the pool.
+
+    Attributes:
+        pins: Callers that have found it and are about to take their lease.
+        failure: Why its load failed, for the callers that waited for it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.engine: Engine[M] | None = None
+        self.size = size
+        self.pins = 0
+        self.expires = math.inf
+        self.loading = True
+        self.failure: Exception | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody uses the model or is about to."""
+        if self.loading or self.pins or self.engine is None:
+            return False
+        return not self.engine.state.in_flight
+
+    @property
+    def encloses_this_call(self) -> bool:
+        """Whether the calling context is inside a call on it."""
+        return self.engine is not None and self.engine.state.enclosing_generation() is not None
+
+    def stop_lending(self) -> None:
+        """Take no new calls: it is evicted when the calls under way are done."""
+        self.expires = -math.inf
+
+
+class Place:
+    """One caller's place in the queue for room; it is taken when the caller first asks whether it is its turn."""
+
+    def __init__(self, queue: list[Place], clock: Callable[[], float]) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._since = 0.0
+
+    def first(self) -> bool:
+        """Whether it is this caller's turn to make room."""
+        if self not in self._queue:
+            self._queue.append(self)
+            self._since = self._clock()
+        return self._queue[0] is self
+
+    def overdue(self) -> bool:
+        """Whether this caller, the first in line, has waited so long that a model in use must make room for it."""
+        if not self.first() or self._clock() < self._since + _OVERDUE:
+            return False
+        self._since = self._clock()
+        return True
+
+
+class RoomQueue:
+    """The callers that wait for room, in order: without an order, a rare key could wait for ever."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._places: list[Place] = []
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @contextmanager
+    def place(self) -> Iterator[Place]:
+        """A place in the queue for the block."""
+        place = Place(self._places, self._clock)
+        try:
+            yield place
+        finally:
+            if place in self._places:
+                self._places.remove(place)
+
+
+class PoolLRU(Cache[K, PooledModel[M]]):
+    """The pool's models. cachetools adds up the sizes; the least recently used model that nobody uses is evicted.
+
+    cachetools' own ``LRUCache`` evicts in its own order, whether or not a model is in use.
+
+    Attributes:
+        evicted: Models that were evicted and have to be closed.
+    """
+
+    def __init__(self, max_memory: int) -> None:
+        super().__init__(max_memory, getsizeof=lambda model: model.size)
+        self.evicted: list[PooledModel[M]] = []
+
+    def touch(self, key: K) -> PooledModel[M] | None:
+        """The model of ``key``, which is the most recently used one from now on."""
+        model = self.get(key)
+        if model is not None:
+            del self[key]
+            self[key] = model  # models are kept in the order of their insertion
+        return model
+
+    def encloses_this_call(self) -> bool:
+        """Whether the calling context uses one of the models: it must not wait for callers that wait for its end."""
+        return any(model.encloses_this_call for model in self.values())
+
+    def stop_lending_oldest(self) -> None:
+        """Close the least recently used of the models in use to new calls, so that steady traffic makes room."""
+        for model in self.values():
+            if not model.loading and model.expires > -math.inf:
+                model.stop_lending()
+                return
+
+    def popitem(self) -> tuple[K, PooledModel[M]]:
+        """Remove the least recently used model that nobody uses.
+
+        Raises:
+            KeyError: All are in use.
+        """
+        for key, model in self.items():
+            if model.idle:
+                del self[key]
+                self.evicted.append(model)
+                return key, model
+        raise KeyError("every model of the pool is in use")

@@ -1,0 +1,120 @@
+"""The readings that a policy decides by: memory, files and gauges of the current generation."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from modelguard.lifecycle import _adapters
+from modelguard.lifecycle._context import GuardContext
+from modelguard.lifecycle._fingerprints import Fingerprint
+from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle.policies import SAMPLES, FileChange, Modified, Snapshot
+
+#: A generation has settled after this many calls or seconds, once its predecessor is gone. By then it has built its
+#: lazy buffers, and any further increase is growth.
+SETTLE_USES = 10
+SETTLE_SECONDS = 5.0
+
+#: A reading walks the page tables (6 ms in a process of 600 MB). Readings take at most this share of the time.
+_BUSY = 0.01
+_FASTEST, _SLOWEST = 0.1, 10.0
+
+
+def pause_after(cost: float) -> float:
+    """Seconds to wait after a reading that took ``cost`` seconds."""
+    return min(max(cost / _BUSY, _FASTEST), _SLOWEST)
+
+
+class Readings:
+    """Takes the readings of one guard. Not thread safe: one thread at a time may ask."""
+
+    def __init__(self, guard: GuardContext[Any]) -> None:
+        self._guard = guard
+        policy = guard.options.reload_on
+        self._reads_memory = policy is not None and policy.reads_memory
+        parts = policy.parts() if policy is not None else ()
+        self._paths = tuple({part.path for part in parts if isinstance(part, Modified)})
+        self._at_load: dict[Path, Fingerprint | None] = {}
+        self._limit = guard.runtime.limit() if self._reads_memory else None
+        self.start(None)
+
+    def start(self, generation: Generation[Any] | None) -> None:
+        """Start with no readings, for ``generation``."""
+        self._number = generation.number if generation is not None else 0
+        self._first: list[int] = []
+        self._latest: deque[int] = deque(maxlen=SAMPLES)
+        self._next_reading = -math.inf
+        self._seen: dict[Path, tuple[Fingerprint | None, float]] = {}
+        self._first_gauges = _gauges(generation)
+
+    def before_load(self) -> dict[Path, Fingerprint | None]:
+        """Identity of the watched paths. Take it before the loader reads them."""
+        return {path: self._guard.runtime.fingerprint(path) for path in self._paths}
+
+    def loaded(self, generation: Generation[Any], files: dict[Path, Fingerprint | None]) -> None:
+        """Start for a new generation, whose load began when the watched paths had these identities."""
+        self._at_load = files
+        self.start(generation)
+
+    def snapshot(self, generation: Generation[Any], *, settled: bool, sample: bool) -> Snapshot:
+        """Everything a policy may read about ``generation`` now.
+
+        Args:
+            generation: The current generation.
+            settled: Whether all its predecessors are gone.
+            sample: Whether there is time to read memory and files; if not, the latest readings are used.
+        """
+        now = self._guard.runtime.clock()
+        age = now - generation.born
+        if sample:
+            self._read_files(now)
+            if settled and (generation.uses >= SETTLE_USES or age >= SETTLE_SECONDS):
+                self._read_memory(now)
+        return Snapshot(
+            generation=generation.number,
+            age=age,
+            uses=generation.uses,
+            consecutive_errors=generation.errors,
+            memory=tuple(self._latest),
+            baseline=sorted(self._first)[SAMPLES // 2] if len(self._first) == SAMPLES else None,
+            limit=self._limit,
+            jitter=generation.jitter,
+            files=MappingProxyType({path: self._change(path, *seen, now) for path, seen in self._seen.items()}),
+            gauges=_gauges(generation),
+            first_gauges=self._first_gauges,
+        )
+
+    @property
+    def interval(self) -> float:
+        """Seconds until the next reading of memory."""
+        return max(0.0, self._next_reading - self._guard.runtime.clock()) if self._reads_memory else math.inf
+
+    def _read_memory(self, now: float) -> None:
+        if not self._reads_memory or now < self._next_reading:
+            return
+        runtime = self._guard.runtime
+        reading = runtime.private()
+        cost = runtime.clock() - now
+        self._next_reading = now + pause_after(cost)
+        # The first three make the baseline; policies decide by later ones.
+        (self._first if len(self._first) < SAMPLES else self._latest).append(reading)
+
+    def _read_files(self, now: float) -> None:
+        for path in self._paths:
+            found = self._guard.runtime.fingerprint(path)
+            known = self._seen.get(path)
+            if known is None or known[0] != found:
+                self._seen[path] = (found, now)
+
+    def _change(self, path: Path, found: Fingerprint | None, since: float, now: float) -> FileChange:
+        return FileChange(changed=found is not None and found != self._at_load.get(path), quiet=now - since)
+
+
+def _gauges(generation: Generation[Any] | None) -> Mapping[str, int]:
+    model = getattr(generation, "model", None)  # read once: it may be dropped at any moment
+    return MappingProxyType({}) if model is None else _adapters.find(model).gauges(model)

@@ -1,0 +1,410 @@
+"""The state of one guard, under one lock. It starts no thread, reads no clock and emits no event.
+
+Which generation takes calls, which calls run on it, which load is under way and who waits for it: each change of these
+is a short method here. The work itself is done elsewhere: :mod:`._engine` asks for loads, :mod:`._reload` runs them and
+:mod:`._release` ends a generation.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from modelguard.errors import GuardClosed, LoadFailed
+from modelguard.lifecycle._generation import Generation
+
+if TYPE_CHECKING:
+    from modelguard.telemetry import GenerationReleased, Reason
+
+M = TypeVar("M")
+
+#: How a wait ends: None if a generation was installed, else the error that the waiter raises.
+Outcome = LoadFailed | GuardClosed | None
+
+#: What a context holds while a call runs: the call's generation and how deeply calls on it are nested. The end of the
+#: call empties the list, so a context that outlives its call (a task started inside it) can tell.
+Enclosing = list[Any]
+
+
+class HeldLease(Protocol):
+    """A lease that an object holds, rather than a running call."""
+
+    def survives_fork(self) -> bool:
+        """Whether a child that was just forked still uses it."""
+        ...
+
+    def retake_in_child(self) -> None:
+        """Take it again in that child."""
+        ...
+
+
+class LoadJob:
+    """One load under way, from the request to the release of the generation that it replaces.
+
+    Attributes:
+        reasons: Why it was requested.
+        urgent: Somebody asked for it explicitly, so it does not wait for a quiet moment.
+        after_call: It was requested at the end of a call, where a pause between calls may begin.
+        replaces: There is a current generation that it has yet to replace.
+        covers: The last request that its load answers; later ones make that load stale. None before the load begins.
+        threads: Identities of the threads that do its work, to detect a load that waits for itself.
+    """
+
+    __slots__ = ("after_call", "covers", "reasons", "replaces", "threads", "urgent")
+
+    def __init__(
+        self, reasons: tuple[Reason, ...], *, urgent: bool, replaces: bool = False, after_call: bool = False
+    ) -> None:
+        self.reasons = reasons
+        self.urgent = urgent
+        self.after_call = after_call
+        self.replaces = replaces
+        self.covers: int | None = None
+        self.threads: set[int] = set()
+
+
+class GuardState(Generic[M]):
+    """State of one guard. Fields are read freely; they change only inside its methods, under ``lock``.
+
+    Attributes:
+        current: The generation that takes new calls; None if there is none.
+        job: The load under way, if any.
+        least_memory: The least private memory, in bytes, that a release has left so far.
+        epoch: How many forks lie between this process and the one that made the guard.
+        held_leases: Leases that objects hold, which a forked child may have to take again.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.enclosing: ContextVar[Enclosing | None] = ContextVar(f"modelguard {name}", default=None)
+        self.current: Generation[M] | None = None
+        self.job: LoadJob | None = None
+        self.draining: set[Generation[M]] = set()
+        self.abandoned: set[Generation[M]] = set()
+        self.closed = False
+        self.requests = 0
+        self.generations = 0
+        self.reloads = 0
+        self.failures = 0
+        self.failure: LoadFailed | None = None
+        self.retry_at = -math.inf
+        self.model_bytes: int | None = None
+        self.last_release: GenerationReleased | None = None
+        self.least_memory: int | None = None
+        self.epoch = 0
+        self.held_leases: weakref.WeakSet[HeldLease] = weakref.WeakSet()
+        self._renew_locks()
+
+    def _renew_locks(self) -> None:
+        # Reentrant: the garbage collector may return a dropped lease at any point, also under this lock.
+        self.lock = threading.RLock()
+        self.drained = threading.Condition(self.lock)
+        self.waiting: dict[Future[Outcome], int] = {}
+
+    # Calls
+
+    def enter(self) -> Generation[M] | None:
+        """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
+
+        :meth:`Engine.wrapper` writes out the common case of this.
+        """
+        outer = self.enclosing_generation()
+        with self.lock:
+            generation = self.current if outer is None or outer.dropped else outer
+            if generation is not None:
+                generation.leases.append(None)
+            return generation
+
+    def enclosing_generation(self) -> Generation[M] | None:
+        """The generation of the call that encloses this one, if any."""
+        outer = tuple(self.enclosing.get() or ())  # one read: another thread may be emptying the list
+        return outer[0] if outer else None
+
+    def nest(self, generation: Generation[M]) -> Enclosing:
+        """Make what the context holds while a call runs on ``generation``."""
+        outer = tuple(self.enclosing.get() or ())
+        return [generation, outer[1] + 1 if outer and outer[0] is generation else 1]
+
+    @contextmanager
+    def running_on(self, generation: Generation[M]) -> Iterator[None]:
+        """Run guarded functions that the block calls on ``generation``. The block itself does not count as a use."""
+        enclosing = self.nest(generation)
+        token = self.enclosing.set(enclosing)
+        try:
+            yield
+        finally:
+            enclosing.clear()
+            self.enclosing.reset(token)
+
+    @staticmethod
+    def leave(generation: Generation[M], failed: bool) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
+        """Return a lease; true if a policy may be due or a drain waits."""
+        generation.leases.pop()
+        generation.uses = uses = generation.uses + 1
+        if failed:
+            generation.errors += 1
+            return True
+        generation.errors = 0
+        return uses >= generation.alarm
+
+    def retired_call_ended(self, generation: Generation[M]) -> bool:
+        """Record the end of a call on a retired generation; true if it was the last call on an abandoned one."""
+        with self.lock:
+            self.drained.notify_all()
+            if generation.leases or generation not in self.abandoned:
+                return False
+            self.abandoned.remove(generation)
+            generation.dropped = True
+            return True
+
+    @property
+    def in_flight(self) -> int:
+        """Calls that run now, on the current generation and on those that are being drained or were abandoned."""
+        with self.lock:
+            generations = {*self.draining, *self.abandoned} | ({self.current} if self.current is not None else set())
+            return sum(len(generation.leases) for generation in generations)
+
+    # Waiting for a generation
+
+    def wait_for_any(self) -> Future[Outcome]:
+        """Wait for any generation to be installed. The caller has seen that there is none.
+
+        Raises:
+            GuardClosed: The guard is closed.
+        """
+        with self.lock:
+            self.raise_if_closed()
+            return self._add_waiter(0)
+
+    def wait_for_request(self, request: int) -> Future[Outcome]:
+        """Wait for a model whose load began after ``request`` was made."""
+        with self.lock:
+            if self.closed:
+                done: Future[Outcome] = Future()
+                done.set_result(GuardClosed(self.name))
+                return done
+            return self._add_waiter(request)
+
+    def _add_waiter(self, request: int) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        future.set_running_or_notify_cancel()  # so that a waiter's cancellation cannot touch it
+        self.waiting[future] = request
+        return future
+
+    def stop_waiting(self, future: Future[Outcome]) -> None:
+        """Remove a waiter whose time ran out."""
+        with self.lock:
+            self.waiting.pop(future, None)
+
+    def _pop_waiting(self, covers: float) -> list[Future[Outcome]]:
+        done = [future for future, request in self.waiting.items() if request <= covers]
+        for future in done:
+            del self.waiting[future]
+        return done
+
+    def raise_if_closed(self) -> None:
+        """Raise GuardClosed after ``close()``."""
+        if self.closed:
+            raise GuardClosed(self.name)
+
+    # Loads
+
+    def request(self, reasons: tuple[Reason, ...], *, urgent: bool) -> tuple[int, LoadJob | None]:
+        """Ask for a load that begins after this moment.
+
+        Returns:
+            The number of the request, and the job that the caller must start (None: one is under way).
+        """
+        with self.lock:
+            self.raise_if_closed()
+            self.requests += 1
+            if self.job is not None:
+                self.job.urgent = self.job.urgent or urgent
+                return self.requests, None
+            self.job = LoadJob(reasons, urgent=urgent, replaces=self.current is not None)
+            return self.requests, self.job
+
+    def request_if_idle(
+        self,
+        reasons: tuple[Reason, ...],
+        *,
+        urgent: bool,
+        after_call: bool = False,
+        instead_of: Generation[M] | None = None,
+    ) -> LoadJob | None:
+        """Ask for a load unless one is under way, the guard is closed, or ``instead_of`` is no longer current."""
+        with self.lock:
+            if self.job is not None or self.closed or instead_of not in (None, self.current):
+                return None
+            job = self.request(reasons, urgent=urgent)[1]
+            if job is not None:
+                job.after_call = after_call
+            return job
+
+    def begin(self, job: LoadJob) -> bool:
+        """Record that the loader is about to be called, which answers all requests so far; false if closed."""
+        with self.lock:
+            job.covers = self.requests
+            return not self.closed
+
+    def install(
+        self, job: LoadJob, generation: Generation[M], *, discardable: bool
+    ) -> tuple[bool, Generation[M] | None]:
+        """Make ``generation`` the current one.
+
+        Args:
+            job: The load that made it.
+            generation: Loaded, validated and warm.
+            discardable: Whether a newer request may discard it unused, as long as there is a current generation.
+
+        Returns:
+            Whether it is current now, and the generation that it replaced, which the caller must drain and release.
+        """
+        with self.lock:
+            covers = job.covers or 0
+            stale = discardable and self.requests > covers and self.current is not None
+            if self.closed or stale:
+                return False, None
+            self.generations = generation.number
+            old, self.current = self.current, generation
+            job.replaces = False  # done: the rest of the job is the end of the old generation
+            if old is not None:
+                self._retire(old)
+            if generation.number > 1:
+                self.reloads += 1
+            self.model_bytes = max(self.model_bytes or 0, generation.model_bytes)
+            self.failures, self.failure, self.retry_at = 0, None, -math.inf
+            waiting = self._pop_waiting(covers)
+        for future in waiting:
+            future.set_result(None)
+        return True, old
+
+    def fail(self, job: LoadJob, failure: LoadFailed, *, retry_at: float) -> None:
+        """Record that a load has failed, and tell everyone who waits for it, once."""
+        with self.lock:
+            # At the same time: a caller that came between the failure and the end of the job would wait in vain.
+            self._end(job)
+            self.failures = failure.attempt
+            # Not kept: the cause's traceback holds the loader's frames, and these may hold half a model.
+            self.failure = failure.again(failure.retry_after)
+            self.retry_at = retry_at
+            waiting = self._pop_waiting(math.inf)
+        for future in waiting:
+            future.set_result(failure)
+
+    def finish(self, job: LoadJob, followup: tuple[Reason, ...], *, failed: bool) -> LoadJob | None:
+        """End a job; returns the next one if requests came in after its load had begun.
+
+        Args:
+            job: What has ended.
+            followup: The reasons of the next job.
+            failed: Whether no generation was installed.
+        """
+        with self.lock:
+            self._end(job)
+            if failed or self.closed or self.job is not None or self.requests <= (job.covers or 0):
+                return None
+            self.job = LoadJob(followup, urgent=True, replaces=self.current is not None)
+            return self.job
+
+    def _end(self, job: LoadJob) -> None:
+        if self.job is job:  # not in a child that was forked meanwhile, nor after a failure
+            self.job = None
+
+    # The end of a generation
+
+    def retire_current(self) -> Generation[M] | None:
+        """Take the current generation out of service and return it, to be drained and released."""
+        with self.lock:
+            old, self.current = self.current, None
+            if old is not None:
+                self._retire(old)
+            return old
+
+    def set_alarm(self, generation: Generation[M], uses: float) -> None:
+        """Have the end of a call ask the policy once ``uses`` calls have ended."""
+        with self.lock:
+            if not generation.retired:
+                generation.alarm = uses
+
+    def _retire(self, generation: Generation[M]) -> None:
+        generation.retired = True
+        generation.alarm = 0
+        self.draining.add(generation)
+
+    def drain(self, generation: Generation[M], timeout: float) -> int:
+        """Wait until no call runs on ``generation``; returns how many still run after ``timeout`` seconds.
+
+        With calls left, the generation is abandoned: :meth:`retired_call_ended` reports its last call.
+        """
+        with self.lock:
+            # Decided once: a caller that came in the moment of the retirement may hold its lease for an instant more.
+            if self.drained.wait_for(lambda: not generation.leases, timeout):
+                generation.dropped = True
+                return 0
+            self.abandoned.add(generation)
+            return max(1, len(generation.leases))
+
+    def take_model(self, generation: Generation[M]) -> M:
+        """Take the model out of a drained generation, for its release."""
+        with self.lock:
+            return generation.drop()
+
+    def record_release(self, generation: Generation[M], event: GenerationReleased | None) -> None:
+        """Record what the release of a drained generation gave back, if that is known."""
+        with self.lock:
+            self.draining.discard(generation)
+            if event is None:
+                return
+            self.last_release = event
+            least = self.least_memory
+            self.least_memory = event.bytes_after if least is None else min(least, event.bytes_after)
+
+    def close(self) -> Generation[M] | None:
+        """Refuse every further call; returns the generation that was current."""
+        with self.lock:
+            self.closed = True
+            old = self.retire_current()
+            waiting = self._pop_waiting(math.inf)
+        for future in waiting:
+            future.set_result(GuardClosed(self.name))
+        return old
+
+    def forget_current(self, generations: int) -> None:
+        """Drop a current generation without a release, if it is the only one since there were ``generations``."""
+        with self.lock:
+            if self.generations == generations + 1:
+                self.current, self.generations = None, generations
+
+    # Fork
+
+    def after_fork_in_child(self, jitter: float) -> None:
+        """Keep the current generation; threads, locks, counters and jitter are the child's own.
+
+        Only the forking thread lives on. So the only leases left are those of the calls that enclose the fork, and
+        those of generators and the like that this thread has begun.
+        """
+        held = [lease for lease in self.held_leases if lease.survives_fork()]
+        self._renew_locks()
+        self.epoch += 1
+        self.job = None
+        self.draining.clear()
+        self.abandoned.clear()
+        self.reloads = self.failures = 0
+        self.failure, self.retry_at, self.last_release, self.least_memory = None, -math.inf, None, None
+        generation = self.current
+        if generation is not None:
+            generation.leases = []
+            generation.uses = generation.errors = 0
+            generation.jitter = jitter
+        enclosing = self.enclosing.get()
+        if enclosing:
+            enclosing[0].leases = [None] * enclosing[1]
+        for lease in held:
+            lease.retake_in_child()

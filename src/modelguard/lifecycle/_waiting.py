@@ -1,0 +1,67 @@
+"""How callers wait for a load: for how long at most, and how the wait ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from modelguard import _units
+from modelguard.errors import GuardClosed, LoadFailed, Reloading
+from modelguard.lifecycle import _deadlocks
+from modelguard.lifecycle._state import GuardState, Outcome
+
+
+class Timeout:
+    """A bound on all the attempts of one caller together. It starts at once; None means no bound."""
+
+    def __init__(self, timeout: _units.Duration | None) -> None:
+        self._started = time.monotonic()
+        self._seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
+
+    def waited(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started
+
+    def left(self) -> float | None:
+        """Remaining seconds, at least 0; None without a bound."""
+        return None if self._seconds is None else max(0.0, self._seconds - self.waited())
+
+
+def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> None:
+    """Wait until there is a current generation.
+
+    Raises:
+        LoadFailed, GuardClosed: The wait ended without one.
+        Reloading: ``timeout`` has passed.
+        WouldDeadlock: The load waits for this thread.
+    """
+    try:
+        with _deadlocks.waiting_for(state):
+            outcome = future.result(timeout.left())
+    except TimeoutError:
+        raise Reloading(state.name, waited=timeout.waited()) from None
+    finally:
+        state.stop_waiting(future)
+    _raise(outcome)
+
+
+async def wait_for_load_on_loop(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> None:
+    """:func:`wait_for_load` without blocking the event loop."""
+    try:
+        with _deadlocks.waiting_for(state):
+            outcome = await asyncio.wait_for(asyncio.wrap_future(future), timeout.left())
+    except TimeoutError:
+        raise Reloading(state.name, waited=timeout.waited()) from None
+    finally:
+        state.stop_waiting(future)
+    _raise(outcome)
+
+
+def _raise(outcome: Outcome) -> None:
+    # A new object for each caller: an exception that is raised in several threads mixes up their tracebacks.
+    if isinstance(outcome, LoadFailed):
+        raise outcome.again(outcome.retry_after) from outcome.__cause__
+    if outcome is not None:
+        raise GuardClosed(outcome.guard)

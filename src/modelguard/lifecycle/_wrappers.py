@@ -1,0 +1,241 @@
+"""Decorated functions: they get the model as first argument, and hold a lease as long as their work lasts."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import wrapt
+
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle._engine import Engine, Wrapper
+from modelguard.lifecycle._lazy_results import adrive, drive, finish, is_lazy, keep
+from modelguard.lifecycle._leases import Lease
+
+if TYPE_CHECKING:  # generic for the checkers only
+    _FunctionWrapper = wrapt.FunctionWrapper[..., Any]
+    _BoundFunctionWrapper = wrapt.BoundFunctionWrapper[..., Any]
+    _CallableProxy = wrapt.CallableObjectProxy[Any]
+else:
+    _FunctionWrapper, _BoundFunctionWrapper = wrapt.FunctionWrapper, wrapt.BoundFunctionWrapper
+    _CallableProxy = wrapt.CallableObjectProxy
+
+
+class _BoundGuarded(_BoundFunctionWrapper):
+    @property
+    def __func__(self) -> Any:
+        method: Any = self.__wrapped__
+        return _MethodFunction(method.__func__)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        bound = isinstance(self.__wrapped__, types.MethodType) or self._self_binding == "staticmethod"
+        return _without_model(self.__wrapped__, at=0 if bound else _receivers(self.__wrapped__))
+
+    def __reduce__(self) -> Any:
+        if isinstance(self.__wrapped__, types.MethodType):
+            return getattr, (self.__wrapped__.__self__, self.__name__)
+        from pkgutil import resolve_name
+
+        # By reference, not by name alone: each access through the class makes a new one of these.
+        return resolve_name, (f"{self.__module__}:{self.__qualname__}",)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+
+class Guarded(_FunctionWrapper):
+    """A decorated function: same name, documentation and signature, without the model."""
+
+    __bound_function_wrapper__ = _BoundGuarded
+
+    def __init__(self, wrapped: Any, wrapper: Wrapper, owner: object) -> None:
+        super().__init__(wrapped, wrapper)
+        self._self_guard = owner
+        method = _receivers(wrapped) and not isinstance(wrapped, classmethod)
+        function = cast("Callable[..., Any]", wrapped)
+        self._self_call = partial(_unbound, wrapper, function) if method else partial(wrapper, function, None)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with the model.
+
+        wrapt looks for an instance first, which costs a quarter of a microsecond. A function that is called without
+        being bound has none.
+        """
+        return self._self_call(args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return _without_model(plain_function(self.__wrapped__), at=_receivers(self.__wrapped__))
+
+    # By reference, as functions are pickled and copied, so that spawned processes find it by its name.
+    def __reduce__(self) -> Any:
+        return str(self.__qualname__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+class _MethodFunction(_CallableProxy):
+    """The function inside a bound method, as ``inspect.signature`` asks for it."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return _without_model(self.__wrapped__, at=1)
+
+
+def decorate(engine: Engine[Any], function: Any, *, owner: object) -> Guarded:
+    """Wrap ``function`` so that it runs on the model of ``engine``; ``owner`` is what :func:`owner_of` returns."""
+    return wrap(
+        function,
+        call=engine.wrapper(is_lazy, lambda generation, result: keep(Lease.of(engine, generation), result)),
+        take=lambda _args, _kwargs: Lease.take(engine),
+        atake=lambda _args, _kwargs: Lease.atake(engine),
+        owner=owner,
+    )
+
+
+def wrap(
+    function: Any,
+    *,
+    call: Wrapper,
+    take: Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]],
+    atake: Callable[[tuple[Any, ...], dict[str, Any]], Awaitable[Lease[Any]]],
+    owner: object,
+) -> Guarded:
+    """Wrap ``function`` by its kind.
+
+    Args:
+        function: A function, method, class or static method, of any kind.
+        call: Runs a plain function.
+        take: Takes the lease of a generator.
+        atake: Takes the lease of a coroutine or an asynchronous generator.
+        owner: What :func:`owner_of` returns.
+
+    Raises:
+        InvalidOption: It is not a function, or has no parameter to take the model.
+    """
+    plain = plain_function(function)
+    _check(plain)
+    if inspect.iscoroutinefunction(plain):
+        call = _coroutine(atake)
+    elif inspect.isasyncgenfunction(plain):
+        call = _async_generator(atake)
+    elif inspect.isgeneratorfunction(plain):
+        call = _generator(take)
+    return Guarded(function, call, owner)
+
+
+def owner_of(function: Callable[..., object]) -> object:
+    """The guard of a decorated function, None if no guard decorates it."""
+    parent = getattr(function, "_self_parent", None)  # if it is bound to an instance
+    return getattr(function if parent is None else parent, "_self_guard", None)
+
+
+def _unbound(wrapper: Wrapper, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function that is written as a method but was not bound by wrapt.
+
+    Since Python 3.13 a ``classmethod`` around it calls it like this, with its class as the first argument.
+    """
+    if not (args and isinstance(args[0], type)):  # the parameter called self is the model, as in guard(Model.predict)
+        return wrapper(wrapped, None, args, kwargs)
+    return wrapper(types.MethodType(wrapped, args[0]), args[0], args[1:], kwargs)
+
+
+# How the other kinds of functions hold their lease
+
+
+def _coroutine(atake: Callable[[tuple[Any, ...], dict[str, Any]], Awaitable[Lease[Any]]]) -> Wrapper:
+    async def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        lease = await atake(args, kwargs)
+        return await finish(lease, lambda model: wrapped(model, *args, **kwargs))
+
+    return call
+
+
+def _generator(take: Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]]) -> Wrapper:
+    def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return drive(lambda: take(args, kwargs), lambda model: wrapped(model, *args, **kwargs))
+
+    return call
+
+
+def _async_generator(atake: Callable[[tuple[Any, ...], dict[str, Any]], Awaitable[Lease[Any]]]) -> Wrapper:
+    def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return adrive(lambda: atake(args, kwargs), lambda model: wrapped(model, *args, **kwargs))
+
+    return call
+
+
+# What is decorated
+
+
+def plain_function(function: Any) -> Any:
+    """The function inside a ``classmethod`` or ``staticmethod``."""
+    return function.__func__ if isinstance(function, classmethod | staticmethod) else function
+
+
+def _check(plain: Any) -> None:
+    if not callable(plain) or isinstance(plain, type):
+        raise InvalidOption(
+            "function",
+            plain,
+            why=f"a guard decorates functions, and this is a {type(plain).__name__}",
+            fix="Decorate its methods, or use guard.lease() where the model is needed.",
+        )
+    parameters = _parameters(plain)
+    if parameters is not None and not any(parameter.kind in _TAKES_MODEL for parameter in parameters):
+        raise InvalidOption(
+            "function",
+            plain,
+            why="it has no positional parameter to take the model",
+            fix="Let its first parameter (after self) be the model: def predict(model, text): ...",
+        )
+
+
+_TAKES_MODEL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
+
+def _parameters(plain: Any) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(plain).parameters.values())
+    except (ValueError, TypeError):  # many built-in functions have none
+        return None
+
+
+def _receivers(function: Any) -> int:
+    """How many parameters come before the model: 1 for a method that is written in a class, else 0."""
+    plain = plain_function(function)
+    if isinstance(function, classmethod):
+        return 1
+    scope = getattr(plain, "__qualname__", "").rpartition(".")[0]
+    first = next(iter(_parameters(plain) or ()), None)
+    in_class = bool(scope) and not scope.endswith("<locals>")
+    return int(in_class and first is not None and first.name in {"self", "cls", "mcs"})
+
+
+def _without_model(function: Any, *, at: int) -> inspect.Signature:
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    if len(parameters) > at and parameters[at].kind is not inspect.Parameter.VAR_POSITIONAL:
+        del parameters[at]
+    return signature.replace(parameters=parameters)
+
+
+def call_parameters(function: Any) -> inspect.Signature:
+    """The signature that callers of a decorated function see, without ``self``."""
+    signature = inspect.signature(plain_function(function))
+    return signature.replace(parameters=list(signature.parameters.values())[_receivers(function) + 1 :])

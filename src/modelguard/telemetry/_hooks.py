@@ -1,0 +1,74 @@
+"""Who receives the events. A hook is any callable of one event; a hook that raises does no harm."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modelguard.telemetry.events import Event
+
+Hook = Callable[["Event"], None]
+
+logger = logging.getLogger("modelguard")
+logger.addHandler(logging.NullHandler())
+
+_lock = threading.Lock()
+_hooks: tuple[Hook, ...] | None = None  # None: the defaults, chosen at the first event
+
+
+def add_hook(hook: Hook) -> Callable[[], None]:
+    """Call ``hook`` with every event from now on, in addition to the present hooks.
+
+    Hooks run in the thread in which the event happens, never while a guard holds its lock. They should be quick.
+
+    Returns:
+        A callable that removes the hook again.
+    """
+    global _hooks
+    with _lock:
+        _hooks = (*_current(), hook)
+    added = True
+
+    def remove() -> None:
+        global _hooks
+        nonlocal added
+        with _lock:
+            left = list(_current())
+            if added and hook in left:
+                left.remove(hook)  # once: it may have been added elsewhere too
+                _hooks = tuple(left)
+            added = False
+
+    return remove
+
+
+def set_hooks(hooks: Iterable[Hook] | None) -> None:
+    """Replace all hooks; ``[]`` silences modelguard, None brings the default (logging) back."""
+    global _hooks
+    with _lock:
+        _hooks = None if hooks is None else tuple(hooks)
+
+
+def emit(event: Event) -> None:
+    """Hand ``event`` to every hook."""
+    for hook in _current():
+        try:
+            hook(event)
+        except BaseException:  # an observer must not break what it observes, not even by sys.exit()
+            logger.exception("modelguard hook %r failed on %s", hook, type(event).__name__)
+
+
+def listening() -> bool:
+    """Whether somebody wants the events that come with every batch."""
+    return _hooks is not None or logger.isEnabledFor(logging.DEBUG)
+
+
+def _current() -> tuple[Hook, ...]:
+    if _hooks is not None:
+        return _hooks
+    from modelguard.telemetry._logging import log_event
+
+    return (log_event,)

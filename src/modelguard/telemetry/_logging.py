@@ -1,0 +1,128 @@
+"""The logging hook: one line per event on the logger ``modelguard``, with every field in ``extra``.
+
+modelguard sets no level and no handler: the application decides what is shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from modelguard import _units
+from modelguard.telemetry import events
+from modelguard.telemetry._hooks import logger
+from modelguard.telemetry.reasons import Reason
+
+_WARNINGS = (
+    events.LoadErrored,
+    events.GenerationAbandoned,
+    events.PolicyFutile,
+    events.CallbackErrored,
+    events.BatchErrored,
+    events.RequestsRefused,
+    events.CircuitOpened,
+)
+
+_DISCARDED: dict[events.DiscardCause, str] = {
+    "closed": "the guard was closed",
+    "late": "it came after load_timeout",
+    "rejected": "validate or warmup failed",
+    "stale": "a newer request made it stale",
+}
+
+
+def log_event(event: events.Event) -> None:
+    """Log one event: at WARNING if somebody should look at it, else at INFO; frequent events at DEBUG."""
+    needs_attention = isinstance(event, _WARNINGS) or (isinstance(event, events.GenerationReleased) and event.alive)
+    level = logging.WARNING if needs_attention else logging.INFO
+    if isinstance(event, events.BatchFinished):
+        level = logging.DEBUG
+    if logger.isEnabledFor(level):
+        fields = {f"modelguard_{name}": value for name, value in dataclasses.asdict(event).items()}
+        logger.log(level, "%s: %s", event.guard, describe(event), extra=fields)
+
+
+def describe(event: events.Event) -> str:
+    """One line of plain English about an event."""
+    return _SENTENCES[type(event)](event)
+
+
+def _load_started(event: events.LoadStarted) -> str:
+    deferred = f", after {event.deferred_seconds:.1f} s without a pause" if event.deferred_seconds else ""
+    return f"loads generation {event.generation}: {_reasons(event.reasons)}{deferred}"
+
+
+def _load_finished(event: events.LoadFinished) -> str:
+    return (
+        f"generation {event.generation} is ready after {event.seconds:.2f} s "
+        f"({_units.format_bytes(event.model_bytes)}, longest stall {event.stall_seconds * 1e3:.0f} ms)"
+    )
+
+
+def _load_errored(event: events.LoadErrored) -> str:
+    kept = "no model is loaded" if event.current is None else f"generation {event.current} stays in use"
+    again = f"next attempt in {event.retry_after:.1f} s"
+    return f"load failed (attempt {event.attempt}): {event.error}; {kept}, {again}"
+
+
+def _released(event: events.GenerationReleased) -> str:
+    if event.alive:
+        held_by = "; ".join(event.holders) or "unknown"
+        return f"generation {event.generation} was dropped but is still alive, held by: {held_by}"
+    return f"generation {event.generation} released, {_units.format_bytes(event.freed)} returned to the system"
+
+
+def _abandoned(event: events.GenerationAbandoned) -> str:
+    calls = f"{event.in_flight} of its calls outlasted drain_timeout={event.drain_timeout:g} s"
+    return f"generation {event.generation} is abandoned: {calls}; it is released when they end"
+
+
+def _batch_errored(event: events.BatchErrored) -> str:
+    kept = f"{event.size - event.failed} of {event.size} items succeeded when they were run again"
+    return f"a batch failed with {event.error}; " + (kept if event.reruns else f"all {event.size} items fail")
+
+
+def _refused(event: events.RequestsRefused) -> str:
+    counts = {
+        "queue full": event.full,
+        "too late": event.late,
+        "circuit open": event.open,
+        "expired": event.expired,
+        "cancelled": event.cancelled,
+    }
+    listed = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+    return f"requests without a result: {listed}; {event.waiting} wait"
+
+
+def _circuit_opened(event: events.CircuitOpened) -> str:
+    retry = f"next try in {event.retry_after:.1f} s"
+    return f"circuit open after {event.failures} failed batches, {retry}: {event.error}"
+
+
+def _reasons(reasons: tuple[Reason, ...]) -> str:
+    return ", ".join(map(str, reasons))
+
+
+_SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
+    events.ReloadDue: lambda event: f"reload due after generation {event.generation}: {_reasons(event.reasons)}",
+    events.RecycleAsked: lambda event: (
+        f"asked the server for a fresh process after generation {event.generation}: {_reasons(event.reasons)}"
+    ),
+    events.SwapChosen: lambda event: f"replaces the model by {event.swap}: {event.why}",
+    events.LoadStarted: _load_started,
+    events.LoadFinished: _load_finished,
+    events.LoadErrored: _load_errored,
+    events.LoadDiscarded: lambda event: f"a loaded model was discarded: {_DISCARDED[event.cause]}",
+    events.GenerationReleased: _released,
+    events.GenerationAbandoned: _abandoned,
+    events.MemoryTrimmed: lambda event: f"trimmed, {_units.format_bytes(event.freed)} returned to the system",
+    events.PolicyFutile: lambda event: f"{event.policy} is ignored for generation {event.generation}: {event.detail}",
+    events.CallbackErrored: lambda event: f"{event.callback} raised {event.error}",
+    events.BatchFinished: lambda event: f"a batch of {event.size} took {event.run_seconds:.3f} s; {event.waiting} wait",
+    events.BatchErrored: _batch_errored,
+    events.RequestsRefused: _refused,
+    events.CircuitOpened: _circuit_opened,
+    events.CircuitClosed: lambda _: "circuit closed",
+}

@@ -1,0 +1,88 @@
+"""Where the core meets a model library without importing it."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+from tests.unit.lifecycle.world import MB, World
+
+from modelguard.lifecycle import _adapters
+from modelguard.telemetry import GenerationReleased, LoadFinished
+
+
+class Net:
+    """A model of a library that has an adapter."""
+
+    weight = 40 * MB
+
+
+class FineTuned(Net):
+    pass
+
+
+class Adapter:
+    def __init__(self) -> None:
+        self.given_back = 0
+
+    def size(self, model: Any) -> int | None:
+        return int(model.weight)
+
+    def gauges(self, model: Any) -> dict[str, int]:
+        return {}
+
+    def released(self) -> None:
+        self.given_back += 1
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch) -> Adapter:
+    """The adapter of the library that ``Net`` is from."""
+    module = types.ModuleType("library_adapter")
+    module.ADAPTER = Adapter()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(_adapters._MODULES, f"{__name__}.Net", module.__name__)
+    return module.ADAPTER  # type: ignore[no-any-return, attr-defined]
+
+
+@pytest.mark.parametrize("model", [Net(), FineTuned()], ids=["type", "subclass"])
+def test_an_adapter_is_found_by_the_model_s_type(adapter: Adapter, model: object) -> None:
+    """A library's models are known by their class, or by a class that they inherit from."""
+    assert _adapters.find(model) is adapter
+
+
+@pytest.mark.parametrize("model", [object(), {}, "text", None])
+def test_every_other_model_has_the_plain_one(model: object) -> None:
+    """A model that nothing is known about has no size and no figures, and nothing is given back for it."""
+    plain = _adapters.find(model)
+    assert (None, {}) == (plain.size(model), dict(plain.gauges(model)))
+    plain.released()
+
+
+def test_an_adapter_is_imported_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for an adapter imports the one that fits and no other library."""
+    monkeypatch.setitem(_adapters._MODULES, f"{__name__}.Net", "modelguard.adapters.of_no_library")
+    assert _adapters.find(object()) is _adapters.PLAIN
+    with pytest.raises(ModuleNotFoundError, match="of_no_library"):
+        _adapters.find(Net())
+
+
+def test_a_model_is_as_large_as_its_adapter_says(world: World, adapter: Adapter) -> None:
+    """Growth of private memory misses what was there already, so the adapter's figure counts where it is larger."""
+    guard = world.guard(Net)
+    guard.load()
+    assert (40 * MB, 40 * MB) == (world.last(LoadFinished).model_bytes, guard.status().model_bytes)
+
+
+def test_a_library_gives_back_what_it_keeps(world: World, adapter: Adapter) -> None:
+    """At a release the library's own caches are emptied before the allocator is trimmed."""
+    guard = world.guard(Net)
+    guard.load()
+    trims: list[int] = []
+    object.__setattr__(world.runtime, "trim", lambda: (trims.append(adapter.given_back), "fake")[1])
+    guard.close()
+    assert adapter.given_back
+    assert 0 not in trims
+    assert world.last(GenerationReleased).alive is False

@@ -1,0 +1,103 @@
+"""What tells one state of a watched path from another."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from modelguard.lifecycle import _fingerprints
+from modelguard.lifecycle._fingerprints import fingerprint
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"old")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder with a folder inside."""
+    folder = tmp_path / "ja_ginza"
+    (folder / "vocab").mkdir(parents=True)
+    (folder / "config.cfg").write_text("a")
+    (folder / "vocab" / "strings.json").write_text("b")
+    return folder
+
+
+def test_an_untouched_file_stays_the_same(weights: Path) -> None:
+    """Reading a file does not change it."""
+    before = fingerprint(weights)
+    assert b"old" == weights.read_bytes()
+    assert before is not None
+    assert before == fingerprint(weights)
+
+
+def test_a_replaced_file_is_a_change(weights: Path) -> None:
+    """A file that was renamed into place is another one, whatever its size and times."""
+    before = fingerprint(weights)
+    times = weights.stat()
+    beside = weights.with_suffix(".new")
+    beside.write_bytes(b"new")
+    os.utime(beside, ns=(times.st_atime_ns, times.st_mtime_ns))
+    beside.rename(weights)
+    assert before != fingerprint(weights)
+
+
+@pytest.mark.parametrize("content", [b"new", b"longer"])
+def test_a_written_file_is_a_change(weights: Path, content: bytes) -> None:
+    """A file that was written in place has another size or another time."""
+    before, written = fingerprint(weights), weights.stat().st_mtime_ns
+    weights.write_bytes(content)
+    os.utime(weights, ns=(written, written + 1))
+    assert before != fingerprint(weights)
+
+
+@pytest.mark.parametrize("name", ["config.cfg", "vocab/strings.json", "vocab/new.json"])
+def test_any_file_below_a_folder_counts(folder: Path, name: str) -> None:
+    """A folder has changed when any file in it was written or has appeared."""
+    before = fingerprint(folder)
+    (folder / name).write_text("longer than before")
+    assert before != fingerprint(folder)
+
+
+def test_a_file_that_is_gone_from_a_folder_counts(folder: Path) -> None:
+    """A folder has changed when a file was deleted or renamed."""
+    before = fingerprint(folder)
+    (folder / "config.cfg").rename(folder / "config.old")
+    renamed = fingerprint(folder)
+    (folder / "config.old").unlink()
+    assert 3 == len({before, renamed, fingerprint(folder)})
+
+
+def test_a_swapped_link_is_a_change(tmp_path: Path, folder: Path, weights: Path) -> None:
+    """A link that points elsewhere is a change, as when Kubernetes swaps mounted configuration."""
+    link = tmp_path / "current"
+    seen = []
+    for target in (weights, folder):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        seen.append(fingerprint(link))
+    assert [fingerprint(weights), fingerprint(folder)] == seen
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("make", [lambda _path: None, lambda path: path.symlink_to(path)], ids=["missing", "loop"])
+def test_what_cannot_be_read_has_no_identity(tmp_path: Path, make: object) -> None:
+    """A path that is missing or leads nowhere has none."""
+    path = tmp_path / "nowhere"
+    make(path)  # type: ignore[operator]
+    assert fingerprint(path) is None
+
+
+def test_a_huge_folder_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path with more entries than any model has costs no more than a bounded look."""
+    monkeypatch.setattr(_fingerprints, "MAX_ENTRIES", 5)
+    for n in range(9):
+        (tmp_path / str(n)).touch()
+    found = fingerprint(tmp_path)
+    assert found is not None
+    assert ["0", "1", "2", "3", "4"] == [name for name, *_ in found]

@@ -1,0 +1,268 @@
+"""One load runs however many ask for it, and what comes of it when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.unit.lifecycle.world import TIMEOUT, World, number, outcome, until
+
+from modelguard import Backoff, ModelGuard, Uses
+from modelguard.errors import LoadFailed, ModelRejected
+from modelguard.telemetry import GenerationReleased, LoadErrored, LoadFinished, LoadStarted
+
+CROWD = 16
+TASKS = 50
+
+
+def waiting(guard: ModelGuard[Any], count: int) -> Callable[[], bool]:
+    return lambda: len(guard.engine.state.waiting) == count
+
+
+async def anumber(guard: ModelGuard[Any]) -> int:
+    async with guard.lease() as model:
+        return int(model.number)
+
+
+class TestOneFlight:
+    def test_under_threads(self, world: World) -> None:
+        """Sixteen threads that ask for the first model at once share one load."""
+        guard = world.guard()
+        world.loader.hold()
+        calls = [world.spawn(number, guard) for _ in range(CROWD)]
+        until(waiting(guard, CROWD))
+        world.loader.open.set()
+        assert [1] * CROWD == [outcome(call) for call in calls]
+        assert (1, 1) == (world.loader.calls, len(world.seen(LoadFinished)))
+
+    def test_under_tasks(self, world: World) -> None:
+        """Fifty tasks on one event loop share one load, and the loop goes on meanwhile."""
+        guard = world.guard()
+        world.loader.hold()
+
+        async def open_when_all_wait() -> None:
+            while not waiting(guard, TASKS)():  # the loop would not come here if one of them blocked it
+                await asyncio.wait_for(asyncio.to_thread(world.loader.reached), TIMEOUT)
+            world.loader.open.set()
+
+        async def main() -> list[int]:
+            numbers = await asyncio.gather(*(anumber(guard) for _ in range(TASKS)), open_when_all_wait())
+            return numbers[:TASKS]
+
+        assert [1] * TASKS == asyncio.run(main())
+        assert 1 == world.loader.calls
+
+    def test_under_threads_and_tasks(self, world: World) -> None:
+        """Threads and tasks of several event loops may wait for the same load."""
+        guard = world.guard()
+        world.loader.hold()
+        calls = [world.spawn(number, guard)]
+        calls += [world.spawn(asyncio.run, anumber(guard)) for _ in range(2)]
+        until(waiting(guard, 3))
+        world.loader.open.set()
+        assert [1, 1, 1] == [outcome(call) for call in calls]
+
+    def test_of_an_async_loader(self, world: World) -> None:
+        """A loader may be ``async``: it runs on an event loop of its own, beside the caller's."""
+
+        async def load() -> str:
+            return await asyncio.to_thread(lambda: "model")
+
+        async def main() -> str:
+            async with world.guard(load).lease() as model:
+                return str(model)
+
+        assert "model" == asyncio.run(main())
+
+    def test_loading_twice_loads_once(self, world: World) -> None:
+        """``load()`` and ``aload()`` have a generation serve; where one does already they do nothing."""
+        guard = world.guard()
+        guard.load()
+        guard.load()
+        asyncio.run(guard.aload())
+        assert 1 == world.loader.calls
+
+    def test_nothing_is_loaded_before_it_is_needed(self, world: World) -> None:
+        """Making a guard, asking for its status and decorating with it load nothing."""
+        guard = world.guard()
+        guard(lambda model: model)
+        assert (0, "new", False) == (world.loader.calls, guard.status().state, guard.ready)
+
+
+class TestAFailedLoad:
+    def test_is_told_once_to_all_who_waited(self, world: World) -> None:
+        """Everyone who waited for a load that failed gets an error of their own, with the loader's as its cause."""
+        guard = world.guard()
+        world.loader.fails = True
+        world.loader.hold()
+        calls = [world.spawn(number, guard) for _ in range(CROWD)]
+        until(waiting(guard, CROWD))
+        world.loader.open.set()
+        errors = [call.exception(TIMEOUT) for call in calls]
+        assert {LoadFailed} == {type(error) for error in errors}
+        assert {OSError} == {type(error.__cause__) for error in errors if error is not None}
+        assert CROWD == len({id(error) for error in errors})
+        assert 1 == world.loader.calls
+
+    def test_is_told_at_once_until_the_backoff_has_passed(self, world: World) -> None:
+        """Later callers get ``LoadFailed`` without another load, and are told when the next attempt is due."""
+        guard = world.guard(backoff=Backoff("8s"))
+        world.loader.fails = True
+        for left in (4.0, 3.0, 1.0):  # a draw of 0 halves the backoff
+            world.now = 1004.0 - left
+            with pytest.raises(LoadFailed) as failure:
+                guard.load()
+            expected = ("model", "OSError: no weights", 1, left)
+            error = failure.value
+            assert expected == (error.guard, error.reason, error.attempt, error.retry_after)
+        assert 1 == world.loader.calls
+
+    def test_is_retried_when_the_backoff_has_passed(self, world: World) -> None:
+        """The first caller after the backoff begins the next load; each failure makes the wait longer."""
+        guard = world.guard(backoff=Backoff("8s"))
+        world.loader.fails = True
+        for attempt, wait in [(1, 4.0), (2, 8.0), (3, 16.0)]:
+            with pytest.raises(LoadFailed) as failure:
+                guard.load()
+            assert (attempt, wait) == (failure.value.attempt, failure.value.retry_after)
+            world.tick(wait)
+        world.loader.fails = False
+        guard.load()
+        assert (4, 0, "ready", None) == (
+            world.loader.calls,
+            guard.status().failures,
+            guard.status().state,
+            guard.status().last_error,
+        )
+
+    def test_is_retried_in_the_background(self, world: World) -> None:
+        """Once the backoff has passed the keeper retries, so that nobody has to wait for it to be found out."""
+        guard = world.guard(backoff=Backoff("8s"))
+        world.loader.fails = True
+        with pytest.raises(LoadFailed):
+            guard.load()
+        world.loader.fails = False
+        assert (False, 4.0) == (guard.check(), guard.engine.check_interval())
+        world.tick(4)
+        assert guard.check()
+        world.join()
+        assert ("ready", ("retry after failure 1",)) == (guard.status().state, world.reasons(LoadFinished))
+
+    def test_is_an_event(self, world: World) -> None:
+        """The event says how often it failed, why, when the next attempt is due, and that none serves."""
+        guard = world.guard(backoff=Backoff("8s"))
+        world.loader.fails = True
+        with pytest.raises(LoadFailed):
+            guard.load()
+        event = world.last(LoadErrored)
+        assert (1, "OSError: no weights", 4.0, None) == (event.attempt, event.error, event.retry_after, event.current)
+        assert ("failed", 1, "OSError: no weights") == (
+            guard.status().state,
+            guard.status().failures,
+            guard.status().last_error,
+        )
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, MemoryError])
+    def test_may_fail_in_any_way(self, world: World, error: type[BaseException]) -> None:
+        """Whatever a loader raises is its failure, and not its caller's interrupt or cancellation."""
+
+        def load() -> object:
+            raise error
+
+        with pytest.raises(LoadFailed, match=error.__name__) as failure:
+            world.guard(load).load()
+        assert isinstance(failure.value.__cause__, error)
+
+    def test_holds_no_half_made_model(self, world: World) -> None:
+        """What a failed loader had made so far is not kept alive until the next attempt."""
+        guard = world.guard(validate=lambda _model: False)
+        world.model_size = 7
+        before = world.memory
+        with pytest.raises(ModelRejected):
+            guard.load()
+        assert before == world.memory
+
+
+class TestNoThread:
+    """What becomes of calls where the system gives no more threads, as it may before it gives no more memory."""
+
+    @staticmethod
+    def starve(world: World) -> None:
+        def start(_work: object, _name: str) -> None:
+            raise RuntimeError("can't start new thread")
+
+        object.__setattr__(world.runtime, "start_thread", start)
+
+    def test_a_load_fails_by_name(self, world: World) -> None:
+        """Who waits for a load that cannot be started gets ``LoadFailed``, and it is tried again in time."""
+        guard = world.guard()
+        self.starve(world)
+        with pytest.raises(LoadFailed, match="can't start new thread") as failure:
+            guard.load()
+        object.__setattr__(world.runtime, "start_thread", world.start)
+        world.tick(failure.value.retry_after)
+        guard.load()
+        assert guard.ready
+
+    def test_a_reload_fails_by_name(self, world: World) -> None:
+        """The old generation serves on."""
+        guard = world.guard()
+        guard.load()
+        self.starve(world)
+        with pytest.raises(LoadFailed, match="can't start new thread"):
+            guard.reload()
+        assert ("degraded", 1) == (guard.status().state, number(guard))
+
+    def test_a_call_keeps_its_result(self, world: World) -> None:
+        """A call whose end makes a reload due returns what it would return otherwise."""
+        guard = world.guard(reload_on=Uses(1))
+        guard.load()
+        self.starve(world)
+        assert 1 == number(guard)
+        assert (1, "can't start new thread") == (world.last(LoadErrored).current, guard.status().last_error)
+
+    def test_an_abandoned_generation_is_released(self, world: World) -> None:
+        """The last call on an abandoned generation releases it itself, if nobody else can."""
+        guard = world.guard(drain_timeout=0)
+        with guard.lease():
+            outcome(world.spawn(guard.reload))
+            world.join()
+            self.starve(world)
+        assert [1] == [event.generation for event in world.seen(GenerationReleased)]
+
+
+def test_events_tell_a_load_from_start_to_end(world: World) -> None:
+    """A load is told by two events: its start with the reason, and its end with time and size."""
+    guard = world.guard()
+    world.model_size = 20_000_000
+    guard.load()
+    started, finished = world.last(LoadStarted), world.last(LoadFinished)
+    assert (1, ("first use",), 0.0, "none") == (
+        started.generation,
+        tuple(map(str, started.reasons)),
+        started.deferred_seconds,
+        started.host_lock,
+    )
+    assert (1, ("first use",), "first", 20_000_000, 0.0) == (
+        finished.generation,
+        tuple(map(str, finished.reasons)),
+        finished.swap,
+        finished.model_bytes,
+        finished.waited_seconds,
+    )
+
+
+def test_a_fault_of_our_own_leaves_nobody_waiting(world: World) -> None:
+    """Where a reload fails before its loader is called, say because memory cannot be read, all are told."""
+
+    def unreadable() -> int:
+        raise OSError("no such cgroup")
+
+    guard = world.guard()
+    guard.load()
+    object.__setattr__(world.runtime, "headroom", unreadable)
+    with pytest.raises(LoadFailed, match="OSError: no such cgroup"):
+        guard.reload()
+    assert ("degraded", 1) == (guard.status().state, number(guard))

@@ -1,0 +1,201 @@
+"""One thread asks the policies of all guards, and only while there is one to ask."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.unit.lifecycle.world import TIMEOUT, World, until
+
+from modelguard import TTL
+from modelguard.errors import LoadFailed
+from modelguard.lifecycle import _ticker
+from modelguard.lifecycle._ticker import Ticker
+
+
+class Ticked:
+    """Something to keep; tells when it was asked."""
+
+    def __init__(self, interval: float = 0.05, check: Callable[[], None] = lambda: None) -> None:
+        self._interval = interval
+        self._check = check
+        self.asked = threading.Event()
+
+    def check(self) -> bool:
+        self.asked.set()
+        self._check()
+        return False
+
+    def check_interval(self) -> float:
+        return self._interval
+
+    def is_asked(self) -> bool:
+        self.asked.clear()
+        return self.asked.wait(TIMEOUT)
+
+
+def fail() -> None:
+    raise OSError("no /proc")
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "modelguard-ticker"]
+
+
+def new(before: list[threading.Thread]) -> list[threading.Thread]:
+    """Those started since: a keeper of an earlier test may end its own at any time."""
+    return [thread for thread in threads() if thread not in before]
+
+
+@pytest.fixture
+def ticker() -> Iterator[Ticker]:
+    """A keeper of this test alone, whose thread is gone afterwards."""
+    before = threads()
+    made = Ticker()
+    yield made
+    for guard in list(made._guards):
+        made.remove(guard)
+    until(lambda: [] == new(before))
+
+
+def test_what_is_ticker_is_asked_again_and_again(ticker: Ticker) -> None:
+    """Each guard is asked in the background, at the pace that it wants."""
+    first, second = Ticked(), Ticked(interval=3600)
+    ticker.add(first)
+    ticker.add(second)
+    assert [True] * 4 == [guard.is_asked() for guard in (first, second, first, second)]
+
+
+def test_one_thread_serves_all(ticker: Ticker) -> None:
+    """However many guards there are, one thread keeps them."""
+    before = threads()
+    guards = [Ticked() for _ in range(20)]
+    for guard in guards:
+        ticker.add(guard)
+    assert 1 == len(new(before))
+    assert all(guard.is_asked() for guard in guards)
+
+
+def test_the_thread_ends_with_its_last_guard_and_comes_back_with_the_next(ticker: Ticker) -> None:
+    """Without guards there is no thread; a new guard brings a new one."""
+    before = threads()
+    for _ in range(2):
+        guard = Ticked()
+        ticker.add(guard)
+        assert guard.is_asked()
+        ticker.remove(guard)
+        until(lambda: [] == new(before))
+
+
+def test_a_guard_that_nobody_else_refers_to_is_let_go(ticker: Ticker) -> None:
+    """The keeper keeps no guard alive: one that is dropped without being closed is gone."""
+    before = threads()
+    guard = Ticked()
+    ticker.add(guard)
+    assert guard.is_asked()
+    del guard
+
+    def gone() -> bool:
+        gc.collect()
+        return [] == new(before)
+
+    until(gone)
+
+
+def test_one_guard_s_trouble_is_no_other_s(ticker: Ticker, caplog: pytest.LogCaptureFixture) -> None:
+    """Where one guard cannot be asked the others still are, and the log tells."""
+    with caplog.at_level(logging.ERROR, "modelguard"):
+        broken, sound = Ticked(check=fail), Ticked()
+        ticker.add(broken)
+        ticker.add(sound)
+        assert [True] * 4 == [guard.is_asked() for guard in (broken, sound, broken, sound)]
+    assert "could not ask the policies of" in caplog.text
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(ticker: Ticker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that gives no thread now may give one later."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    guard = Ticked()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            ticker.add(guard)
+    ticker.add(guard)
+    assert guard.is_asked()
+
+
+def test_a_guard_may_be_brought_from_within(ticker: Ticker) -> None:
+    """A lease that the garbage collector finds dropped may bring a guard in the middle of the keeper's own work."""
+    guard = Ticked()
+    with ticker._lock:
+        ticker.add(guard)
+    assert guard.is_asked()
+
+
+def test_a_child_starts_its_own(ticker: Ticker) -> None:
+    """After a fork the child's guards are ticker by a thread of its own."""
+    guard = Ticked()
+    ticker.add(guard)
+    ticker.before_fork()
+    ticker.after_fork_in_parent()
+    ticker.before_fork()
+    ticker.after_fork_in_child()  # what the parent's thread is to the child: not there
+    assert guard.is_asked()
+
+
+def test_a_keeper_that_is_dismissed_keeps_its_guards_for_its_children(ticker: Ticker) -> None:
+    """A process that forks has no such thread from then on; its children have one, and ask the guards it had."""
+    before = threads()
+    first, second = Ticked(), Ticked()
+    ticker.add(first)
+    assert first.is_asked()
+    ticker.stop()
+    ticker.stop()
+    ticker.add(second)
+    assert [] == new(before)
+    ticker.before_fork()
+    ticker.after_fork_in_child()
+    assert first.is_asked()
+    assert second.is_asked()
+
+
+class TestGuards:
+    def test_are_ticker_from_their_first_load(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, ticker: Ticker
+    ) -> None:
+        """A guard that is in use is asked in the background by itself: time passes for idle models too."""
+        monkeypatch.setattr(_ticker, "TICKER", ticker)
+        object.__setattr__(world.runtime, "ticks", True)
+        guard = world.guard(reload_on=TTL("1h"))
+        assert [] == list(ticker._guards)
+        guard.load()
+        world.tick(3600)
+        until(lambda: guard.status().generation == 2)
+        guard.close()
+        assert [] == list(ticker._guards)
+
+    def test_fail_by_name_where_no_thread_is_to_be_had(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, ticker: Ticker
+    ) -> None:
+        """A guard that cannot be checked leaves nobody waiting, and is tried again in time."""
+
+        class Full:
+            add = staticmethod(lambda _guard: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+            remove = staticmethod(lambda _guard: None)
+
+        object.__setattr__(world.runtime, "ticks", True)
+        guard = world.guard()
+        monkeypatch.setattr(_ticker, "TICKER", Full)
+        with pytest.raises(LoadFailed, match="can't start new thread") as failure:
+            guard.load(timeout=TIMEOUT)
+        monkeypatch.setattr(_ticker, "TICKER", ticker)
+        world.tick(failure.value.retry_after)
+        guard.load()
+        assert guard.ready
+        guard.close()

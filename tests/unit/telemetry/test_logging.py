@@ -1,0 +1,206 @@
+"""The logging hook: one line per event."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from modelguard.telemetry import (
+    BatchErrored,
+    BatchFinished,
+    CallbackErrored,
+    CircuitClosed,
+    CircuitOpened,
+    Event,
+    GenerationAbandoned,
+    GenerationReleased,
+    LoadDiscarded,
+    LoadErrored,
+    LoadFinished,
+    LoadStarted,
+    MemoryTrimmed,
+    PolicyFutile,
+    Reason,
+    RecycleAsked,
+    ReloadDue,
+    RequestsRefused,
+    SwapChosen,
+    emit,
+    logger,
+)
+
+MB = 10**6
+FIRST_USE = Reason("first_use", "first use")
+
+
+def released(*, alive: bool | None = False, holders: tuple[str, ...] = ()) -> GenerationReleased:
+    return GenerationReleased(
+        guard="nlp",
+        generation=3,
+        bytes_before=900 * MB,
+        bytes_after=400 * MB,
+        alive=alive,
+        holders=holders,
+        collected=False,
+        trimmed_by="glibc",
+        trim_error=None,
+        seconds=0.1,
+        drain_seconds=0.2,
+        error=None,
+    )
+
+
+LINES: list[tuple[Event, str, str]] = [
+    (
+        ReloadDue(guard="nlp", generation=3, reasons=(Reason("ttl", "TTL('1h')"), Reason("uses", "Uses(5)"))),
+        "INFO",
+        "reload due after generation 3: TTL('1h'), Uses(5)",
+    ),
+    (
+        RecycleAsked(guard="nlp", generation=3, reasons=(Reason("uses", "Uses(5)"),)),
+        "INFO",
+        "asked the server for a fresh process after generation 3: Uses(5)",
+    ),
+    (
+        SwapChosen(guard="nlp", swap="load_first", why="there is room", model_bytes=7, headroom=None),
+        "INFO",
+        "replaces the model by load_first: there is room",
+    ),
+    (
+        LoadStarted(
+            guard="nlp",
+            generation=4,
+            reasons=(FIRST_USE,),
+            deferred_seconds=0.5,
+            host_lock="host",
+        ),
+        "INFO",
+        "loads generation 4: first use, after 0.5 s without a pause",
+    ),
+    (
+        LoadFinished(
+            guard="nlp",
+            generation=4,
+            reasons=(FIRST_USE,),
+            seconds=0.61,
+            stall_seconds=0.12,
+            model_bytes=312 * MB,
+            swap="first",
+            waited_seconds=0.0,
+        ),
+        "INFO",
+        "generation 4 is ready after 0.61 s (312 MB, longest stall 120 ms)",
+    ),
+    (
+        LoadErrored(guard="nlp", attempt=2, error="OSError: no weights", retry_after=1.5, current=3),
+        "WARNING",
+        "load failed (attempt 2): OSError: no weights; generation 3 stays in use, next attempt in 1.5 s",
+    ),
+    (
+        LoadErrored(guard="nlp", attempt=2, error="OSError: no weights", retry_after=1.5, current=None),
+        "WARNING",
+        "load failed (attempt 2): OSError: no weights; no model is loaded, next attempt in 1.5 s",
+    ),
+    (LoadDiscarded(guard="nlp", cause="late"), "INFO", "a loaded model was discarded: it came after load_timeout"),
+    (released(), "INFO", "generation 3 released, 500 MB returned to the system"),
+    (released(alive=None), "INFO", "generation 3 released, 500 MB returned to the system"),
+    (
+        released(alive=True, holders=("a list of 3", "a closure's variable")),
+        "WARNING",
+        "generation 3 was dropped but is still alive, held by: a list of 3; a closure's variable",
+    ),
+    (released(alive=True), "WARNING", "generation 3 was dropped but is still alive, held by: unknown"),
+    (
+        GenerationAbandoned(guard="nlp", generation=3, in_flight=2, drain_timeout=30.0),
+        "WARNING",
+        "generation 3 is abandoned: 2 of its calls outlasted drain_timeout=30 s; it is released when they end",
+    ),
+    (
+        MemoryTrimmed(
+            guard="nlp", bytes_before=900 * MB, bytes_after=600 * MB, trimmed_by="glibc", trim_error=None, seconds=0.012
+        ),
+        "INFO",
+        "trimmed, 300 MB returned to the system",
+    ),
+    (
+        PolicyFutile(guard="nlp", generation=3, policy="MemoryLimit('1 GB')", detail="too low"),
+        "WARNING",
+        "MemoryLimit('1 GB') is ignored for generation 3: too low",
+    ),
+    (
+        CallbackErrored(guard="nlp", callback="reload_on", error="KeyError: 'x'"),
+        "WARNING",
+        "reload_on raised KeyError: 'x'",
+    ),
+    (
+        BatchFinished(guard="nlp", size=8, waiting=5, wait_seconds=0.02, run_seconds=0.1, failed=2, reruns=6),
+        "DEBUG",
+        "a batch of 8 took 0.100 s; 5 wait",
+    ),
+    (
+        BatchErrored(guard="nlp", size=8, failed=2, error="ValueError: no", reruns=6),
+        "WARNING",
+        "a batch failed with ValueError: no; 6 of 8 items succeeded when they were run again",
+    ),
+    (
+        BatchErrored(guard="nlp", size=8, failed=8, error="ValueError: no", reruns=0),
+        "WARNING",
+        "a batch failed with ValueError: no; all 8 items fail",
+    ),
+    (
+        RequestsRefused(guard="nlp", full=3, late=0, open=0, expired=2, cancelled=0, waiting=7),
+        "WARNING",
+        "requests without a result: 3 queue full, 2 expired; 7 wait",
+    ),
+    (
+        CircuitOpened(guard="nlp", failures=5, retry_after=1.5, error="ValueError: no"),
+        "WARNING",
+        "circuit open after 5 failed batches, next try in 1.5 s: ValueError: no",
+    ),
+    (CircuitClosed(guard="nlp"), "INFO", "circuit closed"),
+]
+
+
+@pytest.mark.parametrize(("event", "level", "line"), LINES, ids=range(len(LINES)))
+def test_every_event_is_one_line(caplog: pytest.LogCaptureFixture, event: Event, level: str, line: str) -> None:
+    """Each event is one line on the logger ``modelguard``, a warning where somebody should look."""
+    with caplog.at_level(logging.DEBUG, "modelguard"):
+        emit(event)
+    assert [("modelguard", getattr(logging, level), f"nlp: {line}")] == caplog.record_tuples
+
+
+def test_every_kind_of_event_is_tried_here() -> None:
+    """No event is missing above."""
+    assert set(Event.__subclasses__()) == {type(event) for event, _, _ in LINES}
+
+
+def test_fields_travel_with_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Every field of the event is in the record, so a structured log needs no parsing."""
+    with caplog.at_level(logging.INFO, "modelguard"):
+        emit(released(alive=True, holders=("a list of 3",)))
+    (record,) = caplog.records
+    fields = {name: value for name, value in vars(record).items() if name.startswith("modelguard_")}
+    assert ("nlp", 3, 900 * MB, True, ("a list of 3",)) == (
+        fields["modelguard_guard"],
+        fields["modelguard_generation"],
+        fields["modelguard_bytes_before"],
+        fields["modelguard_alive"],
+        fields["modelguard_holders"],
+    )
+
+
+def test_what_nobody_listens_to_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
+    """The level is the application's business: at WARNING the everyday events cost nothing."""
+    with caplog.at_level(logging.WARNING, "modelguard"):
+        emit(released())
+        emit(released(alive=True))
+    assert 1 == len(caplog.records)
+
+
+def test_logging_is_left_to_the_application() -> None:
+    """No level is set, and no handler is added that writes."""
+    assert (logging.NOTSET, True) == (logger.level, logger.propagate)
+    assert [logging.NullHandler] == [
+        type(handler) for handler in logger.handlers if type(handler).__module__ == "logging"
+    ]
