@@ -35,6 +35,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
+#: Files whose tests share nothing: under xdist each test goes to whichever process is free. The tests of any other file
+#: stay together in one process, since they share a server, a build, or a library that takes long to import.
+INDEPENDENT = {
+    "test_celery.py",
+    "test_demo.py",
+    "test_docs.py",
+    "test_gunicorn.py",
+    "test_real_models.py",
+    "test_typing.py",
+    "test_uwsgi.py",
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Name the tests that have to run in the same process, where there is more than one."""
+    if not hasattr(config, "workerinput"):  # this is not a process of xdist's
+        return
+    for item in items:
+        if item.path.name not in INDEPENDENT:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _collections_are_short() -> None:

@@ -33,7 +33,7 @@ PACKAGES = {
 LOOK = 0.25
 #: Seconds between two lines on what happens.
 PACE = 10.0
-#: Seconds that the traffic goes on at most while a reload is due or under way: it takes long on a slow machine.
+#: Seconds that the traffic goes on at most until the guard has reloaded often enough: on a slow machine it takes longer.
 EXTRA = 60.0
 SHORTEST = 5.0
 
@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored, and means it
             signal.signal(number, signal.default_int_handler)
     try:
-        guarded, unguarded = compare(options.app_dir, options.seconds, options.growth)
+        guarded, unguarded = compare(options.app_dir, options.seconds, options.growth, options.reloads)
     except ServerFailed as failure:
         print(failure, file=sys.stderr)
         return FAILED
@@ -81,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--growth", type=_size, default="45 MB", help="growth at which the guard reloads, default: %(default)s"
     )
+    parser.add_argument(
+        "--reloads",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"go on for up to {EXTRA:g} s more until the guard has reloaded so often, default: %(default)s",
+    )
     folder = ROOT / "examples" / "fastapi_spacy"
     parser.add_argument("--app-dir", type=_services, default=folder, metavar="DIR", help="of app.py and unguarded.py")
     return parser
@@ -107,13 +114,14 @@ def _size(text: str) -> str:
     return text
 
 
-def compare(folder: Path, seconds: float, growth: str) -> tuple[Record, Record]:
+def compare(folder: Path, seconds: float, growth: str, reloads: int) -> tuple[Record, Record]:
     """Run both services under the same traffic.
 
     Args:
         folder: Where ``app.py`` and ``unguarded.py`` are.
-        seconds: Length of the traffic. It goes on for up to ``EXTRA`` more while a reload is due or under way.
+        seconds: Length of the traffic.
         growth: Growth of private memory after which the guard reloads, in words of ``MemoryGrowth``.
+        reloads: How many reloads there should be. The traffic goes on for up to ``EXTRA`` seconds until then.
 
     Returns:
         What was seen of the guarded server and of the unguarded one.
@@ -131,11 +139,11 @@ def compare(folder: Path, seconds: float, growth: str) -> tuple[Record, Record]:
             )
             servers[name] = stack.enter_context(server)
             warm_up(servers[name].port)
-        records = drive(servers, seconds)
+        records = drive(servers, seconds, reloads)
     return records[GUARDED], records[UNGUARDED]
 
 
-def drive(servers: Mapping[str, Server], seconds: float) -> Records:
+def drive(servers: Mapping[str, Server], seconds: float, reloads: int) -> Records:
     """Send the same requests to all servers, and look at them four times a second."""
     began, shown = time.perf_counter(), 0.0
     records = {name: Record(name, epoch=time.time()) for name in servers}
@@ -148,7 +156,8 @@ def drive(servers: Mapping[str, Server], seconds: float) -> Records:
                 record.samples.append(Sample(now, servers[name].private_bytes()))
                 record.outcomes = list(clients[name].outcomes)
                 record.events = _events(servers[name])
-            if not stopped and now >= seconds + (EXTRA if records[GUARDED].reload_pending() else 0):
+            enough = len(records[GUARDED].reloads()) >= reloads
+            if not stopped and now >= seconds + (0 if enough else EXTRA):
                 stopped = True
                 for each in clients.values():
                     each.stop(now)

@@ -79,15 +79,11 @@ class Record:
                 began=event["time"] - self.epoch - max(event["seconds"], event["waited_seconds"]),
                 ended=event["time"] - self.epoch,
                 freed=freed.get(event["generation"] - 1),
-                reasons=tuple(event["reasons"]),
+                reasons=tuple(text for _, text in event["reasons"]),
             )
             for event in self.events
             if event["event"] == "LoadFinished" and event["swap"] != "first"
         ]
-
-    def reload_pending(self) -> bool:
-        """Whether a reload is due or under way."""
-        return sum(event["event"] == "ReloadDue" for event in self.events) > len(self.reloads())
 
     def errors(self) -> list[str]:
         """What went wrong with requests, in the order in which they were due."""

@@ -65,8 +65,8 @@ def command(app_dir: Path, out: Path, *more: str) -> list[str]:
 
 
 def demo(app_dir: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run a demo of services that need no model to its end."""
-    quick = ("--growth", "1 kB", "--seconds", "5", *more)
+    """Run a demo to its end, by default of services that need no model."""
+    quick = ("--seconds", "5", "--reloads", "0", *more)
     return subprocess.run(command(app_dir, out, *quick), cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -101,7 +101,7 @@ def survivors(children: Sequence[psutil.Process]) -> list[psutil.Process]:
 def test_the_real_demo(tmp_path: Path) -> None:
     """A short run of the example's own services ends well, and leaves a picture, figures and a report behind."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    done = demo(ROOT / "examples" / "fastapi_spacy", tmp_path, "--seconds", "10", "--growth", "2 MB")
+    done = demo(ROOT / "examples" / "fastapi_spacy", tmp_path, "--seconds", "8", "--growth", "2 MB", "--reloads", "1")
     assert 0 == done.returncode, done.stderr
     assert before == {child.pid for child in psutil.Process().children(recursive=True)}
     assert b"\x89PNG\r\n\x1a\n" == (tmp_path / "demo.png").read_bytes()[:8]

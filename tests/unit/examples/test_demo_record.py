@@ -24,7 +24,7 @@ def finished(generation: int, time: float, swap: str, *, seconds: float = 1.0, w
         "swap": swap,
         "seconds": seconds,
         "waited_seconds": waited,
-        "reasons": ["Uses(3)"],
+        "reasons": [["uses", "Uses(3)"]],
     }
 
 

@@ -20,7 +20,10 @@ def records(*, reloads: int) -> dict[str, Record]:
     for number in range(1, reloads + 1):
         release = {"event": "GenerationReleased", "generation": number, "bytes_before": 9_000_000, "bytes_after": 0}
         load = {"event": "LoadFinished", "generation": number + 1, "time": 100.0 + 2 * number, "swap": "drain_first"}
-        guarded.events += [release, load | {"seconds": 0.5, "waited_seconds": 0.6, "reasons": ["MemoryGrowth('5 MB')"]}]
+        guarded.events += [
+            release,
+            load | {"seconds": 0.5, "waited_seconds": 0.6, "reasons": [["memory_growth", "MemoryGrowth('5 MB')"]]},
+        ]
     both = {GUARDED: guarded, UNGUARDED: Record(UNGUARDED)}
     for name, record in both.items():
         step = 0 if name == GUARDED else 1_000_000
