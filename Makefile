@@ -31,13 +31,15 @@ SPHINX := $(BIN)/python -m sphinx -E -n -W --keep-going -q -b html -d build/doct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest check docs coverage format bench bench-quick build clean
+.PHONY: help demo environment test test-lowest check docs coverage format bench bench-quick build clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: $(VENV)/.demo ## Run the guarded service beside the unguarded one; two minutes, a table and a PNG
 	$(BIN)/python -m examples.demo --out build/demo
+
+environment: $(VENV)/.dev ## Make the environment that the targets below need, and run nothing
 
 test: $(VENV)/.dev ## Run the tests; with ARGS in one process, as pytest does
 	$(BIN)/python -m pytest $(or $(ARGS),$(ALL))

@@ -33,7 +33,7 @@ PACKAGES = {
 LOOK = 0.25
 #: Seconds between two lines on what happens.
 PACE = 10.0
-#: Seconds that the traffic goes on at most until the guard has reloaded often enough: on a slow machine it takes longer.
+#: Seconds that the traffic goes on at most until the guard has reloaded often enough, on a slow machine.
 EXTRA = 60.0
 SHORTEST = 5.0
 
