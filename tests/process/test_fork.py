@@ -12,7 +12,7 @@ import pytest
 
 from modelguard import TTL, Uses, guard, pool, telemetry
 from modelguard.lifecycle.runtime import Runtime, use
-from modelguard.telemetry import Event, RecycleAsked
+from modelguard.telemetry import Event, Reason, RecycleAsked
 
 pytestmark = [
     pytest.mark.timeout(100),
@@ -168,7 +168,7 @@ def test_a_fork_from_inside_a_call_keeps_that_calls_lease() -> None:
 
 def test_a_shared_model_is_recycled_instead_of_reloaded(events: list[Event]) -> None:
     """In a prepared parent's child a due policy asks the server for a fresh worker, once; the model serves on."""
-    asked: list[tuple[str, ...]] = []
+    asked: list[tuple[Reason, ...]] = []
     guarded = guard(Model, reload_on=Uses(3), defer=0)
     who = guarded(lambda model: model.pid)
     who()
@@ -178,7 +178,7 @@ def test_a_shared_model_is_recycled_instead_of_reloaded(events: list[Event]) -> 
     def child() -> None:
         for _ in range(9):
             assert parent == who()
-        assert [("Uses(3)",)] == asked
+        assert [(Reason("uses", "Uses(3)"),)] == asked
         assert 0 == guarded.status().reloads
         assert 1 == len([event for event in events if isinstance(event, RecycleAsked)])
 

@@ -224,7 +224,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         model = self.use(lambda: lease.__enter__().record)
         if model is not None:
             # Each lease stands for another caller, whose context is not that of the next rule.
-            self.guard.engine.state.held.set(None)
+            self.guard.engine.state.enclosing.set(None)
             lease._token = None
             self.leases.append((lease, model))
 

@@ -18,8 +18,8 @@ import spacy
 from spacy.language import Language
 
 from modelguard import guard, telemetry
+from modelguard.adapters._spacy_zone import Stay, _zone_of
 from modelguard.adapters.spacy import Zoned, zoned
-from modelguard.adapters.spacy_zone import Stay, _zone_of
 
 pytestmark = [
     pytest.mark.timeout(60),

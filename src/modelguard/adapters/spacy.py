@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec
 from spacy.language import Language
 
 from modelguard import _units
-from modelguard.adapters.spacy_escape import refuse_escaped
-from modelguard.adapters.spacy_zone import Stay
+from modelguard.adapters._spacy_escape import refuse_escaped
+from modelguard.adapters._spacy_zone import Stay
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.lifecycle._wrappers import Guarded, plain_function
 from modelguard.lifecycle.guard import ModelGuard

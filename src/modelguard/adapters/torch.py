@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from modelguard.adapters.torch_bucketed import bucketed
-from modelguard.adapters.torch_buckets import pad_to_bucket
+from modelguard.adapters._torch_bucketed import bucketed
+from modelguard.adapters._torch_buckets import pad_to_bucket
 
 __all__ = ["ADAPTER", "bucketed", "pad_to_bucket"]
 

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.errors import LoadFailed, WouldDeadlock
-from modelguard.lifecycle import _deadlocks, _fork, _inline, _ticker
+from modelguard.lifecycle import _deadlocks, _fork, _inline, _misuse, _ticker
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._evaluator import Evaluator
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._recycling import Ask, Recycling
 from modelguard.lifecycle._release import drain_and_release, release_and_report
 from modelguard.lifecycle._reload import Reload
 from modelguard.lifecycle._resolve import resolve
-from modelguard.lifecycle._state import GuardState, LoadJob, Outcome
+from modelguard.lifecycle._state import GuardState, Outcome
 from modelguard.lifecycle._trimming import Trimmer
 from modelguard.lifecycle._waiting import Timeout, wait_for_load, wait_for_load_on_loop
 from modelguard.lifecycle.policies import subset
@@ -53,27 +54,21 @@ class Engine(Generic[M]):
 
     Attributes:
         guard: Options, state and runtime.
+        name: The guard's name.
+        state: The guard's state, to be read.
     """
 
     fork_rank = 1
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
-        self.guard = GuardContext(options, GuardState[M](options.name), runtime)
+        self.name = options.name
+        self.state: GuardState[M] = GuardState(options.name)
+        self.guard = GuardContext(options, self.state, runtime)
         self._evaluator = Evaluator(self.guard)
         self._trimmer = None if options.trim_schedule is None else Trimmer(options.trim_schedule, self.guard)
         self._recycling = Recycling(self.guard)
         _engines.add(self)
         _fork.register(self)
-
-    @property
-    def name(self) -> str:
-        """The guard's name."""
-        return self.guard.options.name
-
-    @property
-    def state(self) -> GuardState[M]:
-        """The guard's state, to be read."""
-        return self.guard.state
 
     def __repr__(self) -> str:
         return f"<Engine of guard {self.name!r}>"
@@ -146,6 +141,11 @@ class Engine(Generic[M]):
                     return result
                 generation.leases.append(None)  # besides the call's own, which ends now
                 return keep(generation, result)
+            except TypeError as error:
+                if (misuse := _misuse.wrong_arguments(error, wrapped, args, kwargs)) is not None:
+                    raise misuse from None  # says nothing about the model, so it does not count as its failure
+                failed = True
+                raise
             except Exception:
                 failed = True
                 raise

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._resolve import resolve
-from modelguard.lifecycle._state import LoadJob
 
 M = TypeVar("M")
 

@@ -25,12 +25,13 @@ def is_lazy(kind: type) -> bool:
 
 def keep(lease: Lease[Any], result: Any) -> Any:
     """Let a lazy result keep its lease until it ends, is closed, or is dropped."""
+    lease.detach()
     if isinstance(result, types.GeneratorType):
         return _LeasedGenerator(drive(lambda: lease, lambda _: result), lease)
     if isinstance(result, types.AsyncGeneratorType):
-        return adrive(lambda: _ready(lease), lambda _: result)
+        return adrive(lambda: lease, lambda _: result)
     if isinstance(result, types.CoroutineType):
-        return finish(lease, lambda _: result)
+        return finish(lease, result)
     if hasattr(result, "add_done_callback"):  # a future or task: returned as it is
         result.add_done_callback(lambda _: lease.end(failed=False))
         return result
@@ -44,6 +45,7 @@ def drive(take: Callable[[], Lease[Any]], start: Callable[[Any], Generator[Any, 
     why this spells out what ``yield from`` would do (PEP 380).
     """
     lease = take()
+    lease.detach()
     failed = False
     try:
         inner = lease.step(start, lease.model)
@@ -69,10 +71,12 @@ def drive(take: Callable[[], Lease[Any]], start: Callable[[Any], Generator[Any, 
 
 
 async def adrive(
-    take: Callable[[], Awaitable[Lease[Any]]], start: Callable[[Any], AsyncGenerator[Any, Any]]
+    take: Callable[[], Lease[Any] | Awaitable[Lease[Any]]], start: Callable[[Any], AsyncGenerator[Any, Any]]
 ) -> AsyncGenerator[Any, Any]:
     """:func:`drive` for asynchronous generators."""
-    lease = await take()
+    taken = take()
+    lease = taken if isinstance(taken, Lease) else await taken
+    lease.detach()
     failed = False
     try:
         inner = lease.step(start, lease.model)
@@ -97,15 +101,12 @@ async def adrive(
         lease.end(failed=failed)
 
 
-async def _ready(lease: Lease[Any]) -> Lease[Any]:
-    return lease
-
-
-async def finish(lease: Lease[Any], start: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
-    """Run a coroutine to its end on a lease, and end that too, even where the coroutine cannot be made."""
+async def finish(lease: Lease[Any], coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end on a lease, and end that too."""
     failed = False
+    lease.enter_taken()
     try:
-        return await lease.astep(start(lease.model))
+        return await coroutine
     except Exception:
         failed = True
         raise

@@ -59,6 +59,12 @@ class Lease(Generic[M]):
         return cls.of(engine, engine.enter(timeout))
 
     @classmethod
+    def take_now(cls, engine: Engine[M]) -> Lease[M] | None:
+        """Take a lease if that needs no waiting; None if it does."""
+        generation = engine.state.enter()
+        return None if generation is None else cls.of(engine, generation)
+
+    @classmethod
     async def atake(cls, engine: Engine[M], timeout: float | None = None) -> Lease[M]:
         """:meth:`take` without blocking the event loop."""
         return cls.of(engine, await engine.aenter(timeout))
@@ -87,7 +93,7 @@ class Lease(Generic[M]):
             self.end(failed=False)
 
     def enter_taken(self) -> M:
-        """Begin the block of a lease that was taken before; returns the model."""
+        """Begin the use of a lease that was taken before; returns the model. :meth:`end` ends it."""
         assert self._generation is not None  # noqa: S101 - it was taken and has not ended
         return self._begin(self._generation)
 
@@ -145,6 +151,10 @@ class Lease(Generic[M]):
         if self._epoch == state.epoch or (own and self._thread == threading.get_ident()):
             self._engine.leave(generation, failed=failed)
 
+    def detach(self) -> None:
+        """Let it outlive the context that it was taken in: a child that is forked meanwhile takes it again."""
+        self._engine.state.held_leases.add(self)
+
     def survives_fork(self) -> bool:
         """Whether a child that was just forked still uses it: the forking thread holds it, outside of any context."""
         return self._generation is not None and not self._enclosing and self._thread == threading.get_ident()
@@ -168,7 +178,6 @@ class Lease(Generic[M]):
         self._thread = threading.get_ident()
         self._epoch = state.epoch
         self._generation = generation
-        state.held_leases.add(self)
 
     def _raise_on_second_use(self) -> None:
         if self._entered:

@@ -14,8 +14,8 @@ from modelguard.environment import threads
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._resolve import resolve
-from modelguard.lifecycle._state import LoadJob
 
 if TYPE_CHECKING:
     from modelguard.telemetry import DiscardCause

@@ -10,9 +10,9 @@ from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
 from modelguard.lifecycle import _loading
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._readings import Readings
 from modelguard.lifecycle._release import drain_and_release, release
-from modelguard.lifecycle._state import LoadJob
 
 if TYPE_CHECKING:
     from modelguard.telemetry import DiscardCause, HostLockHeld, Swap

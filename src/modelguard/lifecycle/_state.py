@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._load_job import LoadJob
 
 if TYPE_CHECKING:
     from modelguard.telemetry import GenerationReleased, Reason
@@ -42,31 +43,6 @@ class HeldLease(Protocol):
     def retake_in_child(self) -> None:
         """Take it again in that child."""
         ...
-
-
-class LoadJob:
-    """One load under way, from the request to the release of the generation that it replaces.
-
-    Attributes:
-        reasons: Why it was requested.
-        urgent: Somebody asked for it explicitly, so it does not wait for a quiet moment.
-        after_call: It was requested at the end of a call, where a pause between calls may begin.
-        replaces: There is a current generation that it has yet to replace.
-        covers: The last request that its load answers; later ones make that load stale. None before the load begins.
-        threads: Identities of the threads that do its work, to detect a load that waits for itself.
-    """
-
-    __slots__ = ("after_call", "covers", "reasons", "replaces", "threads", "urgent")
-
-    def __init__(
-        self, reasons: tuple[Reason, ...], *, urgent: bool, replaces: bool = False, after_call: bool = False
-    ) -> None:
-        self.reasons = reasons
-        self.urgent = urgent
-        self.after_call = after_call
-        self.replaces = replaces
-        self.covers: int | None = None
-        self.threads: set[int] = set()
 
 
 class GuardState(Generic[M]):
@@ -114,7 +90,7 @@ class GuardState(Generic[M]):
 
         :meth:`Engine.wrapper` writes out the common case of this.
         """
-        outer = self.enclosing_generation()
+        outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:
             generation = self.current if outer is None or outer.dropped else outer
             if generation is not None:
@@ -128,8 +104,11 @@ class GuardState(Generic[M]):
 
     def nest(self, generation: Generation[M]) -> Enclosing:
         """Make what the context holds while a call runs on ``generation``."""
-        outer = tuple(self.enclosing.get() or ())
-        return [generation, outer[1] + 1 if outer and outer[0] is generation else 1]
+        outer = self.enclosing.get()
+        if not outer:
+            return [generation, 1]
+        both = tuple(outer)  # one read, as above
+        return [generation, both[1] + 1 if both and both[0] is generation else 1]
 
     @contextmanager
     def running_on(self, generation: Generation[M]) -> Iterator[None]:

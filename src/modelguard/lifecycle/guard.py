@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
+from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._wrappers import decorate, owner_of
@@ -63,6 +65,14 @@ class ModelGuard(Generic[M]):
     def __repr__(self) -> str:
         return f"<ModelGuard {self.name!r} {self._state()}>"
 
+    if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: it is the guard, not the model. Decorate a "
+                f"function that takes the model, or write: with guard.lease() as model: model.{name}"
+            )
+
     # Use
 
     @overload
@@ -83,7 +93,8 @@ class ModelGuard(Generic[M]):
         Raises:
             InvalidOption: It is not a function, or has no parameter to take the model.
         """
-        return decorate(self.engine, function, owner=self)
+        in_use = _misuse.in_use(sys.getrefcount(function))
+        return decorate(self.engine, function, owner=self, in_use=in_use)
 
     def lease(self, timeout: _units.Duration | None = None) -> Lease[M]:
         """Use the model for a block: ``with guard.lease() as model:``, or ``async with`` without blocking the loop.

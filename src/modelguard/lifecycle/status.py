@@ -1,4 +1,4 @@
-"""What guards and pools tell of themselves on request."""
+"""The figures of guards and pools at one moment."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Status:
     Attributes:
         name: The guard's name.
         state: ``new`` (never loaded), ``loading`` (for the first time), ``ready``, ``reloading`` (the old generation
-            serves meanwhile), ``draining`` (none serves while the model is replaced), ``degraded`` (the last reload
-            failed, the old generation serves on), ``failed`` (none serves), ``closed``.
-        generation: Number of the serving generation, 0 if none serves.
-        age: Seconds that it has served.
+            takes calls meanwhile), ``draining`` (calls wait while the model is replaced), ``degraded`` (the last reload
+            failed, and the old generation takes calls), ``failed`` (there is no model), ``closed``.
+        generation: Number of the current generation, 0 if there is none.
+        age: Seconds since it began to take calls.
         uses: Calls that have ended on it.
         in_flight: Calls that run now, on it or on generations that are being drained.
         reloads: Loads in this process that replaced a generation.
-        failures: Loads in a row that have failed.
-        last_error: The last of these failures in one line.
+        failures: Consecutive loads that have failed.
+        last_error: The latest of these failures in one line.
         model_bytes: Size of the model in bytes, as measured at its load.
-        last_release: What the release of the last replaced generation gave back.
+        last_release: The event of the latest release of a replaced generation.
     """
 
     name: str
@@ -53,12 +53,12 @@ class PoolStatus(Generic[K]):
 
     Attributes:
         name: The pool's name.
-        models: Size in bytes of each model that is loaded.
+        models: Size in bytes of each loaded model.
         in_flight: Leases that run now.
         used: Bytes of the budget in use.
         max_memory: The budget in bytes.
         loads: Loads that have succeeded.
-        evictions: Models released to make room or because their time was over.
+        evictions: Models released to make room or because of their ``ttl``.
     """
 
     name: str

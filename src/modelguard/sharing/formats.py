@@ -47,9 +47,9 @@ class Format(Protocol):
 
 # Kind -> module that holds its `FORMAT`. Names, so that nothing is imported here.
 _MODULES = {
-    "torch": "modelguard.adapters.torch_weights",
-    "numpy": "modelguard.adapters.numpy_weights",
-    "pickle": "modelguard.adapters.joblib_weights",
+    "torch": "modelguard.adapters._torch_weights",
+    "numpy": "modelguard.adapters._numpy_weights",
+    "pickle": "modelguard.adapters._joblib_weights",
 }
 # Classes, as they call themselves -> kind of the format that writes them, or mappings of names to them.
 _MODELS = {"torch.nn.modules.module.Module": "torch", "numpy.ndarray": "numpy"}

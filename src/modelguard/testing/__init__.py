@@ -10,22 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from modelguard.testing.clock import Clock
+    from modelguard.testing._clock import Clock
+    from modelguard.testing._growth import assert_no_growth
+    from modelguard.testing._loader import Loader, Model
     from modelguard.testing.env import Env, Finished
     from modelguard.testing.forked import assert_shared_after_fork
-    from modelguard.testing.growth import assert_no_growth
-    from modelguard.testing.loader import Loader, Model
 
 __all__ = ["Clock", "Env", "Finished", "Loader", "Model", "assert_no_growth", "assert_shared_after_fork"]
 
 # pytest loads the plugin in every run, also in those of tests that use nothing of this.
 _LATER = {
-    "Clock": "clock",
+    "Clock": "_clock",
     "Env": "env",
     "Finished": "env",
-    "Loader": "loader",
-    "Model": "loader",
-    "assert_no_growth": "growth",
+    "Loader": "_loader",
+    "Model": "_loader",
+    "assert_no_growth": "_growth",
     "assert_shared_after_fork": "forked",
 }
 

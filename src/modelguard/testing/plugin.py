@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from modelguard.testing.clock import Clock
+    from modelguard.testing._clock import Clock
+    from modelguard.testing._loader import Loader
     from modelguard.testing.env import Env
-    from modelguard.testing.loader import Loader
 
 __all__ = ["modelguard_clock", "modelguard_env", "modelguard_loader", "modelguard_off"]
 
@@ -23,8 +23,8 @@ _MARKER = (
 @pytest.fixture
 def modelguard_clock(request: pytest.FixtureRequest) -> Iterator[Clock]:
     """Time, memory and chance for the guards and pools that the test makes; nothing sleeps."""
-    from modelguard.testing.clock import Clock
-    from modelguard.testing.loader import let_all_go
+    from modelguard.testing._clock import Clock
+    from modelguard.testing._loader import let_all_go
 
     clock = Clock(request.node.nodeid)
     clock.install()
@@ -38,7 +38,7 @@ def modelguard_loader(request: pytest.FixtureRequest) -> Iterator[Loader]:
     """A loader that counts, delays and fails as told, and knows which of its models are alive."""
     import time
 
-    from modelguard.testing.loader import Loader, let_all_go
+    from modelguard.testing._loader import Loader, let_all_go
 
     clocked = "modelguard_clock" in request.fixturenames
     sleep = request.getfixturevalue("modelguard_clock")._sleep if clocked else time.sleep  # noqa: SLF001
@@ -54,7 +54,7 @@ def modelguard_off(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
             "modelguard_off takes the policies away that modelguard_clock drives: ask for one of the two",
             pytrace=False,
         )
-    from modelguard.testing.off import Off
+    from modelguard.testing._off import Off
 
     off = Off()
     off.install(monkeypatch)

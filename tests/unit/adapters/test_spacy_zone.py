@@ -17,8 +17,8 @@ import pytest
 spacy = pytest.importorskip("spacy")
 
 from modelguard import ModelGuard, guard  # noqa: E402 - after the check above
+from modelguard.adapters._spacy_zone import Zone, _zone_of  # noqa: E402
 from modelguard.adapters.spacy import Zoned, zoned  # noqa: E402
-from modelguard.adapters.spacy_zone import Zone, _zone_of  # noqa: E402
 from modelguard.errors import Overloaded  # noqa: E402
 from modelguard.lifecycle.runtime import Runtime  # noqa: E402
 

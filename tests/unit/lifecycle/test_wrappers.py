@@ -260,7 +260,7 @@ class TestWhatCannotBeDecorated:
     @pytest.mark.parametrize("value", [Service, 3, None, "words"])
     def test_what_is_no_function(self, value: Any) -> None:
         """Classes and values are refused where the decorator stands."""
-        with pytest.raises(InvalidOption, match="a guard decorates functions"):
+        with pytest.raises(InvalidOption, match="must be a function"):
             nlp(value)
 
     @pytest.mark.parametrize("function", [lambda: None, lambda *, model: model], ids=["none", "keyword only"])

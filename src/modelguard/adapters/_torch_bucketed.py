@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 import torch
 import wrapt
 
-from modelguard.adapters import torch_buckets
-from modelguard.adapters.torch_buckets import RoundUp
+from modelguard.adapters import _torch_buckets
+from modelguard.adapters._torch_buckets import RoundUp
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle._wrappers import plain_function
 
@@ -69,7 +69,7 @@ def bucketed(
     if not inputs or not all(isinstance(name, str) for name in inputs):
         why = "the names of the parameters to pad are needed"
         raise InvalidOption("inputs", inputs, why=why, fix='Write @bucketed("x").')
-    up = torch_buckets.rounding(multiple, sizes, growth)
+    up = _torch_buckets.rounding(multiple, sizes, growth)
     where = dim if cut == "same" else cut
     _check_options(dim, value, where)
     shape = _Shape(inputs, up, dim, value, mask, lengths, where)
@@ -219,11 +219,11 @@ class _Shape:
         padded = self.up(length)
         first = next(iter(tensors.values()))
         for name, tensor in tensors.items():
-            given.put(name, torch_buckets.pad(tensor, padded, self.dim, self.value))
+            given.put(name, _torch_buckets.pad(tensor, padded, self.dim, self.value))
         if self.mask is not None:
-            given.put(self.mask, torch_buckets.masked(first, self.dim, padded, given.get(self.mask)))
+            given.put(self.mask, _torch_buckets.masked(first, self.dim, padded, given.get(self.mask)))
         if self.lengths is not None and given.get(self.lengths) is None:
-            given.put(self.lengths, torch.full(torch_buckets.batch(first, self.dim), length, device=first.device))
+            given.put(self.lengths, torch.full(_torch_buckets.batch(first, self.dim), length, device=first.device))
         return _Cut(length, padded)
 
     def _length(self, tensors: Mapping[str, Any]) -> int:

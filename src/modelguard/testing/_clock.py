@@ -17,7 +17,7 @@ from modelguard.lifecycle._host_lock import Held, HostLock
 from modelguard.lifecycle._pool_engine import pool_engines
 from modelguard.lifecycle._ticker import TICKER
 from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
-from modelguard.testing import loader
+from modelguard.testing._loader import any_held
 
 __all__ = ["Clock"]
 
@@ -205,7 +205,7 @@ class Clock:
 
     def _waits_for_the_test(self) -> bool:
         drains = any(old.leases for engine in engines() for old in tuple(engine.state.draining))
-        return drains or loader.any_held()
+        return drains or any_held()
 
     # The runtime
 

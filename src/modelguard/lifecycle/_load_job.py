@@ -1,0 +1,33 @@
+"""One load under way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modelguard.telemetry import Reason
+
+
+class LoadJob:
+    """A load, from the request to the release of the generation that it replaces.
+
+    Attributes:
+        reasons: Why it was requested.
+        urgent: Somebody asked for it explicitly, so it does not wait for a quiet moment.
+        after_call: It was requested at the end of a call, where a pause between calls may begin.
+        replaces: There is a current generation that it has yet to replace.
+        covers: The last request that its load answers; later ones make that load stale. None before the load begins.
+        threads: Identities of the threads that do its work, to detect a load that waits for itself.
+    """
+
+    __slots__ = ("after_call", "covers", "reasons", "replaces", "threads", "urgent")
+
+    def __init__(
+        self, reasons: tuple[Reason, ...], *, urgent: bool, replaces: bool = False, after_call: bool = False
+    ) -> None:
+        self.reasons = reasons
+        self.urgent = urgent
+        self.after_call = after_call
+        self.replaces = replaces
+        self.covers: int | None = None
+        self.threads: set[int] = set()

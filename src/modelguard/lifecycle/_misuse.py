@@ -1,0 +1,95 @@
+"""Likely mistakes in the use of a decorated function, found and explained."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from modelguard.errors import InvalidOption
+
+#: Objects of web frameworks that hold the functions which they call: the module and name of each class.
+_HOLDERS = (("starlette.routing", "Route"), ("flask", "Flask"), ("flask", "Blueprint"))
+
+
+def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, kwargs: Any) -> TypeError | None:
+    """Explain a call that does not fit a decorated function's signature.
+
+    Args:
+        error: What the call raised.
+        function: The function itself, whose first parameter takes the model.
+        args: What the caller gave, without the model.
+        kwargs: The same.
+
+    Returns:
+        The error to raise instead, or None if the function accepted its arguments and raised ``error`` itself.
+    """
+    traceback = error.__traceback__
+    if traceback is None or traceback.tb_next is not None:  # a frame of the function was entered
+        return None
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # many built-in functions have none
+        return None
+    seen_by_callers = signature.replace(parameters=list(signature.parameters.values())[1:])
+    try:
+        seen_by_callers.bind(*args, **kwargs)
+    except TypeError as misfit:
+        name = getattr(function, "__qualname__", repr(function))
+        return TypeError(
+            f"{name}{seen_by_callers}: {misfit}. The guard passes the model as the first argument: leave the model out "
+            f"of the call, and give the function a parameter for it."
+        )
+    return None
+
+
+def check_not_routed(function: Any) -> None:
+    """Check that no web framework calls ``function`` without the decorator that is about to be put on it.
+
+    ``@nlp`` above ``@app.get(...)`` decorates too late: the framework has registered the plain function, takes the
+    model for a parameter of the request, and answers 422. The search takes milliseconds, so it is made only for
+    functions that are :func:`in_use`.
+
+    Raises:
+        InvalidOption: It is registered as the handler of a route.
+    """
+    kinds = tuple(vars(sys.modules[module])[name] for module, name in _HOLDERS if module in sys.modules)
+    if not kinds or not isinstance(function, FunctionType):
+        return
+    # By their types and not by isinstance(): objects that pose as others may run code of their own.
+    everything = gc.get_objects()
+    matching = {kind for kind in set(map(type, everything)) if issubclass(kind, kinds)}
+    holders = (one for one in everything if type(one) in matching)
+    holder = next((one for one in holders if _calls(one, function)), None)
+    if holder is not None:
+        raise InvalidOption(
+            "function",
+            function,
+            why=f"is already registered with {type(holder).__module__.partition('.')[0]}, which would call it without "
+            "the model",
+            fix="Put the guard's decorator below the route's, next to the def.",
+        )
+
+
+def in_use(references: int) -> bool:
+    """Whether somebody else refers to a function that a decorator's ``__call__`` got, by ``sys.getrefcount`` there."""
+    return references > _FRESH
+
+
+class _CountReferences:
+    """A decorator that is called like a guard."""
+
+    def __call__(self, function: Any, /) -> int:
+        return sys.getrefcount(function)
+
+
+@_CountReferences()
+def _FRESH() -> None: ...  # noqa: N802 - the count that this interpreter gives for a function that nobody else knows
+
+
+def _calls(holder: Any, function: FunctionType) -> bool:
+    handlers = vars(holder).get("view_functions", {}).values()  # Flask's, by name
+    return vars(holder).get("endpoint") is function or any(handler is function for handler in handlers)

@@ -1,0 +1,209 @@
+"""Likely mistakes around decorated functions: each gets a message that says what to write."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from flask import Flask
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from modelguard import ModelGuard, batched
+from modelguard.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from tests.unit.lifecycle.world import World
+
+
+@pytest.fixture
+def nlp(world: World) -> ModelGuard[Any]:
+    made = world.guard()
+    made.load()
+    return made
+
+
+def functions(nlp: ModelGuard[Any]) -> list[Callable[..., Any]]:
+    """One decorated function of each kind, all of the same signature."""
+
+    @nlp
+    def function(_model: Any, text: str) -> str:
+        return text
+
+    @nlp
+    async def coroutine(_model: Any, text: str) -> str:
+        return text
+
+    class Service:
+        @nlp
+        def method(self, _model: Any, text: str) -> str:
+            return text
+
+        @nlp
+        async def async_method(self, _model: Any, text: str) -> str:
+            return text
+
+    return [function, coroutine, Service().method, Service().async_method]
+
+
+def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = function(*args, **kwargs)
+    return asyncio.run(result) if asyncio.iscoroutine(result) else result
+
+
+class TestWrongArguments:
+    @pytest.mark.parametrize("kind", range(4))
+    @pytest.mark.parametrize(
+        ("args", "kwargs", "says"),
+        [
+            ((), {}, "missing a required argument: 'text'"),
+            (("model by hand", "a"), {}, "too many positional arguments"),
+            (("a",), {"txet": 1}, "unexpected keyword argument 'txet'"),
+        ],
+    )
+    def test_are_explained_as_the_caller_sees_the_function(
+        self, nlp: ModelGuard[Any], kind: int, args: Any, kwargs: Any, says: str
+    ) -> None:
+        """The message shows the signature without the model, and says that the guard passes the model."""
+        with pytest.raises(TypeError, match=rf"\(text: 'str'\).*: .*{says}.*The guard passes the model") as error:
+            call(functions(nlp)[kind], *args, **kwargs)
+        assert error.value.__cause__ is None
+
+    @pytest.mark.parametrize("kind", range(4))
+    def test_do_not_count_against_the_model(self, nlp: ModelGuard[Any], kind: int) -> None:
+        """A call that never reached the function is no reason for the policy ``Errors``."""
+        with pytest.raises(TypeError):
+            call(functions(nlp)[kind])
+        current = nlp.engine.state.current
+        assert current is not None
+        assert (0, 0) == (current.errors, nlp.status().in_flight)
+
+    def test_of_a_function_without_a_parameter_for_the_model(self, nlp: ModelGuard[Any]) -> None:
+        """It says that the function needs one."""
+        with pytest.raises(TypeError, match="give the function a parameter for it"):
+            nlp(lambda text: text)("a")
+
+    @pytest.mark.parametrize("kind", range(4))
+    def test_of_a_call_inside_the_function_are_its_own(self, nlp: ModelGuard[Any], kind: int) -> None:
+        """A TypeError that the function raises passes unchanged, and counts as its failure."""
+
+        def fails(_model: Any, text: str) -> str:
+            return text + 1  # type: ignore[operator]
+
+        async def fails_later(_model: Any, text: str) -> str:
+            return text + 1  # type: ignore[operator]
+
+        with pytest.raises(TypeError, match="can only concatenate"):
+            call(nlp(fails if kind % 2 == 0 else fails_later), "a")
+        current = nlp.engine.state.current
+        assert current is not None
+        assert 1 == current.errors
+
+    def test_of_a_built_in_function_are_its_own(self, nlp: ModelGuard[Any]) -> None:
+        """What has no signature keeps the message that Python gives it."""
+        with pytest.raises(TypeError, match=r"^(?!.*guard passes)"):
+            nlp(iter)()
+
+
+class TestDecorators:
+    def test_twice_by_one_guard(self, nlp: ModelGuard[Any]) -> None:
+        """Two decorations by one guard would pass the model twice."""
+        with pytest.raises(InvalidOption, match="is decorated by this guard already"):
+            nlp(nlp(lambda model: model))
+
+    def test_by_two_guards_is_meant(self, world: World) -> None:
+        """A function may need two models: the inner guard passes the first one."""
+        first, second = world.guard(lambda: "first"), world.guard(lambda: "second")
+        assert ("first", "second", "text") == second(first(lambda *args: args))("text")
+
+    def test_above_batched(self, nlp: ModelGuard[Any]) -> None:
+        """A batched function takes one item: the guard belongs below."""
+        with pytest.raises(InvalidOption, match=r"Put @batched\(...\) above the guard's decorator"):
+            nlp(batched(max_size=2)(lambda items: items))
+
+
+apps: list[Any] = []
+
+
+def fastapi(path: str) -> Callable[[Any], Any]:
+    from fastapi import FastAPI
+
+    app = FastAPI()
+    apps.append(app)
+    route: Callable[[Any], Any] = app.get(path)
+    return route
+
+
+def flask(path: str) -> Callable[[Any], Any]:
+    app = Flask("app")
+    apps.append(app)
+    route: Callable[[Any], Any] = app.get(path)
+    return route
+
+
+def starlette(path: str) -> Callable[[Any], Any]:
+    app = Starlette()
+    apps.append(app)
+
+    def route(function: Any) -> Any:
+        app.router.routes.append(Route(path, function))
+        return function
+
+    return route
+
+
+class TestRoutes:
+    @pytest.mark.parametrize("framework", [fastapi, flask, starlette])
+    def test_below_the_guard_are_found(self, nlp: ModelGuard[Any], framework: Callable[[str], Any]) -> None:
+        """A route that is registered below the guard would call the function without a model."""
+        name = re.escape(framework.__name__)
+        with pytest.raises(InvalidOption, match=f"registered with {name}.*below the route's"):
+
+            @nlp
+            @framework("/words")
+            def words(model: Any, request: Any) -> str:
+                return ""
+
+    @pytest.mark.parametrize("framework", [fastapi, flask, starlette])
+    def test_above_the_guard_are_right(self, nlp: ModelGuard[Any], framework: Callable[[str], Any]) -> None:
+        """The other order is the way to do it, also for a function that a module has by its name."""
+
+        def length(_model: Any, text: str) -> int:
+            return len(text)
+
+        assert 3 == framework("/length")(nlp(length))("abc")
+
+
+class TestTheGuardIsNotTheModel:
+    @pytest.mark.parametrize("name", ["pipe", "predict", "vocab", "__wrapped__"])
+    def test_what_it_lacks_is_explained(self, nlp: ModelGuard[Any], name: str) -> None:
+        """``nlp.pipe`` is the model's: the error says how to get at the model."""
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}': it is the guard, not the model"):
+            getattr(nlp, name)
+        assert not hasattr(nlp, name)
+
+    def test_a_model_instead_of_a_loader(self, world: World) -> None:
+        """A model of a known library is refused where a loader is needed, although it can be called."""
+        torch = pytest.importorskip("torch")
+        with pytest.raises(InvalidOption, match="is a model itself; the guard needs a function that makes one"):
+            world.guard(torch.nn.Linear(2, 2))
+
+
+def test_generators_keep_pythons_own_message(nlp: ModelGuard[Any]) -> None:
+    """Generator functions are called at their first step; what does not fit is raised there."""
+
+    @nlp
+    def numbers(_model: Any, count: int) -> Iterator[int]:
+        yield from range(count)
+
+    @nlp
+    async def later(_model: Any, count: int) -> AsyncIterator[int]:
+        yield count
+
+    with pytest.raises(TypeError, match="numbers"):
+        list(numbers())  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="later"):
+        asyncio.run(anext(later()))  # type: ignore[call-arg, arg-type]
