@@ -43,7 +43,6 @@ INDEPENDENT = {
     "test_docs.py",
     "test_gunicorn.py",
     "test_real_models.py",
-    "test_typing.py",
     "test_uwsgi.py",
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from examples._driver import Server, ServerFailed, megabytes, running
 from examples.demo import report, serve
-from examples.demo.record import Record, Records, Sample
+from examples.demo.record import Record, Sample
 from examples.demo.traffic import Clients, warm_up
 
 from modelguard import MemoryGrowth
@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("Interrupted; both servers have been stopped.", file=sys.stderr)
         return INTERRUPTED
     report.write(options.out, options.growth, guarded, unguarded)
-    print(f"\n{report.comparison({GUARDED: guarded, UNGUARDED: unguarded})}\n\n{report.reloads(guarded)}\n")
+    print(f"\n{report.comparison(guarded, unguarded)}\n\n{report.reloads(guarded)}\n")
     print(*(options.out / name for name in ("demo.png", "report.md", "demo.json")), sep="\n")
     if errors := guarded.errors():
         count = f"{len(errors)} of {len(guarded.outcomes)} requests"
@@ -143,7 +143,7 @@ def compare(folder: Path, seconds: float, growth: str, reloads: int) -> tuple[Re
     return records[GUARDED], records[UNGUARDED]
 
 
-def drive(servers: Mapping[str, Server], seconds: float, reloads: int) -> Records:
+def drive(servers: Mapping[str, Server], seconds: float, reloads: int) -> dict[str, Record]:
     """Send the same requests to all servers, and look at them four times a second."""
     began, shown = time.perf_counter(), 0.0
     records = {name: Record(name, epoch=time.time()) for name in servers}
@@ -179,10 +179,10 @@ def _events(server: Server) -> list[dict[str, object]]:
 
 
 def _sentence(record: Record) -> str:
-    figures = record.summary()
+    figures = record.figures()
     return (
-        f"; {record.name}: {megabytes(record.samples[-1].private)}, {figures.requests} requests, "
-        f"p99 {report.milliseconds(figures.p99)}, {len(figures.reloads)} reloads"
+        f"; {record.name}: {megabytes(record.samples[-1].private)}, {figures['requests']} requests, "
+        f"p99 {report.milliseconds(figures['p99'])}, {len(figures['reloads'])} reloads"
     )
 
 

@@ -89,9 +89,9 @@ def _latencies(figure: "FigureBase", guarded: Record, unguarded: Record, reloads
     for number, (axes, reload) in enumerate(zip(every, shown, strict=True), start=1):
         for record, colour in ((unguarded, ORANGE), (guarded, BLUE)):
             _scatter(axes, record, reload, colour)
-        axes.axvspan(0, reload.seconds, color=BLUE, alpha=0.15, linewidth=0)
+        axes.axvspan(0, (reload.ended - reload.began), color=BLUE, alpha=0.15, linewidth=0)
         axes.set_title(f"reload {number}, at {reload.began:.0f} s", fontsize=9)
-        axes.set_xlim(-AROUND - MARGIN, reload.seconds + AROUND + MARGIN)
+        axes.set_xlim(-AROUND - MARGIN, (reload.ended - reload.began) + AROUND + MARGIN)
         axes.xaxis.set_major_locator(MultipleLocator(2))
     every[0].set_yscale("log")
     every[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -2,9 +2,9 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from examples.demo.traffic import Outcome
 
@@ -14,16 +14,14 @@ EDGE = 5
 SLACK = 0.3
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """One reading of a server's private memory: the seconds after the start, and bytes."""
 
     time: float
     private: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reload:
+class Reload(NamedTuple):
     """One replacement of the model.
 
     Attributes:
@@ -39,14 +37,10 @@ class Reload:
     freed: int | None
     reasons: tuple[str, ...]
 
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.began
-
-    def slowest(self, outcomes: Sequence[Outcome]) -> float:
-        """Seconds of the slowest request that was under way meanwhile; NaN if none was."""
+    def slowest(self, outcomes: Sequence[Outcome]) -> float | None:
+        """Seconds of the slowest request that was under way meanwhile, if one was."""
         met = (one.latency for one in outcomes if one.due <= self.ended and one.due + one.latency >= self.began)
-        return max(met, default=math.nan)
+        return max(met, default=None)
 
 
 @dataclass
@@ -56,7 +50,7 @@ class Record:
     Attributes:
         name: The server.
         samples: Its private memory.
-        outcomes: Its requests, in no order while the run lasts.
+        outcomes: Its requests, in no order.
         events: What modelguard reported in its process, as the events' fields and ``event``, their name.
         epoch: ``time.time()`` at the start, which places the events in the run.
     """
@@ -87,59 +81,38 @@ class Record:
 
     def errors(self) -> list[str]:
         """What went wrong with requests, in the order in which they were due."""
-        outcomes = sorted(self.outcomes, key=lambda outcome: outcome.due)
-        return [f"at {outcome.due:.1f} s: {outcome.error}" for outcome in outcomes if outcome.error is not None]
+        return [
+            f"at {one.due:.1f} s: {one.error}" for one in sorted(self.outcomes, key=lambda one: one.due) if one.error
+        ]
 
-    def summary(self) -> "Summary":
-        """The figures so far."""
-        outcomes = list(self.outcomes)  # other threads append
-        latencies = sorted(outcome.latency for outcome in outcomes if outcome.error is None)
-        reloads = self.reloads()
+    def figures(self) -> dict[str, Any]:
+        """The figures so far: private memory in bytes, latencies in seconds (None before the first answer)."""
+        latencies = sorted(one.latency for one in self.outcomes if one.error is None)
         # At the edges only readings with a whole model: a run may begin or end in the middle of a reload.
+        reloads = self.reloads()
         whole = [
             sample.private
             for sample in self.samples
             if not any(reload.began - SLACK <= sample.time <= reload.ended + SLACK for reload in reloads)
         ]
-        return Summary(
-            private_start=int(statistics.median(whole[:EDGE] or [0])),
-            private_end=int(statistics.median(whole[-EDGE:] or [0])),
-            private_highest=max((sample.private for sample in self.samples), default=0),
-            requests=len(outcomes),
-            failed=sum(outcome.error is not None for outcome in outcomes),
-            p50=percentile(latencies, 50),
-            p99=percentile(latencies, 99),
-            slowest=latencies[-1] if latencies else math.nan,
-            reloads=tuple(reloads),
-        )
+        start, end = (int(statistics.median(edge or [0])) for edge in (whole[:EDGE], whole[-EDGE:]))
+        return {
+            "private_start": start,
+            "private_end": end,
+            "private_highest": max((sample.private for sample in self.samples), default=0),
+            "growth": end - start,
+            "requests": len(self.outcomes),
+            "failed": len(self.outcomes) - len(latencies),
+            "p50": percentile(latencies, 50),
+            "p99": percentile(latencies, 99),
+            "slowest": percentile(latencies, 100),
+            "reloads": [reload._asdict() for reload in reloads],
+        }
 
 
-Records = Mapping[str, Record]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The figures of one server: private memory in bytes, latencies in seconds (NaN before the first answer)."""
-
-    private_start: int
-    private_end: int
-    private_highest: int
-    requests: int
-    failed: int
-    p50: float
-    p99: float
-    slowest: float
-    reloads: tuple[Reload, ...]
-
-    @property
-    def growth(self) -> int:
-        """Bytes from the start to the end."""
-        return self.private_end - self.private_start
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest of the ascending values that at least ``percent`` of them do not exceed; NaN if there are none."""
-    return ordered[math.ceil(len(ordered) * percent / 100) - 1] if ordered else math.nan
+def percentile(ordered: Sequence[float], percent: float) -> float | None:
+    """The smallest of the ascending values that at least ``percent`` of them do not exceed."""
+    return ordered[math.ceil(len(ordered) * percent / 100) - 1] if ordered else None
 
 
 def differing(left: Record, right: Record) -> int:

@@ -1,18 +1,16 @@
 """What the demo leaves behind: ``demo.json``, ``demo.png`` and ``report.md``."""
 
 import json
-import math
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from examples._driver import megabytes
 from examples.demo import plot, traffic
-from examples.demo.record import Record, Records, differing
+from examples.demo.record import Record, differing
 
 Row = tuple[str, ...]
 
@@ -51,20 +49,19 @@ Two uvicorn servers, each with a FastAPI service around ja_ginza. One of them gu
 
 def write(folder: Path, growth: str, guarded: Record, unguarded: Record) -> None:
     """Write all three files into ``folder``, which is made if need be."""
-    records = {record.name: record for record in (guarded, unguarded)}
     folder.mkdir(parents=True, exist_ok=True)
-    figures = json.dumps(as_dict(growth, guarded, unguarded), indent=1)
-    (folder / "demo.json").write_text(figures + "\n", encoding="utf-8")
+    text = json.dumps(as_dict(growth, guarded, unguarded), indent=1)
+    (folder / "demo.json").write_text(text + "\n", encoding="utf-8")
     plot.draw(guarded, unguarded, folder / "demo.png", growth=growth)
-    summary, different = unguarded.summary(), differing(guarded, unguarded)
+    figures, different = unguarded.figures(), differing(guarded, unguarded)
     text = _REPORT.format(
         growth=growth,
         seconds=guarded.samples[-1].time,
-        comparison=comparison(records),
+        comparison=comparison(guarded, unguarded),
         reloads=reloads(guarded),
         answers=f"**{different} answers differ.**" if different else "Both servers gave the same answers.",
         words=traffic.WORDS,
-        per_word=summary.growth / 1e3 / max(1, summary.requests * traffic.WORDS),
+        per_word=figures["growth"] / 1e3 / max(1, figures["requests"] * traffic.WORDS),
         burst=traffic.BURST,
         gap=traffic.GAP,
         spacing=traffic.SPACING * 1e3,
@@ -75,69 +72,49 @@ def write(folder: Path, growth: str, guarded: Record, unguarded: Record) -> None
 
 def as_dict(growth: str, guarded: Record, unguarded: Record) -> dict[str, Any]:
     """Everything that was seen, fit for JSON: bytes and seconds."""
-    return {
-        "growth": growth,
-        "machine": machine(),
-        "differing_answers": differing(guarded, unguarded),
-        "servers": {record.name: _server(record) for record in (guarded, unguarded)},
+    servers = {
+        record.name: record.figures()
+        | {
+            "errors": record.errors(),
+            "private_over_time": [(round(time, 3), private) for time, private in record.samples],
+            "latency_over_time": sorted((round(one.due, 3), round(one.latency, 6)) for one in record.outcomes),
+            "events": record.events,
+        }
+        for record in (guarded, unguarded)
     }
+    different = differing(guarded, unguarded)
+    return {"growth": growth, "machine": machine(), "differing_answers": different, "servers": servers}
 
 
 def machine() -> dict[str, str]:
     """What it ran on, as far as it matters to the figures."""
-    return {
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        **{package: metadata.version(package) for package in _PACKAGES},
-    }
+    system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    packages = {package: metadata.version(package) for package in _PACKAGES}
+    return {"python": platform.python_version(), "system": system} | packages
 
 
-def _server(record: Record) -> dict[str, Any]:
-    summary = record.summary()
-    figures = {name: None if value != value else value for name, value in asdict(summary).items()}  # noqa: PLR0124 - NaN
-    return figures | {
-        "growth": summary.growth,
-        "errors": record.errors(),
-        "private_over_time": [(round(sample.time, 3), sample.private) for sample in record.samples],
-        "latency_over_time": sorted((round(one.due, 3), round(one.latency, 6)) for one in record.outcomes),
-        "events": record.events,
-    }
-
-
-def comparison(records: Records) -> str:
+def comparison(*records: Record) -> str:
     """A table with a column for each server."""
-    summaries = [record.summary() for record in records.values()]
-    lines = {
-        "private memory at the start": lambda s: megabytes(s.private_start),
-        "private memory at the end": lambda s: megabytes(s.private_end),
-        "growth": lambda s: f"{s.growth / 1e6:+,.0f} MB",
-        "highest": lambda s: megabytes(s.private_highest),
-        "requests": lambda s: f"{s.requests:,}",
-        "failed": lambda s: f"{s.failed:,}",
-        "latency, median": lambda s: milliseconds(s.p50),
-        "latency, 99th percentile": lambda s: milliseconds(s.p99),
-        "latency, slowest": lambda s: milliseconds(s.slowest),
-        "reloads": lambda s: str(len(s.reloads)),
-    }
-    return markdown([("", *records), *((title, *map(show, summaries)) for title, show in lines.items())])
+    every = [record.figures() for record in records]
+    rows = [(title, *(show(figures[name]) for figures in every)) for title, (name, show) in _ROWS.items()]
+    return markdown([("", *(record.name for record in records)), *rows])
 
 
 def reloads(record: Record) -> str:
     """A table with a line for each reload."""
-    rows: list[Row] = [("reload", "at", "took", "gave back", "slowest request meanwhile", "because of")]
-    for number, reload in enumerate(record.reloads(), start=1):
-        slowest = reload.slowest(record.outcomes)
-        rows.append(
-            (
-                str(number),
-                f"{reload.began:.1f} s",
-                f"{reload.seconds:.2f} s",
-                "not known" if reload.freed is None else megabytes(reload.freed),
-                "none came" if math.isnan(slowest) else milliseconds(slowest),
-                ", ".join(reload.reasons),
-            )
+    heading = ("reload", "at", "took", "gave back", "slowest request meanwhile", "because of")
+    rows = [
+        (
+            str(number),
+            f"{reload.began:.1f} s",
+            f"{reload.ended - reload.began:.2f} s",
+            "not known" if reload.freed is None else megabytes(reload.freed),
+            milliseconds(reload.slowest(record.outcomes)),
+            ", ".join(reload.reasons),
         )
-    return markdown(rows) if len(rows) > 1 else "There was no reload: the guard had no reason for one yet."
+        for number, reload in enumerate(record.reloads(), start=1)
+    ]
+    return markdown([heading, *rows]) if rows else "There was no reload: the guard had no reason for one yet."
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -148,6 +125,21 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float | None) -> str:
     """Seconds as milliseconds; a dash if there are none."""
-    return "-" if math.isnan(seconds) else f"{seconds * 1e3:,.1f} ms"
+    return "-" if seconds is None else f"{seconds * 1e3:,.1f} ms"
+
+
+#: The lines of the comparison: which figure, and how it is shown.
+_ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "private memory at the start": ("private_start", megabytes),
+    "private memory at the end": ("private_end", megabytes),
+    "growth": ("growth", lambda count: f"{count / 1e6:+,.0f} MB"),
+    "highest": ("private_highest", megabytes),
+    "requests": ("requests", "{:,}".format),
+    "failed": ("failed", "{:,}".format),
+    "latency, median": ("p50", milliseconds),
+    "latency, 99th percentile": ("p99", milliseconds),
+    "latency, slowest": ("slowest", milliseconds),
+    "reloads": ("reloads", lambda found: str(len(found))),
+}

@@ -13,8 +13,8 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
+from typing import NamedTuple
 
 PATH = "/tokens"
 
@@ -47,16 +47,14 @@ def made_up_text(seed: int, index: int, words: int = WORDS) -> str:
     return "と".join(names) + "を買った。"
 
 
-@dataclass(frozen=True, slots=True)
-class Shot:
+class Shot(NamedTuple):
     """One request to come: the seconds after the start at which it is sent, and what is sent."""
 
     due: float
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What came of one request.
 
     Attributes:

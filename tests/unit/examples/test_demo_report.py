@@ -40,7 +40,7 @@ def cells(table: str) -> list[tuple[str, ...]]:
 
 def test_one_column_per_server() -> None:
     """The table sets the servers side by side, figures in units that a reader knows."""
-    rows = {row[0]: row[1:] for row in cells(report.comparison(records(reloads=2)))}
+    rows = {row[0]: row[1:] for row in cells(report.comparison(*records(reloads=2).values()))}
     assert (GUARDED, UNGUARDED) == rows[""]
     assert ("+0 MB", "+16 MB") == rows["growth"]
     assert ("20", "20") == rows["requests"]
@@ -62,7 +62,7 @@ def test_no_reload_is_said_in_words() -> None:
 
 def test_markdown_lines_up() -> None:
     """The table is read as plain text too: every line has the same length."""
-    lines = report.comparison(records(reloads=1)).splitlines()
+    lines = report.comparison(*records(reloads=1).values()).splitlines()
     assert 1 == len({len(line) for line in lines})
     assert lines[1].startswith("| ---")
 
