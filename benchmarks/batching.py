@@ -262,7 +262,7 @@ def _encoder(folder: Path) -> Callable[[list[str]], list[Any]]:
 
 def idle(seconds: float) -> float:
     """CPU milliseconds a second of a batcher that was used and is left alone."""
-    with batched(max_size=SIZE, deadline="1m", workers=2)(no_op) as function:
+    with batched(max_size=SIZE, deadline="1m", threads=2)(no_op) as function:
         list(function.map(range(1000)))
         time.sleep(0.2)
         before = time.process_time()

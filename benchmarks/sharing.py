@@ -36,9 +36,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import _common
 
-from modelguard import guard, memory
-from modelguard.environment import allocator
-from modelguard.sharing import immortal, prefork, weights
+from modelguard import allocator, guard, memory, prefork, weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +55,7 @@ FORKED = {"none": "no preload", "preload": "preload", "freeze": "preload + gc.fr
 STARTED = {"own": "each its own", "mapped": "sharing.weights"}
 OURS = ("prepare", "mapped")
 WAYS = FORKED | STARTED
-WHY_MORTAL = immortal.supported()
+WHY_MORTAL = prefork.immortalize_unsupported()
 
 
 # The models

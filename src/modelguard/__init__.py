@@ -1,30 +1,30 @@
-"""Keeps a model inside a web service from eating the machine."""
+"""Keeps a model inside a web service from eating the machine.
+
+Names are imported when they are first used, so ``import modelguard`` costs next to nothing.
+"""
 
 from __future__ import annotations
 
+import importlib
 import typing
 
-from modelguard import errors, telemetry
-from modelguard.environment import allocator, memory
-from modelguard.lifecycle.backoff import Backoff
-from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
-from modelguard.lifecycle.policies import (
-    TTL,
-    Errors,
-    MemoryGrowth,
-    MemoryLimit,
-    Modified,
-    Policy,
-    Snapshot,
-    Uses,
-)
-from modelguard.lifecycle.pool import ModelPool, pool
-
 if typing.TYPE_CHECKING:
-    from modelguard import serving, sharing
-    from modelguard.environment import presets
-    from modelguard.serving import Batched, BatchStatus, Breaker, batched, deadline
-    from modelguard.sharing import prefork, weights
+    from modelguard import allocator, errors, memory, prefork, presets, serving, sharing, telemetry, weights
+    from modelguard.lifecycle.backoff import Backoff
+    from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
+    from modelguard.lifecycle.policies import (
+        TTL,
+        Errors,
+        MemoryGrowth,
+        MemoryLimit,
+        Modified,
+        Policy,
+        Snapshot,
+        Uses,
+    )
+    from modelguard.lifecycle.pool import ModelPool, pool
+    from modelguard.serving import Batched, BatchStatus, Breaker, deadline
+    from modelguard.serving.batched import batched
 
 __all__ = [
     "TTL",
@@ -57,25 +57,33 @@ __all__ = [
     "weights",
 ]
 
-
-#: What only some services need comes in when it is asked for.
-_LATER = {
-    **{name: f"modelguard.serving:{name}" for name in ("BatchStatus", "Batched", "Breaker", "batched", "deadline")},
-    "prefork": "modelguard.sharing.prefork",
-    "presets": "modelguard.environment.presets",
-    "serving": "modelguard.serving",
-    "sharing": "modelguard.sharing",
-    "weights": "modelguard.sharing.weights",
+_NAMES = {
+    "modelguard.lifecycle.backoff": ("Backoff",),
+    "modelguard.lifecycle.guard": ("ModelGuard", "guard", "guard_of"),
+    "modelguard.lifecycle.policies": (
+        "TTL",
+        "Errors",
+        "MemoryGrowth",
+        "MemoryLimit",
+        "Modified",
+        "Policy",
+        "Snapshot",
+        "Uses",
+    ),
+    "modelguard.lifecycle.pool": ("ModelPool", "pool"),
+    "modelguard.serving": ("BatchStatus", "Batched", "Breaker", "batched", "deadline"),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name in _LATER:
-        from pkgutil import resolve_name
-
-        return resolve_name(_LATER[name])
     if name == "__version__":
         from importlib.metadata import version
 
         return version("modelguard-lifecycle")
-    raise AttributeError(f"module 'modelguard' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'modelguard' has no attribute {name!r}")
+    module = _MODULE_OF.get(name)
+    value = importlib.import_module(f"modelguard.{name}" if module is None else module)
+    globals()[name] = value = value if module is None else getattr(value, name)
+    return value

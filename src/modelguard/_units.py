@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: ``"500 MB"``, ``"80%"``, ``"1h30m"``; and back, for messages."""
+"""Arguments as people write them (``"500 MB"``, ``"80%"``, ``"1h30m"``), and figures as messages show them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,18 @@ from modelguard.errors import InvalidOption
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["Duration", "Share", "format_bytes", "format_seconds", "seconds", "size", "size_or_share", "whole_number"]
+__all__ = [
+    "Duration",
+    "Percentage",
+    "format_bytes",
+    "format_seconds",
+    "seconds",
+    "size",
+    "size_or_percentage",
+    "whole_number",
+]
 
-#: What may be given where a duration is asked for: seconds, a timedelta, or text such as ``"1h30m"``.
+#: A duration as an argument: seconds, a timedelta, or text such as ``"1h30m"``.
 Duration: TypeAlias = float | timedelta | str
 
 _DECIMAL = ("B", "kB", "MB", "GB", "TB")
@@ -28,32 +37,32 @@ _BYTES: dict[str, int] = {
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 # Compiled on first use (re keeps them), not on import.
-# No more digits than any size or duration has: int() of endless text raises an error of its own.
+# No more digits than any size or duration has: int() of very long text raises an error of its own.
 _NUMBER = r"[0-9]{1,18}(?:\.[0-9]{1,18})?"
 _AMOUNT = rf"({_NUMBER})\s*([A-Za-z%]*)"
-# From large to small, each unit once, so that a slip such as "1h30h" is refused.
+# From large to small, each unit once, so that a slip such as "1h30h" is rejected.
 _DURATION = r"\s*".join(rf"(?:(?P<{unit}>{_NUMBER})\s*{unit}(?![A-Za-z]))?" for unit in _SECONDS)
 
-#: Far past any use, and still below what every lock and clock accepts.
+#: Longer than anyone waits, and still within what every lock and clock accepts.
 _LONGEST = 100 * 365 * _SECONDS["d"]
 
 _DURATION_FIX = "Give seconds as a number, a timedelta, or text such as '90s', '1h30m', '1.5h', '250ms' or '2d'."
 _SIZE_FIX = "Give bytes as a whole number, or text such as '500 MB' or '1.5 GiB'."
-_SHARE_FIX = f"{_SIZE_FIX[:-1]}, or a share of the memory limit such as '80%'."
+_PERCENTAGE_FIX = f"{_SIZE_FIX[:-1]}, or a percentage of the memory limit such as '80%'."
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """A part of the effective memory limit.
+class Percentage:
+    """A percentage of the memory limit that is in force.
 
     Attributes:
-        share: More than 0 and at most 1, where 1 is the whole limit.
+        fraction: More than 0 and at most 1, where 1 is the whole limit.
     """
 
-    share: float
+    fraction: float
 
     def __str__(self) -> str:
-        return f"{self.share * 100:.12g}%"
+        return f"{self.fraction * 100:.12g}%"
 
 
 def seconds(value: Duration, argument: str, *, zero: bool = False) -> float:
@@ -63,13 +72,13 @@ def seconds(value: Duration, argument: str, *, zero: bool = False) -> float:
         value: Seconds as an int or float, a ``timedelta``, or text made of numbers and the units ``d``, ``h``, ``m``,
             ``s``, ``ms`` from large to small, such as ``"1h30m"``, ``"90s"``, ``"1.5h"``, ``"250ms"``.
         argument: The name of the caller's argument, for the error.
-        zero: Whether no time at all may be meant.
+        zero: Whether zero is allowed.
 
     Returns:
         Seconds, at most a hundred years.
 
     Raises:
-        InvalidOption: It is negative, not finite, zero where that makes no sense, longer than a hundred years, or
+        InvalidOption: It is negative, not finite, zero where that is not allowed, longer than a hundred years, or
             cannot be read.
     """
     amount = _seconds(value, argument)
@@ -79,9 +88,9 @@ def seconds(value: Duration, argument: str, *, zero: bool = False) -> float:
     elif amount < 0:
         why = "a duration cannot be negative"
     elif amount > _LONGEST:
-        why = "a duration of more than a hundred years cannot be waited for"
+        why = "a duration must be at most a hundred years"
     elif amount == 0 and not zero:
-        why = "a duration of zero makes no sense here"
+        why = "the duration must not be zero here"
     if why is not None:
         raise InvalidOption(argument, value, why=why, fix=_DURATION_FIX)
     return amount
@@ -92,7 +101,7 @@ def size(value: int | str, argument: str) -> int:
 
     Args:
         value: Bytes as an int, or text with a unit: ``B``, ``kB``, ``MB``, ``GB``, ``TB`` are powers of 1000, ``KiB``,
-            ``MiB``, ``GiB``, ``TiB`` powers of 1024. Upper and lower case are the same.
+            ``MiB``, ``GiB``, ``TiB`` powers of 1024. Upper and lower case mean the same.
         argument: The name of the caller's argument, for the error.
 
     Returns:
@@ -104,22 +113,22 @@ def size(value: int | str, argument: str) -> int:
     return _size(value, argument, _SIZE_FIX)
 
 
-def size_or_share(value: int | str, argument: str) -> int | Share:
-    """Read a size of memory, or a share of the memory limit such as ``"80%"``.
+def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
+    """Read a size of memory, or a percentage of the memory limit such as ``"80%"``.
 
     Args:
         value: What :func:`size` reads, or text that is a percentage above 0 and up to 100.
         argument: The name of the caller's argument, for the error.
 
     Returns:
-        Bytes, or a :class:`Share`.
+        Bytes, or a :class:`Percentage`.
 
     Raises:
         InvalidOption: It is neither.
     """
     if isinstance(value, str) and value.rstrip().endswith("%"):
-        return _share(value, argument)
-    return _size(value, argument, _share_fix(value))
+        return _percentage(value, argument)
+    return _size(value, argument, _percentage_fix(value))
 
 
 def whole_number(value: int, argument: str, *, at_least: int = 1) -> int:
@@ -142,7 +151,7 @@ def whole_number(value: int, argument: str, *, at_least: int = 1) -> int:
 def format_bytes(count: int) -> str:
     """Write bytes for a message, in powers of 1000: ``"1.2 GB"``, ``"500 MB"``, ``"-3 kB"``."""
     power = 0
-    # Judged as it is written, so that 999,999 bytes are "1 MB" and not "1000 kB".
+    # Compared after rounding, so that 999,999 bytes are "1 MB" and not "1000 kB".
     while round(abs(count) / _KILO**power, 1) >= _KILO and power < len(_DECIMAL) - 1:
         power += 1
     return f"{count / _KILO**power:.1f}".removesuffix(".0") + f" {_DECIMAL[power]}"
@@ -155,7 +164,7 @@ def format_seconds(amount: float) -> str:
         amount: Seconds, not negative.
 
     Returns:
-        Text with at most two units: nobody asks for the seconds of a day.
+        Text with at most two units: the seconds of a day matter to nobody.
     """
     if amount < _SECONDS["s"]:
         return f"{amount / _SECONDS['ms']:.0f}ms"
@@ -170,13 +179,13 @@ def format_seconds(amount: float) -> str:
 
 
 def _seconds(value: object, argument: str) -> float:
-    """The number in it, which may still be one that makes no sense."""
+    """The number of seconds, which may still be out of range."""
     if isinstance(value, str):
         return _parse_seconds(value, argument)
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidOption(argument, value, why=f"{type(value).__name__} is not a duration", fix=_DURATION_FIX)
+        raise InvalidOption(argument, value, why=f"a {type(value).__name__} is not a duration", fix=_DURATION_FIX)
     try:
         return float(value)
     except OverflowError:
@@ -200,7 +209,7 @@ def _size(value: object, argument: str, fix: str) -> int:
     else:
         count = value
     if count < 1:
-        why = "a size cannot be negative" if count < 0 else "a size of zero makes no sense here"
+        why = "a size cannot be negative" if count < 0 else "the size must not be zero"
         raise InvalidOption(argument, value, why=why, fix=fix)
     return count
 
@@ -216,22 +225,22 @@ def _parse_size(text: str, argument: str, fix: str) -> int:
     return round(float(number) * factor) if "." in number else int(number) * factor
 
 
-def _share(text: str, argument: str) -> Share:
+def _percentage(text: str, argument: str) -> Percentage:
     found = re.fullmatch(_AMOUNT, text.strip(), re.ASCII)
     if found is None or found[2] != "%":
-        raise InvalidOption(argument, text, why=_why_unreadable(text, ("%",), "share"), fix=_SHARE_FIX)
-    share = float(found[1]) / 100
-    if not 0 < share <= 1:
-        why = "a share of the memory limit is more than 0% and at most 100%"
-        raise InvalidOption(argument, text, why=why, fix=_SHARE_FIX)
-    return Share(share)
+        raise InvalidOption(argument, text, why=_why_unreadable(text, ("%",), "percentage"), fix=_PERCENTAGE_FIX)
+    fraction = float(found[1]) / 100
+    if not 0 < fraction <= 1:
+        why = "a percentage of the memory limit is more than 0% and at most 100%"
+        raise InvalidOption(argument, text, why=why, fix=_PERCENTAGE_FIX)
+    return Percentage(fraction)
 
 
-def _share_fix(value: object) -> str:
-    """What to write instead; a float such as 0.8 is surely meant as a share."""
+def _percentage_fix(value: object) -> str:
+    """What to write instead; a float such as 0.8 probably stands for a percentage."""
     if isinstance(value, float) and 0 < value <= 1:
-        return f"Write '{Share(value)}' for a share of the memory limit."
-    return _SHARE_FIX
+        return f"Write '{Percentage(value)}' for a percentage of the memory limit."
+    return _PERCENTAGE_FIX
 
 
 def _why_unreadable(text: str, units: Collection[str], kind: str) -> str:

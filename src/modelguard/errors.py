@@ -4,8 +4,8 @@
 
     ModelGuardError
     ├── InvalidOption (ValueError)        a bad argument, found where it is written
-    │   ├── CannotRun                     a command that is not there, or cannot be executed
-    │   └── NoMemoryLimit                 a share such as "80%" without a limit to take it of
+    │   ├── CannotRun                     a command that was not found, or cannot be executed
+    │   └── NoMemoryLimit                 a percentage such as "80%" without a limit to take it of
     ├── NotSupported (RuntimeError)       this platform or interpreter cannot do it
     ├── GuardClosed (RuntimeError)        used after close()
     ├── WouldDeadlock (RuntimeError)      waiting here would wait for itself
@@ -29,7 +29,7 @@
     ├── WeightsRefused (RuntimeError)     published weights that must not be used
     │   ├── WeightsMissing (FileNotFoundError)  nothing has been published there
     │   └── WeightsMismatch (ValueError)  they do not fit the model that build() makes
-    ├── PublishFailed (OSError)           the disk, the permissions or another publisher stood in the way
+    ├── PublishFailed (OSError)           the disk, the permissions or another publisher prevented it
     ├── ForkUnsafe (RuntimeError)         forking this process would give workers that hang or fail
     └── ForkOrder (RuntimeError)          prepare() or in_child() in the wrong process, or at the wrong time
 
@@ -42,6 +42,7 @@ Every error keeps its fields when it is pickled, so it crosses process borders w
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -82,6 +83,24 @@ __all__ = [
 ]
 
 
+#: The longest ``repr`` of a value in a message, in characters.
+_LONGEST = 200
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 120
+_repr.maxlong = 60
+_repr.maxlevel = 2
+
+
+def _shortened(value: object) -> str:
+    """The ``repr`` of a value, cut to a length that fits a log line: the value may be a whole model."""
+    try:
+        text = _repr.repr(value)
+    except ValueError:  # int has a limit of digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
 def _rebuild(cls: type[ModelGuardError], args: tuple[Any, ...], fields: dict[str, Any]) -> ModelGuardError:
     # Leaves that are a TimeoutError too have OSError's layout, and only its constructor makes that.
     error = (OSError if issubclass(cls, OSError) else Exception).__new__(cls, *args)
@@ -100,30 +119,30 @@ class ModelGuardError(Exception):
 
 
 class InvalidOption(ModelGuardError, ValueError):
-    """An argument that cannot be meant.
+    """An invalid argument.
 
     Attributes:
         argument: The argument's name, as the caller wrote it.
-        value: ``repr`` of what was given.
+        value: ``repr`` of the value, shortened to at most 200 characters.
         fix: What to write instead.
     """
 
     def __init__(self, argument: str, value: object, *, why: str, fix: str) -> None:
-        super().__init__(f"{argument}={value!r}: {why}. {fix}")
         self.argument = argument
-        self.value = repr(value)
+        self.value = _shortened(value)
         self.fix = fix
+        super().__init__(f"{argument}={self.value}: {why}. {fix}")
 
 
 class NoMemoryLimit(InvalidOption):
-    """A share of the memory limit was asked for, and nothing limits this process."""
+    """A percentage of the memory limit was given, and nothing limits this process."""
 
 
 class CannotRun(InvalidOption):
     """A command that cannot be started.
 
     Attributes:
-        status: What a shell would exit with: 127 where there is no such command, 126 where it cannot be executed.
+        status: The exit status that a shell would give: 127 if there is no such command, 126 if it cannot be executed.
     """
 
     def __init__(self, command: object, *, why: str, fix: str, status: int) -> None:
@@ -132,11 +151,11 @@ class CannotRun(InvalidOption):
 
 
 class NotSupported(ModelGuardError, RuntimeError):
-    """This platform or interpreter cannot do what was asked.
+    """This platform, interpreter or installation cannot do what was asked.
 
     Attributes:
         feature: What was asked for.
-        reason: Why it cannot be had here.
+        reason: Why it is not available here.
     """
 
     def __init__(self, feature: str, *, reason: str) -> None:
@@ -364,10 +383,10 @@ class ModelTooLarge(ModelGuardError, RuntimeError):
 
     def __init__(self, key: object, *, model_bytes: int, max_memory: int) -> None:
         super().__init__(
-            f"model {key!r} takes {model_bytes / 1e6:.0f} MB and the pool's budget is {max_memory / 1e6:.0f} MB; "
-            "raise max_memory or serve this model from a guard of its own"
+            f"model {_shortened(key)} takes {model_bytes / 1e6:.0f} MB and the pool's budget is "
+            f"{max_memory / 1e6:.0f} MB; raise max_memory or serve this model from a guard of its own"
         )
-        self.key = repr(key)
+        self.key = _shortened(key)
         self.model_bytes = model_bytes
         self.max_memory = max_memory
 
@@ -381,9 +400,10 @@ class UnhashableKey(ModelGuardError, TypeError):
 
     def __init__(self, key: object) -> None:
         super().__init__(
-            f"pool key {key!r} of type {type(key).__name__} cannot be hashed; use a string, a number or a tuple"
+            f"pool key {_shortened(key)} of type {type(key).__name__} cannot be hashed; "
+            "use a string, a number or a tuple"
         )
-        self.key = repr(key)
+        self.key = _shortened(key)
 
 
 class EscapedResult(ModelGuardError, RuntimeError):
@@ -406,10 +426,10 @@ class EscapedResult(ModelGuardError, RuntimeError):
 
 
 class WeightsRefused(ModelGuardError, RuntimeError):
-    """Published weights that must not be used: truncated, changed, somebody else's, or not shared as they should be.
+    """Published weights that must not be used: truncated, changed, another user's, or not shared as they should be.
 
     Attributes:
-        path: What was refused.
+        path: The file or folder.
         why: The reason.
         fix: What to do about it.
     """
@@ -430,10 +450,10 @@ class WeightsMismatch(WeightsRefused, ValueError):
 
 
 class PublishFailed(ModelGuardError, OSError):
-    """Weights could not be published. What was published before is as it was, and nothing is left half written.
+    """Weights could not be published. What was published before is unchanged, and nothing is left half written.
 
     Attributes:
-        path: Where they should have been published.
+        path: Where they were to be published.
         why: The reason.
         fix: What to do about it.
     """
@@ -449,7 +469,7 @@ class ForkUnsafe(ModelGuardError, RuntimeError):
     """Forking this process would give workers that hang or fail. Nothing was changed; the process can serve by itself.
 
     Attributes:
-        hazards: What was found, in words, the worst first.
+        hazards: What was found, as text, the worst first.
     """
 
     def __init__(self, hazards: Iterable[object]) -> None:

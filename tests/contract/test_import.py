@@ -27,7 +27,7 @@ def stock():
     }
 
 before = stock()
-import modelguard
+from modelguard import TTL, guard, pool
 after = stock()
 own = [logging.getLogger(name) for name in logging.getLogger().manager.loggerDict if name.split(".")[0] == "modelguard"]
 print(json.dumps({
@@ -98,3 +98,29 @@ def test_own_logger_is_silent_and_unconfigured(report: dict[str, Any]) -> None:
 def test_leaves_warning_filters_alone(report: dict[str, Any]) -> None:
     """Which warnings are shown is the application's business."""
     assert report["before"]["warning filters"] == report["after"]["warning filters"]
+
+
+def own_modules(statement: str) -> list[str]:
+    """Modelguard's modules that a fresh interpreter has after a statement."""
+    code = f"{statement}\nimport sys\nprint(*sorted(name for name in sys.modules if name.startswith('modelguard')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_the_package_alone_imports_none_of_its_modules() -> None:
+    """``import modelguard`` costs next to nothing: each name is imported when it is first used."""
+    assert ["modelguard"] == own_modules("import modelguard")
+
+
+def test_the_pytest_plugin_imports_nothing_until_a_test_asks() -> None:
+    """Pytest imports the plugin in every run, also where no test uses it."""
+    expected = ["modelguard", "modelguard.testing", "modelguard.testing.plugin"]
+    assert expected == own_modules("import modelguard.testing.plugin")
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    """A misspelt name is an AttributeError of the package, as for any other module."""
+    import modelguard
+
+    with pytest.raises(AttributeError, match="module 'modelguard' has no attribute 'gaurd'"):
+        modelguard.gaurd  # noqa: B018

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
+import inspect
+import json
+import pickle
+import pkgutil
+import re
 import subprocess
 import sys
 import types
+import typing
+from collections.abc import Iterator
 
 import pytest
 
@@ -46,6 +54,87 @@ PUBLIC = [
 ]
 
 
+#: What each public module offers that re-exports names of private ones.
+OFFERED = {
+    "modelguard.allocator": [
+        "AllocatorFile",
+        "AllocatorInForce",
+        "AllocatorInfo",
+        "Figures",
+        "How",
+        "Kind",
+        "Library",
+        "Observed",
+        "Problem",
+        "ProblemKind",
+        "SmallObjects",
+        "check_preload",
+        "detect",
+        "find",
+        "in_force",
+        "observe",
+        "restart_threads",
+        "stats",
+        "trim",
+    ],
+    "modelguard.environment": ["Cpus", "Limit", "available_cpus", "memory_limit"],
+    "modelguard.memory": ["MemoryUsage", "PrivateMeter", "private", "usage"],
+    "modelguard.prefork": [
+        "ForkReport",
+        "Hazard",
+        "HazardKind",
+        "ImmortalReport",
+        "Skipped",
+        "find_hazards",
+        "immortalize",
+        "immortalize_unsupported",
+        "in_child",
+        "prepare",
+    ],
+    "modelguard.presets": [
+        "ApplyReport",
+        "Format",
+        "Knob",
+        "Outcome",
+        "Preset",
+        "State",
+        "When",
+        "describe",
+        "get",
+        "names",
+    ],
+    "modelguard.sharing": ["Places", "ProcessReport", "TreeReport", "TreeWatch", "report"],
+    "modelguard.weights": ["Published", "current", "load", "publish"],
+}
+
+#: Every module without an underscore in its path; those of missing libraries are skipped.
+PUBLIC_MODULES = [
+    "modelguard",
+    *(
+        module.name
+        for module in pkgutil.walk_packages(modelguard.__path__, "modelguard.")
+        if not re.search(r"\._|^modelguard\.cli", module.name)
+    ),
+]
+
+
+def public_values(module: str) -> Iterator[tuple[str, object]]:
+    """Give each name that a public module offers, with its value; skip if its library is missing."""
+    try:
+        offered = importlib.import_module(module)
+    except (ImportError, modelguard.errors.NotSupported) as error:
+        pytest.skip(f"{module} cannot be imported here: {error}")
+    own = (name for name, value in vars(offered).items() if getattr(value, "__module__", "") == module)
+    for name in getattr(offered, "__all__", [name for name in own if not name.startswith("_")]):
+        yield name, getattr(offered, name)
+
+
+def public_dataclasses(module: str) -> list[type]:
+    """Give the dataclasses that a public module offers."""
+    values = (value for _, value in public_values(module))
+    return [value for value in values if isinstance(value, type) and dataclasses.is_dataclass(value)]
+
+
 def installed_version() -> str:
     """Give the version of the installed distribution, or skip."""
     try:
@@ -71,19 +160,65 @@ def test_each_public_name_is_there(name: str) -> None:
     assert getattr(modelguard, name) is not None
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "modelguard.errors",
-        "modelguard.telemetry",
-        "modelguard.telemetry.opentelemetry",
-        "modelguard.telemetry.prometheus",
-    ],
-)
-def test_public_modules_name_what_they_offer(module: str) -> None:
-    """Each public module has an `__all__`, and everything in it is there."""
-    offered = importlib.import_module(module)
-    assert [] == [name for name in offered.__all__ if not hasattr(offered, name)]
+@pytest.mark.parametrize("module", PUBLIC_MODULES)
+def test_everything_that_a_public_module_offers_exists(module: str) -> None:
+    """Each name in an `__all__` can be imported."""
+    assert all(name.isidentifier() for name, _ in public_values(module))
+
+
+@pytest.mark.parametrize(("module", "names"), OFFERED.items(), ids=OFFERED)
+def test_a_public_module_offers_these_names(module: str, names: list[str]) -> None:
+    """Adding or losing a name of a public module is a decision."""
+    assert names == importlib.import_module(module).__all__
+
+
+@pytest.mark.parametrize("module", OFFERED)
+def test_public_modules_are_imported_as_they_are_written(module: str) -> None:
+    """Each can be imported by its dotted name, in a process that has imported nothing else."""
+    program = f"import {module}; import json; print(json.dumps({module}.__all__))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert ("", OFFERED[module]) == (done.stderr, json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("module", [*OFFERED, "modelguard.diagnosis", "modelguard.testing"])
+def test_public_objects_show_their_public_name(module: str) -> None:
+    """Tracebacks, `repr` and the documentation name the module that users import."""
+    shown = {
+        name: value.__module__
+        for name, value in public_values(module)
+        if inspect.isclass(value) or inspect.isfunction(value)
+    }
+    assert dict.fromkeys(shown, module) == shown
+
+
+@pytest.mark.parametrize("module", PUBLIC_MODULES)
+def test_the_types_of_public_dataclasses_can_be_resolved(module: str) -> None:
+    """`typing.get_type_hints`, which frameworks call, works on each of them."""
+    for kind in public_dataclasses(module):
+        hints = typing.get_type_hints(kind)
+        assert {field.name for field in dataclasses.fields(kind)} <= hints.keys()
+
+
+@pytest.mark.parametrize("module", PUBLIC_MODULES)
+def test_public_classes_can_be_pickled_by_name(module: str) -> None:
+    """A class is found again by the name that it shows, so its objects cross process borders."""
+    for name, value in public_values(module):
+        if isinstance(value, type) and getattr(value, "__module__", "").startswith("modelguard"):
+            assert value is pickle.loads(pickle.dumps(value)), name
+
+
+def test_values_cross_process_borders() -> None:
+    """A report that was pickled is the same in a process that has not imported its module."""
+    values = [
+        modelguard.memory.usage(),
+        modelguard.environment.available_cpus(),
+        modelguard.presets.get("low-memory"),
+        modelguard.sharing.report(),
+    ]
+    program = "import pickle, sys; print([repr(one) for one in pickle.load(sys.stdin.buffer)])"
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, input=pickle.dumps(values), capture_output=True, check=False)
+    assert (b"", str([repr(value) for value in values])) == (done.stderr, done.stdout.decode().strip())
 
 
 def test_every_error_is_public() -> None:

@@ -30,7 +30,7 @@ FILES = {
 }
 
 TRIM = """
-from modelguard.environment import allocator, memory
+from modelguard import allocator, memory
 
 start = memory.private(fresh=True)
 size = 1000  # past what Python's own small-object allocator serves
@@ -39,7 +39,7 @@ full = memory.private(fresh=True)
 pin = b"y" * size  # the heap's top stays in use, so that glibc cannot shrink it by itself
 del blocks
 freed = allocator.trim()
-print(allocator.serving().kind, full - start, freed, memory.private(fresh=True) - start)
+print(allocator.in_force().kind, full - start, freed, memory.private(fresh=True) - start)
 """
 
 # An allocator of one's own: all that it has in common with any other is the four functions.
@@ -56,7 +56,8 @@ void free(void *block) { __libc_free(block); }
 # Notes every function that is even looked up for a call or a comparison.
 LOOKED_UP = """
 import ctypes
-from modelguard.environment import _linker, allocator
+from modelguard import allocator
+from modelguard.environment import _linker
 
 looked_up = set()
 
@@ -68,12 +69,12 @@ class Noting(ctypes.CDLL):
 _linker.ctypes.CDLL = Noting
 {first}
 allocator.trim()
-print(allocator.serving().kind, *sorted(looked_up & {{"malloc", "malloc_trim"}}))
+print(allocator.in_force().kind, *sorted(looked_up & {{"malloc", "malloc_trim"}}))
 """
 
 
 def library(kind: str) -> Path:
-    """The file of an allocator, where distributions put it; the test is skipped without it."""
+    """The file of an allocator, as distributions install it; without it the test is skipped."""
     folders = [
         *Path("/usr/lib").glob("*-linux-*"),
         *Path("/lib").glob("*-linux-*"),
@@ -125,14 +126,14 @@ def test_a_preloaded_allocator_gives_memory_back(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["jemalloc", "mimalloc", "tcmalloc"])
 def test_glibcs_trim_is_never_called_under_another_allocator(kind: str) -> None:
-    """It is not even looked up: a trim of glibc while another allocator serves does nothing at best."""
+    """It is not even looked up: glibc's trim does nothing at best while another allocator serves."""
     assert [kind, "malloc"] == run(LOOKED_UP.format(first=""), library(kind))
 
 
 @needs_glibc
 @pytest.mark.parametrize("kind", ["jemalloc", "mimalloc", "tcmalloc"])
 def test_a_private_copy_of_an_allocator_is_not_taken_for_the_one_in_force(kind: str) -> None:
-    """A library that a package opened exports its functions, and still serves malloc to nobody."""
+    """A library that a package opened exports its functions, but does not serve malloc."""
     load = f"ctypes.CDLL({str(library(kind))!r}, mode=ctypes.RTLD_GLOBAL)"
     assert ["glibc", "malloc", "malloc_trim"] == run(LOOKED_UP.format(first=load))
 
@@ -143,15 +144,15 @@ def test_a_preload_set_from_inside_is_not_in_force() -> None:
     script = f"""
 import os
 os.environ["LD_PRELOAD"] = {str(library("jemalloc"))!r}
-from modelguard.environment import allocator
-print(allocator.serving().kind)
+from modelguard import allocator
+print(allocator.in_force().kind)
 """
     assert ["glibc"] == run(script)
 
 
 @needs_glibc
 def test_an_unknown_allocator_is_refused(tmp_path: Path) -> None:
-    """A malloc that offers no known call is named in the error, and glibc's trim stays uncalled."""
+    """The error names an unknown allocator, and glibc's trim is not called."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler to make an allocator with")
@@ -159,12 +160,12 @@ def test_an_unknown_allocator_is_refused(tmp_path: Path) -> None:
     source.write_text(UNKNOWN)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", preload, source], check=True, timeout=50)
     script = """
-from modelguard.environment import allocator
+from modelguard import allocator
 from modelguard.errors import NotSupported
 try:
     allocator.trim()
 except NotSupported as error:
-    print(allocator.serving().kind, error.reason)
+    print(allocator.in_force().kind, error.reason)
 """
     kind, *reason = run(script, preload)
     assert "unknown" == kind
@@ -173,5 +174,5 @@ except NotSupported as error:
 
 def test_importing_the_environment_imports_no_ctypes() -> None:
     """Importing ctypes takes milliseconds that only a first trim needs."""
-    script = "import sys; import modelguard.environment; print('ctypes' in sys.modules)"
+    script = "import sys; import modelguard.allocator, modelguard.memory; print('ctypes' in sys.modules)"
     assert ["False"] == run(script)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from modelguard.environment import allocator
-from modelguard.environment.allocator import Found, Kind
+from modelguard import allocator
+from modelguard.allocator import AllocatorFile, Kind
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -41,14 +41,14 @@ void free(void *block) { __libc_free(block); }
 DETECT = """
 import ctypes, dataclasses, json, os, sys
 {first}
-from modelguard.environment import allocator
+from modelguard import allocator
 print(json.dumps(dataclasses.asdict(allocator.detect())))
 """
 
 # Takes 100 MB, and half of it in another thread: what an allocator tells must be of the whole process.
 FIGURES = """
 import dataclasses, json, threading
-from modelguard.environment import allocator
+from modelguard import allocator
 
 def take(blocks):
     blocks += (bytes(1000 + i % 100) for i in range(50_000))
@@ -69,7 +69,7 @@ FOREIGN = {"LD_PRELOAD", "MALLOC_CONF", "PYTHONMALLOC", "PYTHONDEVMODE"}
 
 
 def library(kind: Kind) -> Path:
-    """The file of an allocator that is installed; the test is skipped without it."""
+    """The file of an installed allocator; without it the test is skipped."""
     found = allocator.find(kind)
     if not found:
         pytest.skip(f"{kind} is not installed")
@@ -77,7 +77,7 @@ def library(kind: Kind) -> Path:
 
 
 def answer(script: str, **variables: str) -> str:
-    """What a script prints, run with these variables beside the usual ones."""
+    """The output of a script, run with these variables besides the usual ones."""
     environment = {name: value for name, value in os.environ.items() if name not in FOREIGN} | variables
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=50, check=False
@@ -87,7 +87,7 @@ def answer(script: str, **variables: str) -> str:
 
 
 def detected(first: str = "", **variables: str) -> dict[str, Any]:
-    """What a process tells of its allocator, after doing something first."""
+    """What a process reports of its allocator, after doing something first."""
     told: dict[str, Any] = json.loads(answer(DETECT.format(first=first), **variables))
     return told
 
@@ -97,7 +97,7 @@ VERSION = r"\d+\.\d+(\.\d+)?"
 
 @needs_glibc
 def test_without_a_preload_glibc_is_told_with_its_version_and_no_problem() -> None:
-    """A plain Python runs on the C library that it is linked to, and nothing is wrong with that."""
+    """A plain Python runs on the C library that it is linked to, without problems."""
     told = detected()
     assert ("glibc", "linked", "pymalloc", []) == tuple(told[name] for name in ("kind", "how", "python", "problems"))
     assert os.confstr("CS_GNU_LIBC_VERSION") == f"glibc {told['version']}"
@@ -106,7 +106,7 @@ def test_without_a_preload_glibc_is_told_with_its_version_and_no_problem() -> No
 
 @pytest.mark.parametrize("kind", ["jemalloc", "mimalloc", "tcmalloc"])
 def test_a_preloaded_allocator_is_told_with_its_file_and_version(kind: Kind) -> None:
-    """The library that really serves, how it came in, and no problem where there is none."""
+    """The report has the library that really serves, how it came in, and no problems."""
     file = library(kind)
     told = detected(LD_PRELOAD=str(file))
     assert (kind, "preloaded", []) == (told["kind"], told["how"], told["problems"])
@@ -116,7 +116,7 @@ def test_a_preloaded_allocator_is_told_with_its_file_and_version(kind: Kind) -> 
 
 @pytest.mark.parametrize("kind", ["jemalloc", "mimalloc", "tcmalloc"])
 def test_a_library_may_be_preloaded_by_its_bare_name(kind: Kind) -> None:
-    """The dynamic linker searches for it, and what it found is recognised as the entry that was meant."""
+    """The dynamic linker searches for it, and the file that it found is recognised."""
     told = detected(LD_PRELOAD=library(kind).name)
     assert (kind, "preloaded", []) == (told["kind"], told["how"], told["problems"])
 
@@ -143,7 +143,7 @@ def test_mimalloc_tells_only_what_it_has_committed() -> None:
 
 @needs_glibc
 def test_a_variable_set_from_inside_is_told_as_a_placebo() -> None:
-    """As gunicorn's raw_env does: the file is there, and it is too late to preload it."""
+    """The file exists, but it is too late to preload it, as with gunicorn's raw_env."""
     file = str(library("jemalloc"))
     told = detected(f"os.environ['LD_PRELOAD'] = {file!r}")
     assert ("glibc", "linked") == (told["kind"], told["how"])
@@ -155,7 +155,7 @@ def test_a_variable_set_from_inside_is_told_as_a_placebo() -> None:
 
 @needs_glibc
 def test_a_placebo_is_told_even_if_the_library_was_opened_later() -> None:
-    """Being loaded is not being in force."""
+    """A loaded library is not necessarily in force."""
     file = str(library("jemalloc"))
     first = f"os.environ['LD_PRELOAD'] = {file!r}; ctypes.CDLL({file!r})"
     told = detected(first, **ROOM)
@@ -164,14 +164,14 @@ def test_a_placebo_is_told_even_if_the_library_was_opened_later() -> None:
 
 @needs_glibc
 def test_a_file_to_preload_that_is_not_there_is_told() -> None:
-    """The dynamic linker prints one line and goes on without it."""
+    """The dynamic linker prints one line and continues without it."""
     told = detected(LD_PRELOAD="/nowhere/libjemalloc.so.2")
     assert ("glibc", ["missing"]) == (told["kind"], [problem["kind"] for problem in told["problems"]])
 
 
 @needs_glibc
 def test_a_file_that_cannot_be_preloaded_is_told(tmp_path: Path) -> None:
-    """It exists, and is no library: the dynamic linker had nothing to load."""
+    """A file that is not a library is reported as not loaded."""
     broken = tmp_path / "libjemalloc.so.2"
     broken.write_bytes(b"")
     told = detected(LD_PRELOAD=str(broken))
@@ -182,7 +182,7 @@ def test_a_file_that_cannot_be_preloaded_is_told(tmp_path: Path) -> None:
 @needs_glibc
 @pytest.mark.parametrize("kind", ["jemalloc", "mimalloc", "tcmalloc"])
 def test_a_copy_that_a_wheel_bundles_is_told_as_private(kind: Kind, tmp_path: Path) -> None:
-    """It is loaded for the package alone; its figures are not asked for, and glibc goes on serving."""
+    """It is loaded for the package alone; glibc continues to serve malloc."""
     bundled = tmp_path / "site-packages" / "pyarrow" / f"lib{kind}-1a2b3c4d.so.2"
     bundled.parent.mkdir(parents=True)
     shutil.copy(library(kind), bundled)
@@ -193,7 +193,7 @@ def test_a_copy_that_a_wheel_bundles_is_told_as_private(kind: Kind, tmp_path: Pa
 
 @pytest.mark.parametrize(("first", "second"), [("jemalloc", "tcmalloc"), ("tcmalloc", "jemalloc")])
 def test_of_two_preloaded_the_first_serves_and_the_other_is_told(first: Kind, second: Kind) -> None:
-    """Two allocators in one variable are one too many."""
+    """The second allocator in the variable is reported."""
     told = detected(LD_PRELOAD=f"{library(first)}:{library(second)}")
     assert (first, "preloaded") == (told["kind"], told["how"])
     (problem,) = told["problems"]
@@ -202,7 +202,7 @@ def test_of_two_preloaded_the_first_serves_and_the_other_is_told(first: Kind, se
 
 
 def test_jemallocs_background_threads_are_told() -> None:
-    """They matter before a fork, and so they are a problem where workers are forked."""
+    """They are reported, because a fork loses them."""
     told = detected(LD_PRELOAD=str(library("jemalloc")), MALLOC_CONF="background_thread:true")
     assert ["background threads"] == [problem["kind"] for problem in told["problems"]]
     assert [] == detected(LD_PRELOAD=str(library("jemalloc")), MALLOC_CONF="dirty_decay_ms:1000")["problems"]
@@ -223,7 +223,7 @@ def test_jemallocs_setting_set_from_inside_is_told() -> None:
 @pytest.mark.parametrize("first", ["", "import tracemalloc; tracemalloc.start()"])
 @pytest.mark.parametrize("choice", ["pymalloc", "malloc", "mimalloc", "malloc_debug"])
 def test_what_serves_pythons_small_objects_is_told(choice: str, first: str) -> None:
-    """PYTHONMALLOC is followed, and a profiler in front does not hide it."""
+    """PYTHONMALLOC is respected, and a profiler does not hide it."""
     if choice == "mimalloc" and sys.version_info < (3, 13):
         pytest.skip("Python has its own mimalloc from 3.13 on")
     assert choice.removesuffix("_debug") == detected(first, PYTHONMALLOC=choice)["python"]
@@ -238,7 +238,7 @@ def test_pythons_allocator_set_from_inside_is_not_believed() -> None:
 
 @needs_glibc
 def test_an_allocator_that_is_a_part_of_the_program_is_static(tmp_path: Path) -> None:
-    """A program with a malloc of its own, and a Python inside, is told by the program's file."""
+    """A program with a malloc of its own is reported by the program's file."""
     compiler, config = shutil.which("cc"), sysconfig.get_config_vars()
     if compiler is None:
         pytest.skip("there is no C compiler to make a program with")
@@ -264,7 +264,7 @@ int main(int argc, char **argv) { char *to[] = {argv[0], "-c", argv[1], 0}; retu
 
 
 def test_another_process_is_looked_at_from_outside() -> None:
-    """What it was started to preload, what is loaded, and jemalloc's threads, without disturbing it."""
+    """Another process shows its preloads, its libraries and jemalloc's threads, and is not disturbed."""
     file = library("jemalloc")
     environment = {**os.environ, "LD_PRELOAD": f"{file}:/nowhere/it.so", "MALLOC_CONF": "background_thread:true"}
     script = "print('ready', flush=True); input()"
@@ -279,12 +279,12 @@ def test_another_process_is_looked_at_from_outside() -> None:
         other.stdin.close()
     assert ("jemalloc", str(file.resolve())) == (seen.kind, seen.path)
     assert (str(file), "/nowhere/it.so") == seen.preload
-    assert Found("jemalloc", str(file.resolve())) in seen.mapped
+    assert AllocatorFile("jemalloc", str(file.resolve())) in seen.mapped
     assert ["missing", "background threads"] == [problem.kind for problem in seen.problems]
 
 
 def test_a_process_that_is_gone_or_not_ours_is_told_by_the_builtin_errors() -> None:
-    """The same errors as for its memory."""
+    """The errors are those of reading its memory."""
     with subprocess.Popen([sys.executable, "-c", ""]) as other:
         other.wait()
         with pytest.raises(ProcessLookupError, match=f"process {other.pid} is gone"):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.process.harness import Server, run_python, wait_until, write_app
 
-from modelguard.sharing.reporting import report
+from modelguard.sharing import report
 
 pytest.importorskip("celery")
 

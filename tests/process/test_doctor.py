@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 from tests.process.harness import Server
 
-from modelguard.diagnosis import examine
-from modelguard.diagnosis.facts import Facts
-from modelguard.diagnosis.gathering_gunicorn import gather_gunicorn
-from modelguard.diagnosis.gathering_process import gather_process
+from modelguard.diagnosis import Facts, examine, facts_of_gunicorn, facts_of_process
 from modelguard.errors import InvalidOption
 
 pytestmark = [
@@ -45,15 +42,15 @@ def found(facts: Facts) -> dict[str, Any]:
 
 @contextmanager
 def running(*words: str, cwd: Path, ready: Callable[[Facts], bool], **environ: str) -> Iterator[int]:
-    """Start a server, wait until the doctor sees it as it should be, and end it."""
+    """Start a server, wait until the facts are as expected, and end it."""
     with Server(cwd, "-m", *words, environment=environ) as server:
         pid = server.process.pid
-        server.wait_until(lambda: ready(gather_process(pid)), "the doctor sees it as it should be", seconds=60)
+        server.wait_until(lambda: ready(facts_of_process(pid)), "facts as expected", seconds=60)
         yield pid
 
 
 def holding(role: str, count: int) -> Callable[[Facts], bool]:
-    """As many processes of a role hold the model."""
+    """Whether this many processes of a role hold the model."""
     return lambda facts: count == sum(1 for p in facts.processes if p.role == role and p.private > 190e6)
 
 
@@ -64,11 +61,11 @@ def service(tmp_path: Path) -> Path:
 
 
 def test_gunicorns_workers_hold_a_copy_each(service: Path) -> None:
-    """They are found below the master, and measured."""
+    """The workers are found below the master, and measured."""
     pytest.importorskip("gunicorn")
     words = ("gunicorn", "-w", "2", "--bind", "127.0.0.1:0", "app:app")
     with running(*words, cwd=service, ready=holding("forked", 2)) as pid:
-        facts = gather_process(pid)
+        facts = facts_of_process(pid)
     assert facts.server is not None
     assert ("gunicorn", 2, False) == (facts.server.kind, facts.server.workers, facts.server.preload)
     assert 3 == len(found(facts)["MG402"].seen)
@@ -77,23 +74,23 @@ def test_gunicorns_workers_hold_a_copy_each(service: Path) -> None:
 
 
 def test_gunicorns_preload_without_freezing(service: Path) -> None:
-    """The master holds the model, the workers share it, and nobody has frozen it."""
+    """The master holds the model, the workers share it, and nothing has frozen it."""
     pytest.importorskip("gunicorn")
     words = ("gunicorn", "-w", "2", "--preload", "--bind", "127.0.0.1:0", "app:app")
     ready: Callable[[Facts], bool] = lambda facts: 2 == len(facts.running("forked"))  # noqa: E731
     with running(*words, cwd=service, ready=ready) as pid:
-        numbers = found(gather_process(pid)).keys()
+        numbers = found(facts_of_process(pid)).keys()
     assert "MG401" in numbers
     assert "MG402" not in numbers
 
 
 def test_uvicorns_workers_hold_a_copy_each(service: Path) -> None:
-    """They are started afresh, by multiprocessing."""
+    """They are started afresh by multiprocessing, and each holds a copy."""
     pytest.importorskip("uvicorn")
     words = ("uvicorn", "--workers", "2", "--port", "0", "--lifespan", "off", "app:asgi")
     with running(*words, cwd=service, ready=holding("spawned", 2)) as pid:
-        finding = found(gather_process(pid))["MG404"]
-    assert "uvicorn runs 2 workers (the processes that run), each of which loads the app for itself" == finding.seen[0]
+        finding = found(facts_of_process(pid))["MG404"]
+    assert "uvicorn runs 2 workers (the running processes), and each loads the app for itself" == finding.seen[0]
 
 
 def test_a_placebo_in_a_running_service(service: Path) -> None:
@@ -110,7 +107,7 @@ def test_a_placebo_in_a_running_service(service: Path) -> None:
 
 @pytest.mark.parametrize(("cap", "late"), [("set by the app after its first use", True), ("set at the start", False)])
 def test_caps_that_came_too_late_show_from_outside(tmp_path: Path, cap: str, late: bool) -> None:  # noqa: FBT001
-    """Compiled code piles up in spite of them, and /proc tells how much of it there is."""
+    """Compiled code accumulates in spite of them, and /proc shows how much."""
     pytest.importorskip("torch")
     caps = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
     (tmp_path / "net.py").write_text(
@@ -129,29 +126,29 @@ time.sleep(100)
     )
     ready: Callable[[Facts], bool] = lambda _: (tmp_path / "done").exists()  # noqa: E731
     with running("net", cwd=tmp_path, ready=ready, **({} if late else caps)) as pid:
-        facts = gather_process(pid)
+        facts = facts_of_process(pid)
     if late and facts.processes[0].compiled < 1e6:
         pytest.skip("torch compiles no code for shapes on this machine")
     assert late is ("MG202" in found(facts)), cap
 
 
 def test_a_configuration_is_run(tmp_path: Path) -> None:
-    """What it computes is known then, and its own prints go nowhere."""
+    """Computed values are known then, and its own output is discarded."""
     (tmp_path / "conf.py").write_text(
         "import os\nworkers = 1 + 2\npreload_app = bool(workers)\nprint('noise')\n"
         "os.environ['LD_PRELOAD'] = '/' + 'x.so'\nos.environ['API_KEY'] = 'x'\n"
     )
-    facts = gather_gunicorn("conf.py", {}, cwd=tmp_path)
+    facts = facts_of_gunicorn("conf.py", {}, cwd=tmp_path)
     assert facts.server is not None
     assert (3, True, "workers in conf.py") == (facts.server.workers, facts.server.preload, facts.server.workers_by)
     assert "MG101" in found(facts)
 
 
 def test_a_configuration_that_is_a_module(tmp_path: Path) -> None:
-    """As gunicorn takes it: python:package.module."""
+    """The form python:package.module works as for gunicorn."""
     (tmp_path / "settings.py").write_text("workers = 5\nwsgi_app = 'app:app'\n")
     (tmp_path / "app.py").write_text("import torch\n")
-    facts = gather_gunicorn("python:settings", {}, cwd=tmp_path)
+    facts = facts_of_gunicorn("python:settings", {}, cwd=tmp_path)
     assert facts.server is not None
     assert 5 == facts.server.workers
     assert "MG402" in found(facts)
@@ -161,7 +158,7 @@ def test_what_is_set_outside_the_configuration_wins(tmp_path: Path) -> None:
     """GUNICORN_CMD_ARGS over the file, the file over WEB_CONCURRENCY."""
     (tmp_path / "conf.py").write_text("workers = 2\n")
     environ = {"GUNICORN_CMD_ARGS": "--max-requests 9", "WEB_CONCURRENCY": "7"}
-    server = gather_gunicorn("conf.py", environ, cwd=tmp_path).server
+    server = facts_of_gunicorn("conf.py", environ, cwd=tmp_path).server
     assert server is not None
     assert (2, 9) == (server.workers, server.max_requests)
 
@@ -179,33 +176,33 @@ def test_what_is_set_outside_the_configuration_wins(tmp_path: Path) -> None:
     ],
 )
 def test_a_configuration_that_cannot_be_loaded(tmp_path: Path, text: str, says: str) -> None:
-    """One line says where and why; a message that may hold a secret is left out."""
+    """One line says where and why, without messages that may hold a secret."""
     (tmp_path / "conf.py").write_text(text)
     with pytest.raises(InvalidOption) as caught:
-        gather_gunicorn("conf.py", {}, cwd=tmp_path, timeout=2)
+        facts_of_gunicorn("conf.py", {}, cwd=tmp_path, timeout=2)
     assert says in str(caught.value)
     assert SECRET not in str(caught.value)
 
 
 def test_a_process_of_someone_else() -> None:
-    """A user who is not root is told whom to be."""
+    """The error says which user may look at it."""
     if os.getuid() != 0:
         pytest.skip("only root can become somebody else")
     script = """
 import os
 os.setuid(65534)
-from modelguard.diagnosis.gathering_process import gather_process
+from modelguard.diagnosis._facts_process import facts_of_process
 try:
-    gather_process(os.getppid())
+    facts_of_process(os.getppid())
 except ValueError as error:
     print(error)
 """
     # The path of this checkout need not be open to others, so all is imported before the change of user.
-    imports = "import modelguard.diagnosis.gathering_process, psutil\n"
+    imports = "import modelguard.diagnosis._facts_process, psutil\n"
     done = subprocess.run(
         [sys.executable, "-c", imports + script], capture_output=True, text=True, check=False, timeout=60
     )
-    assert "as its user, or as root" in done.stdout, done.stderr
+    assert "as its owner, or as root" in done.stdout, done.stderr
 
 
 def doctor(*words: str) -> subprocess.CompletedProcess[str]:
@@ -214,7 +211,7 @@ def doctor(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_command_is_never_run(tmp_path: Path) -> None:
-    """Nothing of it is executed or imported."""
+    """Looking at a command executes and imports nothing of it."""
     (tmp_path / "app.py").write_text("open('imported', 'w')\n")
     command = [sys.executable, "-m", "modelguard", "doctor", "--", sys.executable, "app.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path)

@@ -10,9 +10,9 @@ import textwrap
 import pytest
 from tests.process.harness import run_python
 
-from modelguard.sharing import immortal
+from modelguard import prefork
 
-UNSUPPORTED = immortal.supported()
+UNSUPPORTED = prefork.immortalize_unsupported()
 pytestmark = [
     pytest.mark.timeout(100),
     pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED)),
@@ -20,7 +20,7 @@ pytestmark = [
 
 MODEL = """
 import gc, json, os, pickle, sys, threading
-from modelguard.sharing.immortal import immortalize
+from modelguard.prefork import immortalize
 
 class Entry:
     def __init__(self, number):
@@ -81,7 +81,7 @@ print(json.dumps([alone, together / alone]))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of processes from /proc")
 @pytest.mark.parametrize("make", ["build(60_000)", "pickle.loads(pickle.dumps(build(60_000)))"], ids=["made", "loaded"])
 def test_forked_readers_share_an_immortal_model(make: str) -> None:
-    """Two children that read all of a 60 MB graph, and collect, take next to nothing; with freezing alone, much."""
+    """Two children that read a whole 60 MB graph, and collect, copy almost nothing; with freezing alone, much."""
     program = MODEL + SHARED.replace("MAKE", make)
     alone, frozen = run_python(program.replace("IMMORTAL", "False"), 60)
     assert 50_000 < alone
@@ -146,7 +146,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
 def test_the_interpreter_ends_cleanly(ending: str) -> None:
-    """Whatever became of an immortal model, the process exits with 0 and says nothing, under PYTHONMALLOC=debug."""
+    """Whatever became of an immortal model, the process exits with 0 and without output, under PYTHONMALLOC=debug."""
     start = "model = build(2000)\nearly = [sys.intern(entry.name) for entry in list(model.values())[:1000]]\n"
     ends_cleanly(start + "immortalize(model)\nread(model)\n" + textwrap.dedent(ending))
 

@@ -29,7 +29,7 @@ USES = 5
 
 
 class Record:
-    """What the test knows of a model. It does not hold the model, so that a dropped one dies at once."""
+    """What the test knows of a model. It does not hold the model, so that a dropped model dies at once."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -48,7 +48,7 @@ class Model:
 
 
 class World:
-    """A clock that moves when told, and background work that waits until it is let."""
+    """A clock that the test moves, and background work that the test releases."""
 
     def __init__(self, folder: object) -> None:
         self.now = 0.0
@@ -78,7 +78,7 @@ class World:
 
 
 class LifecycleMachine(RuleBasedStateMachine):
-    """Every rule first says what the contract promises, then does it and compares."""
+    """Every rule first computes what the contract promises, then acts and compares."""
 
     folder: object = None
 
@@ -173,7 +173,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         return core.failure is not None and self.world.now < core.retry_at
 
     def use(self, run: Callable[[], Record]) -> Record | None:
-        """Use the guard, and compare with what a use must come to."""
+        """Use the guard, and compare with the expected result."""
         serving, waiting, works = self.serving(), bool(self.world.queue), self.outcome == "ok"
         if self.closed:
             with pytest.raises(GuardClosed):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from modelguard.environment import memory
+from modelguard import memory
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -17,7 +17,7 @@ pytestmark = [
 
 FORK = """
 import os, sys
-from modelguard.environment import memory
+from modelguard import memory
 
 ballast = bytearray(os.urandom(1)) * 100_000_000
 parent = memory.private(fresh=True)
@@ -38,13 +38,13 @@ def run(script: str) -> str:
 
 
 def test_a_child_never_gets_its_parents_reading() -> None:
-    """Right after a fork the child's private memory is its own: it shares the parent's ballast."""
+    """Right after a fork the child's private memory is small: it shares the parent's data."""
     parent, own = map(int, run(FORK).split())
     assert 90_000_000 < parent - own
 
 
 def test_another_process_is_read_until_it_is_gone() -> None:
-    """A running process has figures, and one that has exited is gone, waited for or not."""
+    """A running process has figures; one that has exited is gone, waited for or not."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         assert other.stdin is not None
         assert 0 < memory.usage(other.pid).rss
@@ -65,5 +65,5 @@ def waited_for(pid: int) -> int | None:
 
 def test_psutil_is_not_imported_where_proc_tells() -> None:
     """Reading memory on Linux costs no import."""
-    script = "import sys; from modelguard.environment import memory; memory.private(); memory.usage(); "
+    script = "import sys; from modelguard import memory; memory.private(); memory.usage(); "
     assert "False" == run(script + "print('psutil' in sys.modules)").strip()

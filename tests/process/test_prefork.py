@@ -18,7 +18,7 @@ JEMALLOC = next(Path("/usr/lib").glob("*/libjemalloc.so.2"), None)
 SETTING = """
     import json, os, signal, sys, threading, time, warnings
     from modelguard import Uses, errors, guard, telemetry
-    from modelguard.sharing import prefork
+    from modelguard import prefork
 
     telemetry.set_hooks([])
     warmed = []
@@ -52,7 +52,7 @@ SETTING = """
 
 
 def told(program: str, seconds: float = 60) -> Any:
-    """What a program over the setting prints last."""
+    """The last line that a program prints after the setup."""
     return run_python(textwrap.dedent(SETTING) + textwrap.dedent(program), seconds)
 
 
@@ -106,7 +106,7 @@ def test_in_child_is_the_hooks_own_work_done_once() -> None:
 
 @pytest.mark.timeout(90)
 def test_a_warm_up_that_raises_in_a_child_is_found_before_the_first_worker() -> None:
-    """The throw-away child's error comes back with guard and traceback, and the parent serves on."""
+    """The trial child's error has the guard and the traceback, and the parent continues to serve."""
     refusal, serves = told(
         """
         parent = os.getpid()
@@ -168,7 +168,7 @@ def test_a_warm_up_that_hangs_in_a_child_is_told_with_its_stack() -> None:
     ("call", "error", "says"),
     [
         ("prefork.prepare()", "InvalidOption", "there is no guard to prepare"),
-        ("prefork.prepare(load)", "InvalidOption", "it is no guard, but a function"),
+        ("prefork.prepare(load)", "InvalidOption", "it is a function, not a guard"),
         ("prefork.prepare(nlp, on_hazard='ignore')", "InvalidOption", "on_hazard='ignore'"),
         ("prefork.prepare(nlp, immortalize='yes')", "InvalidOption", "immortalize='yes'"),
         ("prefork.prepare(nlp, warm_timeout=0)", "InvalidOption", "warm_timeout"),
@@ -179,7 +179,7 @@ def test_a_warm_up_that_hangs_in_a_child_is_told_with_its_stack() -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(call: str, error: str, says: str) -> None:
-    """Each misuse has its error, and the guard serves on."""
+    """Each misuse has its error, and the guard continues to serve."""
     kind, text, size = told(
         f"""
         import asyncio
@@ -214,7 +214,7 @@ def test_preparing_in_a_child_is_refused() -> None:
 
 @pytest.mark.timeout(90)
 def test_preparing_again_after_a_reload_gives_back_what_was_frozen() -> None:
-    """Five models with a cycle in each, each frozen: only the last one stays, since each preparation thaws first."""
+    """Of five models with a cycle each, only the last one stays frozen, since each preparation unfreezes first."""
     alive = told(
         """
         import weakref
@@ -242,7 +242,7 @@ def test_preparing_again_after_a_reload_gives_back_what_was_frozen() -> None:
 
 @pytest.mark.timeout(90)
 def test_children_of_children_and_other_forks_are_left_alone() -> None:
-    """A worker's own child does not warm up: that is the worker's business."""
+    """A child of a worker does not warm up."""
     assert [1, 1] == told(
         """
         nlp = guard(load, reload_on=None, warmup=warm, name="nlp")
@@ -280,7 +280,7 @@ def test_multiprocessing_children_by_fork_are_whole_too() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("parent", ["quiet", "ran with two threads"])
 def test_torch_in_children_does_not_hang(parent: str) -> None:
-    """Inference in the parent's main thread leaves a pool without threads to the children: the gate puts it right."""
+    """Inference in the parent leaves the children a pool without threads, which they repair."""
     pytest.importorskip("torch")
     hazards, answer = told(
         f"""

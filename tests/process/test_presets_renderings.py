@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment import presets
-from modelguard.environment.knobs import Knob
-from modelguard.environment.presets import Preset
+from modelguard import presets
+from modelguard.environment._knobs import Knob
+from modelguard.presets import Preset
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -42,7 +42,7 @@ MINE = Preset(
 
 @pytest.mark.parametrize("shell", ["bash", "dash", "sh", "zsh"])
 def test_a_shell_reads_it_back(shell: str, tmp_path: Path) -> None:
-    """Sourced in a shell, every variable reaches the programs that it starts, as it was."""
+    """Sourced in a shell, every variable reaches the programs that it starts unchanged."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     script = tmp_path / "preset.sh"

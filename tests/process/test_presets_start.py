@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from modelguard.environment import cpus, presets
+from modelguard import presets
+from modelguard.environment import _cpus
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -20,14 +21,14 @@ pytestmark = [
 ]
 
 needs_glibc = pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="this Python does not run on glibc")
-needs_two_cpus = pytest.mark.skipif(cpus.effective().count < 2, reason="one CPU: one thread either way")
+needs_two_cpus = pytest.mark.skipif(_cpus.available_cpus().count < 2, reason="one CPU: one thread either way")
 
 #: The variables that the presets set; a test starts without any of the caller's own.
 KNOBS = {knob.name: knob for name in presets.names() for knob in presets.get(name, cpus=1).knobs}
 
 HELD = """
 import json, os, re, sys, threading, time
-from modelguard.environment import presets
+from modelguard import presets
 
 def held():
     rollup = open("/proc/self/smaps_rollup").read()
@@ -96,7 +97,7 @@ print(held() - before)
 
 
 def run(*parts: str, **environment: str) -> list[Any]:
-    """Run a script, and give what it printed, line by line."""
+    """Run a script, and return its output, line by line."""
     inherited = {name: value for name, value in os.environ.items() if name not in KNOBS}
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(parts)],
@@ -119,7 +120,7 @@ def with_and_without(script: str, name: str) -> tuple[int, int]:
 
 @needs_glibc
 def test_fewer_arenas_hold_less() -> None:
-    """Twelve threads that each freed 20 MB leave two heaps of it behind, and not one per thread."""
+    """Twelve threads that each freed 20 MB leave two heaps behind, and not one per thread."""
     held, grown = with_and_without(THREADS, "MALLOC_ARENA_MAX")
     assert 100e6 < grown
     assert held < 70e6
@@ -142,7 +143,7 @@ def test_a_fixed_trim_threshold_holds_less() -> None:
 
 
 def jemalloc() -> str:
-    """The file that Debian installs; the test is skipped without it."""
+    """The file that Debian installs; without it the test is skipped."""
     found = [str(file) for file in Path("/usr/lib").glob("*-linux-*/libjemalloc.so.2")]
     if not found:
         pytest.skip("jemalloc is not installed (libjemalloc.so.2)")
@@ -150,7 +151,7 @@ def jemalloc() -> str:
 
 
 def test_jemalloc_gives_back_sooner() -> None:
-    """Freed pages are given back before jemalloc's own ten seconds are over, of which two leave most of them."""
+    """Freed pages are given back within two seconds, of which jemalloc's default of ten leaves most of them."""
     name = "MALLOC_CONF"
     (held,) = run(HELD, DECAY, **{name: KNOBS[name].value}, LD_PRELOAD=jemalloc(), PATIENCE="8")
     (grown,) = run(HELD, DECAY, LD_PRELOAD=jemalloc(), PATIENCE="2")
@@ -160,7 +161,7 @@ def test_jemalloc_gives_back_sooner() -> None:
 
 @needs_glibc
 def test_what_must_be_there_at_the_start_needs_an_exec() -> None:
-    """Applied inside a process it sets nothing, and says so; jemalloc's variable has no reader here."""
+    """Applied inside a process it sets nothing and reports that; nothing reads jemalloc's variable here."""
     report, *_ = run(HELD, APPLY, "apply('low-memory')")
     assert not report["ok"]
     for name in ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
@@ -171,7 +172,7 @@ def test_what_must_be_there_at_the_start_needs_an_exec() -> None:
 
 @needs_glibc
 def test_what_was_there_at_the_start_is_in_force() -> None:
-    """A program that was started with the preset's variables is told that nothing is left to do."""
+    """In a program that was started with the preset's variables the report is ok."""
     (report,) = run(HELD, APPLY, "apply('low-memory')", **presets.get("low-memory").environment({}))
     assert report["ok"]
     assert "applied" == report["MALLOC_ARENA_MAX"][0]
@@ -179,7 +180,7 @@ def test_what_was_there_at_the_start_is_in_force() -> None:
 
 @needs_glibc
 def test_a_placebo_is_exposed_and_does_nothing() -> None:
-    """Set from inside, as by gunicorn's raw_env, it is reported as needing an exec, and memory grows indeed."""
+    """Set from inside, as by gunicorn's raw_env, it is reported as needing an exec, and memory does grow."""
     name = "MALLOC_MMAP_THRESHOLD_"
     placebo = f"os.environ[{name!r}] = {KNOBS[name].value!r}"
     report, grown = run(HELD, APPLY, placebo, "apply('low-memory')", LARGE)
@@ -189,7 +190,7 @@ def test_a_placebo_is_exposed_and_does_nothing() -> None:
 
 
 def test_under_jemalloc_its_own_variable_counts() -> None:
-    """Those of glibc have no reader there, and the report names the allocator that serves."""
+    """Nothing reads glibc's variables there, and the report names the allocator that serves."""
     (report,) = run(HELD, APPLY, "apply('low-memory')", LD_PRELOAD=jemalloc())
     assert "needs exec" == report["MALLOC_CONF"][0]
     assert "not supported" == report["MALLOC_ARENA_MAX"][0]
@@ -207,7 +208,7 @@ TASKS = "print(len(os.listdir('/proc/self/task')))"
 @needs("numpy")
 @needs_two_cpus
 def test_openblas_starts_no_threads() -> None:
-    """Set before the import of numpy, one thread is all that the process has; afterwards it is too late."""
+    """Set before the import of numpy, the process has one thread; afterwards it is too late."""
     report, tasks = run(HELD, APPLY, "apply('prefork')", "import numpy", TASKS)
     assert "applied" == report["OPENBLAS_NUM_THREADS"][0]
     assert 1 == tasks
@@ -261,8 +262,8 @@ def test_grpc_supports_forks() -> None:
 
 
 def test_importing_presets_is_light() -> None:
-    """What only looking into a library, a mistake or a rendering needs is not imported."""
-    script = "import json, sys; import modelguard.environment.presets; print(json.dumps(sorted(sys.modules)))"
+    """Modules that only an inspection, an error or a rendering needs are not imported."""
+    script = "import json, sys; import modelguard.presets; print(json.dumps(sorted(sys.modules)))"
     (modules,) = run(script)
     heavy = {"ctypes", "difflib", "mmap", "shlex", "torch"}
     assert set() == heavy & {*modules}

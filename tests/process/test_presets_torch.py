@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from modelguard.environment import cpus, presets
+from modelguard import presets
+from modelguard.environment import _cpus
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -29,7 +30,7 @@ HELD, GROWN = 15e6, 25e6
 
 START = """
 import ctypes, json, os, random, re
-from modelguard.environment import presets
+from modelguard import presets
 
 preset = presets.get("torch-cpu-dynamic", cpus=1)
 
@@ -74,7 +75,7 @@ CAPS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 def run(*parts: str, **environment: str) -> list[Any]:
-    """Run a script, and give what it printed, line by line."""
+    """Run a script, and return its output, line by line."""
     inherited = {name: value for name, value in os.environ.items() if name not in OURS}
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(parts)],
@@ -89,21 +90,21 @@ def run(*parts: str, **environment: str) -> list[Any]:
 
 
 def test_without_a_preset_new_lengths_grow() -> None:
-    """This is what the preset is for: each new length leaves something behind in every layer."""
+    """Without the preset each new length leaves something behind in every layer."""
     (grown,) = run(START, TORCH, GROW, **ONE_THREAD)
     assert GROWN < grown
 
 
 @pytest.mark.parametrize("parts", [("apply()", TORCH), (TORCH, "apply()")], ids=["before torch", "after torch"])
 def test_caps_hold_if_set_before_the_first_convolution(parts: tuple[str, str]) -> None:
-    """Set before or after the import of torch, both caps are reported as applied, and memory is held."""
+    """Set before or after the import of torch, both caps are reported as applied, and memory stays bounded."""
     report, grown = run(START, *parts, GROW, **ONE_THREAD)
     assert ["applied", "applied"] == [report[name][0] for name in CAPS]
     assert grown < HELD
 
 
 def test_caps_are_too_late_after_the_first_convolution() -> None:
-    """Then the report says so with the room that is in force, sets nothing, and memory grows as without a preset."""
+    """After the first convolution it sets nothing, reports the sizes in force, and memory grows."""
     report, same, grown = run(START, TORCH, "convolve(2000)", "apply()", "apply()", GROW, **ONE_THREAD)
     assert not report["ok"]
     for name in CAPS:
@@ -115,7 +116,7 @@ def test_caps_are_too_late_after_the_first_convolution() -> None:
 
 
 def test_caps_that_the_report_calls_too_late_indeed_do_nothing() -> None:
-    """Set by force after the first convolution they are exposed as doing nothing, and memory grows."""
+    """Caps that are set after the first convolution are reported as without effect, and memory grows."""
     force = "\n".join(f"os.environ[{name!r}] = '64'" for name in CAPS)
     report, grown = run(START, TORCH, "convolve(2000)", force, "apply()", GROW, **ONE_THREAD)
     assert ["too late", "too late"] == [report[name][0] for name in CAPS]
@@ -124,7 +125,7 @@ def test_caps_that_the_report_calls_too_late_indeed_do_nothing() -> None:
 
 
 def test_caps_that_a_program_was_started_with() -> None:
-    """What the preset adds for a new program holds, and is known for applied after any number of convolutions."""
+    """A new program with the preset's variables stays bounded, and reports them as applied at any time."""
     grown, report = run(START, TORCH, GROW, "apply()", **presets.get("torch-cpu-dynamic", cpus=1).environment({}))
     assert grown < HELD
     assert report["ok"]
@@ -133,7 +134,7 @@ def test_caps_that_a_program_was_started_with() -> None:
 
 
 def test_caps_of_the_user_are_kept() -> None:
-    """The user's own room is in force, and the report shows it."""
+    """The user's own capacity is in force, and the report shows it."""
     (report,) = run(START, TORCH, "convolve(2000)", "apply()", **dict.fromkeys(CAPS, "7"))
     for name in CAPS:
         state, value, evidence = report[name]
@@ -149,7 +150,7 @@ def test_each_thread_reads_ideeps_cap_for_itself() -> None:
 
 
 def test_a_child_inherits_what_its_parent_has_done() -> None:
-    """A worker that was forked after a convolution has the parent's cache, and is told so."""
+    """A worker that was forked after a convolution has the parent's cache, and the report says so."""
     (report,) = run(
         START, "apply_later = apply", TORCH, "convolve(2000)", "os.fork() or (apply(), os._exit(0)); os.wait()"
     )
@@ -157,12 +158,12 @@ def test_a_child_inherits_what_its_parent_has_done() -> None:
 
 
 THREADS = "print(json.dumps([torch.get_num_threads(), len(os.listdir('/proc/self/task'))]))"
-needs_two_cpus = pytest.mark.skipif(cpus.effective().count < 2, reason="one CPU: one thread either way")
+needs_two_cpus = pytest.mark.skipif(_cpus.available_cpus().count < 2, reason="one CPU: one thread either way")
 
 
 @needs_two_cpus
 def test_threads_follow_the_preset() -> None:
-    """Set before the import of torch, an operation runs on as many threads as there are CPUs for the worker."""
+    """Set before the import of torch, an operation runs on as many threads as the worker has CPUs."""
     report, (threads, _) = run(START, "apply()", TORCH, "convolve(2000)", THREADS)
     assert "applied" == report["OMP_NUM_THREADS"][0] == report["MKL_NUM_THREADS"][0]
     assert 1 == threads
@@ -170,7 +171,7 @@ def test_threads_follow_the_preset() -> None:
 
 @needs_two_cpus
 def test_threads_are_too_late_after_the_import() -> None:
-    """The report names the library and its number of threads, and setting them by force does nothing indeed."""
+    """After the import the report names the library and its number of threads, and setting them does nothing."""
     force = "\n".join(f"os.environ[{name!r}] = '1'" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
     report, exposed, (threads, _) = run(START, TORCH, "apply()", force, "apply()", "convolve(2000)", THREADS)
     assert 1 < threads

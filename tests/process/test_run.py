@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tests.process.harness import Server, write_app
 
-from modelguard.environment import allocator
+from modelguard import allocator
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -37,25 +37,25 @@ CLEAN = {
 #: Which allocator serves malloc in a Python program, and what it has been given.
 TELL = """
 import json, os
-from modelguard.environment import allocator
-print(json.dumps({"kind": allocator.serving().kind, "environ": dict(os.environ)}))
+from modelguard import allocator
+print(json.dumps({"kind": allocator.in_force().kind, "environ": dict(os.environ)}))
 """
 #: The same of a program that this one starts.
 TELL_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {TELL!r}], check=True)"
 
 APP = """
 import json, os
-from modelguard.environment import allocator
+from modelguard import allocator
 
 def app(environ, start_response):
     start_response("200 OK", [("Content-Type", "application/json")])
     threads = os.environ.get("OMP_NUM_THREADS")
-    return [json.dumps([os.getpid(), os.getppid(), allocator.serving().kind, threads]).encode()]
+    return [json.dumps([os.getpid(), os.getppid(), allocator.in_force().kind, threads]).encode()]
 """
 
 
 def library(kind: Any) -> str:
-    """An allocator's file; the test is skipped without it."""
+    """An allocator's file; without it the test is skipped."""
     found = allocator.find(kind)
     if not found:
         pytest.skip(f"{kind} is not installed")
@@ -63,7 +63,7 @@ def library(kind: Any) -> str:
 
 
 def start(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
-    """Start `modelguard run` and let the caller talk to what it becomes."""
+    """Start `modelguard run`, and let the caller talk to the command."""
     options = {"env": CLEAN, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     return subprocess.Popen([*RUN, *map(str, words)], **options)
 
@@ -81,7 +81,7 @@ def direct(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def tell(*options: str, program: str = TELL, **variables: str) -> dict[str, Any]:
-    """What a Python program finds that was started with these options."""
+    """What a Python program prints that was started with these options."""
     done = run(*options, "--", sys.executable, "-c", program, env=CLEAN | variables)
     assert 0 == done.returncode, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
@@ -100,13 +100,13 @@ def test_the_process_stays() -> None:
 
 @pytest.mark.parametrize("status", [0, 3, 255])
 def test_the_exit_status_is_the_commands(status: int) -> None:
-    """Whatever it is."""
+    """Every exit status reaches the caller."""
     assert status == run("--", "sh", "-c", f"exit {status}").returncode
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_ends_the_command(number: signal.Signals) -> None:
-    """It reaches the command itself, and the caller sees which signal it was."""
+    """A signal reaches the command itself, and the caller sees which one."""
     # A shell that runs the tests in the background has Ctrl-C ignored, and that is handed down.
     reset = functools.partial(signal.signal, number, signal.SIG_DFL)
     with start("--", "sh", "-c", "echo ready; exec sleep 60", preexec_fn=reset) as process:
@@ -117,7 +117,7 @@ def test_a_signal_ends_the_command(number: signal.Signals) -> None:
 
 
 def test_a_writer_ends_with_its_reader() -> None:
-    """SIGPIPE, which every Python ignores from its start, is at its default in the command."""
+    """SIGPIPE, which Python ignores from its start, is at its default in the command."""
     with start("--", "yes") as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -142,7 +142,7 @@ def test_signals_are_as_they_were_inherited(ignored: tuple[signal.Signals, ...])
 
 
 def test_files_limits_and_folder_stay(tmp_path: Path) -> None:
-    """Open files are handed on as they were, and no other; so are the working directory, the umask and the limits."""
+    """Open files, working directory, umask and limits are passed on unchanged."""
     script = "cd . && pwd && umask && ulimit -n && ls /proc/self/fd && cat && echo through >/proc/self/fd/$1"
     with pipe() as (reading, writing):
         options: dict[str, Any] = {"cwd": tmp_path, "pass_fds": [writing], "input": "words\n", "umask": 0o027}
@@ -190,7 +190,7 @@ def test_the_script_that_pip_installs() -> None:
 
 @pytest.mark.parametrize("locale", [{}, {"LANG": "C"}, {"LC_ALL": "C"}, {"LC_CTYPE": "C"}])
 def test_nothing_else_is_set(locale: dict[str, str]) -> None:
-    """The environment is handed on byte by byte, and what Python sets for itself in the C locale is not added."""
+    """The environment is passed on byte by byte, without what Python sets for itself in the C locale."""
     environ = {name: value for name, value in CLEAN.items() if not name.startswith(("LC_", "LANG"))}
     options: dict[str, Any] = {"env": environ | locale | {"ODD": os.fsdecode(b"caf\xe9\n=")}, "text": False}
     expected = direct("env", "-0", **options).stdout
@@ -199,7 +199,7 @@ def test_nothing_else_is_set(locale: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("program", [TELL, TELL_CHILD], ids=["command", "its child"])
 def test_presets_are_in_force(program: str) -> None:
-    """In the command and in what it starts; a value of the user's own stays, and that is said."""
+    """They are set in the command and its children; the user's own values stay, with a note."""
     told = tell("--preset", "torch-cpu-dynamic", program=program, OMP_NUM_THREADS="17")
     assert "17" == told["environ"]["OMP_NUM_THREADS"]
     assert {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"} <= told["environ"].keys()
@@ -210,7 +210,7 @@ def test_presets_are_in_force(program: str) -> None:
 @pytest.mark.parametrize("kind", ["jemalloc", "mimalloc", "tcmalloc"])
 @pytest.mark.parametrize("program", [TELL, TELL_CHILD], ids=["command", "its child"])
 def test_the_allocator_really_serves(kind: str, program: str) -> None:
-    """The one that was named serves malloc, in the command and in what it starts."""
+    """The named allocator serves malloc in the command and its children."""
     path = library(kind)
     told = tell("--allocator", kind, program=program)
     assert (kind, path) == (told["kind"], told["environ"]["LD_PRELOAD"])
@@ -226,14 +226,14 @@ def test_the_best_allocator() -> None:
 
 @pytest.mark.parametrize("separator", [":", " "])
 def test_the_callers_own_preload_stays_first(separator: str) -> None:
-    """Its entries are loaded as before, and the allocator serves all the same."""
+    """The caller's entries are loaded as before, and the allocator serves."""
     path, own = library("jemalloc"), separator.join(["libdl.so.2", "libm.so.6"])
     told = tell("--allocator", "jemalloc", LD_PRELOAD=own)
     assert ("jemalloc", f"{own}:{path}") == (told["kind"], told["environ"]["LD_PRELOAD"])
 
 
 def test_a_second_allocator_is_not_added() -> None:
-    """The caller's own serves on, by itself, and that is said. So it is with one `run` behind another."""
+    """The caller's allocator stays the only one, with a note, also with one `run` behind another."""
     path = library("tcmalloc")
     told = tell("--allocator", "auto", LD_PRELOAD=path)
     assert ("tcmalloc", path) == (told["kind"], told["environ"]["LD_PRELOAD"])
@@ -243,7 +243,7 @@ def test_a_second_allocator_is_not_added() -> None:
 
 
 def test_glibc_is_set_to_give_memory_back() -> None:
-    """And serves."""
+    """The variables of glibc are set, and glibc serves malloc."""
     told = tell("--allocator", "glibc")
     assert "MALLOC_TRIM_THRESHOLD_" in told["environ"]
     assert "LD_PRELOAD" not in told["environ"]
@@ -252,7 +252,7 @@ def test_glibc_is_set_to_give_memory_back() -> None:
 
 
 def test_a_static_program(tmp_path: Path) -> None:
-    """Nothing can be preloaded into it: a named allocator is refused, and `auto` says why there is none."""
+    """Nothing can be preloaded into it: a named allocator is rejected, and `auto` notes the reason."""
     compiler, source, program = shutil.which("cc"), tmp_path / "static.c", tmp_path / "static"
     source.write_text("int main(void) { return 5; }\n")
     if (
@@ -270,7 +270,7 @@ def test_a_static_program(tmp_path: Path) -> None:
 
 
 def test_a_library_that_others_may_write_to(tmp_path: Path) -> None:
-    """It is not preloaded by name, nor by `auto`, and the reason is told."""
+    """It is preloaded neither by name nor by `auto`, and the reason is printed."""
     path = library("jemalloc")
     folder = tmp_path / "lib"
     folder.mkdir()
@@ -282,7 +282,7 @@ def test_a_library_that_others_may_write_to(tmp_path: Path) -> None:
 
 
 def test_print_is_a_command_that_does_the_same() -> None:
-    """A shell that is given the line starts the command with the same environment."""
+    """A shell that runs the line starts the command with the same environment."""
     options = ["--preset", "torch-cpu", "--allocator", "glibc"]
     script = "printf '%s|' \"$@\"; env | grep -E '^(OMP|MKL|OPENBLAS|MALLOC)_' | sort"
     command = ["sh", "-c", script, "sh", "it's", "a  b", "$HOME", ""]
@@ -329,7 +329,7 @@ def test_gunicorns_workers_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_bad_input(tmp_path: Path, words: list[str], status: int) -> None:
-    """One line that says the fix, the status of a shell, and nothing has been started."""
+    """One line has the fix, the status is that of a shell, and nothing was started."""
     for name, mode, content in (
         ("script", 0o644, "#!/bin/sh\n"),
         ("headless", 0o755, "touch started\n"),

@@ -1,4 +1,4 @@
-"""``batched`` under load: threads, tasks and futures together, with all that can go wrong going wrong at once."""
+"""``batched`` under load: threads, tasks and futures together, and everything fails at once that can fail."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -21,6 +22,7 @@ import pytest
 
 from modelguard import batched
 from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
+from modelguard.serving import _bound_methods
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -34,7 +36,7 @@ class Bad(Exception):
 
 
 class Model:
-    """Answers an item with itself; raises on bad ones; returns errors for others; now and then takes its time."""
+    """Answers an item with itself; raises on bad ones; returns errors for others; is slow from time to time."""
 
     def __init__(self) -> None:
         self.random = random.Random(1)
@@ -52,8 +54,8 @@ class Model:
         return [Bad(item) if item % 499 == 0 else (item, lane) for item in items]
 
 
-class Tally:
-    """What the callers saw."""
+class Results:
+    """What the callers got."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -76,19 +78,19 @@ class Tally:
                 self.wrong.append(f"{item}: {error!r}")
 
 
-def in_threads(f: Any, tally: Tally, numbers: list[int]) -> None:
+def in_threads(f: Any, results: Results, numbers: list[int]) -> None:
     """Blocking calls, some with too little time."""
     dice = random.Random(numbers[0])
     for item in numbers:
         lane = item % 3
         try:
             timeout = dice.choice([None, None, 0.0005, 1.0])
-            tally.result(item, lane, f(item, timeout=timeout, lane=lane) if lane else (f(item, timeout=timeout)))
+            results.result(item, lane, f(item, timeout=timeout, lane=lane) if lane else (f(item, timeout=timeout)))
         except Exception as error:  # noqa: BLE001 - judged there
-            tally.error(item, error)
+            results.error(item, error)
 
 
-def in_futures(f: Any, tally: Tally, numbers: list[int]) -> None:
+def in_futures(f: Any, results: Results, numbers: list[int]) -> None:
     """Futures, some of which are cancelled; never more under way than a quarter of the queue."""
     dice = random.Random(numbers[0])
     waiting: list[tuple[int, Future[Any]]] = []
@@ -96,16 +98,16 @@ def in_futures(f: Any, tally: Tally, numbers: list[int]) -> None:
     def collect() -> None:
         for item, future in waiting:
             try:
-                tally.result(item, 0, future.result(60))
+                results.result(item, 0, future.result(60))
             except (Exception, CancelledError) as error:  # noqa: BLE001 - judged there
-                tally.error(item, error)
+                results.error(item, error)
         waiting.clear()
 
     for item in numbers:
         try:
             waiting.append((item, f.submit(item)))
         except Exception as error:  # noqa: BLE001 - judged there
-            tally.error(item, error)
+            results.error(item, error)
         if waiting and dice.random() < 0.1:
             dice.choice(waiting)[1].cancel()
         if len(waiting) >= 64:
@@ -113,16 +115,16 @@ def in_futures(f: Any, tally: Tally, numbers: list[int]) -> None:
     collect()
 
 
-async def in_tasks(f: Any, tally: Tally, numbers: list[int]) -> None:
+async def in_tasks(f: Any, results: Results, numbers: list[int]) -> None:
     """Tasks, some of which are cancelled while they wait or are computed."""
     dice = random.Random(numbers[0])
     left = iter(numbers)
 
     async def one(item: int) -> None:
         try:
-            tally.result(item, 0, await f.aio(item, timeout=dice.choice([None, None, 0.001])))
+            results.result(item, 0, await f.aio(item, timeout=dice.choice([None, None, 0.001])))
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - judged there
-            tally.error(item, error)
+            results.error(item, error)
 
     async def client() -> None:
         for item in left:
@@ -135,41 +137,41 @@ async def in_tasks(f: Any, tally: Tally, numbers: list[int]) -> None:
     await asyncio.gather(*(client() for _ in range(TASKS)))
 
 
-def test_nobody_is_lost_and_nobody_gets_anothers_answer() -> None:
-    """100,000 items through all doors, with cancels, deadlines, failing items and a close in the middle of it all."""
-    model, tally = Model(), Tally()
-    f = batched(max_size=32, max_queue=512, workers=2)(model)
+def test_no_call_is_lost_or_gets_the_answer_of_another() -> None:
+    """100,000 items in all ways, with cancellations, deadlines and failing items, and then a close."""
+    model, results = Model(), Results()
+    f = batched(max_size=32, max_queue=512, threads=2)(model)
     numbers = list(range(1, ITEMS + 1))
     half = ITEMS // 2
     shares = [numbers[half + n : ITEMS : THREADS] for n in range(THREADS)]
-    threads = [threading.Thread(target=in_threads, args=(f, tally, share)) for share in shares[:2]]
-    threads += [threading.Thread(target=in_futures, args=(f, tally, share)) for share in shares[2:]]
+    threads = [threading.Thread(target=in_threads, args=(f, results, share)) for share in shares[:2]]
+    threads += [threading.Thread(target=in_futures, args=(f, results, share)) for share in shares[2:]]
     for thread in threads:
         thread.start()
-    asyncio.run(in_tasks(f, tally, numbers[:half]))
+    asyncio.run(in_tasks(f, results, numbers[:half]))
     for thread in threads:
         thread.join(100)
-        assert not thread.is_alive(), "somebody was lost"
-    assert [] == tally.wrong
-    assert ITEMS == sum(tally.counts.values())
+        assert not thread.is_alive(), "a call was lost"
+    assert [] == results.wrong
+    assert ITEMS == sum(results.counts.values())
     f.close()  # what was called off while it was computed may be computed still
     status = f.status()
     assert (0, 0) == (status.waiting, status.running)
     told = status.answered + status.failed + status.expired + status.cancelled
     assert ITEMS == told + status.refused_full + status.refused_late
-    assert tally.counts["result"] > ITEMS / 2
-    assert all(tally.counts[kind] for kind in ("Bad", "DeadlineExceeded", "CancelledError")), tally.counts
+    assert results.counts["result"] > ITEMS / 2
+    assert all(results.counts[kind] for kind in ("Bad", "DeadlineExceeded", "CancelledError")), results.counts
     with pytest.raises(GuardClosed):
         f(1)
 
 
-def test_a_close_amid_the_traffic_answers_everybody() -> None:
-    """Each has a result, or is told that it is closed."""
+def test_a_close_in_the_middle_of_traffic_answers_every_call() -> None:
+    """Each gets a result or ``GuardClosed``."""
     for _ in range(20):
-        tally = Tally()
-        f = batched(max_size=8, workers=2)(Model())
+        results = Results()
+        f = batched(max_size=8, threads=2)(Model())
         threads = [
-            threading.Thread(target=in_threads, args=(f, tally, list(range(n * 997 + 1, n * 997 + 400))))
+            threading.Thread(target=in_threads, args=(f, results, list(range(n * 997 + 1, n * 997 + 400))))
             for n in range(3)
         ]
         for thread in threads:
@@ -178,8 +180,8 @@ def test_a_close_amid_the_traffic_answers_everybody() -> None:
         for thread in threads:
             thread.join(30)
             assert not thread.is_alive()
-        assert [] == tally.wrong
-        assert 3 * 399 == sum(tally.counts.values())
+        assert [] == results.wrong
+        assert 3 * 399 == sum(results.counts.values())
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -195,7 +197,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def test_a_forked_child_begins_with_an_empty_queue() -> None:
-    """What waits in the parent is answered there; the child has threads, queue and counts of its own."""
+    """What waits in the parent is answered there; the child has threads, a queue and counts of its own."""
     gate = threading.Event()
 
     def run(items: list[int]) -> list[int]:
@@ -219,6 +221,37 @@ def test_a_forked_child_begins_with_an_empty_queue() -> None:
     assert {parent} == {future.result(30) for future in futures}
 
 
+class Doubling:
+    @batched(max_size=4)
+    def double(self, items: list[int]) -> list[int]:
+        return [2 * item for item in items]
+
+
+def test_a_forked_child_can_use_batched_methods() -> None:
+    """Even if another thread of the parent was making the queue of an instance during the fork."""
+
+    def child() -> None:
+        signal.alarm(20)
+        assert 6 == Doubling().double(3)
+
+    held, fork_done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with _bound_methods._lock:
+            held.set()
+            fork_done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(30)
+    try:
+        assert 0 == in_child(child)
+    finally:
+        fork_done.set()
+        thread.join(30)
+    assert 6 == Doubling().double(3)
+
+
 def echo(items: list[int]) -> list[int]:
     return items
 
@@ -228,7 +261,7 @@ shared.__qualname__ = "shared"
 
 
 def test_it_works_in_a_pool_of_forked_processes() -> None:
-    """As multiprocessing makes them, while the parent uses it, too."""
+    """As multiprocessing makes them, while the parent uses it as well."""
     stop = threading.Event()
 
     def use() -> None:
@@ -252,11 +285,11 @@ def python(code: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_idle_batcher_costs_no_cpu() -> None:
-    """Neither a worker nor the deadlines are looked after while nothing is there."""
+    """No thread wakes up again and again while nothing waits."""
     done = python("""
         import time
         from modelguard import batched
-        f = batched(max_size=4, max_wait="1ms", deadline="50ms", workers=2)(lambda items: items)
+        f = batched(max_size=4, max_wait="1ms", deadline="50ms", threads=2)(lambda items: items)
         for n in range(100):
             f(n)
         time.sleep(0.2)

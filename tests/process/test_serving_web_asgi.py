@@ -1,4 +1,4 @@
-"""Batched functions behind uvicorn and gunicorn's ASGI worker: hang-ups, refusals, deadlines, the end."""
+"""Batched functions behind uvicorn and gunicorn's ASGI worker: disconnects, refusals, deadlines, shutdown."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def uvicorn(folder: Path, **environ: str) -> WebServer:
     return WebServer(folder, *UVICORN, app=STARLETTE, **environ)
 
 
-def hang_up_half(server: WebServer, path: str, method: str) -> None:
-    """Of those who wait for a model every other one goes: these are not computed, and the rest is answered."""
+def disconnect_half(server: WebServer, path: str, method: str) -> None:
+    """Every other waiting client disconnects: their items are not computed, and the rest is answered."""
     with server.busy(path) as first:
         items = [f"item-{n}" for n in range(36)]
         lines = [server.connect(f"{path}?item={item}", method) for item in items]
@@ -104,22 +104,22 @@ def hang_up_half(server: WebServer, path: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("stack", ["alone", "above", "below"])
-def test_who_hangs_up_is_not_computed(stack: str, tmp_path: Path) -> None:
-    """Behind uvicorn, with and without a body, wherever BaseHTTPMiddleware stands; and the log stays clean."""
+def test_calls_of_disconnected_clients_are_not_computed(stack: str, tmp_path: Path) -> None:
+    """Behind uvicorn, with and without a body, before and after BaseHTTPMiddleware; and the log stays clean."""
     with uvicorn(tmp_path, STACK=stack) as server:
-        hang_up_half(server, "/async", method="POST" if stack == "alone" else "GET")
+        disconnect_half(server, "/async", method="POST" if stack == "alone" else "GET")
         assert (stack == "above") == ("x-seen" in server.ask("/livez").headers)
 
 
-def test_who_hangs_up_on_a_handler_in_a_thread_is_not_computed(tmp_path: Path) -> None:
-    """Starlette's thread pool gets its threads back, too: they serve the others."""
+def test_a_disconnect_frees_the_thread_of_a_handler(tmp_path: Path) -> None:
+    """Starlette's thread pool gets its threads back for other requests, and nothing is computed."""
     with uvicorn(tmp_path) as server:
-        hang_up_half(server, "/sync", method="GET")
+        disconnect_half(server, "/sync", method="GET")
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
 def test_refusals_and_deadlines_behind_uvicorn(kind: str, tmp_path: Path) -> None:
-    """A full queue is 503 at once, a client's own deadline 504 when it comes, and nonsense 400; then all is well."""
+    """A full queue is 503 at once, a client's own deadline 504, an invalid header 400; after that all is served."""
     with uvicorn(tmp_path) as server:
         with server.busy("/async") as first:
             late = server.ask(f"/{kind}?item=late", headers={"Request-Timeout": "0.2"})
@@ -141,7 +141,7 @@ def test_refusals_and_deadlines_behind_uvicorn(kind: str, tmp_path: Path) -> Non
 
 
 def test_a_burst_that_is_too_much_is_refused_in_part(tmp_path: Path) -> None:
-    """Clients with little time: some are served, and the others know at once, or in time, that they are not."""
+    """Some clients with little time are served, and the others are refused at once or at their deadline."""
     with uvicorn(tmp_path) as server:
         assert [200] * 3 == [server.ask("/async?item=warm").status for _ in range(3)]
         asked = [server.begin(f"/async?item={n}", headers={"Request-Timeout": "1"}) for n in range(60)]
@@ -151,8 +151,8 @@ def test_a_burst_that_is_too_much_is_refused_in_part(tmp_path: Path) -> None:
         assert all(answer.status == 200 or is_problem(answer, answer.status) for answer in answers)
 
 
-def test_who_waits_when_uvicorn_ends_is_answered(tmp_path: Path) -> None:
-    """It stops letting anyone in, computes what waits, closes the function, and ends in order."""
+def test_requests_that_wait_when_uvicorn_ends_are_answered(tmp_path: Path) -> None:
+    """It admits nothing more, computes what waits, closes the function, and ends normally."""
     with uvicorn(tmp_path) as server:
         with server.busy("/async") as first:
             waiting = [server.begin(f"/{kind}?item={kind}-{n}") for n in range(6) for kind in ("async", "sync")]
@@ -168,8 +168,8 @@ def test_who_waits_when_uvicorn_ends_is_answered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["uvicorn", "gunicorn"])
-def test_a_body_that_comes_after_the_model_was_asked(kind: str, tmp_path: Path) -> None:
-    """The look-out for a hang-up and the application wait for the same message, and the application has it."""
+def test_a_body_that_comes_after_the_model_was_called(kind: str, tmp_path: Path) -> None:
+    """The watcher for disconnects and the application wait for the same message, and the application gets it."""
     with uvicorn(tmp_path) if kind == "uvicorn" else gunicorn(tmp_path, "-k", "asgi", app=STARLETTE) as server:
         with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), timeout=10)) as line:
             line.sendall(b"POST /early?item=1 HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\n")
@@ -183,8 +183,8 @@ def test_a_body_that_comes_after_the_model_was_asked(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["uvicorn", "gunicorn"])
-def test_what_is_left_for_after_the_answer_is_computed(kind: str, tmp_path: Path) -> None:
-    """A background task outlives its answer, and who has that and goes is no client that hangs up."""
+def test_calls_of_background_tasks_are_computed(kind: str, tmp_path: Path) -> None:
+    """A background task outlives the answer, and a client that closes after its answer cancels nothing."""
     with uvicorn(tmp_path) if kind == "uvicorn" else gunicorn(tmp_path, "-k", "asgi", app=STARLETTE) as server:
         assert "later" == server.ask("/later?item=1").text
         assert ["2"] == server.ask("/twice?item=2").text.split()[:1]
@@ -196,9 +196,9 @@ def test_what_is_left_for_after_the_answer_is_computed(kind: str, tmp_path: Path
 
 
 def test_starlette_behind_gunicorn(tmp_path: Path) -> None:
-    """Its own ASGI worker tells of hang-ups, refuses as promised, and answers those who wait when it ends."""
+    """Its own ASGI worker reports disconnects, refuses as promised, and answers what waits when it ends."""
     with gunicorn(tmp_path, "-k", "asgi", app=STARLETTE) as server:
-        hang_up_half(server, "/async", method="POST")
+        disconnect_half(server, "/async", method="POST")
         told = burst(server, "/async", clients=60)
         assert {200} <= set(told) <= {200, 503, 504}, told
         (tmp_path / "computed").write_text("")

@@ -1,4 +1,4 @@
-"""Batched functions in Flask behind gunicorn: refusals, deadlines, the end, the fork."""
+"""Batched functions in Flask behind gunicorn: refusals, deadlines, shutdown, the fork."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PRELOADED = (
 
 
 def test_flask_behind_gunicorn(tmp_path: Path) -> None:
-    """A burst is served or refused, nothing else; probes and deadlines work; it ends in order."""
+    """A burst is served or refused, nothing else; probes and deadlines work; it ends normally."""
     with gunicorn(tmp_path, "-k", "gthread", "--threads", "64", app=FLASK) as server:
         assert [200, 200] == [server.ask(path).status for path in ("/livez", "/readyz")]
         head = server.ask("/readyz", method="HEAD")
@@ -73,8 +73,8 @@ def test_flask_behind_gunicorn(tmp_path: Path) -> None:
         assert "Traceback" not in server.log, server.log
 
 
-def test_who_waits_when_gunicorn_ends_is_answered(tmp_path: Path) -> None:
-    """Of its threads none is cut off."""
+def test_requests_that_wait_when_gunicorn_ends_are_answered(tmp_path: Path) -> None:
+    """None of its threads is ended before its answer."""
     with gunicorn(tmp_path, "-k", "gthread", "--threads", "16", app=FLASK) as server:
         with server.busy("/sync") as first:
             waiting = [server.begin(f"/sync?item={n}") for n in range(10)]
@@ -86,7 +86,7 @@ def test_who_waits_when_gunicorn_ends_is_answered(tmp_path: Path) -> None:
 
 
 def test_a_batcher_that_worked_before_the_fork_works_in_every_worker(tmp_path: Path) -> None:
-    """Its thread stays in the master, and each worker has its own; a guarded one runs on the master's model."""
+    """Its thread stays in the master, and each worker has its own; a guarded function runs on the master's model."""
     options = ("-c", CONFIG, "-w", "2", "-k", "gthread", "--threads", "16")
     with gunicorn(tmp_path, *options, app=PRELOADED) as server:
         wait_until(lambda: len(server.children()) == 2, what="both workers are there")

@@ -21,7 +21,7 @@ import random, string, threading
 import spacy
 from modelguard import guard, telemetry
 from modelguard.adapters.spacy import IndexGrowth, zoned
-from modelguard.environment import memory
+from modelguard import memory
 
 nlp = guard(lambda: spacy.blank("en"), reload_on=IndexGrowth("4 MB"), defer=0, name="en")
 released = threading.Event()

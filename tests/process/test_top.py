@@ -14,7 +14,7 @@ from typing import IO
 import pytest
 from tests.process.harness import run_python
 
-from modelguard.sharing.reporting import ProcessReport, TreeWatch, pythons, report
+from modelguard.sharing._reports import ProcessReport, TreeWatch, python_trees, report
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -97,7 +97,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="module")
 def workers(server: subprocess.Popen[str]) -> list[ProcessReport]:
-    """What the three workers hold."""
+    """The reports of the three workers."""
     return list(report(server.pid).processes[1:])
 
 
@@ -114,7 +114,7 @@ def test_pss_tells_copies_and_rss_does_not() -> None:
 
 
 def test_an_idle_worker_has_hardly_grown(workers: list[ProcessReport]) -> None:
-    """A fork that only waits is known to hold next to nothing alone, at the first look."""
+    """A fork that only waits holds almost nothing alone, known at the first look."""
     idle = workers[0]
     assert idle.since_birth is not None
     assert idle.since_birth < 15 * MB
@@ -122,7 +122,7 @@ def test_an_idle_worker_has_hardly_grown(workers: list[ProcessReport]) -> None:
 
 
 def test_reading_objects_copies_pages_of_pythons_arenas(workers: list[ProcessReport]) -> None:
-    """Reference counts are written by every read, and the report shows where."""
+    """Every read writes reference counts, and the report shows where."""
     reading = workers[1]
     assert reading.since_birth is not None
     assert reading.where.python is not None
@@ -133,7 +133,7 @@ def test_reading_objects_copies_pages_of_pythons_arenas(workers: list[ProcessRep
 
 
 def test_writing_to_a_block_copies_no_arenas(workers: list[ProcessReport]) -> None:
-    """A tensor or an array that is written to is told from Python's objects."""
+    """Written tensors and arrays are distinguished from Python's objects."""
     writing = workers[2]
     assert writing.where.python is not None
     assert 95 * MB < writing.where.mixed
@@ -173,21 +173,21 @@ def test_growth_since_the_first_look() -> None:
 
 
 def test_a_python_that_was_started_by_one_is_no_fork_of_it() -> None:
-    """The same interpreter, executed anew, shares no objects with its parent: spawned workers are such."""
+    """A spawned worker, which is a new interpreter, is not reported as a fork."""
     with running(GROWING) as process:
         tree = report([os.getpid(), process.pid])
         assert [None, None] == [one.since_birth for one in tree.processes]
 
 
 def test_a_server_is_found_without_its_number(server: subprocess.Popen[str]) -> None:
-    """Of the Python processes of this user the server's parent is one tree's top, and its workers are none."""
-    found = pythons(without=(os.getpid(),))
+    """The server's parent is the top of a tree, and its workers are not."""
+    found = python_trees(without=(os.getpid(),))
     assert server.pid in found
     assert {process.pid for process in report(server.pid).processes[1:]}.isdisjoint(found)
 
 
 def test_a_process_that_has_ended() -> None:
-    """A watch says so when its process is gone, and never shows another one in its place."""
+    """A watch gives an error when its process is gone, and never shows another one instead."""
     with running(GROWING) as process:
         watch = TreeWatch(process.pid)
         watch.look()
@@ -199,10 +199,10 @@ def test_a_process_that_has_ended() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_process_is_refused() -> None:
-    """Without the right to read it nothing is guessed, and the error says who may."""
+    """Without permission nothing is guessed, and the error says who may read it."""
     program = """
     import json, os
-    from modelguard.sharing.reporting import report
+    from modelguard.sharing._reports import report
     report()  # what is imported late is there before the rights go
     read, write = os.pipe()
     if os.fork() == 0:
@@ -215,7 +215,7 @@ def test_another_users_process_is_refused() -> None:
     os.close(write)
     print(json.dumps(os.read(read, 1000).decode()))
     """
-    assert "belongs to someone else; look at it as its own user or as root" in run_python(program, 30)
+    assert "belongs to someone else; look at it as its owner or as root" in run_python(program, 30)
 
 
 def top(*words: str) -> subprocess.CompletedProcess[str]:
@@ -243,7 +243,7 @@ def test_json(server: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("words", [("2147483647",), ("web",), ("1", "--interval", "never")])
 def test_what_cannot_be_looked_at(words: tuple[str, ...]) -> None:
-    """A number that is no process, and what is no number, end with status 2 and one line."""
+    """Unknown and invalid process ids end with status 2 and one line."""
     done = top(*words)
     assert (2, "") == (done.returncode, done.stdout)
     assert 1 == len(done.stderr.splitlines())

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from modelguard.sharing import trial
+from modelguard.sharing import _trial
 
 
 @pytest.mark.timeout(60)
 def test_work_that_ends_is_fine() -> None:
-    """Work that ends is fine, and what it changes stays in the child."""
+    """Work that ends is ok, and its changes stay in the child."""
     changed: list[int] = []
-    verdict = trial.run(lambda: changed.append(1), timeout=30)
+    verdict = _trial.run(lambda: changed.append(1), timeout=30)
     assert (True, False, "") == (verdict.ok, verdict.hung, verdict.report)
     assert [] == changed
 
@@ -27,7 +27,7 @@ def test_work_that_raises_is_told_with_its_traceback() -> None:
     def work() -> None:
         raise OSError("no dictionary")
 
-    verdict = trial.run(work, timeout=30)
+    verdict = _trial.run(work, timeout=30)
     assert (False, False) == (verdict.ok, verdict.hung)
     assert "OSError: no dictionary" in verdict.report
     assert "in work" in verdict.report
@@ -39,8 +39,8 @@ def _wait_for_ever() -> None:
 
 @pytest.mark.timeout(60)
 def test_work_that_hangs_is_told_with_its_stack_and_ended() -> None:
-    """A child that does not come to an end is killed, and its stack says where it stood."""
-    verdict = trial.run(_wait_for_ever, timeout=1.0)
+    """A child that does not end is killed, and its stacks show where it was."""
+    verdict = _trial.run(_wait_for_ever, timeout=1.0)
     assert (False, True) == (verdict.ok, verdict.hung)
     assert "_wait_for_ever" in verdict.report
     with pytest.raises(ChildProcessError):
@@ -50,7 +50,7 @@ def test_work_that_hangs_is_told_with_its_stack_and_ended() -> None:
 @pytest.mark.timeout(60)
 def test_work_that_kills_its_process_is_told() -> None:
     """A crash in native code leaves no traceback; the signal is named."""
-    verdict = trial.run(lambda: os.kill(os.getpid(), signal.SIGSEGV), timeout=30)
+    verdict = _trial.run(lambda: os.kill(os.getpid(), signal.SIGSEGV), timeout=30)
     assert (False, False) == (verdict.ok, verdict.hung)
     assert "SIGSEGV" in verdict.report
 
@@ -58,4 +58,4 @@ def test_work_that_kills_its_process_is_told() -> None:
 @pytest.mark.timeout(60)
 def test_work_that_exits_is_no_success() -> None:
     """A child that exits by itself has not done its work."""
-    assert not trial.run(lambda: os._exit(0), timeout=30).ok
+    assert not _trial.run(lambda: os._exit(0), timeout=30).ok

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.process.harness import Clients, Server, wait_until, write_app
 
-from modelguard.sharing.reporting import report
+from modelguard.sharing import report
 
 #: Beside the interpreter: one that is linked to another Python could not import what this one has.
 UWSGI = shutil.which("uwsgi", path=str(Path(sys.executable).parent))

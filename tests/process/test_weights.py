@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from tests.process.harness import Server, wait_until
 
-from modelguard.environment import memory
-from modelguard.sharing import weights
-from modelguard.sharing._mappings import mappings
+from modelguard import memory, weights
+from modelguard.environment import _proc
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -42,7 +41,7 @@ def program(text: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def told(process: subprocess.Popen[str]) -> str:
-    """What it printed, once it has ended well."""
+    """Its output, once it has ended successfully."""
     said, errors = process.communicate(timeout=TIMEOUT)
     assert 0 == process.returncode, errors[-3000:]
     return said.strip()
@@ -52,7 +51,7 @@ class TestPublishersThatStartTogether:
     PUBLISH = """
         import os, sys, time
         import numpy as np
-        from modelguard.sharing import weights
+        from modelguard import weights
 
         def make():
             with open(sys.argv[2], "a") as file:
@@ -83,18 +82,19 @@ class TestPublishersThatStartTogether:
     HANG = """
         import sys, time
         import numpy as np
-        from modelguard.sharing import weights, _store
+        from modelguard import weights
+        from modelguard.sharing import _weights_store
 
         def seal(path):
             print("half written", flush=True)
             time.sleep(600)
 
-        _store._manifest.seal = seal
+        _weights_store._weights_manifest.seal = seal
         weights.publish(np.ones(100_000), sys.argv[1])
     """
 
     def test_do_not_wait_for_a_dead_one(self, tmp_path: Path) -> None:
-        """A publisher that is killed in the middle of it gives up its turn, and nothing of it stays."""
+        """A publisher that is killed in the middle releases the lock, and nothing of its version stays."""
         hung = program(self.HANG, tmp_path / "net")
         try:
             assert hung.stdout is not None
@@ -116,7 +116,7 @@ class TestWhatStandsInTheWay:
     LIMITED = """
         import resource, sys
         from modelguard.errors import PublishFailed
-        from modelguard.sharing import weights
+        from modelguard import weights
 
         if sys.argv[2] == "torch":
             import torch
@@ -133,7 +133,7 @@ class TestWhatStandsInTheWay:
 
     @pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=needs_torch)])
     def test_a_file_that_cannot_grow_leaves_all_as_it_was(self, tmp_path: Path, library: str) -> None:
-        """Without room the error names the reason, the old version serves on, and nothing is half written."""
+        """On a full disk the error has the reason, the old version stays current, and nothing is half written."""
         import numpy as np
 
         weights.publish(np.ones(3), tmp_path / "net")
@@ -146,7 +146,7 @@ class TestWhatStandsInTheWay:
         import os, sys
         import numpy
         from modelguard.errors import PublishFailed, WeightsRefused
-        from modelguard.sharing import weights
+        from modelguard import weights
 
         if os.geteuid() == 0:
             os.seteuid(65534)
@@ -161,7 +161,7 @@ class TestWhatStandsInTheWay:
     """
 
     def test_missing_permission_is_told(self, tmp_path: Path) -> None:
-        """Without permission neither door leaves anything behind, and both say who should do what."""
+        """Without permission neither function leaves anything behind, and both errors have a fix."""
         import numpy as np
 
         folder = tmp_path / "folder"
@@ -191,7 +191,7 @@ import torch
 from fastapi import FastAPI
 
 from modelguard import Modified, guard
-from modelguard.sharing import weights
+from modelguard import weights
 
 torch.set_num_threads(1)
 FOLDER = Path(os.environ["FOLDER"])
@@ -256,14 +256,13 @@ class Service(Server):
         self.wait_until(lambda: 3 == len(self.pids) == self.log.count(started), "three workers that serve", TIMEOUT)
 
     def written(self) -> list[Any]:
-        """What each worker's model answers."""
+        """The answers of each worker's model."""
         texts = [(self.answers / str(pid)).read_text() for pid in self.pids]
         return [json.loads(text) if text.endswith("]") else None for text in texts]
 
     def file(self, version: str, name: str) -> int:
         """Sum up a figure of all workers' mappings of a version, in bytes."""
-        texts = (Path(f"/proc/{pid}/smaps").read_text() for pid in self.pids)
-        found = [one for text in texts for one in mappings(text) if f"/net.d/{version}" in one.name]
+        found = [one for pid in self.pids for one in _proc.smaps(pid) if f"/net.d/{version}" in one.name]
         return sum(one.sizes.get(name, 0) for one in found)
 
 
@@ -316,7 +315,7 @@ def test_three_uvicorn_workers_live_on_one_copy_and_follow_new_versions(tmp_path
 
 @needs_torch
 def test_a_guard_gives_an_old_version_back(tmp_path: Path) -> None:
-    """Reloads follow publications, calls never see half a model, and of old versions nothing stays mapped."""
+    """Reloads follow publications, calls never see half a model, and old versions do not stay mapped."""
     import torch
 
     from modelguard import Modified, guard

@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("build", reason="needs the package build")
 pytest.importorskip("hatchling", reason="needs the build backend")
 
+ROOT = Path(__file__).parents[2]
+
 USER = """
 import modelguard
 from modelguard import Uses, guard
@@ -90,6 +92,22 @@ def test_a_guard_runs_from_the_installed_wheel(user: Path) -> None:
     where, *answers = run(user / "venv/bin/python", "-W", "error", "-c", USER, cwd=user).splitlines()
     assert Path(where).is_relative_to(user)
     assert ["BEFORE 1", "AFTER 2"] == answers
+
+
+@pytest.mark.timeout(120)
+def test_the_wheel_carries_every_page_of_the_documentation(wheel: Path) -> None:
+    """What errors and the doctor refer to is installed, and the API reference and pictures are not."""
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name: archive.read(name) for name in archive.namelist() if name.startswith("modelguard/docs/")}
+    assert {f"modelguard/docs/{page.name}": page.read_bytes() for page in (ROOT / "docs").glob("*.md")} == found
+
+
+@pytest.mark.timeout(300)
+def test_the_documentation_can_be_read_from_the_wheel(user: Path) -> None:
+    """`modelguard docs` lists the pages, and prints the section that a finding of the doctor names."""
+    command = user / "venv/bin/modelguard"
+    assert "doctor" in [line.split()[0] for line in run(command, "docs", cwd=user).splitlines() if line]
+    assert run(command, "docs", "doctor#mg101", cwd=user).startswith("### MG101\n")
 
 
 @pytest.mark.timeout(300)

@@ -309,6 +309,7 @@ assert_type(lengths.submit("a"), Future[int])
 assert_type(lengths.map(["a"]), Iterator[int])
 assert_type(greet("a", language="fr"), str)
 assert_type(lengths.status().waiting, int)
+assert_type(lengths.limits.deadline, float)
 assert_type(lengths.status().run.p99, float)
 
 

@@ -71,8 +71,14 @@ def lengths(texts: list[str]) -> list[int]:
 
 lengths(3)  # WRONG
 lengths(["a"])  # WRONG
+lengths()  # WRONG
+lengths("a", "b")  # WRONG
+lengths.submit("a", "b")  # WRONG
+lengths.map(["a"], "b")  # WRONG
+batched(max_size=4)(lengths)  # WRONG
 text: str = lengths("a")  # WRONG
 lengths("a", timeout=[1])  # WRONG
 batched(4)  # WRONG
 batched(max_size="4")  # WRONG
+batched(max_size=4, workers=2)  # WRONG
 batched(max_size=4, on_error="ignore")  # WRONG

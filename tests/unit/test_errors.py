@@ -202,3 +202,54 @@ def test_a_failure_is_told_afresh(error: LoadFailed) -> None:
         again.attempt,
         again.retry_after,
     )
+
+
+class Huge:
+    """A value whose repr is megabytes."""
+
+    def __repr__(self) -> str:
+        return "x" * 6_000_000
+
+
+class Broken:
+    """A value whose repr fails."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * 6_000_000,
+        b"x" * 6_000_000,
+        Huge(),
+        Broken(),
+        [["x" * 999] * 99] * 99,
+        {"x" * 999: [1] * 999},
+        10**4000,
+        10**5000,
+    ],
+    ids=["text", "bytes", "object", "broken", "lists", "dict", "number", "huge number"],
+)
+def test_a_message_stays_short_whatever_the_value(value: object) -> None:
+    """A model or a file given by mistake does not fill the log: message and fields have a few hundred characters."""
+    found = [
+        InvalidOption("source", value, why="it cannot be used", fix="Give another one."),
+        CannotRun(value, why="it is not a command", fix="Give one.", status=127),
+        ModelTooLarge(value, model_bytes=2, max_memory=1),
+        UnhashableKey(value),
+    ]
+    for error in found:
+        assert len(str(error)) <= 400
+        assert all(len(str(field)) <= 200 for field in vars(error).values())
+
+
+@pytest.mark.parametrize(
+    "value", ["load_frist", "/a/path/that/is/quite/long/but/still/useful/in/a/message.conf", 0.5, None]
+)
+def test_a_short_value_is_shown_whole(value: object) -> None:
+    """What a person has typed can be read in the message."""
+    error = InvalidOption("swap", value, why="there is no such way", fix="Choose another.")
+    assert repr(value) == error.value
+    assert f"swap={value!r}: " in str(error)

@@ -12,7 +12,7 @@ from modelguard.errors import InvalidOption
 from modelguard.sharing import _mapped
 
 if TYPE_CHECKING:
-    from modelguard.sharing.formats import Create
+    from modelguard.sharing._weights_formats import Create
 
 __all__ = ["FORMAT"]
 
@@ -47,7 +47,7 @@ FORMAT = NumpyFormat()
 
 
 class _Sink:
-    """A file that numpy does not know for one: into real ones it writes by itself, and hides why that failed."""
+    """Hides from numpy that it writes to a file: into real files it writes by itself, and hides why that failed."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.write = file.write
@@ -64,7 +64,7 @@ def _check(name: object, array: Any) -> None:
     elif array.dtype.hasobject:
         why = f"{name or 'the array'} holds Python objects, which cannot be mapped"
     elif type(array) not in (np.ndarray, np.memmap):
-        why = f"{name or 'the array'} is a {type(array).__name__}, of which a file would hold the plain array only"
+        why = f"{name or 'the array'} is a {type(array).__name__}, and a file would hold only the plain array"
     if why is not None:
         raise InvalidOption("source", "arrays", why=why, fix="Give plain arrays of numbers or of fixed-length text.")
 

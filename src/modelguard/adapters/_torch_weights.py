@@ -1,4 +1,4 @@
-"""Published weights of torch modules: written as a state dict, mapped into a module that has none of its own."""
+"""Published weights of torch modules: written as a state dict, mapped into a module without weights of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from modelguard.errors import InvalidOption, WeightsMismatch
 from modelguard.sharing import _mapped
 
 if TYPE_CHECKING:
-    from modelguard.sharing.formats import Create
+    from modelguard.sharing._weights_formats import Create
 
 __all__ = ["FORMAT"]
 
@@ -27,21 +27,21 @@ _FIX = "Let build() make the module as it was when its weights were published."
 
 
 class TorchFormat:
-    """State dicts by ``torch.save``, never unpickled but by ``weights_only``."""
+    """State dicts by ``torch.save``, always unpickled with ``weights_only``."""
 
     kind = "torch"
 
     def write(self, source: Any, create: Create) -> Mapping[str, Any]:
-        """Write the state dict of a module, or the one that was given."""
+        """Write the state dict of a module, or the given one."""
         state = source.state_dict() if isinstance(source, torch.nn.Module) else source
         plain = OrderedDict((name, _checked(name, value)) for name, value in state.items())
-        # What tells modules how old a state dict is; torch keeps it as an attribute.
+        # The version of a state dict, which modules check; torch keeps it as an attribute.
         plain._metadata = getattr(state, "_metadata", {})  # type: ignore[attr-defined]  # noqa: SLF001
         try:
             with create(_FILE) as file:
                 torch.save(plain, file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # a full disk, of which torch tells in words of its own
+            if isinstance(error.__context__, OSError):  # a full disk, for which torch raises an error of its own
                 raise error.__context__ from None
             raise
         return {}
@@ -49,7 +49,7 @@ class TorchFormat:
     def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:  # noqa: ARG002
         """Make a module whose parameters and buffers lie in the file."""
         file = folder / _FILE
-        # Not MAP_SHARED, whatever the application has chosen: what a forward writes must never reach the file.
+        # Not MAP_SHARED, whatever the application has chosen: what a forward pass writes must never reach the file.
         with torch.serialization.set_default_mmap_options(mmap.MAP_PRIVATE):
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         module = _built(build, state)
@@ -63,7 +63,7 @@ class TorchFormat:
         _tie(module, ties)
         if left := sorted(_on_meta(module)):
             why = f"build() leaves tensors without content, which are not in the file: {_list(left)}"
-            raise WeightsMismatch(folder, why=why, fix="Make them outside of torch.device('meta').")
+            raise WeightsMismatch(folder, why=why, fix="Create them outside of torch.device('meta').")
         _mapped.require(_blocks(module), [file], fix=f"A hook of the module copies them. {_FIX}")
         return module
 
@@ -72,7 +72,7 @@ FORMAT = TorchFormat()
 
 
 def _checked(name: object, value: object) -> torch.Tensor:
-    """The bare tensor, if a file can hold it as it lies in memory."""
+    """The plain tensor, if a file can hold it as it lies in memory."""
     what = f"is a {type(value).__name__}"
     if isinstance(value, torch.Tensor):
         if torch.nn.parameter.is_lazy(value):
@@ -109,11 +109,11 @@ def _module(made: object) -> torch.nn.Module:
 class _Parameters(threading.local):
     """Makes modules whose parameters are on the meta device, where they take neither memory nor time.
 
-    Unlike under ``torch.device("meta")``, everything else is made as always: buffers that are not in state dicts, and
-    what constructors compute. Of other threads nothing changes.
+    Unlike under ``torch.device("meta")``, everything else is made as usual: buffers that are not in state dicts, and
+    what constructors compute. Other threads are not affected.
     """
 
-    #: Parameters of the module that this thread makes, and what stands for them; None while it makes none.
+    #: Parameters of the module that this thread makes, and their replacements; None while it makes none.
     seen: dict[int, tuple[weakref.ref[Any], torch.nn.Parameter]] | None = None
 
     def on_meta(self, build: Callable[[], Any]) -> Any:
@@ -125,11 +125,11 @@ class _Parameters(threading.local):
             self.seen = None
 
     def registered(self, _module: object, _name: str, parameter: Any) -> Any:
-        """Say what to register instead of ``parameter``; None for itself. Torch asks for each one of each module."""
+        """The replacement of ``parameter``; None for itself. Torch calls this for each parameter of each module."""
         if self.seen is None or type(parameter) is not torch.nn.Parameter or parameter.is_meta:
             return None
         known, on_meta = self.seen.get(id(parameter), (None, None))
-        if known is None or known() is not parameter:  # else it is one parameter under two names, and stays one
+        if known is None or known() is not parameter:  # otherwise it is one parameter under two names, and stays one
             on_meta = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             vars(on_meta).update(vars(parameter))
             self.seen[id(parameter)] = weakref.ref(parameter), on_meta
@@ -137,7 +137,7 @@ class _Parameters(threading.local):
 
 
 _PARAMETERS = _Parameters()
-# Once and for good: taking it away again could break the loop of another thread over torch's hooks.
+# Once and never removed: removing it could break the loop of another thread over torch's hooks.
 _register: Any = register_module_parameter_registration_hook  # its stub wants a hook that returns nothing
 _register(_PARAMETERS.registered)
 
@@ -172,7 +172,7 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _ties(module: torch.nn.Module) -> list[list[str]]:
-    """Names that stand for one parameter, for each such parameter."""
+    """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -188,7 +188,7 @@ def _fill_ties(state: dict[str, Any], ties: list[list[str]]) -> None:
 
 
 def _tie(module: torch.nn.Module, ties: list[list[str]]) -> None:
-    """Make names stand for one parameter again: the state dict made one of each."""
+    """Tie parameters again: the state dict has made one parameter of each name."""
     for first, *others in ties:
         parameter = module.get_parameter(first)
         for name in others:
@@ -197,7 +197,7 @@ def _tie(module: torch.nn.Module, ties: list[list[str]]) -> None:
 
 
 def _check_types(folder: Path, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    # `assign` takes over the file's types, and the module would then mix them with its other tensors.
+    # `assign` adopts the file's types, and the module would then mix them with its other tensors.
     own = module.state_dict()
     wrong = [
         f"{name} is {state[name].dtype} in the file and {own[name].dtype} in the module"

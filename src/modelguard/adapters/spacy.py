@@ -16,9 +16,13 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from spacy.language import Language
+from modelguard import _extras, _units
 
-from modelguard import _units
+try:
+    from spacy.language import Language
+except ModuleNotFoundError as error:
+    raise _extras.not_installed(error, "modelguard.adapters.spacy") from error
+
 from modelguard.adapters._spacy_escape import refuse_escaped
 from modelguard.adapters._spacy_zone import Stay
 from modelguard.errors import InvalidOption, NotSupported

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
+from modelguard import _extras
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise _extras.not_installed(error, "modelguard.adapters.torch") from error
 
 from modelguard.adapters._torch_bucketed import bucketed
 from modelguard.adapters._torch_buckets import pad_to_bucket

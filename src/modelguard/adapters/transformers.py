@@ -8,7 +8,7 @@
     embed = batched_pipeline(nlp, max_size=32, deadline="2s")
     vectors = await embed.aio("text")
 
-transformers itself is not imported here: the pipeline is there already, or the guard's loader brings it.
+transformers itself is not imported here: the pipeline or the guard's loader has imported it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from modelguard import _units
 from modelguard.errors import InvalidOption, WrongResults
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.serving.doors import Batched
-from modelguard.serving.making import batched
-from modelguard.serving.settings import check_count
+from modelguard.serving import Batched, batched
 
 __all__ = ["batched_pipeline"]
 
-#: What one more run of the model costs, in tokens. MiniLM on one CPU: 5 ms for a run and 0.27 ms for a token. Of 16,
-#: 32, 64 and 128 this was the best for batches of 32 mixed texts: 91 texts a second. One run without sorting did 27,
-#: sorted runs of 8 did 67, and so did one text at a time.
+#: The cost of one more run of the model, in tokens. MiniLM on one CPU takes 5 ms for a run and 0.27 ms for a token. Of
+#: 16, 32, 64 and 128 this was the best for batches of 32 mixed texts: 91 texts per second. One run without sorting did
+#: 27, sorted runs of 8 did 67, and so did one text at a time.
 _RUN_ON_CPU = 32
-#: Anywhere else a run costs more than any padding: a batch is cut only where ``tokens`` asks for it.
+#: On other devices a run costs more than any padding: a batch is cut only where ``tokens`` requires it.
 _RUN_ELSEWHERE = 10**9
 
 
@@ -43,45 +42,46 @@ def batched_pipeline(
     call: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Batched[Any, Any]:
-    """Make a pipeline a function of one item that is computed in batches; see :func:`modelguard.batched`.
+    """Turn a pipeline into a function of one item that is computed in batches; see :func:`modelguard.batched`.
 
-    A batch is sorted by length and given to the pipeline in portions of similar length, each in one run of the model:
-    on a CPU, padding costs as much as text. The portions are those for which padding and runs together cost least.
+    A batch is sorted by length and passed to the pipeline in portions of similar length, each in one run of the model,
+    since on a CPU padding costs as much as text. The portions are chosen so that padding and runs together cost least.
 
-    An item's result is what the pipeline gives for it in a list. That of ``"feature-extraction"`` has as many positions
-    as the item has: the pipeline itself leaves those of the padding in, so that what it says of a text depends on its
-    neighbours. Otherwise padding changes the rounding of floats, as far as the model minds its mask.
+    An item's result is what the pipeline returns for it in a list. That of ``"feature-extraction"`` has as many
+    positions as the item: the pipeline itself leaves the positions of the padding in, so that the result for a text
+    depends on its neighbours. Apart from that, padding changes only the rounding of floats, if the model respects its
+    attention mask.
 
-    A pipeline that cannot pad, as its tokenizer has no pad token, computes the items of a batch one at a time. To
+    A pipeline that cannot pad, because its tokenizer has no pad token, computes the items of a batch one at a time. To
     change that, set ``pipe.tokenizer.pad_token_id`` in the loader.
 
     Args:
-        pipe: A pipeline, or a guard of one, of which each batch runs on one generation.
-        max_size: Items of a batch at most.
-        tokens: What one run of the model may hold at most, in tokens, padding included; a longer item runs alone.
-            Default: anything. With ``length``, in its unit. For items that are not text it needs ``length``.
-        length: How long an item is, at least 0; also the default of ``weight``. Default: the tokens of a text, counted
-            on the batch's thread; items that are not text are not sorted.
+        pipe: A pipeline, or a guard of one; each batch then runs on one generation.
+        max_size: Most items in a batch.
+        tokens: Most tokens in one run of the model, padding included; a longer item runs alone. Default: no bound. With
+            ``length``, in its unit. Items that are not text need ``length`` as well.
+        length: The length of an item, at least 0; also the default of ``weight``. Default: the tokens of a text,
+            counted on the batch's thread; items that are not text are not sorted.
         call: Keyword arguments of every call of the pipeline, such as ``{"truncation": True}``. Those of one item,
-            ``f(item, top_k=3)``, come on top; items that differ in them do not share a batch.
+            ``f(item, top_k=3)``, are added to them; items with different ones do not share a batch.
         options: ``max_wait``, ``max_queue``, ``deadline`` and all others of :func:`modelguard.batched`. Leave
-            ``workers`` at 1: tokenizers are not made for several threads. Default of ``name``: the guard's name, or
-            the pipeline's task.
+            ``threads`` at 1: tokenizers are not thread-safe. Default of ``name``: the guard's name, or the pipeline's
+            task.
 
     Returns:
         A :class:`modelguard.Batched`.
 
     Raises:
-        InvalidOption: An argument cannot be meant; the message names it, its value and the fix.
+        InvalidOption: An argument is invalid; the message gives its value and the fix.
     """
     guarded = isinstance(pipe, ModelGuard)
     if not guarded and (isinstance(pipe, type) or not (callable(pipe) and hasattr(pipe, "preprocess"))):
-        why = "a pipeline is needed, or a guard of one"
+        why = "must be a pipeline, or a guard of one"
         raise InvalidOption("pipe", pipe, why=why, fix="Write: pipe = guard(lambda: pipeline(...), reload_on=None).")
     if length is not None and not callable(length):
-        why = "a function of one item is needed"
+        why = "must be a function of one item"
         raise InvalidOption("length", length, why=why, fix="Write length=len, for the characters of a text.")
-    most = math.inf if tokens is None else check_count("tokens", tokens)
+    most = math.inf if tokens is None else _units.whole_number(tokens, "tokens")
     options.setdefault("name", pipe.name if guarded else getattr(pipe, "task", None) or type(pipe).__name__)
     if length is not None:
         options.setdefault("weight", length)
@@ -99,17 +99,17 @@ def batched_pipeline(
 def _checked(call: Mapping[str, Any] | None) -> dict[str, Any]:
     given = {} if call is None else call
     if not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
-        why = "the pipeline's keyword arguments are needed, by name"
+        why = "must be a dict of the pipeline's keyword arguments"
         raise InvalidOption("call", call, why=why, fix='Write call={"truncation": True}.')
     if given.keys() & {"batch_size", "num_workers"}:
-        why = "what runs together, and where, is batched_pipeline's to say"
-        raise InvalidOption("call", call, why=why, fix="Leave batch_size and num_workers out; see max_size and tokens.")
+        why = "must not contain batch_size or num_workers, which batched_pipeline sets"
+        raise InvalidOption("call", call, why=why, fix="Leave them out; see max_size and tokens.")
     return dict(given)
 
 
 @dataclass(frozen=True, slots=True)
 class _Compute:
-    """What :func:`batched_pipeline` was told."""
+    """The options of :func:`batched_pipeline`, and how a batch is computed with them."""
 
     name: str
     most: float
@@ -121,7 +121,7 @@ class _Compute:
         given = {**self.call, **extras}
         if not _can_pad(pipe):
             return self._run(pipe, items, 1, given)
-        # Where results have to be cut back, every position counts; else the tokens serve to sort by.
+        # Results that are cut back need the number of all positions; otherwise the tokens suffice for sorting.
         positions = _positions(pipe, items, given) if pipe.task == "feature-extraction" else None
         lengths = self._lengths(pipe, items, positions)
         if lengths is None:
@@ -141,11 +141,12 @@ class _Compute:
         return results
 
     def _run(self, pipe: Any, items: list[Any], size: int, given: dict[str, Any]) -> list[Any]:
-        # Some pipelines unpack the result of a list of one, and none that of a generator.
+        # Some pipelines unpack the result of a list of one item; none unpacks that of a generator.
         inputs = items if len(items) > 1 else (item for item in items)
         results = list(pipe(inputs, batch_size=size, **_fresh(given)))
         if len(results) != len(items):
-            raise WrongResults(self.name, f"the pipeline gave {len(results)} results", size=len(items))
+            why = f"the pipeline returned {len(results)} results for {len(items)} items"
+            raise WrongResults(self.name, why, size=len(items))
         return results
 
     def _lengths(self, pipe: Any, items: list[Any], positions: list[int] | None) -> Sequence[float] | None:
@@ -155,23 +156,25 @@ class _Compute:
             return positions
         if all(isinstance(item, str) for item in items):
             tokenizer = pipe.tokenizer
-            # Not verbose: a text that is too long is the model's to refuse.
+            # Not verbose: the model rejects a text that is too long, without a warning from the tokenizer.
             return [len(tokenizer(item, verbose=False)["input_ids"]) if tokenizer else len(item) for item in items]
         if self.most == math.inf:
             return None
-        raise TypeError("tokens= bounds a run of the model, and the tokens of this item are not known: give length=")
+        raise TypeError("tokens= needs length= for items that are not text")
 
 
 def portions(lengths: Sequence[float], cost: float, most: float) -> list[tuple[int, int]]:
-    """Cut lengths, sorted with the longest first, so that runs and what they hold cost least together.
+    """Cut sorted lengths into portions so that all runs together cost least.
+
+    A run costs ``cost``, plus its number of items times the longest of them.
 
     Args:
-        lengths: Each item's.
-        cost: What a run costs beside what it holds: its items times the longest of them.
-        most: What a run of several items may hold.
+        lengths: The length of each item, the longest first.
+        cost: The fixed cost of a run, in the unit of the lengths.
+        most: Most items times length in a run of several items.
 
     Returns:
-        For each portion where it begins and where it ends.
+        For each portion, the index of its first item and the index after its last.
     """
     least, begins = [0.0], [0]
     for end in range(1, len(lengths) + 1):
@@ -179,7 +182,7 @@ def portions(lengths: Sequence[float], cost: float, most: float) -> list[tuple[i
         for first in range(end - 1, -1, -1):
             holds = (end - first) * lengths[first]
             if holds > most and first < end - 1:
-                break  # and further back it holds yet more
+                break  # with an earlier start it would hold even more
             if least[first] + cost + holds < found:
                 begin, found = first, least[first] + cost + holds
         least.append(found)
@@ -199,13 +202,13 @@ def _can_pad(pipe: Any) -> bool:
 
 
 def _positions(pipe: Any, items: list[Any], given: dict[str, Any]) -> list[int]:
-    """How many positions each item has by itself, as this call makes them of it."""
-    how = {**pipe._preprocess_params, **pipe._sanitize_parameters(**_fresh(given))[0]}  # noqa: SLF001 - its own way
+    """How many positions each item has by itself, with the arguments of this call."""
+    how = {**pipe._preprocess_params, **pipe._sanitize_parameters(**_fresh(given))[0]}  # noqa: SLF001 - as its __call__ does
     return [pipe.preprocess(item, **how)["input_ids"].shape[-1] for item in items]
 
 
 def _fresh(given: dict[str, Any]) -> dict[str, Any]:
-    """The same for one call: pipelines write into ``tokenize_kwargs``, and refuse what they wrote the next time."""
+    """A copy for one call: pipelines write into ``tokenize_kwargs``, and reject what they wrote the next time."""
     return {name: dict(value) if isinstance(value, dict) else value for name, value in given.items()}
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from modelguard.cli import doctor, presets, run, top
+from modelguard.cli import _docs, _doctor, _presets, _run, _top
 
 __all__ = ["main"]
 
@@ -18,23 +18,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of modelguard.
 
     Args:
-        argv: Words after the command's name, by default those of this process.
+        argv: Words after the command's name. Default: those of this process.
 
     Returns:
-        The exit status: 0 for success, 1 where what was tried has failed, 2 where it could not be tried.
+        The exit status: 0 for success, 1 if the command has failed, 2 if it could not be tried.
     """
     parser = argparse.ArgumentParser(
         prog="modelguard", description="Keeps the model inside a web service from eating the machine."
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    doctor.add_to(commands)
-    presets.add_to(commands)
-    run.add_to(commands)
-    top.add_to(commands)
+    _docs.add_to(commands)
+    _doctor.add_to(commands)
+    _presets.add_to(commands)
+    _run.add_to(commands)
+    _top.add_to(commands)
     options = parser.parse_args(argv)
     if options.version:
-        print(f"modelguard {_version()}")  # noqa: T201 - this is what was asked for
+        print(f"modelguard {_version()}")  # noqa: T201 - the output of the command
         return 0
     if "run" not in options:
         parser.print_help(sys.stderr)

@@ -1,9 +1,27 @@
-"""What is wrong with a service's environment, and how to put it right: what ``modelguard doctor`` runs."""
+"""Finds what is wrong with a service's environment, and how to fix it; ``modelguard doctor`` on the command line."""
 
 from __future__ import annotations
 
-from modelguard.diagnosis.checks import CHECKS, Check, Finding
-from modelguard.diagnosis.doctor import Report, examine
-from modelguard.diagnosis.facts import Facts
+from modelguard import _public
+from modelguard.diagnosis._checks import CHECKS, Check, Finding
+from modelguard.diagnosis._facts import Facts
+from modelguard.diagnosis._facts_command import facts_of_command
+from modelguard.diagnosis._facts_gunicorn import facts_of_gunicorn
+from modelguard.diagnosis._facts_machine import facts_of_machine
+from modelguard.diagnosis._facts_process import facts_of_process
+from modelguard.diagnosis._report import DoctorReport, examine
 
-__all__ = ["CHECKS", "Check", "Facts", "Finding", "Report", "examine"]
+__all__ = [
+    "CHECKS",
+    "Check",
+    "DoctorReport",
+    "Facts",
+    "Finding",
+    "examine",
+    "facts_of_command",
+    "facts_of_gunicorn",
+    "facts_of_machine",
+    "facts_of_process",
+]
+
+_public.set_module(globals())

@@ -1,7 +1,28 @@
-"""What this process runs on: how much memory it holds, how much it may hold, and who hands it out."""
+"""What this process runs on: the CPUs and the memory that it may use.
+
+Its allocator, its memory and its settings have modules of their own: :mod:`modelguard.allocator`,
+:mod:`modelguard.memory`, :mod:`modelguard.presets`.
+"""
 
 from __future__ import annotations
 
-from modelguard.environment import allocator, limits, memory
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["allocator", "limits", "memory"]
+if TYPE_CHECKING:
+    from modelguard.environment._cpus import Cpus, available_cpus
+    from modelguard.environment._limits import Limit, memory_limit
+
+__all__ = ["Cpus", "Limit", "available_cpus", "memory_limit"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Importing a module of this package, as `import modelguard` does, should not import all of them.
+    from modelguard import _public
+    from modelguard.environment import _cpus, _limits
+
+    found = {"Cpus": _cpus.Cpus, "available_cpus": _cpus.available_cpus}
+    globals().update(found, Limit=_limits.Limit, memory_limit=_limits.memory_limit)
+    _public.set_module(globals())
+    return globals()[name]

@@ -1,4 +1,4 @@
-"""Which allocator a program that is to be started gets, and by which variables."""
+"""Which allocator a program gets that is about to be started, and by which variables."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import difflib
 import sys
 from typing import TYPE_CHECKING, Literal, get_args
 
-from modelguard.environment import allocator, knobs
+from modelguard.environment import _allocator, _allocator_files, _knobs
 from modelguard.environment._program import ignores_preload
 from modelguard.errors import InvalidOption, NotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from modelguard.environment.allocator import AllocatorInfo, Found
+    from modelguard.environment._allocator import AllocatorInfo
+    from modelguard.environment._allocator_kinds import AllocatorFile
 
 __all__ = ["PRELOAD", "Allocator", "choose"]
 
-#: ``"auto"``: the best that is installed, otherwise as ``"glibc"``. ``"glibc"``: nothing is preloaded, and glibc is
-#: told to give memory back. ``"none"``: nothing that concerns allocators is touched.
+#: ``"auto"``: the best one that is installed, otherwise the same as ``"glibc"``. ``"glibc"``: nothing is preloaded, and
+#: glibc is set to give memory back. ``"none"``: allocators are left alone.
 Allocator = Literal["auto", "jemalloc", "mimalloc", "tcmalloc", "glibc", "none"]
 
 PRELOAD = "LD_PRELOAD"
 
 _ARGUMENT = "allocator"
 
-#: What Debian and Ubuntu call them.
+#: Their packages in Debian and Ubuntu.
 _PACKAGES: dict[Allocator, str] = {
     "jemalloc": "libjemalloc2",
     "mimalloc": "libmimalloc2.0",
@@ -43,35 +44,35 @@ def choose(
     program: str,
     environ: Mapping[str, str],
     *,
-    detect: Callable[[], AllocatorInfo] = allocator.detect,
-    find: Callable[..., Sequence[Found]] = allocator.find,
-    check: Callable[..., None] = allocator.check_preload,
+    detect: Callable[[], AllocatorInfo] = _allocator.detect,
+    find: Callable[..., Sequence[AllocatorFile]] = _allocator_files.find,
+    check: Callable[..., None] = _allocator_files.check_preload,
 ) -> tuple[dict[str, str], list[str]]:
-    """Decide which variables give a program its allocator.
+    """Choose the variables that give a program its allocator.
 
     Args:
         wanted: The allocator.
-        program: The file that is to be executed.
-        environ: What the program would get without this.
-        detect: Tells what serves ``malloc`` here, where the caller's ``LD_PRELOAD`` is in force already.
-        find: Gives the libraries that are installed, best first.
-        check: Refuses a library that must not be preloaded.
+        program: The file that will be executed.
+        environ: The variables that the program would get otherwise.
+        detect: Describes the allocator of this process, where the caller's ``LD_PRELOAD`` is in force already.
+        find: Lists the libraries that are installed, best first.
+        check: Rejects a library that must not be preloaded.
 
     Returns:
-        The variables to set, and what the user ought to know, a sentence each.
+        The variables to set, and what the user should know, a sentence each.
 
     Raises:
         InvalidOption: There is no such allocator, it is not installed, must not be preloaded, or would not be in force.
-        NotSupported: An allocator was named, and this is not Linux.
+        NotSupported: An allocator was named, and nothing can be preloaded into this program or on this system.
     """
     _require_known(wanted)
     if wanted == "none":
         return {}, []
     if obstacle := _obstacle(program):
         return _without(wanted, obstacle)
-    serving = detect()
-    if serving.how == "preloaded":
-        return {}, [f"malloc is served by {serving.path}, which is preloaded already; it stays, and nothing is added"]
+    current = detect()
+    if current.how == "preloaded":
+        return {}, [f"malloc is served by {current.path}, which is preloaded already; it stays, and nothing is added"]
     if wanted == "glibc":
         return _glibc(environ), []
     return _preload(wanted, environ, find(None if wanted == "auto" else wanted, environ=environ), check)
@@ -87,19 +88,19 @@ def _require_known(wanted: str) -> None:
 
 def _obstacle(program: str) -> str | None:
     if not sys.platform.startswith("linux"):
-        return f"LD_PRELOAD is known for Linux only, and this is {sys.platform}"
+        return f"LD_PRELOAD needs Linux, and this is {sys.platform}"
     return ignores_preload(program)
 
 
 def _without(wanted: Allocator, reason: str) -> tuple[dict[str, str], list[str]]:
-    """Go without where nobody named a library, and refuse where somebody did."""
+    """Do without a preload if no library was named; fail if one was."""
     if wanted in _PACKAGES:
         raise NotSupported(f"preloading {wanted}", reason=reason)
     return {}, [f"the allocator is left as it is: {reason}"]
 
 
 def _preload(
-    wanted: Allocator, environ: Mapping[str, str], candidates: Sequence[Found], check: Callable[..., None]
+    wanted: Allocator, environ: Mapping[str, str], candidates: Sequence[AllocatorFile], check: Callable[..., None]
 ) -> tuple[dict[str, str], list[str]]:
     path, refusals = _usable(candidates, check)
     notes = [str(refusal) for refusal in refusals]
@@ -111,12 +112,12 @@ def _preload(
 
 
 def _glibc(environ: Mapping[str, str]) -> dict[str, str]:
-    """What makes glibc give memory back; the user's own values win."""
-    return {knob.name: knob.value for knob in knobs.glibc_memory() if knob.name not in environ}
+    """The variables that make glibc give memory back; the user's own values win."""
+    return {knob.name: knob.value for knob in _knobs.glibc_memory() if knob.name not in environ}
 
 
-def _usable(candidates: Sequence[Found], check: Callable[..., None]) -> tuple[str | None, list[InvalidOption]]:
-    """The first library that may be preloaded, and why those before it may not."""
+def _usable(candidates: Sequence[AllocatorFile], check: Callable[..., None]) -> tuple[str | None, list[InvalidOption]]:
+    """The first library that may be preloaded, and why the ones before it may not."""
     refusals: list[InvalidOption] = []
     for candidate in candidates:
         try:
@@ -129,7 +130,7 @@ def _usable(candidates: Sequence[Found], check: Callable[..., None]) -> tuple[st
 
 
 def _joined(entries: str, path: str) -> str:
-    """The caller's entries as they are, and first; ours last."""
+    """The caller's entries unchanged and first; ours last."""
     return f"{entries}:{path}" if entries else path
 
 

@@ -1,4 +1,4 @@
-"""What a web service answers when modelguard refuses: problem documents (RFC 9457) that tell nothing of the inside."""
+"""How a web service answers modelguard's errors: problem documents (RFC 9457) that reveal nothing internal."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from modelguard.errors import (
     Overloaded,
 )
 from modelguard.lifecycle.guard import guards
-from modelguard.serving import registry
+from modelguard.serving import _registry
 
-#: What a proxy logs for a client that has gone, after nginx; nobody reads it.
+#: nginx logs this status for a client that has disconnected; nobody reads it.
 _CLIENT_GONE = 499
 _TOO_LARGE = 413  # its name in HTTPStatus changed with Python 3.13
-#: A client's header is read up to here: no timeout is longer.
+#: The longest timeout header that is read, in characters, and the longest timeout from it, in seconds: a day.
 _LONGEST_NUMBER = 20
 _LONGEST = 86_400.0
 
-_TOLD: dict[int, str] = {
+_DETAILS: dict[int, str] = {
     HTTPStatus.SERVICE_UNAVAILABLE: "The service cannot take this request now. Try again later.",
     HTTPStatus.GATEWAY_TIMEOUT: "The answer was not ready in time.",
     _TOO_LARGE: "The request is too large.",
     _CLIENT_GONE: "The client has closed the connection.",
 }
 
-#: The errors that have an answer, for frameworks that want a handler for each.
+#: The errors that have an answer, for frameworks that need a handler for each.
 ANSWERED = (Overloaded, LoadFailed, GuardClosed, DeadlineExceeded, ItemTooHeavy, CallerGone)
 
 
@@ -70,25 +70,25 @@ class Answer:
     body: bytes
 
     @property
-    def line(self) -> str:
-        """Status and reason, as WSGI wants them."""
+    def status_line(self) -> str:
+        """Status and reason, such as ``"503 Service Unavailable"``, for WSGI."""
         return f"{self.status} {_title(self.status)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WebOptions:
-    """What both middlewares take.
+    """The options of both middlewares.
 
     Args:
-        deadline: Bound on the batched calls of every request, from its arrival; None for none.
-        timeout_header: The header by which a client can shorten it, in seconds; None to read none.
-        livez: Where to tell that the process lives; None to leave it to the application.
-        readyz: Where to tell that the models are ready; None to leave it to the application.
-        guards: Whom ``readyz`` asks; default: all guards and batched functions of the process.
-        detail: Whether an answer tells the error's own text. For development: it names functions and figures.
+        deadline: Bound on the batched calls of every request, from its arrival; None for no bound.
+        timeout_header: The header with which a client can shorten it, in seconds; None to read none.
+        livez: Path of the liveness probe; None to leave it to the application.
+        readyz: Path of the readiness probe; None to leave it to the application.
+        guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
+        detail: Whether a response contains the error's own text, with names of functions and figures. For development.
 
     Raises:
-        InvalidOption: One of them cannot be meant.
+        InvalidOption: One of them is invalid.
     """
 
     deadline: _units.Duration | None = None
@@ -104,40 +104,35 @@ class WebOptions:
         for name in ("livez", "readyz"):
             path = getattr(self, name)
             if path is not None and not (isinstance(path, str) and path.startswith("/")):
-                raise InvalidOption(name, path, why="it is no path", fix=f"Write {name}='/{name}', or None.")
+                why = "must be a path that begins with '/'"
+                raise InvalidOption(name, path, why=why, fix=f"Write {name}='/{name}', or None.")
         header = self.timeout_header
         if header is not None and not (
             isinstance(header, str) and header.isascii() and header.replace("-", "").isalnum()
         ):
-            raise InvalidOption(
-                "timeout_header", header, why="it is no name of a header", fix="Write 'Request-Timeout'."
-            )
+            why = "must be the name of a header"
+            raise InvalidOption("timeout_header", header, why=why, fix="Write 'Request-Timeout'.")
         if self.guards is not None:
-            try:
-                guards = tuple(self.guards)
-            except TypeError:
-                why = f"a {type(self.guards).__name__} is no list"
-                raise InvalidOption("guards", self.guards, why=why, fix="Write guards=[...].") from None
-            for one in guards:
-                if not hasattr(one, "ready") or not hasattr(one, "name"):
-                    why = f"a {type(one).__name__} cannot tell whether it is ready"
-                    raise InvalidOption("guards", one, why=why, fix="Give guards and batched functions.")
-            object.__setattr__(self, "guards", guards)
+            object.__setattr__(self, "guards", _check_guards(self.guards))
 
     def probe(self, method: str, path: str) -> Answer | None:
-        """The answer to a probe, None if this is none."""
+        """The answer to a probe; None if the request is not a probe."""
         if method not in {"GET", "HEAD"} or path not in {self.livez, self.readyz}:
             return None
         if path == self.livez:
             return _answer(HTTPStatus.OK, {"status": "alive"}, "application/json")
-        missing = [one.name for one in (_everything() if self.guards is None else self.guards) if not one.ready]
-        told: dict[str, Any] = {"status": "not ready" if missing else "ready"}
+        missing = [one.name for one in (_all_of_process() if self.guards is None else self.guards) if not one.ready]
+        content: dict[str, Any] = {"status": "not ready" if missing else "ready"}
         if self.detail and missing:
-            told["waiting_for"] = missing
-        return _answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, told, "application/json")
+            content["waiting_for"] = missing
+        return _answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, content, "application/json")
 
-    def bound(self, header: str | None) -> float | Answer | None:
-        """Seconds that a request has by the middleware and its client; or the answer to a header that is nonsense."""
+    def timeout(self, header: str | None) -> float | Answer | None:
+        """Seconds that a request has, None for no bound; or the answer to an invalid header.
+
+        Args:
+            header: The client's timeout header; None if there is none.
+        """
         own = None if self.deadline is None else _units.seconds(self.deadline, "deadline")
         if header is None:
             return own
@@ -145,19 +140,19 @@ class WebOptions:
             asked = float(header) if len(header) <= _LONGEST_NUMBER else math.nan
         except ValueError:
             asked = math.nan
-        if not 0 <= asked < math.inf:  # nan, too
+        if not 0 <= asked < math.inf:  # false for nan, too
             why = f"The header {self.timeout_header} must be a number of seconds, such as 2.5."
             return problem(HTTPStatus.BAD_REQUEST, why)
         return min(asked, _LONGEST) if own is None else min(own, asked)
 
     def answer(self, error: Exception, random: Callable[[], float] = random.random) -> Answer | None:
-        """The answer to an error, None if it is not one that a client should be told of.
+        """The answer to an error; None if it is not an error for clients.
 
-        ``Retry-After`` is whole seconds, at least one, and up to half as long again at random: those who were refused
-        together should not come back together.
+        ``Retry-After`` is in whole seconds, at least one, and up to half as long again at random, so that clients that
+        were refused together do not come back together.
         """
         retry: float | None = None
-        if isinstance(error, ExceptionGroup):  # of tasks that the handler began
+        if isinstance(error, ExceptionGroup):  # from tasks that the handler started
             if error.split(ANSWERED)[1] is not None:
                 return None
             while isinstance(error, ExceptionGroup):
@@ -174,18 +169,31 @@ class WebOptions:
         else:
             return None
         headers = () if retry is None else (("retry-after", str(max(math.ceil(retry), 1))),)
-        return problem(status, str(error) if self.detail else _TOLD[status], headers)
+        return problem(status, str(error) if self.detail else _DETAILS[status], headers)
+
+
+def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:
+    try:
+        guards = tuple(given)
+    except TypeError:
+        why = f"must be a list, not a {type(given).__name__}"
+        raise InvalidOption("guards", given, why=why, fix="Write guards=[...].") from None
+    for one in guards:
+        if not hasattr(one, "ready") or not hasattr(one, "name"):
+            why = f"must hold guards and batched functions; a {type(one).__name__} has no 'ready'"
+            raise InvalidOption("guards", one, why=why, fix="Give guards and batched functions.")
+    return guards
 
 
 def problem(status: int, detail: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
     """A problem document."""
-    told = {"type": "about:blank", "title": _title(status), "status": int(status), "detail": detail}
-    return _answer(status, told, "application/problem+json", headers)
+    content = {"type": "about:blank", "title": _title(status), "status": int(status), "detail": detail}
+    return _answer(status, content, "application/problem+json", headers)
 
 
-def _answer(status: int, told: object, kind: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
-    body = json.dumps(told).encode()
-    own = (("content-type", kind), ("content-length", str(len(body))), ("cache-control", "no-store"))
+def _answer(status: int, content: object, media_type: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
+    body = json.dumps(content).encode()
+    own = (("content-type", media_type), ("content-length", str(len(body))), ("cache-control", "no-store"))
     return Answer(int(status), (*own, *headers), body)
 
 
@@ -193,5 +201,5 @@ def _title(status: int) -> str:
     return "Client Closed Request" if status == _CLIENT_GONE else HTTPStatus(status).phrase
 
 
-def _everything() -> tuple[Ready, ...]:
-    return (*guards(), *registry.alive())
+def _all_of_process() -> tuple[Ready, ...]:
+    return (*guards(), *_registry.live())

@@ -17,11 +17,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from modelguard import _units
+from modelguard import _units, prefork
 from modelguard.errors import ForkHazard
-from modelguard.frameworks import _options
+from modelguard.frameworks import _prefork_options
 from modelguard.lifecycle import _ticker
-from modelguard.sharing import prefork
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -51,7 +50,7 @@ class Workers:
     def __init__(
         self,
         guards: tuple[ModelGuard[Any], ...],
-        options: _options.Options,
+        options: _prefork_options.PreforkOptions,
         min_lifetime: _units.Duration,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -74,12 +73,12 @@ class Workers:
         If a policy can ask for new weights, a thread of this process loads and prepares them, and then has all workers
         replaced.
         """
-        self._guards = self._guards or _options.guards()
+        self._guards = self._guards or _prefork_options.guards_to_share()
         report = self._options.prepare(self._guards)
         _ticker.TICKER.stop()  # its place is taken by the thread below, which knows when not to be in the way
         for guard in self._guards:
             guard.recycle_in_children(self._ask, takes_calls=False)
-        self._generations = _options.generations(self._guards)
+        self._generations = _prefork_options.generations(self._guards)
         self._board = Board()
         self._edition = self._board.edition
         if any(guard.engine.renews_weights for guard in self._guards):
@@ -101,8 +100,12 @@ class Workers:
         for guard in self._guards:
             guard.check()
         with self._forking:  # no worker may be forked from something half prepared
-            found = _options.generations(self._guards)
-            if _options.loading(self._guards) or found == self._generations or not all(g.ready for g in self._guards):
+            found = _prefork_options.generations(self._guards)
+            if (
+                _prefork_options.loading(self._guards)
+                or found == self._generations
+                or not all(g.ready for g in self._guards)
+            ):
                 return
             self._generations = found  # once for each load, however it ends
             with warnings.catch_warnings():
@@ -115,7 +118,7 @@ class Workers:
     def _before_fork(self) -> None:
         """Fork, but not while another thread loads: whatever lock it holds would stay locked in the worker."""
         if not threading.current_thread().name.startswith("modelguard-"):  # a loader may fork as it likes
-            _options.wait_for_loads(self._guards)
+            _prefork_options.wait_for_loads(self._guards)
         self._forking.acquire()
 
     def _after_fork(self) -> None:

@@ -1,4 +1,4 @@
-"""Middleware for Starlette, FastAPI and every other ASGI application: honest refusals, deadlines, hang-ups, probes.
+"""Middleware for Starlette, FastAPI and any other ASGI application: refusals, deadlines, disconnects and probes.
 
 ::
 
@@ -7,8 +7,8 @@
     app.add_middleware(ModelGuardMiddleware, deadline="2s")    # Starlette, FastAPI
     app = ModelGuardMiddleware(app, deadline="2s")             # any other whose errors come out of it
 
-Starlette answers errors itself before they come out of the application. If the middleware stands outside of it all the
-same, give the application ``exception_handlers()`` as well.
+Starlette answers errors itself before they come out of the application. If the middleware has to wrap the application
+from outside, give the application ``exception_handlers()`` as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from modelguard.errors import ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, WebOptions
-from modelguard.serving.scope import Request, serving
+from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
 __all__ = ["ModelGuardMiddleware", "exception_handlers"]
 
@@ -32,16 +32,16 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ModelGuardMiddleware:
-    """Answers for the models behind an application.
+    """Turns modelguard's errors into responses, and bounds the batched calls of each request.
 
-    * ``Overloaded`` (a full queue, an open circuit, a model on its way), ``LoadFailed``, ``GuardClosed``: 503 with
-      ``Retry-After`` in whole seconds. ``DeadlineExceeded``: 504. ``ItemTooHeavy``: 413. Each as
-      ``application/problem+json``. Other errors, and those after the response has begun, are let through.
-    * ``deadline`` bounds the batched calls of each request; a client can shorten it by a header.
-    * When the client hangs up, the batched calls of its request are called off: what waits is not computed, and the
-      handler gets ``CallerGone``. Nothing else of the handler is cancelled.
-    * ``/livez`` tells that the process answers; ``/readyz`` that every guard has a model and no batched function is
-      being closed.
+    * ``Overloaded`` (a full queue, an open circuit, a model that is being loaded), ``LoadFailed`` and ``GuardClosed``
+      become 503 with ``Retry-After`` in whole seconds. ``DeadlineExceeded`` becomes 504, ``ItemTooHeavy`` 413. Each
+      response is ``application/problem+json``. Other errors, and errors after the response has begun, pass through.
+    * ``deadline`` bounds the batched calls of each request; a client can shorten it with a header.
+    * When the client disconnects, the batched calls of its request are cancelled: what waits is not computed, and the
+      handler gets ``CallerGone``. Nothing else in the handler is cancelled.
+    * ``/livez`` answers 200 while the process can answer; ``/readyz`` while every guard has a model and no batched
+      function is being closed.
 
     Websockets and lifespan pass through.
 
@@ -51,7 +51,7 @@ class ModelGuardMiddleware:
             :class:`~modelguard.frameworks._answers.WebOptions`.
 
     Raises:
-        InvalidOption: One of them cannot be meant.
+        InvalidOption: One of them is invalid.
     """
 
     def __init__(self, app: App, **options: Any) -> None:
@@ -66,35 +66,35 @@ class ModelGuardMiddleware:
             await self.app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path") or "")
-        bound = self._options.probe(scope["method"], path) or self._options.bound(self._asked(scope))
-        if isinstance(bound, Answer):
-            await _Response(bound)(scope, receive, send)
+        timeout = self._options.probe(scope["method"], path) or self._options.timeout(self._timeout_header(scope))
+        if isinstance(timeout, Answer):
+            await _Response(timeout)(scope, receive, send)
         else:
-            await self._serve(scope, receive, send, bound)
+            await self._serve(scope, receive, send, timeout)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, bound: float | None) -> None:
-        client = _Client(receive, bound)
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, timeout: float | None) -> None:
+        client = _Client(receive, timeout)
         begun = False
 
-        async def sending(message: Message) -> None:
+        async def watched_send(message: Message) -> None:
             nonlocal begun
             begun = begun or message["type"] == "http.response.start"
             if message["type"] == "http.response.body" and not message.get("more_body"):
-                client.end()  # what goes on in the background is nobody's request
+                client.answered()  # what goes on in the background belongs to no request
             await send(message)
 
         try:
-            with serving(client.request):
-                await self.app(scope, client.receive, sending)
+            with on_behalf_of(client.request):
+                await self.app(scope, client.receive, watched_send)
         except (ModelGuardError, ExceptionGroup) as error:
             answer = self._options.answer(error)
             if answer is None or begun:
                 raise
-            await _Response(answer)(scope, receive, send)  # if the client is gone, the server drops it
+            await _Response(answer)(scope, receive, send)  # the server drops it if the client is gone
         finally:
-            client.end()
+            client.answered()
 
-    def _asked(self, scope: Scope) -> str | None:
+    def _timeout_header(self, scope: Scope) -> str | None:
         if self._header is None:
             return None
         return next((value.decode("latin-1") for name, value in scope["headers"] if name.lower() == self._header), None)
@@ -104,13 +104,13 @@ def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callabl
     """Handlers for ``Starlette(exception_handlers=...)`` and ``FastAPI(exception_handlers=...)``.
 
     Args:
-        detail: Whether an answer tells the error's own text. For development.
+        detail: Whether a response contains the error's own text. For development.
     """
     options = WebOptions(detail=detail)
 
-    async def handle(_request: Any, error: Exception) -> _Response:  # async: the other kind would get a thread
+    async def handle(_request: Any, error: Exception) -> _Response:  # Starlette runs other functions in a thread
         answer = options.answer(error)
-        if answer is None:  # given to another error than it was made for
+        if answer is None:  # registered for an error that it is not made for
             raise error
         return _Response(answer)
 
@@ -131,76 +131,77 @@ class _Response:
 
 
 class _Client:
-    """What a client sends, shared between the application and the look-out for its hanging up.
+    """What a client sends, shared between the application and a task that watches for its disconnect.
 
-    The look-out begins with the first batched call of the request, and so costs nothing elsewhere. It never reads ahead
-    of an application that is still reading the body.
+    The task starts with the first batched call of the request, so other requests do not pay for it. It never reads
+    ahead of an application that is still reading the body.
     """
 
-    def __init__(self, receive: Receive, bound: float | None) -> None:
+    def __init__(self, receive: Receive, timeout: float | None) -> None:
         self._receive = receive
         self._loop = asyncio.get_running_loop()
-        self._read: deque[Message] = deque()
-        self._news = asyncio.Event()
-        self._reading = False
-        self._wanted = False
-        self._over = False
-        self._look_out: asyncio.Task[None] | None = None
-        self.request = Request(bound, lambda: self._loop.call_soon_threadsafe(self._want))
+        self._buffer: deque[Message] = deque()  # what the watcher received, for the application
+        self._buffered = asyncio.Event()
+        self._app_receives = False
+        self._watch_wanted = False
+        self._answered = False
+        self._watcher: asyncio.Task[None] | None = None
+        self.request = WebRequest(timeout, lambda: self._loop.call_soon_threadsafe(self._start_watching))
 
     async def receive(self) -> Message:
         """What the application reads."""
-        while not self._read:
-            if self.request.gone:
+        while not self._buffer:
+            if self.request.disconnected:
                 return {"type": "http.disconnect"}
-            if self._looking:
-                self._news.clear()
-                await self._news.wait()
+            if self._watching:
+                self._buffered.clear()
+                await self._buffered.wait()
                 continue
-            self._reading, message = True, None
+            self._app_receives = True
             try:
                 message = await self._receive()
             finally:
-                self._reading = False
-                if self._wanted:
-                    self._loop.call_soon(self._want)
-            self._note(message)
+                self._app_receives = False
+                if self._watch_wanted:
+                    self._loop.call_soon(self._start_watching)
+            self._check_disconnect(message)
             return message
-        if self._wanted:
-            self._loop.call_soon(self._want)
-        return self._read.popleft()
+        if self._watch_wanted:
+            self._loop.call_soon(self._start_watching)
+        return self._buffer.popleft()
 
-    def end(self) -> None:
+    def answered(self) -> None:
         """The request has been answered."""
-        self.request.end()
-        self._over = True
-        if self._look_out is not None:
-            self._look_out.cancel()
+        self.request.answered()
+        self._answered = True
+        if self._watcher is not None:
+            self._watcher.cancel()
 
     @property
-    def _looking(self) -> bool:
-        return self._look_out is not None and not self._look_out.done()
+    def _watching(self) -> bool:
+        return self._watcher is not None and not self._watcher.done()
 
-    def _want(self) -> None:
-        self._wanted = True
-        ahead = self._read and self._read[-1].get("more_body")  # the application reads on, at its own pace
-        if not (self._over or self._reading or self.request.gone or self._looking or ahead):
-            self._look_out = self._loop.create_task(self._look())
+    def _start_watching(self) -> None:
+        self._watch_wanted = True
+        body_ahead = self._buffer and self._buffer[-1].get("more_body")  # the application reads on at its own pace
+        ended = self._answered or self.request.disconnected
+        if not (ended or self._app_receives or self._watching or body_ahead):
+            self._watcher = self._loop.create_task(self._watch())
 
-    async def _look(self) -> None:
+    async def _watch(self) -> None:
         try:
-            while not self.request.gone:
+            while not self.request.disconnected:
                 message = await self._receive()
-                self._read.append(message)
-                self._news.set()
-                self._note(message)
+                self._buffer.append(message)
+                self._buffered.set()
+                self._check_disconnect(message)
                 if message.get("more_body"):
                     return
-        except Exception:  # noqa: BLE001 - the application gets it when it reads by itself
+        except Exception:  # noqa: BLE001 - the application gets the same error when it reads
             return
         finally:
-            self._news.set()
+            self._buffered.set()
 
-    def _note(self, message: Message) -> None:
+    def _check_disconnect(self, message: Message) -> None:
         if message["type"] == "http.disconnect":
-            self.request.hang_up()
+            self.request.disconnect()

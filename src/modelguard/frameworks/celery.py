@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.frameworks._options import Options
+from modelguard.frameworks._prefork_options import PreforkOptions
 from modelguard.frameworks._workers import Workers
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard
-    from modelguard.sharing.prefork import ForkReport
+    from modelguard.prefork import ForkReport
 
 __all__ = ["install"]
 
@@ -50,7 +50,7 @@ def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> N
     In a pool that does not fork (solo, threads, eventlet, gevent) the guards work as in any other program, and the log
     says so. A worker that cannot be prepared does not start: it logs why and exits with status 1.
 
-    How to prepare is told by environment variables; see :class:`~modelguard.frameworks._options.Options`.
+    How to prepare is told by environment variables; see ``_prefork_options.PreforkOptions``.
 
     Args:
         guards: Whose models to share. Default: those made with ``prefork=True``, or all if none is marked so.
@@ -64,7 +64,7 @@ def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> N
     if _installed:
         why = "install() was called before in this process"
         raise InvalidOption("guards", guards, why=why, fix="Call it once, with all guards.")
-    workers = Workers(guards, Options.read(os.environ), min_lifetime)
+    workers = Workers(guards, PreforkOptions.read(os.environ), min_lifetime)
     signals = _celery("signals")
     signals.worker_init.connect(lambda sender, **_: _start(sender, workers), weak=False)
     _installed = True

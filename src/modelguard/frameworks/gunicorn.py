@@ -1,15 +1,15 @@
 """A gunicorn configuration: ``gunicorn -c python:modelguard.frameworks.gunicorn app:app``.
 
 The master imports the application, loads the models of its guards and prepares them to be shared (see
-:mod:`modelguard.sharing.prefork`); workers are warm before their first request. A worker whose policy is due
+:mod:`modelguard.prefork`); workers are warm before their first request. A worker whose policy is due
 (``Uses``, ``Errors``, ``MemoryGrowth``, ``MemoryLimit``) is replaced by a fresh one, forked from the master's untouched
 copy. ``TTL`` and ``Modified`` mean new weights: the master loads and prepares them, then all workers are replaced, one
 at a time. A fresh worker serves before the old one is told to finish, so no request is lost and none waits.
 
 Which guards: those made with ``prefork=True``, or all that the application made on import if none is marked.
 
-Options are environment variables: ``MODELGUARD_FREEZE``, ``MODELGUARD_IMMORTALIZE``, ``MODELGUARD_ON_HAZARD``,
-``MODELGUARD_WARM_TIMEOUT``; see :class:`~modelguard.frameworks._options.Options`.
+PreforkOptions are environment variables: ``MODELGUARD_FREEZE``, ``MODELGUARD_IMMORTALIZE``, ``MODELGUARD_ON_HAZARD``,
+``MODELGUARD_WARM_TIMEOUT``; see :class:`~modelguard.frameworks._prefork_options.PreforkOptions`.
 
 In a configuration file of your own, import everything from here first. A hook of yours that has the name of one of
 these calls it::
@@ -33,12 +33,11 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from modelguard import telemetry
+from modelguard import prefork, telemetry
 from modelguard.errors import ForkHazard, InvalidOption, ModelGuardError
-from modelguard.frameworks._options import Options, generations, guards, loading, wait_for_loads
-from modelguard.frameworks.rolling import Rolling
+from modelguard.frameworks._prefork_options import PreforkOptions, generations, guards_to_share, loading, wait_for_loads
+from modelguard.frameworks._rolling import Rolling
 from modelguard.lifecycle import _ticker
-from modelguard.sharing import prefork
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ control_socket_disable = True
 #: What a pipe takes in one piece, by POSIX.
 _MESSAGE = 512
 
-_options = Options.read(os.environ)
+_options = PreforkOptions.read(os.environ)
 _master: _Master | None = None
 
 
@@ -98,7 +97,7 @@ class _Master:
         # A fresh worker may take as long as its warm-up, and the application's own start as long again.
         self.rolling = Rolling(server, patience=2 * _options.warm_timeout)
         self._server = server
-        self._guards = guards()
+        self._guards = guards_to_share()
         self._prepared: tuple[int, ...] = ()
         self._inbox, self._outbox = os.pipe()
         self._pid = os.getpid()

@@ -1,6 +1,6 @@
-"""Ray Serve: a guarded, batched function as a deployment, whose replicas are replaced when a policy is due.
+"""Ray Serve: a guarded, batched function as a deployment. A replica is replaced when a policy is due.
 
-In the module with the function::
+In the module of the function::
 
     from modelguard.frameworks import ray
 
@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Overloaded
 from modelguard.frameworks._answers import Answer, WebOptions, problem
-from modelguard.frameworks._turns import Turns
+from modelguard.frameworks._replacement_turns import Turns
 from modelguard.lifecycle.guard import guard_of
-from modelguard.serving.doors import Batched
+from modelguard.serving import Batched, Limits
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Replica", "deployment", "run"]
 
-#: What Ray waits for requests under way before it kills a replica, in seconds; and what is given beyond a deadline.
+#: Seconds that Ray waits for requests under way before it kills a replica, and seconds on top of a deadline.
 _DRAIN, _SPARE = 20.0, 5.0
-#: Serve checks a replica's health once while it starts, and again when it is among those that requests go to.
-_RUNS = 2
+#: Serve checks a replica's health once while it starts, and a second time when it already sends it requests.
+_SERVING_SINCE_CHECK = 2
 
 _NAMESPACE = "modelguard"
 
@@ -55,51 +55,52 @@ def deployment(
 ) -> Any:
     """Make a Serve deployment of a batched function over a guard.
 
-    Each replica imports the function's module, loads the model, warms it up, and then serves. A policy that becomes
-    due loads nothing there: the replica's health check fails, and Serve stops sending it requests, lets it end those
-    that it has, and starts another one. One replica leaves at a time. With a single one, requests wait at their
-    callers until its successor is up.
+    Each replica imports the function's module, loads the model, warms it up, and then serves. A policy that becomes due
+    does not reload there. Instead the replica's health check fails, and Serve stops sending it requests, lets it finish
+    those that it has, and starts another one. One replica leaves at a time. With a single replica, requests wait at
+    their callers until its successor is up.
 
-    The bounds are those of ``batched``. A replica takes in more than its queue holds, so that it is the queue that
-    refuses, at once, knowing when to try again: callers of a handle get ``ray.serve.exceptions.BackPressureError``,
-    clients over HTTP 503 with ``Retry-After``. While no replica is there, requests wait at their callers, as many at
-    each as a replica takes in, which is twice what fits its queue and its batches. The deadline counts from the arrival
-    at the replica; ``handle.remote(item, timeout=...)`` and the header ``Request-Timeout`` shorten it. When it has
-    passed, callers of a handle get ``DeadlineExceeded``, clients 504.
+    The bounds are those of ``batched``. A replica accepts more requests than its queue holds, so that the queue can
+    refuse them at once and give a time to try again: callers of a handle get
+    ``ray.serve.exceptions.BackPressureError``, HTTP clients get 503 with ``Retry-After``. While there is no replica,
+    requests wait at their callers: at each caller as many as a replica accepts, which is twice what fits into its queue
+    and its batches. The deadline counts from the arrival at the replica; ``handle.remote(item, timeout=...)`` and the
+    header ``Request-Timeout`` shorten it. When it has passed, callers of a handle get ``DeadlineExceeded``, HTTP
+    clients 504.
 
     Args:
         function: Made by ``batched`` over a guard's decorator, at the top of a module that the replicas can import.
         name: The deployment's name. Default: the function's.
-        min_lifetime: No replica is replaced before it is so old.
-        replace_timeout: After so long a replica that was to be replaced is not waited for, and the next one may leave.
+        min_lifetime: The least age at which a replica is replaced.
+        replace_timeout: How long to wait for the successor of a replica that has left, before the next one may leave.
         options: Whatever ``serve.deployment`` takes: ``num_replicas``, ``ray_actor_options``, ``autoscaling_config``...
-            They win over what is carried over from the function. A replica leaves after three failed health checks,
+            They override what follows from the function's bounds. A replica leaves after three failed health checks,
             ``health_check_period_s`` apart (Ray's default is 10).
 
     Returns:
         A ``ray.serve.Deployment``.
 
     Raises:
-        InvalidOption: ``function`` is not batched, not guarded or cannot be imported by replicas; or an option cannot
-            be meant.
+        InvalidOption: ``function`` is not batched, not guarded or cannot be imported by replicas; or an option is
+            invalid.
         NotSupported: Ray Serve is not installed.
     """
     reference = _reference(function)
     body = {
         "__doc__": function.__doc__,
         "reference": reference,
-        "least": _units.seconds(min_lifetime, "min_lifetime", zero=True),
+        "min_lifetime": _units.seconds(min_lifetime, "min_lifetime", zero=True),
         "patience": _units.seconds(replace_timeout, "replace_timeout"),
     }
-    carried = _carried(function) | options
-    _check_ongoing(function, carried["max_ongoing_requests"])
+    serve_options = _serve_options(function) | options
+    _check_ongoing(function, serve_options["max_ongoing_requests"])
     title = reference.partition(":")[2]
     serve = _ray("ray.serve")
     try:
-        return serve.deployment(type(title, (Replica,), body), name=name or title, **carried)
-    except (TypeError, ValueError) as error:  # among them pydantic's
-        why = f"Ray Serve refuses them: {error}"
-        raise InvalidOption("options", options, why=why, fix="See serve.deployment for what it takes.") from error
+        return serve.deployment(type(title, (Replica,), body), name=name or title, **serve_options)
+    except (TypeError, ValueError) as error:  # pydantic's errors are ValueErrors
+        why = f"Ray Serve rejects them: {error}"
+        raise InvalidOption("options", options, why=why, fix="See serve.deployment for its options.") from error
 
 
 def run(
@@ -109,8 +110,8 @@ def run(
 
     Args:
         function: See :func:`deployment`.
-        app_name: The application's name; one of that name is replaced.
-        route_prefix: Where it is found over HTTP; None for handles alone.
+        app_name: The application's name; an application of that name is replaced.
+        route_prefix: Its path for HTTP; None for handles alone.
         options: See :func:`deployment`.
 
     Returns:
@@ -118,8 +119,8 @@ def run(
 
     Raises:
         InvalidOption: See :func:`deployment`.
-        NotSupported: Ray Serve is not installed, or Ray is not initialised: left to itself Serve would start a Ray of
-            its own on this machine, with all its processors.
+        NotSupported: Ray Serve is not installed, or Ray is not initialised: Serve would start a Ray of its own on this
+            machine, with all its processors.
     """
     made = deployment(function, **options)
     if not _ray("ray").is_initialized():
@@ -129,16 +130,16 @@ def run(
 
 
 class Replica:
-    """One replica of a deployment. Made by Ray, of the class that :func:`deployment` gives it.
+    """One replica of a deployment. Ray makes it, from a subclass that :func:`deployment` defines.
 
     Attributes:
         reference: Where the function is, as ``module:name``.
-        least: Seconds that a replica lives at least.
-        patience: Seconds after which a replica that has left is no longer waited for.
+        min_lifetime: The least age at which a replica is replaced, in seconds.
+        patience: Seconds to wait for the successor of a replica that has left.
     """
 
     reference: ClassVar[str]
-    least: ClassVar[float]
+    min_lifetime: ClassVar[float]
     patience: ClassVar[float]
 
     async def __init__(self) -> None:  # type: ignore[misc] # Serve awaits it
@@ -154,7 +155,7 @@ class Replica:
         self._turns = Turns(
             _Store(), f"{context.app_name}/{context.deployment}", context.replica_tag, patience=self.patience
         )
-        self._guard.recycle_here(self._ask)
+        self._guard.recycle_here(self._policy_due)
         self._checks = 0
         await self._guard.aload()
 
@@ -162,12 +163,12 @@ class Replica:
         """Compute one item.
 
         Args:
-            item: What the batch function gets one of its list from; or Serve's request, with the item as JSON.
-            timeout: How long it may take at most.
+            item: An element of the list that the batch function gets; or Serve's request, with the item as JSON.
+            timeout: The longest it may take.
             extras: Further keyword arguments of the batch function.
 
         Raises:
-            BackPressureError: There is no room now; ``retry_after_s`` tells when there may be.
+            BackPressureError: There is no room now; ``retry_after_s`` gives when to try again.
             DeadlineExceeded: The time ran out.
             Exception: What the function raised for this item.
         """
@@ -176,10 +177,10 @@ class Replica:
         try:
             return await self._function.aio(item, timeout=timeout, **extras)
         except Overloaded as error:
-            raise self._pressure(error) from error
+            raise self._back_pressure(error) from error
 
     def status(self) -> dict[str, Any]:
-        """What this replica tells of itself: its name, the guard's status and the queue's."""
+        """This replica's name, the status of its guard and its queue, and why it is to be replaced."""
         return {
             "replica": self._name,
             "guard": asdict(self._guard.status()),
@@ -188,57 +189,57 @@ class Replica:
         }
 
     async def check_health(self) -> None:
-        """Tell Serve whether to keep this replica.
+        """Serve keeps this replica unless this raises.
 
         Raises:
             RuntimeError: It is to be replaced.
         """
         self._checks += 1
-        if self._checks == _RUNS:
+        if self._checks == _SERVING_SINCE_CHECK:
             await self._arrive()
         reasons = self._reasons()
-        if not reasons or time.monotonic() - self._born < self.least:
+        if not reasons or time.monotonic() - self._born < self.min_lifetime:
             return
         try:
-            mine = await asyncio.to_thread(self._turns.take)
-        except Exception:  # noqa: BLE001 - an unreachable store is no reason to end what serves
-            logger.exception("modelguard: replica %s could not ask for its turn to leave", self._name)
+            my_turn = await asyncio.to_thread(self._turns.take)
+        except Exception:  # noqa: BLE001 - a store that cannot be reached is no reason to stop a working replica
+            logger.exception("modelguard: replica %s could not take its turn to leave", self._name)
             return
-        if mine:
-            raise RuntimeError(f"replica {self._name} asks to be replaced, by {', '.join(map(str, reasons))}")
+        if my_turn:
+            raise RuntimeError(f"replica {self._name} asks to be replaced, because of {', '.join(map(str, reasons))}")
 
     async def _arrive(self) -> None:
-        """Let the next replica leave that has to."""
+        """Let the next replica leave."""
         try:
             await asyncio.to_thread(self._turns.arrive)
-        except Exception:  # noqa: BLE001 - it can serve; the next one to leave waits out its patience
-            logger.exception("modelguard: replica %s could not say that it has arrived", self._name)
+        except Exception:  # noqa: BLE001 - it can serve; the next one to leave waits for replace_timeout
+            logger.exception("modelguard: replica %s could not report that it has arrived", self._name)
 
-    def _ask(self, reasons: tuple[Reason, ...]) -> None:
+    def _policy_due(self, reasons: tuple[Reason, ...]) -> None:
         self._due = (self._guard.status().generation, reasons)
 
     def _reasons(self) -> tuple[Reason, ...]:
-        """Why it is to be replaced; nothing, if somebody has reloaded the model since."""
+        """Why it is to be replaced; empty if the model was reloaded since."""
         due = self._due
         return due[1] if due is not None and due[0] == self._guard.status().generation else ()
 
-    def _pressure(self, error: Overloaded) -> Exception:
-        status, limit = self._function.status(), self._function._settings.limits.max_queue  # noqa: SLF001
+    def _back_pressure(self, error: Overloaded) -> Exception:
+        status, limit = self._function.status(), self._function.limits.max_queue
         kind = _ray("ray.serve.exceptions").BackPressureError
         made: Exception = kind(status.waiting, limit, int(HTTPStatus.SERVICE_UNAVAILABLE), error.retry_after)
         made.add_note(str(error))
         return made
 
     async def _answer(self, request: Any) -> Any:
-        bound = self._web.bound(request.headers.get(self._web.timeout_header))
-        if isinstance(bound, Answer):
-            return _response(bound)
+        timeout = self._web.timeout(request.headers.get(self._web.timeout_header))
+        if isinstance(timeout, Answer):
+            return _response(timeout)
         try:
             item = json.loads(await request.body())
         except ValueError:
             return _response(problem(HTTPStatus.BAD_REQUEST, "The body must be one item as JSON."))
         try:
-            return await self._function.aio(item, timeout=bound)
+            return await self._function.aio(item, timeout=timeout)
         except ModelGuardError as error:
             answer = self._web.answer(error)
             if answer is None:
@@ -247,24 +248,24 @@ class Replica:
 
 
 class _Store:
-    """The key-value store of Ray's head node, which Serve keeps its own state in as well."""
+    """The key-value store of Ray's head node, where Serve keeps its own state as well. Ray has no public API for it."""
 
     def __init__(self) -> None:
         self._kv = _ray("ray.experimental.internal_kv")
 
     def put_if_absent(self, key: str, value: str) -> bool:
-        there: bool = self._kv._internal_kv_put(key, value, overwrite=False, namespace=_NAMESPACE)  # noqa: SLF001
-        return not there
+        existed: bool = self._kv._internal_kv_put(key, value, overwrite=False, namespace=_NAMESPACE)  # noqa: SLF001 - Ray
+        return not existed
 
     def get(self, key: str) -> str | None:
-        value: bytes | None = self._kv._internal_kv_get(key, namespace=_NAMESPACE)  # noqa: SLF001
+        value: bytes | None = self._kv._internal_kv_get(key, namespace=_NAMESPACE)  # noqa: SLF001 - Ray
         return None if value is None else value.decode()
 
     def delete(self, key: str) -> None:
-        self._kv._internal_kv_del(key, namespace=_NAMESPACE)  # noqa: SLF001
+        self._kv._internal_kv_del(key, namespace=_NAMESPACE)  # noqa: SLF001 - Ray
 
     def keys(self, prefix: str) -> list[str]:
-        return [key.decode() for key in self._kv._internal_kv_list(prefix, namespace=_NAMESPACE)]  # noqa: SLF001
+        return [key.decode() for key in self._kv._internal_kv_list(prefix, namespace=_NAMESPACE)]  # noqa: SLF001 - Ray
 
 
 def _ray(module: str) -> Any:
@@ -287,51 +288,51 @@ def _guard(function: Any) -> ModelGuard[Any]:
 def _reference(function: Any) -> str:
     """Where replicas find the function."""
     if not isinstance(function, Batched):
-        why = f"a batched function is needed, and this is a {type(function).__name__}"
-        fix = "Put @batched(max_size=...) over @the_guard, and give the name that it decorates."
+        why = f"must be a batched function, not a {type(function).__name__}"
+        fix = "Put @batched(max_size=...) above the guard's decorator, and pass the decorated function."
         raise InvalidOption("function", function, why=why, fix=fix)
     try:
         _guard(function)
     except InvalidOption:
-        why = "no guard decorates it, so nothing would ever replace its replicas"
-        fix = "Put @the_guard between @batched(...) and the function, or use @serve.deployment alone."
+        why = "no guard decorates it, so its replicas would never be replaced"
+        fix = "Put the guard's decorator between @batched(...) and the function, or use @serve.deployment alone."
         raise InvalidOption("function", function, why=why, fix=fix) from None
     module, name = str(function.__module__), str(function.__qualname__)  # type: ignore[attr-defined]
-    if function._method is not None or "<locals>" in name:  # noqa: SLF001
-        why = "replicas find a function by its name in a module, and this one has none there"
+    if "." in name:  # a method, or a function inside a function
+        why = "replicas find a function by its name in a module, and this one has no name there"
         raise InvalidOption("function", function, why=why, fix="Write it at the top of a module.")
     if module == "__main__":
-        why = "it is in the script that runs, which replicas cannot import"
+        why = "it is in the program's main script, which replicas cannot import"
         raise InvalidOption("function", function, why=why, fix="Move it into a module, and import it from there.")
     if getattr(sys.modules.get(module), name, None) is not function:
-        why = f"{module}.{name} is something else, which replicas would find instead"
-        raise InvalidOption("function", function, why=why, fix="Give the deployment another name than the function.")
+        why = f"{module}.{name} is another object, which replicas would find instead"
+        fix = "Use different names for the deployment and the function."
+        raise InvalidOption("function", function, why=why, fix=fix)
     return f"{module}:{name}"
 
 
-def _capacity(function: Batched[Any, Any]) -> int:
-    """Items that its queue and its workers hold together."""
-    limits = function._settings.limits  # noqa: SLF001
-    return limits.max_queue + limits.workers * limits.max_size
+def _capacity(limits: Limits) -> int:
+    """Items that fit into the queue and the batches together."""
+    return limits.max_queue + limits.threads * limits.max_size
 
 
-def _carried(function: Batched[Any, Any]) -> dict[str, Any]:
-    """The bounds of a batched function in Serve's words."""
-    deadline = function._settings.deadline  # noqa: SLF001
+def _serve_options(function: Batched[Any, Any]) -> dict[str, Any]:
+    """The bounds of a batched function as options of Serve."""
+    limits = function.limits
+    shutdown = _DRAIN if limits.deadline == math.inf else max(_DRAIN, limits.deadline + _SPARE)
     return {
-        # The queue has to see a request in order to refuse it. Serve would let it wait, out of sight of its deadline.
-        "max_ongoing_requests": 2 * _capacity(function),
-        # Not less: Serve counts those on their way to a replica among those that wait for one.
-        "max_queued_requests": 2 * _capacity(function),
+        # The queue can only refuse requests that reach it. Serve would let them wait, whatever their deadlines are.
+        "max_ongoing_requests": 2 * _capacity(limits),
+        # Not less: Serve counts requests on their way to a replica as waiting for one.
+        "max_queued_requests": 2 * _capacity(limits),
         "backpressure_config": {"retry_after_s": 1.0},
-        "graceful_shutdown_timeout_s": _DRAIN if deadline == math.inf else max(_DRAIN, deadline + _SPARE),
+        "graceful_shutdown_timeout_s": shutdown,
     }
 
 
 def _check_ongoing(function: Batched[Any, Any], ongoing: Any) -> None:
-    limits = function._settings.limits  # noqa: SLF001
-    least = limits.workers * limits.max_size
-    if isinstance(ongoing, int) and ongoing < least:
-        why = f"no batch would ever be full, with max_size={limits.max_size} and workers={limits.workers}"
-        fix = f"Leave it out, which means {2 * _capacity(function)}."
+    limits = function.limits
+    if isinstance(ongoing, int) and ongoing < limits.threads * limits.max_size:
+        why = f"no batch would ever be full, with max_size={limits.max_size} and threads={limits.threads}"
+        fix = f"Leave it out, which means {2 * _capacity(limits)}."
         raise InvalidOption("max_ongoing_requests", ongoing, why=why, fix=fix)

@@ -30,20 +30,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from modelguard.errors import InvalidOption, ModelGuardWarning, NotSupported
-from modelguard.frameworks._options import Options
+from modelguard.frameworks._prefork_options import PreforkOptions
 from modelguard.frameworks._workers import Workers
 
 if TYPE_CHECKING:
     from modelguard import _units
     from modelguard.lifecycle.guard import ModelGuard
-    from modelguard.sharing.prefork import ForkReport
+    from modelguard.prefork import ForkReport
 
 __all__ = ["install"]
 
 #: What uWSGI calls a worker that could not load its application; it forks another one, with pauses if they die fast.
 _NO_APP = 22
 
-#: Options without which it goes on, but not as well.
+#: PreforkOptions without which it goes on, but not as well.
 _ADVICE = {
     "need-app": "else uWSGI serves on without the application if install() raises",
     "skip-atexit-teardown": "else each worker that ends frees the model object by object, which copies it first",
@@ -58,7 +58,7 @@ def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> F
     prepares them, and then every worker is replaced. Workers leave one at a time, and no request is lost on the way; an
     idle worker is replaced after its next request.
 
-    How to prepare is told by environment variables; see :class:`~modelguard.frameworks._options.Options`.
+    How to prepare is told by environment variables; see ``_prefork_options.PreforkOptions``.
 
     Args:
         guards: Whose models to share. Default: those made with ``prefork=True``, or all if none is marked so.
@@ -74,7 +74,7 @@ def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> F
     """
     server = _server()
     _refuse_unfit(server)
-    workers = Workers(guards, Options.read(os.environ), min_lifetime)
+    workers = Workers(guards, PreforkOptions.read(os.environ), min_lifetime)
     report = workers.prepare()
     _advise(server.opt)
     _chain(server, "post_fork_hook", lambda: _begin(workers))

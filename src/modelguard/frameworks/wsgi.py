@@ -1,4 +1,4 @@
-"""Middleware for Flask and every other WSGI application: honest refusals, deadlines, probes.
+"""Middleware for Flask and any other WSGI application: refusals, deadlines and probes.
 
 ::
 
@@ -7,7 +7,7 @@
     wsgi.install(app, deadline="2s")                                  # Flask
     application = wsgi.ModelGuardMiddleware(application)              # any other whose errors come out of it
 
-WSGI does not tell when a client hangs up; what its request waits for is computed.
+WSGI does not report when a client disconnects, so calls for a client that is gone are still computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, WebOptions
-from modelguard.serving.scope import Request, serving
+from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
 __all__ = ["ModelGuardMiddleware", "install"]
 
@@ -25,10 +25,10 @@ App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class ModelGuardMiddleware:
-    """Answers for the models behind an application: 503, 504, a deadline for each request, and the two probes.
+    """Turns modelguard's errors into responses: 503, 504, a deadline for each request, and the two probes.
 
-    It answers as :class:`modelguard.frameworks.asgi.ModelGuardMiddleware` does, apart from hang-ups. The deadline holds
-    while the application makes its response, not while a generator that it returned is read.
+    It responds as :class:`modelguard.frameworks.asgi.ModelGuardMiddleware` does, except for disconnects. The deadline
+    applies while the application makes its response, not while a generator that it returned is read.
 
     Args:
         app: The application.
@@ -36,7 +36,7 @@ class ModelGuardMiddleware:
             :class:`~modelguard.frameworks._answers.WebOptions`.
 
     Raises:
-        InvalidOption: One of them cannot be meant.
+        InvalidOption: One of them is invalid.
     """
 
     def __init__(self, app: App, **options: Any) -> None:
@@ -47,58 +47,55 @@ class ModelGuardMiddleware:
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Serve one request."""
-        asked = None if self._variable is None else environ.get(self._variable)
+        header = None if self._variable is None else environ.get(self._variable)
         probe = self._options.probe(environ["REQUEST_METHOD"], environ.get("PATH_INFO", ""))
-        bound = probe or self._options.bound(asked)
-        if isinstance(bound, Answer):
-            return _respond(bound, environ, start_response)
-        return self._serve(environ, start_response, bound)
+        timeout = probe or self._options.timeout(header)
+        if isinstance(timeout, Answer):
+            return _respond(timeout, environ, start_response)
+        return self._serve(environ, start_response, timeout)
 
     def _serve(
-        self, environ: dict[str, Any], start_response: Callable[..., Any], bound: float | None
+        self, environ: dict[str, Any], start_response: Callable[..., Any], timeout: float | None
     ) -> Iterable[bytes]:
         begun = False
 
-        def starting(*args: Any, **kwargs: Any) -> Any:
+        def watched_start(*args: Any, **kwargs: Any) -> Any:
             nonlocal begun
             begun = True
             return start_response(*args, **kwargs)
 
-        request = Request(bound)
+        request = WebRequest(timeout)
         try:
-            with serving(request):
-                return self.app(environ, starting)
+            with on_behalf_of(request):
+                return self.app(environ, watched_start)
         except (ModelGuardError, ExceptionGroup) as error:
             answer = self._options.answer(error)
             if answer is None or begun:
                 raise
             return _respond(answer, environ, start_response)
         finally:
-            request.end()
+            request.answered()
 
 
 def install(app: Any, **options: Any) -> None:
-    """Put the middleware around a Flask application, and have Flask leave modelguard's errors to it.
+    """Wrap a Flask application in the middleware, and register handlers so that Flask leaves modelguard's errors to it.
 
     Args:
         app: A ``flask.Flask``.
         options: Those of :class:`ModelGuardMiddleware`.
 
     Raises:
-        InvalidOption: It is no Flask application, or an option cannot be meant.
+        InvalidOption: It is not a Flask application, or an option is invalid.
     """
     if not hasattr(app, "wsgi_app") or not hasattr(app, "register_error_handler"):
-        raise InvalidOption(
-            "app",
-            app,
-            why=f"a Flask application is needed, and this is a {type(app).__name__}",
-            fix="Wrap any other: application = ModelGuardMiddleware(application).",
-        )
+        why = f"must be a Flask application, not a {type(app).__name__}"
+        fix = "Wrap any other: application = ModelGuardMiddleware(application)."
+        raise InvalidOption("app", app, why=why, fix=fix)
     web = WebOptions(**options)
 
     def handle(error: ModelGuardError) -> tuple[bytes, int, list[tuple[str, str]]]:
         answer = web.answer(error)
-        if answer is None:  # given to another error than it was made for
+        if answer is None:  # registered for an error that it is not made for
             raise error
         return answer.body, answer.status, list(answer.headers)
 
@@ -108,5 +105,5 @@ def install(app: Any, **options: Any) -> None:
 
 
 def _respond(answer: Answer, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-    start_response(answer.line, list(answer.headers))
+    start_response(answer.status_line, list(answer.headers))
     return [] if environ["REQUEST_METHOD"] == "HEAD" else [answer.body]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
-from modelguard.environment import threads
+from modelguard.environment import _openmp
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
@@ -73,7 +73,7 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Loaded[M]
         try:
             return _make(guard, discard)
         finally:
-            threads.end_openmp_pool()  # this thread may be kept, and idle for minutes
+            _openmp.end_openmp_pool()  # this thread may be kept, and idle for minutes
             job.threads.discard(threading.get_ident())  # the next thread may get the same identity
 
     return _within(

@@ -142,14 +142,14 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
             warn_never_due(part, f"{part.path} does not exist yet, so no change can be seen until it does")
 
 
-def memory_bound(argument: str, value: int | str | _units.Share, limit: Callable[[], int | None]) -> int:
+def memory_bound(argument: str, value: int | str | _units.Percentage, limit: Callable[[], int | None]) -> int:
     """The bytes of a size, or of a percentage of the memory limit.
 
     Raises:
         NoMemoryLimit: It is a percentage, and nothing limits this process.
     """
-    size = value if isinstance(value, _units.Share) else _units.size_or_share(value, argument)
-    if not isinstance(size, _units.Share):
+    size = value if isinstance(value, _units.Percentage) else _units.size_or_percentage(value, argument)
+    if not isinstance(size, _units.Percentage):
         return size
     whole = limit()
     if whole is None:
@@ -159,11 +159,11 @@ def memory_bound(argument: str, value: int | str | _units.Share, limit: Callable
             why="is a percentage of the memory limit, but no cgroup limits this process",
             fix="Give bytes, as in '2 GB', or run the service under a memory limit.",
         )
-    return int(whole * size.share)
+    return int(whole * size.fraction)
 
 
 def _check_memory(policy: MemoryLimit | MemoryGrowth, limit: int | None) -> None:
-    if isinstance(policy.size, _units.Share):
+    if isinstance(policy.size, _units.Percentage):
         memory_bound("size", policy.size, lambda: limit)
     elif limit is not None and policy.size >= limit:
         warn_never_due(policy, f"the process is killed before that, at its limit of {_units.format_bytes(limit)}")

@@ -213,7 +213,7 @@ def plain_function(function: Any) -> Any:
 
 
 def _check(plain: Any, owner: object) -> None:
-    fix = None
+    why = fix = ""
     if not callable(plain) or isinstance(plain, type):
         why = f"must be a function, got {'a class' if isinstance(plain, type) else type(plain).__name__}"
         fix = "Decorate a function or a method, or use guard.lease() where the model is needed."
@@ -226,7 +226,7 @@ def _check(plain: Any, owner: object) -> None:
     elif (parameters := _parameters(plain)) is not None and not any(one.kind in _TAKES_MODEL for one in parameters):
         why = "has no positional parameter to take the model"
         fix = "Let its first parameter (after self) be the model: def predict(model, text): ..."
-    if fix is not None:
+    if why:
         raise InvalidOption("function", plain, why=why, fix=fix)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from modelguard import _units
+from modelguard import _public, _units
 from modelguard.errors import InvalidOption
+
+__all__ = ["Backoff"]
 
 _STEEPEST = 100
 
@@ -46,3 +48,6 @@ class Backoff:
         exponent = min(failures - 1, 64)  # far beyond any `longest`, and safe from overflow
         whole = min(self.longest, self.first * self.factor**exponent)
         return whole * (0.5 + draw / 2)
+
+
+_public.set_module(globals(), "modelguard")

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from modelguard import _units
+from modelguard import _public, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from modelguard.lifecycle.status import State, Status
     from modelguard.telemetry.reasons import Reason
 
-__all__ = ["ModelGuard", "guard", "guard_of", "guards"]
+__all__ = ["ModelGuard", "guard", "guard_of"]
 
 M = TypeVar("M")
 S = TypeVar("S")
@@ -382,3 +382,6 @@ def guard(
         name=_options.loader_name(load) if name is None else name,
     )
     return ModelGuard(options, world)
+
+
+_public.set_module(globals(), "modelguard")

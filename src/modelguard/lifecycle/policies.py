@@ -4,8 +4,8 @@ A policy has no clock, process or file of its own. The guard takes the readings,
 asks the policy. So a policy is tested by giving it a snapshot.
 """
 
-from __future__ import annotations
-
+# Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
+# fields' types could not be resolved.
 import math
 import os
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from modelguard import _units
+from modelguard import _public, _units
 from modelguard.errors import InvalidOption
 from modelguard.telemetry.reasons import Reason, ReasonKind
 
@@ -108,7 +108,7 @@ class Policy(ABC):
         """Name the policies that are due."""
         return (Reason(self.kind, repr(self)),) if self.due(now) else ()
 
-    def parts(self) -> tuple[Policy, ...]:
+    def parts(self) -> tuple["Policy", ...]:
         """Return the simple policies that it is made of."""
         return (self,)
 
@@ -116,10 +116,10 @@ class Policy(ABC):
         """Return why a reload could not help, None if it can."""
         return None
 
-    def __or__(self, other: Policy) -> Policy:
+    def __or__(self, other: "Policy") -> "Policy":
         return _Any(_operand(self, other, "|"))
 
-    def __and__(self, other: Policy) -> Policy:
+    def __and__(self, other: "Policy") -> "Policy":
         return _All(_operand(self, other, "&"))
 
 
@@ -167,7 +167,7 @@ class _Joined(_Value):
         each = [member.horizon(now) for member in self.members]
         return Horizon(uses=min(one.uses for one in each), seconds=min(one.seconds for one in each))
 
-    def parts(self) -> tuple[Policy, ...]:
+    def parts(self) -> tuple["Policy", ...]:
         return tuple(part for member in self.members for part in member.parts())
 
 
@@ -293,10 +293,10 @@ class Errors(_Value):
 
 class _Memory(_Value):
     reads_memory = True
-    size: int | _units.Share
+    size: int | _units.Percentage
 
     def __init__(self, size: int | str) -> None:
-        self._set(size=_units.size_or_share(size, "size"))
+        self._set(size=_units.size_or_percentage(size, "size"))
 
     def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - readings come at the guard's own pace
         return Horizon(uses=math.inf, seconds=1.0)
@@ -397,11 +397,14 @@ class Modified(_Value):
         return f"Modified({str(self.path)!r})"
 
 
-def _bound(size: int | _units.Share, now: Snapshot) -> int | None:
-    if isinstance(size, _units.Share):
-        return None if now.limit is None else int(now.limit * size.share)
+def _bound(size: int | _units.Percentage, now: Snapshot) -> int | None:
+    if isinstance(size, _units.Percentage):
+        return None if now.limit is None else int(now.limit * size.fraction)
     return size
 
 
-def _show(size: int | _units.Share) -> str:
-    return str(size) if isinstance(size, _units.Share) else _units.format_bytes(size)
+def _show(size: int | _units.Percentage) -> str:
+    return str(size) if isinstance(size, _units.Percentage) else _units.format_bytes(size)
+
+
+_public.set_module(globals(), "modelguard")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from modelguard import _units
+from modelguard import _public, _units
 from modelguard.errors import UnhashableKey
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._pool_engine import PoolEngine, PoolOptions
@@ -179,3 +179,6 @@ def pool(
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
     )
     return ModelPool(PoolEngine(make, options, world))
+
+
+_public.set_module(globals(), "modelguard")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from modelguard.environment import allocator, limits, memory
+from modelguard.environment import _allocator, _limits, _memory
 from modelguard.errors import NotSupported
 from modelguard.lifecycle import _fingerprints, _host_lock, _threads
 
@@ -18,7 +18,7 @@ from modelguard.lifecycle import _fingerprints, _host_lock, _threads
 def private() -> int:
     """Private memory in bytes; 0 where the platform gives no figure, so that policies on time and use still work."""
     try:
-        return memory.private(fresh=True)
+        return _memory.private(fresh=True)
     except NotSupported:
         return 0
 
@@ -26,7 +26,7 @@ def private() -> int:
 def headroom() -> int | None:
     """Bytes that this process may still allocate, None if unknown."""
     try:
-        return memory.usage().headroom
+        return _memory.usage().headroom
     except NotSupported:
         return None
 
@@ -37,14 +37,14 @@ def trim() -> str:
     Raises:
         NotSupported: It cannot be done here.
     """
-    allocator.trim()
-    return allocator.serving().kind
+    _allocator.trim()
+    return _allocator.in_force().kind
 
 
 def in_use() -> int | None:
     """Bytes that malloc has handed out, None if it gives no figure."""
     try:
-        return allocator.stats().allocated
+        return _allocator.stats().allocated
     except NotSupported:
         return None
 
@@ -55,7 +55,7 @@ def check_trim() -> None:
     Raises:
         NotSupported: The allocator in force is not known, or this is not Linux.
     """
-    serving = allocator.serving()
+    serving = _allocator.in_force()
     if serving.kind == "unknown":
         raise NotSupported("trim_every", reason=f"malloc is served by an unknown allocator ({serving.path})")
 
@@ -96,7 +96,7 @@ class Runtime:
     sleep: Callable[[float], None] = time.sleep
     private: Callable[[], int] = private
     headroom: Callable[[], int | None] = headroom
-    limit: Callable[[], int | None] = lambda: limits.effective().bytes
+    limit: Callable[[], int | None] = lambda: _limits.memory_limit().bytes
     trim: Callable[[], str] = trim
     in_use: Callable[[], int | None] = in_use
     check_trim: Callable[[], None] = check_trim

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
-if TYPE_CHECKING:
-    from modelguard.telemetry import GenerationReleased
+from modelguard.telemetry import GenerationReleased
 
 K = TypeVar("K", bound=Hashable)
 

@@ -1,6 +1,4 @@
-"""``Breaker``: leave a model alone that fails again and again, and try it now and then."""
-
-from __future__ import annotations
+"""``Breaker``: stop calling a model that fails again and again, and try it from time to time."""
 
 import math
 from dataclasses import dataclass
@@ -11,39 +9,42 @@ from modelguard.errors import InvalidOption
 
 __all__ = ["Breaker", "Circuit", "Reloadable"]
 
-State = Literal["closed", "open", "half-open"]
+CircuitState = Literal["closed", "open", "half-open"]
 
-#: Seconds that a caller is told to wait while the probe is under way: nobody knows how long that takes.
-_SOON = 1.0
+#: ``retry_after`` in seconds while the probe is under way: nobody knows how long it takes.
+_RETRY_DURING_PROBE = 1.0
 
 
 class Reloadable(Protocol):
-    """What a breaker may ask for a fresh model, as :class:`modelguard.ModelGuard` is."""
+    """What a breaker can ask for a fresh model, such as :class:`modelguard.ModelGuard`."""
 
     def reload(self, *, wait: bool = ...) -> object:
-        """Begin a reload; return at once if ``wait`` is false."""
+        """Start a reload; return at once if ``wait`` is false."""
 
 
+# Without `from __future__ import annotations`: this class is public under another module's name, where
+# typing.get_type_hints() could not resolve text.
 @dataclass(frozen=True)
 class Breaker:
     """When to stop calling a model that fails, and when to try again.
 
-    It opens after ``failures`` batches in a row have failed, refuses with ``CircuitOpen`` for ``cooldown``, then lets
-    one item through: if that succeeds it closes, else it stays open for twice as long, up to ``max_cooldown``.
+    It opens after ``failures`` batches in a row have failed, and refuses items with ``CircuitOpen`` for ``cooldown``.
+    Then it lets one item through. If that succeeds it closes, else it stays open for twice as long, up to
+    ``max_cooldown``.
 
-    What bisecting pins on single items does not count; nor do ``Overloaded`` and ``ItemRefused``, nor errors of the
-    types in ``ignore``. Of an item that was alone in its batch nobody can tell whether it or the model is at fault: it
-    counts.
+    Failures that bisecting pins on single items do not count; nor do ``Overloaded``, ``ItemRefused`` and errors of the
+    types in ``ignore``. The failure of an item that was alone in its batch counts, because it cannot be known whether
+    the item or the model is at fault.
 
     Args:
-        failures: So many in a row open it, at least 1.
+        failures: Failed batches in a row that open it, at least 1.
         cooldown: How long it stays open.
-        max_cooldown: How long at most, as failed probes double the cooldown.
+        max_cooldown: The longest it stays open: each failed probe doubles the cooldown.
         ignore: Types of errors that are the input's fault, such as ``UnicodeDecodeError``.
-        reload: A guard to ask for a fresh model when the breaker opens, and after each failed probe.
+        reload: A guard that is asked for a fresh model when the breaker opens, and after each failed probe.
 
     Raises:
-        InvalidOption: One of these cannot be meant.
+        InvalidOption: One of these is invalid.
     """
 
     failures: int = 5
@@ -53,27 +54,25 @@ class Breaker:
     reload: Reloadable | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.failures, bool) or not isinstance(self.failures, int) or self.failures < 1:
-            raise InvalidOption("failures", self.failures, why="a whole number of 1 or more is needed", fix="Write 5.")
+        _units.whole_number(self.failures, "failures")
         shortest = _units.seconds(self.cooldown, "cooldown")
         if _units.seconds(self.max_cooldown, "max_cooldown") < shortest:
-            why = f"it is shorter than cooldown={self.cooldown!r}"
+            why = f"must not be shorter than cooldown={self.cooldown!r}"
             raise InvalidOption("max_cooldown", self.max_cooldown, why=why, fix="Give the same or more.")
         kinds = self.ignore
         if not isinstance(kinds, tuple) or not all(isinstance(k, type) and issubclass(k, BaseException) for k in kinds):
-            raise InvalidOption(
-                "ignore", kinds, why="a tuple of exception types is needed", fix="Write for example (ValueError,)."
-            )
+            why = "must be a tuple of exception types"
+            raise InvalidOption("ignore", kinds, why=why, fix="Write for example (ValueError,).")
         if self.reload is not None and not callable(getattr(self.reload, "reload", None)):
-            why = "it has no reload()"
-            raise InvalidOption("reload", self.reload, why=why, fix="Give the guard itself: reload=nlp.")
+            why = "has no reload()"
+            raise InvalidOption("reload", self.reload, why=why, fix="Pass the guard itself: reload=nlp.")
 
 
 class Circuit:
-    """The state of one breaker. Not safe under threads by itself.
+    """The state of one breaker. Not thread-safe by itself.
 
     Attributes:
-        state: ``"closed"``, ``"open"``, or ``"half-open"`` while one item is tried.
+        state: ``"closed"``, ``"open"``, or ``"half-open"`` while one item, the probe, is tried.
         failures: Batches that have failed in a row.
         cooldown: Seconds that it stays open this time.
     """
@@ -83,32 +82,32 @@ class Circuit:
         self._shortest = _units.seconds(breaker.cooldown, "cooldown")
         self._longest = _units.seconds(breaker.max_cooldown, "max_cooldown")
         self.cooldown = self._shortest
-        self._until = -math.inf
-        self.state: State = "closed"
+        self._open_until = -math.inf
+        self.state: CircuitState = "closed"
         self.failures = 0
 
-    def refuses(self, now: float) -> float | None:
-        """Seconds until the next try makes sense if nothing may pass now, else None."""
-        if self.state == "closed" or (self.state == "open" and now >= self._until):
+    def retry_after(self, now: float) -> float | None:
+        """Seconds after which to try again, if nothing may pass now; else None."""
+        if self.state == "closed" or (self.state == "open" and now >= self._open_until):
             return None
-        return max(self._until - now, _SOON)
+        return max(self._open_until - now, _RETRY_DURING_PROBE)
 
-    def passed(self) -> bool:
-        """An item has been let in; whether it is the probe."""
+    def admitted(self) -> bool:
+        """Record that an item was admitted. Returns whether it is the probe."""
         if self.state == "closed":
             return False
         self.state = "half-open"
         return True
 
-    def unproven(self) -> None:
-        """The probe has come to no verdict: the next item may be the probe."""
+    def probe_inconclusive(self) -> None:
+        """Record that the probe gave no verdict: the next item may be the probe."""
         if self.state == "half-open":
             self.state = "open"
 
     def succeeded(self, *, probe: bool) -> bool:
-        """A batch has gone well; whether that closes the circuit."""
+        """Record that a batch succeeded. Returns whether that closes the circuit."""
         if self.state != "closed" and not probe:
-            return False  # it began before the circuit opened, and says nothing of the time after
+            return False  # it started before the circuit opened, and says nothing about the model now
         closes = self.state != "closed"
         self.state = "closed"
         self.failures = 0
@@ -116,7 +115,7 @@ class Circuit:
         return closes
 
     def failed(self, now: float, *, probe: bool) -> bool:
-        """A batch has failed; whether that opens the circuit."""
+        """Record that a batch failed. Returns whether that opens the circuit."""
         self.failures += 1
         if (self.state != "closed" and not probe) or (
             self.state == "closed" and self.failures < self._breaker.failures
@@ -125,5 +124,5 @@ class Circuit:
         if self.state != "closed":
             self.cooldown = min(2 * self.cooldown, self._longest)
         self.state = "open"
-        self._until = now + self.cooldown
+        self._open_until = now + self.cooldown
         return True

@@ -1,18 +1,20 @@
-"""What a batched function tells of itself on request."""
-
-from __future__ import annotations
+"""The status of a batched function, as values."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self
 
-if TYPE_CHECKING:
-    from modelguard.serving.core import Core
+__all__ = ["BatchState", "BatchStatus", "Quantiles"]
+
+#: ``"open"``: it admits items. ``"circuit open"``: the breaker refuses them. ``"half-open"``: one item is being tried.
+BatchState = Literal["open", "circuit open", "half-open", "closed"]
 
 
+# Without `from __future__ import annotations`: these classes are public under other modules' names, where
+# typing.get_type_hints() could not resolve text.
 @dataclass(frozen=True, kw_only=True)
 class Quantiles:
-    """Of the last batches, at most 512; zero before the first."""
+    """Quantiles over the last batches, at most 512; zero before the first one."""
 
     p50: float = 0.0
     p90: float = 0.0
@@ -20,12 +22,12 @@ class Quantiles:
     max: float = 0.0
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Quantiles:
-        """The quantiles of some values, each of which occurs among them."""
+    def of(cls, values: Iterable[float]) -> Self:
+        """The quantiles of some values. Each is one of the values; nothing is interpolated."""
         ordered = sorted(values)
         if not ordered:
             return cls()
-        p50, p90, p99 = (ordered[min(int(len(ordered) * share), len(ordered) - 1)] for share in (0.5, 0.9, 0.99))
+        p50, p90, p99 = (ordered[min(int(len(ordered) * part), len(ordered) - 1)] for part in (0.5, 0.9, 0.99))
         return cls(p50=p50, p90=p90, p99=p99, max=ordered[-1])
 
 
@@ -35,27 +37,27 @@ class BatchStatus:
 
     Attributes:
         name: Its name.
-        state: ``open`` (it lets items in), ``circuit open``, ``half-open`` (one item is being tried), ``closed``.
+        state: ``open`` (it admits items), ``circuit open``, ``half-open`` (one item is being tried), ``closed``.
         waiting: Items in the queue.
         running: Items that are being computed.
-        answered: Items that have had a result.
-        failed: Items that have had an error of the function's.
+        answered: Items that got a result.
+        failed: Items that got an error from the function.
         refused_full: Items refused because the queue was full.
-        refused_late: Items refused because by the measured rate the deadline could not be met.
+        refused_late: Items refused because, by the measured run times, the answer would have come after the deadline.
         refused_open: Items refused because the circuit was open.
-        expired: Items whose deadline came before their answer.
-        cancelled: Items whose callers did not wait any more.
+        expired: Items whose deadline passed before their answer.
+        cancelled: Items whose callers stopped waiting.
         batches: Batches that were computed.
-        failed_batches: Batches that failed by the model's fault.
-        bisected: Batches that were run again in parts, to find the items at fault.
-        batch_size: Items of a batch.
-        wait: Seconds that the first item of a batch had waited, which is the longest wait in it.
-        run: Seconds that the function ran on a batch, where it did not raise.
-        rate: Items a second that one worker computes, by the last batches; None if there were none in ten seconds.
+        failed_batches: Batches that failed because of the model.
+        bisected: Batches that were run again in parts to find the items at fault.
+        batch_size: Items per batch.
+        wait: Seconds that the first item of a batch waited, the longest wait in the batch.
+        run: Seconds that the function took for a batch, where it did not raise.
+        rate: Items per second that one thread computes, from the last batches; None if there were none in ten seconds.
     """
 
     name: str
-    state: Literal["open", "circuit open", "half-open", "closed"]
+    state: BatchState
     waiting: int
     running: int
     answered: int
@@ -72,37 +74,3 @@ class BatchStatus:
     wait: Quantiles
     run: Quantiles
     rate: float | None
-
-
-def describe(name: str, core: Core, now: float) -> BatchStatus:
-    """The status, under the batcher's lock."""
-    tally = core.tally
-    sizes, waits, runs = zip(*core.recent, strict=True) if core.recent else ((), (), ())
-    return BatchStatus(
-        name=name,
-        state=_state(core),
-        waiting=core.waiting,
-        running=sum(len(batch.entries) for batch in core.running),
-        answered=tally.answered,
-        failed=tally.failed,
-        refused_full=tally.refused_full,
-        refused_late=tally.refused_late,
-        refused_open=tally.refused_open,
-        expired=tally.expired,
-        cancelled=tally.cancelled,
-        batches=tally.batches,
-        failed_batches=tally.failed_batches,
-        bisected=tally.bisected,
-        batch_size=Quantiles.of(sizes),
-        wait=Quantiles.of(waits),
-        run=Quantiles.of(runs),
-        rate=core.estimator.rate(now),
-    )
-
-
-def _state(core: Core) -> Literal["open", "circuit open", "half-open", "closed"]:
-    if core.closed:
-        return "closed"
-    if core.circuit is None or core.circuit.state == "closed":
-        return "open"
-    return "circuit open" if core.circuit.state == "open" else "half-open"

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from modelguard._units import format_bytes
+from modelguard.environment import _proc
+from modelguard.environment._proc import MemoryMapping
 from modelguard.errors import WeightsRefused
-from modelguard.sharing._mappings import Mapping, mappings
 
 __all__ = ["Block", "mapped_bytes", "require"]
 
@@ -20,7 +21,7 @@ class Block(NamedTuple):
     """Data of a model.
 
     Attributes:
-        name: What the model calls it.
+        name: Its name in the model.
         start: Its address.
         size: Bytes.
     """
@@ -30,16 +31,22 @@ class Block(NamedTuple):
     size: int
 
 
-def require(blocks: Iterable[Block], files: Iterable[Path], *, fix: str, maps: Path = Path("/proc/self/maps")) -> None:
-    """Refuse data that does not lie in the mappings of files.
+def require(blocks: Iterable[Block], files: Iterable[Path], *, fix: str, root: Path = _proc.ROOT) -> None:
+    """Reject data that does not lie in the mappings of files.
 
-    Where there is no ``/proc``, as on macOS, this cannot be told, and nothing is refused.
+    Where there is no ``/proc``, as on macOS, this cannot be checked, and everything passes.
+
+    Args:
+        blocks: The data of a model.
+        files: The files that it should lie in.
+        fix: What to do about data that lies elsewhere, for the error.
+        root: The folder that holds ``proc``.
 
     Raises:
         WeightsRefused: Some of it lies elsewhere, so each process has a copy of its own.
     """
     files = list(files)
-    found = _of(files, maps)
+    found = _mappings_of(files, root)
     if found is None:
         return
     outside = [block for block in blocks if block.size and not _inside(block, found)]
@@ -50,31 +57,29 @@ def require(blocks: Iterable[Block], files: Iterable[Path], *, fix: str, maps: P
         raise WeightsRefused(files[0].parent, why=why, fix=fix)
 
 
-def mapped_bytes(file: Path, *, maps: Path = Path("/proc/self/maps")) -> int | None:
-    """How much of a file is mapped into this process; None where that cannot be told."""
-    found = _of([file], maps)
+def mapped_bytes(file: Path, *, root: Path = _proc.ROOT) -> int | None:
+    """How much of a file is mapped into this process; None where there is no ``/proc``."""
+    found = _mappings_of([file], root)
     return None if found is None else sum(mapping.end - mapping.start for mapping in found)
 
 
-def _of(files: Iterable[Path], maps: Path) -> list[Mapping] | None:
-    try:
-        text = maps.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
+def _mappings_of(files: Iterable[Path], root: Path) -> list[MemoryMapping] | None:
+    mappings = _proc.if_readable(_proc.maps, None, root)
+    if mappings is None:
         return None
     # By the end of the name: it holds the content's hash, while devices and inodes of layered file systems differ
     # between here and stat(). A version that was removed in the meantime is still mapped.
     ends = {f"/{file.parent.name}/{file.name}" for file in files}
-    # One that is shared and writable would let a process write into the file: that is no place for weights.
-    return [one for one in mappings(text) if _tail(one.name) in ends and one.access != "rw-s"]
+    # A mapping that is shared and writable would let a process write into the file: weights must not lie there.
+    return [one for one in mappings if _end(one.name) in ends and one.access != "rw-s"]
 
 
-def _tail(name: str) -> str:
-    parts = name.removesuffix(" (deleted)").rsplit("/", 2)
-    return "/" + "/".join(parts[1:])
+def _end(name: str) -> str:
+    return "/" + "/".join(name.rsplit("/", 2)[1:])
 
 
-def _inside(block: Block, found: Iterable[Mapping]) -> bool:
-    # The kernel splits a mapping where a page of it was protected otherwise, so the ends are looked at each.
+def _inside(block: Block, found: Iterable[MemoryMapping]) -> bool:
+    # Both ends are checked: the kernel splits a mapping where a page of it has another protection.
     return all(
         any(mapping.start <= address < mapping.end for mapping in found)
         for address in (block.start, block.start + block.size - 1)

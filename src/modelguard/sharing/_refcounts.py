@@ -1,6 +1,6 @@
-"""Where CPython keeps an object's reference count, which count makes it immortal, and whether that holds here.
+"""Where CPython keeps an object's reference count, which count makes it immortal, and whether that works here.
 
-From PEP 683 on the lower 32 bits of the count say it: ``Py_DECREF`` leaves a count alone whose 31st bit is set, and
+Since PEP 683 the lower 32 bits of the count decide: ``Py_DECREF`` leaves a count alone whose 31st bit is set, and
 ``Py_INCREF`` one that is the interpreter's own immortal value or, from 3.14 on, above it. A count that is never written
 is a page that is never copied.
 """
@@ -34,12 +34,12 @@ class Build:
     """What decides whether an interpreter is supported.
 
     Attributes:
-        implementation: As ``sys.implementation.name`` has it.
+        implementation: ``sys.implementation.name``.
         version: Major and minor.
         pointer_bytes: 8 on every 64-bit platform.
         free_threaded: Built without the GIL: counts are split between threads.
-        checks: Built to check its reference counts (``Py_DEBUG``, ``Py_TRACE_REFS``, assertions), which finds fault
-            with a string that is immortal and not interned.
+        checks: Built to check its reference counts (``Py_DEBUG``, ``Py_TRACE_REFS``, assertions). Such a build rejects
+            a string that is immortal and not interned.
     """
 
     implementation: str
@@ -66,7 +66,7 @@ class Build:
 
 
 def unsupported(build: Build) -> str | None:
-    """Say why objects cannot be made immortal in such an interpreter; None if they can, as far as one can know."""
+    """Why objects cannot be made immortal in such an interpreter; None if they can, as far as is known."""
     name = "CPython" if build.implementation == "cpython" else build.implementation
     named = "{} {}.{}".format(name, *build.version)
     refusals = (
@@ -81,17 +81,17 @@ def unsupported(build: Build) -> str | None:
 
 
 def value(version: tuple[int, int]) -> int:
-    """Give the immortal count of a version that is not :func:`unsupported`."""
+    """The immortal count of a version that is not :func:`unsupported`."""
     return _VALUES[max(known for known in _VALUES if known <= version)]
 
 
 def memory() -> memoryview[int]:
-    """Look at the process's memory as 32-bit words: those of ``memory()[id(x) >> 2]`` are the count of ``x``.
+    """The process's memory as 32-bit words: ``memory()[id(x) >> 2]`` is the reference count of ``x``.
 
-    One view for all objects: making one for each would take longer than all the rest.
+    One view for all objects: making one for each would take longer than everything else.
 
     Raises:
-        ImportError, AttributeError, OSError: This Python comes without ctypes, or without its own C interface.
+        ImportError, AttributeError, OSError: This Python has no ctypes, or no C interface of its own.
     """
     import ctypes
 
@@ -102,9 +102,12 @@ def memory() -> memoryview[int]:
 
 
 def self_test(words: memoryview[int], immortal: int) -> str | None:
-    """Make a private object immortal; say what is not as it should be, None if all is.
+    """Make a private object immortal, and check the result.
 
     Reads first, and writes only where the count was found: a wrong layout changes nothing.
+
+    Returns:
+        What is wrong; None if nothing is.
     """
     probe: list[Any] = []
     at = id(probe) >> 2
@@ -126,16 +129,16 @@ def self_test(words: memoryview[int], immortal: int) -> str | None:
         return "the reference count of an object is not where CPython's headers have it"
     words[at] = immortal
     if counts() != (immortal,) * 5:
-        return "an object with the immortal reference count is counted still"
+        return "an object with the immortal reference count is still counted"
     known: Any = getattr(sys, "_is_immortal", None)  # from 3.14 on
     if sys.getrefcount(probe) < IMMORTAL or (known is not None and not known(probe)):
-        return "the interpreter does not take an object with the immortal reference count for one"
+        return "the interpreter does not treat an object with the immortal reference count as immortal"
     return None
 
 
 @functools.cache
 def verdict() -> str | None:
-    """Say why this interpreter is not supported, None if it is. Tried once, on one small object that stays."""
+    """Why this interpreter is not supported; None if it is. Tried once, on one small object that stays."""
     build = Build.here()
     reason = unsupported(build)
     if reason is not None:
@@ -143,5 +146,5 @@ def verdict() -> str | None:
     try:
         words = memory()
     except (ImportError, AttributeError, OSError) as error:
-        return f"this Python comes without ctypes ({error})"
+        return f"this Python has no ctypes ({error})"
     return self_test(words, value(build.version))

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from modelguard import _extras
 from modelguard.errors import InvalidOption
-from modelguard.telemetry import _extras, _metrics, events
+from modelguard.telemetry import _metrics, events
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -164,7 +165,7 @@ def _nanoseconds(event: events.Event) -> int:
 
 
 def _api(module: str) -> Any:
-    return _extras.load(f"opentelemetry.{module}", distribution="opentelemetry-api", extra="opentelemetry")
+    return _extras.load(f"opentelemetry.{module}", "modelguard.telemetry.opentelemetry")
 
 
 def _make(meter: Any, metric: _metrics.Metric) -> Callable[..., None]:

@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelguard import _extras
 from modelguard.errors import InvalidOption
-from modelguard.telemetry import _extras, _metrics
+from modelguard.telemetry import _metrics
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -46,7 +47,7 @@ def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], N
             ``registry`` is none; or ``PROMETHEUS_MULTIPROC_DIR`` is no folder that can be written to, or was set too
             late to count.
     """
-    client = _extras.load("prometheus_client", distribution="prometheus-client", extra="prometheus")
+    client = _extras.load("prometheus_client", "modelguard.telemetry.prometheus")
     if registry is None:
         registry = client.REGISTRY
     if not isinstance(registry, client.CollectorRegistry):

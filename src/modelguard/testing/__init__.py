@@ -1,7 +1,7 @@
 """For tests of services that use modelguard: what the pytest plugin hands out, and two assertions.
 
 Installing modelguard is enough for pytest to find the fixtures ``modelguard_clock``, ``modelguard_loader``,
-``modelguard_off`` and ``modelguard_env`` and the marker ``modelguard_memory``; docs/testing.md shows each.
+``modelguard_off`` and ``modelguard_env`` and the marker ``modelguard_memory``; ``modelguard docs testing`` shows each.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modelguard.testing._clock import Clock
+    from modelguard.testing._env import Env, Finished
+    from modelguard.testing._forked import assert_shared_after_fork
     from modelguard.testing._growth import assert_no_growth
     from modelguard.testing._loader import Loader, Model
-    from modelguard.testing.env import Env, Finished
-    from modelguard.testing.forked import assert_shared_after_fork
 
 __all__ = ["Clock", "Env", "Finished", "Loader", "Model", "assert_no_growth", "assert_shared_after_fork"]
 
 # pytest loads the plugin in every run, also in those of tests that use nothing of this.
 _LATER = {
     "Clock": "_clock",
-    "Env": "env",
-    "Finished": "env",
+    "Env": "_env",
+    "Finished": "_env",
     "Loader": "_loader",
     "Model": "_loader",
     "assert_no_growth": "_growth",
-    "assert_shared_after_fork": "forked",
+    "assert_shared_after_fork": "_forked",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    value.__module__ = __name__  # the name that users import shows in tracebacks, pickles and the documentation
+    return value

@@ -1,19 +1,19 @@
-"""Private memory, as both the marker and ``assert_no_growth`` judge it."""
+"""Private memory, as the marker and ``assert_no_growth`` measure it."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 
-from modelguard.environment import allocator, memory
+from modelguard.environment import _allocator, _memory
 from modelguard.errors import NotSupported
 
 
 def trimmed() -> int:
-    """Private memory in bytes, without what the allocator keeps for later.
+    """Private memory in bytes, without free memory that the allocator keeps.
 
     Raises:
-        NotSupported: Nothing tells it on this platform.
+        NotSupported: It cannot be read on this platform.
     """
-    with suppress(NotSupported):  # then free memory counts as held: as growth once, and not in each round
-        allocator.trim()
-    return memory.private(fresh=True)
+    with suppress(NotSupported):  # free memory then counts as held: as growth once, and not in each round
+        _allocator.trim()
+    return _memory.private(fresh=True)

@@ -9,8 +9,8 @@ import pytest
 
 if TYPE_CHECKING:
     from modelguard.testing._clock import Clock
+    from modelguard.testing._env import Env
     from modelguard.testing._loader import Loader
-    from modelguard.testing.env import Env
 
 __all__ = ["modelguard_clock", "modelguard_env", "modelguard_loader", "modelguard_off"]
 
@@ -47,25 +47,23 @@ def modelguard_loader(request: pytest.FixtureRequest) -> Iterator[Loader]:
 
 
 @pytest.fixture
-def modelguard_off(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def modelguard_off(request: pytest.FixtureRequest) -> Iterator[None]:
     """Guarded and batched functions run plain: in the caller's thread, without policies, queues or reloads."""
     if "modelguard_clock" in request.fixturenames:
         pytest.fail(
             "modelguard_off takes the policies away that modelguard_clock drives: ask for one of the two",
             pytrace=False,
         )
-    from modelguard.testing._off import Off
+    from modelguard.testing._off import off
 
-    off = Off()
-    off.install(monkeypatch)
-    yield
-    off.end()
+    with off():
+        yield
 
 
 @pytest.fixture
 def modelguard_env(request: pytest.FixtureRequest) -> Iterator[Env]:
     """Runs a program in a process of its own, under a preset and an allocator."""
-    from modelguard.testing.env import Env
+    from modelguard.testing._env import Env
 
     env = Env(request.node.nodeid)
     yield env
@@ -103,7 +101,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if mark is None:
         return (yield)
     from modelguard import _units
-    from modelguard.testing.limit import settled_memory
+    from modelguard.testing._limit import settled_memory
 
     limit = _units.size(mark.args[0], "modelguard_memory")
     before = settled_memory()
@@ -121,7 +119,7 @@ def _faults(item: pytest.Item) -> list[str]:
     marks = list(item.iter_markers("modelguard_memory"))
     if not marks:
         return []
-    from modelguard.testing.limit import fault
+    from modelguard.testing._limit import fault
 
     found = [fault(mark.args, mark.kwargs) for mark in marks]
     return [why for why in found if why is not None]

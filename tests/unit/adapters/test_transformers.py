@@ -1,4 +1,4 @@
-"""Pipelines as batched callables, with a stub in place of transformers: what it is given, and what comes of it."""
+"""Pipelines as batched functions, with a stub in place of transformers: what it gets, and what callers get."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_similar_lengths_share_a_run(together: Callable[..., list[Any]]) -> None
 
 
 def test_elsewhere_than_on_a_cpu_a_batch_is_one_run(together: Callable[..., list[Any]]) -> None:
-    """Where a run costs more than its padding, a batch is cut only where ``tokens`` asks for it."""
+    """Where a run costs more than its padding, a batch is cut only where ``tokens`` requires it."""
     pipe = Pipeline(device="cuda")
     together(pipe, words(3, 200, 1))
     assert 1 == len(pipe.runs)
@@ -131,7 +131,7 @@ def test_elsewhere_than_on_a_cpu_a_batch_is_one_run(together: Callable[..., list
     assert [1, 2] == [len(run) for run in pipe.runs]
 
 
-def test_length_says_how_to_sort(together: Callable[..., list[Any]]) -> None:
+def test_length_decides_how_to_sort(together: Callable[..., list[Any]]) -> None:
     """With ``length``, items of any type are sorted, and it is their weight too."""
     items = [{"n": 1}, {"n": 500}, {"n": 2}]
     pipe = Pipeline()
@@ -141,24 +141,24 @@ def test_length_says_how_to_sort(together: Callable[..., list[Any]]) -> None:
         f(3)
 
 
-def test_items_that_are_no_text_are_left_in_order(together: Callable[..., list[Any]]) -> None:
-    """Without a known length there is nothing to sort by: one run, as they came."""
+def test_items_that_are_not_text_stay_in_order(together: Callable[..., list[Any]]) -> None:
+    """Without a known length they are computed in one run, in the order of arrival."""
     pipe = Pipeline()
     together(pipe, [b"12345", "a b", 7])
     assert [[b"12345", "a b", 7]] == pipe.runs
 
 
-def test_tokens_cannot_bound_what_has_no_length() -> None:
-    """Where ``tokens`` cannot be kept for an item, that item fails and says what is missing."""
+def test_tokens_cannot_bound_items_without_a_length() -> None:
+    """Such an item fails, and its error says which option is missing."""
     with batched_pipeline(Pipeline(), max_size=8, tokens=10) as f:
         assert ["a", []] == f("a")
-        with pytest.raises(TypeError, match="give length="):
+        with pytest.raises(TypeError, match="needs length="):
             f(b"12345")
 
 
 @pytest.mark.parametrize("without", ["pad token", "tokenizer"])
 def test_what_cannot_pad_runs_one_at_a_time(without: str, together: Callable[..., list[Any]]) -> None:
-    """A pipeline without a pad token computes the items of a batch in turn, and all are answered."""
+    """A pipeline without a pad token computes the items of a batch in turn, and all get their results."""
     pipe = Pipeline(pad=None)
     if without == "tokenizer":
         pipe.tokenizer = None
@@ -178,7 +178,7 @@ def test_what_pads_without_a_tokenizer_runs_together() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_features_are_cut_back_to_their_own(side: str, together: Callable[..., list[Any]]) -> None:
-    """A text has as many positions as alone, whichever side its neighbours have it padded on."""
+    """A text has as many positions as alone, on whichever side it is padded."""
     pipe = Pipeline("feature-extraction")
     assert pipe.tokenizer is not None
     pipe.tokenizer.padding_side = side
@@ -190,7 +190,7 @@ def test_features_are_cut_back_to_their_own(side: str, together: Callable[..., l
 
 
 def test_arguments_of_the_pipeline_form_groups(together: Callable[..., list[Any]]) -> None:
-    """``call`` holds for all; an item's own arguments come on top, and others do not share its run."""
+    """``call`` applies to all items; an item's own arguments are added, and items with others do not share its run."""
     pipe = Pipeline()
     f = batched_pipeline(pipe, max_size=8, call={"top_k": 5, "truncation": True})
     assert [["a", [("top_k", 2), ("truncation", True)]]] == together(pipe, ["a"], {"top_k": 2}, f=f)
@@ -217,11 +217,11 @@ def test_each_batch_leases_once(runtime: Runtime, together: Callable[..., list[A
     assert ("nlp", 2) == (f.name, nlp.status().uses)  # the first item, and the batch
 
 
-def test_a_wrong_number_of_results_is_told() -> None:
-    """Results that cannot be given to their items are not given to anybody."""
+def test_a_wrong_number_of_results_is_an_error() -> None:
+    """Results that cannot be matched with their items are given to no caller."""
     pipe: Any = Pipeline()
     pipe.__class__ = type("Forgets", (Pipeline,), {"__call__": lambda self, inputs, batch_size: []})
-    with batched_pipeline(pipe, max_size=8) as f, pytest.raises(WrongResults, match="gave 0 results"):
+    with batched_pipeline(pipe, max_size=8) as f, pytest.raises(WrongResults, match="returned 0 results for 1 items"):
         f("a")
 
 
@@ -241,7 +241,7 @@ def test_a_wrong_number_of_results_is_told() -> None:
         ("max_queue", {"max_queue": 2}),
     ],
 )
-def test_what_cannot_be_meant_is_refused_where_it_is_written(argument: str, arguments: dict[str, Any]) -> None:
+def test_an_invalid_argument_is_rejected_where_it_is_written(argument: str, arguments: dict[str, Any]) -> None:
     """Each bad argument is named, with its value, before the first request."""
     with pytest.raises(InvalidOption) as caught:
         batched_pipeline(**{"pipe": Pipeline(), "max_size": 8, **arguments})
@@ -253,7 +253,7 @@ lengths = some.lists(some.integers(0, 200), max_size=7).map(lambda made: sorted(
 
 @given(lengths, some.integers(0, 100), some.one_of(some.just(float("inf")), some.integers(1, 400)))
 def test_no_other_cut_costs_less(lengths: list[int], cost: int, most: float) -> None:
-    """Portions cover all items in order, keep to ``most`` or are of one item, and are the cheapest that do."""
+    """Portions cover all items in order, stay below ``most`` or have one item, and are the cheapest of this kind."""
 
     def price(cuts: list[tuple[int, int]]) -> float:
         fits = all(end - first == 1 or (end - first) * lengths[first] <= most for first, end in cuts)

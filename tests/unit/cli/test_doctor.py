@@ -1,4 +1,4 @@
-"""`modelguard doctor`: what it answers, and what it refuses."""
+"""`modelguard doctor`: its output, and its errors."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.cli import doctor, main
-from modelguard.diagnosis import doctor as report
-from modelguard.diagnosis.facts import Facts, Variable
+from modelguard.cli import _doctor, main
+from modelguard.diagnosis import _report as report
+from modelguard.diagnosis._facts import Facts, Variable
 
 SECRET = "hunter2-word"
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables that this machine happens to have are not what is judged."""
+    """The variables of this machine must not influence the result."""
     for name in ("LD_PRELOAD", "LRU_CACHE_CAPACITY", "MALLOC_CONF", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A command that is there, and is never run."""
+    """A command that exists, and is never run."""
     file = tmp_path / "uvicorn"
     file.write_text("#!/no/such/python3.12\n")
     file.chmod(0o755)
@@ -44,13 +44,13 @@ def test_a_fault_is_status_1(capsys: pytest.CaptureFixture[str], program: str) -
 
 
 def test_no_fault_is_status_0(capsys: pytest.CaptureFixture[str], program: str) -> None:
-    """There may be notes."""
+    """Notes do not fail it."""
     assert 0 == main(["doctor", "--", program, "app:app"])
     assert "no faults" in capsys.readouterr().out
 
 
 def test_json(capsys: pytest.CaptureFixture[str], program: str) -> None:
-    """--json before the command is the doctor's, after it the command's."""
+    """--json before the command belongs to the doctor, after it to the command."""
     assert 1 == main(["doctor", "--json", "--", "env", "LRU_CACHE_CAPACITY=9", program, "--json"])
     assert "MG201" in [finding["number"] for finding in json.loads(capsys.readouterr().out)["findings"]]
     main(["doctor", "--", program, "--json"])
@@ -61,8 +61,8 @@ def test_json(capsys: pytest.CaptureFixture[str], program: str) -> None:
     ("words", "status", "says"),
     [
         (["--pid", "4194305"], 2, "there is no such process"),
-        (["--pid", "many"], 2, "it is not the number of a process"),
-        (["--pid", "0"], 2, "it is not the number of a process"),
+        (["--pid", "many"], 2, "it is not a process id"),
+        (["--pid", "0"], 2, "it is not a process id"),
         (["--gunicorn", "no.conf.py"], 2, "there is no such file"),
         (["--"], 2, "there is no command"),
         (["--", "no-such-command-here"], 127, "no-such-command-here"),
@@ -72,7 +72,7 @@ def test_json(capsys: pytest.CaptureFixture[str], program: str) -> None:
     ],
 )
 def test_bad_input(words: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line on stderr says what is wrong and what to do; nothing is printed else."""
+    """One line on stderr says what is wrong and what to do, and stdout is empty."""
     assert status == main(["doctor", *words])
     out, error = capsys.readouterr()
     assert "" == out
@@ -82,14 +82,14 @@ def test_bad_input(words: list[str], status: int, says: str, capsys: pytest.Capt
 
 
 def test_an_unknown_option_is_refused() -> None:
-    """By the usage, with status 2."""
+    """The usage is printed, with status 2."""
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--fix"])
     assert 2 == ended.value.code
 
 
 def test_secrets_in_what_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages give none away either."""
+    """Error messages hide secrets, too."""
     monkeypatch.setenv("MY_TOKEN", SECRET)
     for words in (["--gunicorn", SECRET], ["--", f"postgres://me:{SECRET}@host"], ["--pid", SECRET]):
         main(["doctor", *words])
@@ -98,42 +98,42 @@ def test_secrets_in_what_is_refused(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 class Terminal(io.StringIO):
-    """A stream that a person looks at."""
+    """A stream that is a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 @pytest.fixture
-def faulty() -> report.Report:
+def faulty() -> report.DoctorReport:
     return report.examine(Facts("it", variables=(Variable("LRU_CACHE_CAPACITY", "9", "exec", "here"),)))
 
 
-def test_colours_in_a_terminal(faulty: report.Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rich is installed."""
+def test_colours_in_a_terminal(faulty: report.DoctorReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich prints them, if it is installed."""
     pytest.importorskip("rich")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     terminal = Terminal()
-    doctor._show(faulty, terminal)
+    _doctor._show(faulty, terminal)
     assert "\x1b[1;31mMG201 fault" in terminal.getvalue()
 
 
-def test_no_color_is_respected(faulty: report.Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its name, as https://no-color.org has it."""
+def test_no_color_is_respected(faulty: report.DoctorReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NO_COLOR turns them off, see https://no-color.org."""
     monkeypatch.setenv("NO_COLOR", "1")
     terminal = Terminal()
-    doctor._show(faulty, terminal)
+    _doctor._show(faulty, terminal)
     assert "MG201 fault" in terminal.getvalue()
     assert "\x1b" not in terminal.getvalue()
 
 
-def test_without_rich_it_is_plain(faulty: report.Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is missing but the colours."""
+def test_without_rich_it_is_plain(faulty: report.DoctorReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the colours are missing."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name in ("rich", "rich.console", "rich.text"):
         monkeypatch.setitem(sys.modules, name, None)
     terminal = Terminal()
-    doctor._show(faulty, terminal)
+    _doctor._show(faulty, terminal)
     assert "MG201 fault" in terminal.getvalue()
     assert "\x1b" not in terminal.getvalue()

@@ -1,4 +1,4 @@
-"""``modelguard presets``: what it prints, and what it refuses."""
+"""``modelguard presets``: its output, and its errors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
-from modelguard.cli import presets as command
-from modelguard.environment import presets
+from modelguard import presets
+from modelguard.cli import _presets as command
 
 
 def run(*words: str) -> int:
@@ -20,7 +20,7 @@ def run(*words: str) -> int:
 
 
 def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a name every preset is shown with what it is for."""
+    """Without a name every preset is listed with its purpose."""
     assert 0 == run()
     printed = capsys.readouterr().out
     for name in presets.names():
@@ -29,21 +29,21 @@ def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_preset_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    """A name is answered with all that the preset sets."""
+    """With a name everything that the preset sets is explained."""
     assert 0 == run("torch-cpu-dynamic", "--workers", "2", "--distinct-shapes", "3", "--cpus", "4.5")
     expected = presets.get("torch-cpu-dynamic", workers=2, distinct_shapes=3, cpus=4.5).explain()
     assert expected + "\n" == capsys.readouterr().out
 
 
 def test_names_are_put_together(capsys: pytest.CaptureFixture[str]) -> None:
-    """Several names are one preset, the later one counting where both set a variable."""
+    """Several names are composed; where both set a variable, the later one wins."""
     assert 0 == run("torch-cpu", "prefork")
     expected = (presets.get("torch-cpu") | presets.get("prefork")).explain()
     assert expected + "\n" == capsys.readouterr().out
 
 
 def test_a_format_is_written_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    """The output can be redirected into a file as it is."""
+    """The output can be redirected into a file."""
     assert 0 == run("low-memory", "--format", "dockerfile")
     assert presets.get("low-memory").render("dockerfile") == capsys.readouterr().out
 
@@ -53,16 +53,16 @@ def test_a_format_is_written_and_nothing_else(capsys: pytest.CaptureFixture[str]
     [
         (["torch-gpu"], "Did you mean 'torch-cpu'?"),
         (["nothing-like-it"], "The presets are torch-cpu, torch-cpu-dynamic, prefork, low-memory."),
-        (["torch-cpu", "--workers", "0"], "workers=0: it is not a positive whole number"),
-        (["torch-cpu", "--workers", "two"], "workers='two': it is not a positive whole number"),
-        (["torch-cpu", "--cpus", "nan"], "cpus=nan: it is no number of CPUs"),
-        (["torch-cpu", "--distinct-shapes", "0"], "distinct_shapes=0: it is not a positive whole number"),
+        (["torch-cpu", "--workers", "0"], "workers=0: must be a whole number of at least 1"),
+        (["torch-cpu", "--workers", "two"], "workers='two': must be a whole number of at least 1"),
+        (["torch-cpu", "--cpus", "nan"], "cpus=nan: it is not a number of CPUs"),
+        (["torch-cpu", "--distinct-shapes", "0"], "distinct_shapes=0: must be a whole number of at least 1"),
         (["torch-cpu", "--format", "toml"], "The formats are shell, env, gunicorn, dockerfile, systemd, kubernetes."),
-        (["--format", "shell"], "it is a way to write a preset, and none was named"),
+        (["--format", "shell"], "it needs the name of a preset"),
     ],
 )
-def test_what_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says the fix, with status 2, and nothing is printed that could be taken for an answer."""
+def test_errors(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on stderr has the fix, with status 2, and stdout is empty."""
     assert 2 == run(*words)
     captured = capsys.readouterr()
     assert "" == captured.out

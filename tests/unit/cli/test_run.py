@@ -1,4 +1,4 @@
-"""`modelguard run`: what it makes of its options, and what it refuses, in one line and with a status."""
+"""`modelguard run`: its options, and its errors, in one line and with a status."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from modelguard.cli import main
-from modelguard.environment import launcher
+from modelguard.environment import _launcher
 
 
 @pytest.fixture
-def become(monkeypatch: pytest.MonkeyPatch) -> list[launcher.Plan]:
-    """Collects the plans that would have been carried out."""
-    plans: list[launcher.Plan] = []
-    monkeypatch.setattr(launcher, "become", plans.append)
+def become(monkeypatch: pytest.MonkeyPatch) -> list[_launcher.Plan]:
+    """Collects the plans that would have been executed."""
+    plans: list[_launcher.Plan] = []
+    monkeypatch.setattr(_launcher, "become", plans.append)
     return plans
 
 
@@ -34,14 +34,14 @@ def words(*argv: str) -> list[str]:
         (["sh", "--help"], ["sh", "--help"]),
     ],
 )
-def test_the_command_is_everything_behind(become: list[launcher.Plan], argv: list[str], expected: list[str]) -> None:
-    """Its own options are its own, a second -- included; the first may be left out."""
+def test_the_command_is_everything_behind(become: list[_launcher.Plan], argv: list[str], expected: list[str]) -> None:
+    """The command keeps its own options, a second -- included; the first -- may be left out."""
     main(words(*argv))
     assert expected == list(become[0].argv)
 
 
-def test_presets_are_put_together(become: list[launcher.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several may be named, and each is sized as asked."""
+def test_presets_are_composed(become: list[_launcher.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several presets are composed, each with the given sizes."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "MALLOC_ARENA_MAX"):
         monkeypatch.delenv(name, raising=False)
     presets = ["--preset", "torch-cpu-dynamic", "--preset", "low-memory", "--distinct-shapes", "3", "--workers", "2"]
@@ -51,23 +51,23 @@ def test_presets_are_put_together(become: list[launcher.Plan], monkeypatch: pyte
 
 
 def test_the_allocator_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is left alone unless one was asked for."""
+    """Without --allocator the allocator is left alone."""
     asked: list[Any] = []
 
-    def plan(command: Any, *, preset: Any, allocator: str) -> launcher.Plan:
+    def plan(command: Any, *, preset: Any, allocator: str) -> _launcher.Plan:
         asked.append(allocator)
-        return launcher.Plan("/bin/sh", ("sh",), {}, {}, ("a remark",))
+        return _launcher.Plan("/bin/sh", ("sh",), {}, {}, ("a remark",))
 
-    monkeypatch.setattr(launcher, "plan", plan)
+    monkeypatch.setattr(_launcher, "plan", plan)
     main(["run", "--print", "--", "sh"])
     main(["run", "--allocator", "auto", "--print", "--", "sh"])
     assert ["none", "auto"] == asked
 
 
 def test_print(
-    become: list[launcher.Plan], monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+    become: list[_launcher.Plan], monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """It writes a line that a shell reads back, words that are no text included, and becomes nothing."""
+    """It prints a line that a shell reads back, also with words that are not valid text, and starts nothing."""
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     odd = os.fsdecode(b"caf\xe9 'quoted'")
     assert 0 == main(words("--print", "--", "sh", "-c", odd))
@@ -89,7 +89,7 @@ def test_print(
         (["run", "--allocator", "jemaloc", "--", "sh"], 2, "jemalloc"),
         (words("--workers", "two", "--", "sh"), 2, "such as 4"),
         (words("--workers", "2.5", "--", "sh"), 2, "such as 4"),
-        (words("--workers", "0", "--", "sh"), 2, "1 or more"),
+        (words("--workers", "0", "--", "sh"), 2, "a whole number of at least 1"),
         (words("--workers=-1", "--", "sh"), 2, "such as 4"),
         (words("--workers", "9" * 5000, "--", "sh"), 2, "such as 4"),
         (words("--workers", "\u0664", "--", "sh"), 2, "such as 4"),
@@ -98,15 +98,15 @@ def test_print(
         (["run", "--", "no-such-command"], 127, "Correct the name"),
         (["run", "--", "/"], 126, "Name a program"),
         (["run", "--print", "--", "no-such-command"], 127, "Correct the name"),
-        (["run", "--", "sh", "a\0b"], 2, "Leave it out"),
-        (["run", "--", "sh\0"], 2, "Leave it out"),
+        (["run", "--", "sh", "a\0b"], 2, "Remove it"),
+        (["run", "--", "sh\0"], 2, "Remove it"),
         (["run", "--preset", "torch\0", "--", "sh"], 2, "torch-cpu"),
     ],
 )
 def test_bad_input(
-    become: list[launcher.Plan], capsys: pytest.CaptureFixture[str], argv: list[str], status: int, fix: str
+    become: list[_launcher.Plan], capsys: pytest.CaptureFixture[str], argv: list[str], status: int, fix: str
 ) -> None:
-    """One line that says the fix, the right status, and nothing is started."""
+    """One line on stderr has the fix, the status is right, and nothing is started."""
     assert status == main(argv)
     captured = capsys.readouterr()
     assert "" == captured.out
@@ -116,15 +116,15 @@ def test_bad_input(
     assert [] == become
 
 
-def test_nothing_asked_for(become: list[launcher.Plan], capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither a preset nor an allocator: the command is started as it is, and that is said."""
+def test_without_options(become: list[_launcher.Plan], capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a preset and an allocator the command is started unchanged, with a note."""
     main(["run", "--", "sh"])
     assert {} == become[0].added
     assert "nothing is set" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_gone(become: list[launcher.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A remark that nobody can read does not keep the command from starting."""
+def test_a_closed_stderr(become: list[_launcher.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed stderr does not keep the command from starting."""
 
     class Gone:
         def write(self, text: str) -> int:

@@ -1,4 +1,4 @@
-"""`modelguard top`: what it shows, what it refuses, and what it never prints."""
+"""`modelguard top`: what it shows, its errors, and what it never prints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from modelguard.cli import top, top_view
-from modelguard.sharing import reporting
-from modelguard.sharing.reporting import Places, ProcessReport, TreeReport, TreeWatch
+from modelguard.cli import _top, _top_view
+from modelguard.sharing import _reports
+from modelguard.sharing._reports import Places, ProcessReport, TreeReport, TreeWatch
 
 PROCESS = ProcessReport(
     pid=10,
@@ -49,51 +49,51 @@ def tree(*, model_bytes: int | None = None, unread: tuple[int, ...] = (), swap: 
 
 def shown(trees: list[TreeReport]) -> str:
     stream = io.StringIO()
-    with top_view.choose(stream, live=True) as show:
+    with _top_view.choose(stream, live=True) as show:
         show(trees)
     return stream.getvalue()
 
 
 def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    top.add_to(parser.add_subparsers())
+    _top.add_to(parser.add_subparsers())
     options = parser.parse_args(["top", *words])
     status: int = options.run(options)
     return status
 
 
 def test_one_line_per_process() -> None:
-    """Each process has a line, its children below it, and what is not known is a dash."""
+    """Each process has a line with its server and app, children are indented, and unknown figures are dashes."""
     heading, first, second, third, *_ = shown([tree()]).splitlines()
-    assert ["10", "gunicorn", "-w", "2", "app:app", "3", "glibc", "400", "MB"] == first.split()[:9]
+    assert ["10", "gunicorn", "app:app", "3", "glibc", "400", "MB"] == first.split()[:7]
     assert "10 MB            -           -" in first
-    assert "  gunicorn -w 2" in second
-    assert ["+9", "MB", "+250", "kB"] == second.split()[11:15]
-    assert ["jemalloc", "400", "MB", "10", "MB", "0", "B", "-3", "kB"] == third.split()[6:15]
+    assert "  gunicorn app:app" in second
+    assert ["+9", "MB", "+250", "kB"] == second.split()[9:13]
+    assert ["jemalloc", "400", "MB", "10", "MB", "0", "B", "-3", "kB"] == third.split()[4:13]
     assert 1 == len({len(line) for line in (heading, first, second, third)})
 
 
 def test_rss_comes_last_and_is_called_misleading() -> None:
-    """Nobody takes the figure for the truth that counts shared pages once for each process."""
+    """The figure that counts shared pages once for each process is marked."""
     lines = shown([tree()]).splitlines()
     assert lines[0].endswith("RSS (misleading)")
     assert lines[1].endswith("1 GB")
 
 
 def test_copies_by_the_largest_process() -> None:
-    """Without the model's size the tree is counted in what its largest process would hold alone."""
+    """Without the model's size the unit is what the largest process would hold alone."""
     assert "3 processes hold 1.2 GB: 1.20 times what the largest, 10, would hold alone (1 GB)." in shown([tree()])
 
 
 def test_copies_of_the_model() -> None:
-    """With the model's size it is counted in copies of that."""
+    """With the model's size the unit is one model."""
     assert "3 processes hold 1.2 GB: 2.40 times the model (500 MB)" in shown([tree(model_bytes=500_000_000)])
 
 
-def test_what_is_not_counted_is_said() -> None:
-    """Another user's worker and memory in swap are no footnote that one can miss."""
+def test_what_is_not_counted_is_listed() -> None:
+    """Workers of another user and memory in swap have lines of their own."""
     text = shown([tree(unread=(13, 14), swap=5_000_000)])
-    assert "belong to someone else: 13, 14. Look as root" in text
+    assert "belong to someone else: 13, 14. Run it as root" in text
     assert "In swap: 5 MB." in text
 
 
@@ -102,8 +102,8 @@ def test_several_trees_are_apart() -> None:
     assert 2 == shown([tree(), tree()]).count("3 processes hold")
 
 
-def test_one_process_is_no_plural() -> None:
-    """A tree of one reads as one."""
+def test_one_process_is_singular() -> None:
+    """A tree of one process has its summary in the singular."""
     assert "1 process holds 400 MB" in shown([TreeReport((PROCESS,))])
 
 
@@ -118,16 +118,16 @@ def test_one_process_is_no_plural() -> None:
         (("",), "?"),
     ],
 )
-def test_command_lines_are_fit_to_be_shown(words: tuple[str, ...], expected: str) -> None:
-    """Neither a secret nor a control character gets through, neither in the table nor in JSON."""
+def test_command_lines_are_safe_to_show(words: tuple[str, ...], expected: str) -> None:
+    """Secrets and control characters appear neither in the table nor in JSON."""
     process = dataclasses.replace(PROCESS, command=words)
-    assert expected == top_view.command(process)
-    assert expected == top_view.as_dict([TreeReport((process,))])["trees"][0]["processes"][0]["command"]
+    assert expected == _top_view.command(process)
+    assert expected == _top_view.as_dict([TreeReport((process,))])["trees"][0]["processes"][0]["command"]
     assert "s3cret" not in shown([TreeReport((process,))])
 
 
-def test_a_long_command_line_is_cut() -> None:
-    """The columns stay below each other whatever a server calls itself."""
+def test_a_long_name_is_cut() -> None:
+    """The columns stay aligned, however long the name of a process is."""
     process = dataclasses.replace(PROCESS, command=("python", "x" * 200))
     heading, line, *_ = shown([TreeReport((process,))]).splitlines()
     assert len(heading) == len(line)
@@ -135,8 +135,8 @@ def test_a_long_command_line_is_cut() -> None:
 
 
 def test_json_has_every_figure() -> None:
-    """What is printed for programs can be read again; sizes are bytes, and RSS is labelled there too."""
-    figures = json.loads(json.dumps(top_view.as_dict([tree(model_bytes=600_000_000)]), allow_nan=False))
+    """JSON can be read back; sizes are bytes, and RSS is labelled as misleading there, too."""
+    figures = json.loads(json.dumps(_top_view.as_dict([tree(model_bytes=600_000_000)]), allow_nan=False))
     found = figures["trees"][0]
     assert (10, 1_200_000_000, 2.0, "model") == (found["root"], found["pss"], found["copies"], found["one_copy_is"])
     assert "rss_misleading" == list(found)[-1] == list(found["processes"][0])[-1]
@@ -144,10 +144,10 @@ def test_json_has_every_figure() -> None:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that is a terminal."""
 
     def isatty(self) -> bool:
-        """Say so."""
+        """A terminal."""
         return True
 
 
@@ -160,13 +160,13 @@ class Terminal(io.StringIO):
     ],
 )
 def test_a_terminal_gets_the_live_view(monkeypatch: pytest.MonkeyPatch, columns: str, expected: list[str]) -> None:
-    """Where it is narrow, command lines give way before figures do; none of them is taken for markup."""
+    """In a narrow terminal names are shortened before figures are left out; markup in names is not interpreted."""
     pytest.importorskip("rich", reason="the live view needs rich")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", columns)
     stream = Terminal()
     process = dataclasses.replace(PROCESS, command=("gunicorn -w 2 [bold]x and so forth",))
-    with top_view.choose(stream, live=True) as show:
+    with _top_view.choose(stream, live=True) as show:
         show([TreeReport((process,))])
     for text in (*expected, "1 process holds"):
         assert text in stream.getvalue()
@@ -174,10 +174,10 @@ def test_a_terminal_gets_the_live_view(monkeypatch: pytest.MonkeyPatch, columns:
 
 @pytest.mark.parametrize("width", range(60, 190, 7))
 def test_columns_that_do_not_fit_are_left_out_whole(width: int) -> None:
-    """However narrow it is, a figure is shown whole or not at all."""
-    heading, line, *_ = top_view.table(TreeReport((PROCESS,)), width).splitlines()
+    """A figure is shown whole or not at all, however narrow the terminal is."""
+    heading, line, *_ = _top_view.table(TreeReport((PROCESS,)), width).splitlines()
     assert len(heading) == len(line) <= width
-    assert heading.endswith(tuple(top_view.HEADINGS))
+    assert heading.endswith(tuple(_top_view.HEADINGS))
     assert line.endswith(("B", "-"))
 
 
@@ -186,16 +186,16 @@ def test_the_live_view_replaces_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="the live view needs rich")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    with top_view.choose(stream, live=True) as show:
+    with _top_view.choose(stream, live=True) as show:
         show([tree()])
         show([tree()])
     assert "\x1b[1A" in stream.getvalue()  # one line up
 
 
 def test_once_is_plain_on_a_terminal() -> None:
-    """One look is text that can be copied."""
+    """A single look is plain text."""
     stream = Terminal()
-    with top_view.choose(stream, live=False) as show:
+    with _top_view.choose(stream, live=False) as show:
         show([tree()])
     assert "\x1b" not in stream.getvalue()
 
@@ -203,7 +203,7 @@ def test_once_is_plain_on_a_terminal() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["web"], "PID='web': it is not the number of a process"),
+        (["web"], "PID='web': it is not a process id"),
         (["0"], "PID='0'"),
         (["-5"], "PID='-5'"),
         (["٣"], "PID='٣'"),
@@ -215,8 +215,8 @@ def test_once_is_plain_on_a_terminal() -> None:
         (["1", "--model-bytes", "0"], "--model-bytes"),
     ],
 )
-def test_what_cannot_be_meant(capsys: pytest.CaptureFixture[str], words: list[str], complaint: str) -> None:
-    """It is refused in one line that says how to write it, with status 2."""
+def test_invalid_arguments(capsys: pytest.CaptureFixture[str], words: list[str], complaint: str) -> None:
+    """The error is one line with a fix, and the status is 2."""
     assert 2 == run(*words)
     printed = capsys.readouterr()
     assert "" == printed.out
@@ -228,10 +228,10 @@ def test_what_cannot_be_meant(capsys: pytest.CaptureFixture[str], words: list[st
     "error",
     [ProcessLookupError(3, "process 10 is gone"), PermissionError(13, "process 10 belongs to someone else")],
 )
-def test_what_cannot_be_looked_at(
+def test_a_process_that_cannot_be_read(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    """The reason is told in one line, without the number of an error."""
+    """The reason is one line, without an error number."""
 
     def look(self: TreeWatch) -> TreeReport:
         raise error
@@ -243,7 +243,7 @@ def test_what_cannot_be_looked_at(
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Have every look find the same tree, and the third pause be interrupted; holds the pauses."""
+    """Every look finds the same tree, and the third pause is interrupted; holds the pauses."""
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:
@@ -252,19 +252,19 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(TreeWatch, "look", lambda self: tree(model_bytes=self._model_bytes))
-    monkeypatch.setattr(top.time, "sleep", pause)
+    monkeypatch.setattr(_top.time, "sleep", pause)
     return pauses
 
 
 def test_it_looks_again_until_it_is_interrupted(capsys: pytest.CaptureFixture[str], looks: list[float]) -> None:
-    """A watch goes on at its pace, and Ctrl-C is how it ends well."""
+    """A watch repeats at the given interval, and Ctrl-C ends it with status 0."""
     assert 0 == run(str(os.getpid()), "--interval", "1.5s")
     assert [1.5, 1.5, 1.5] == looks
     assert 3 == capsys.readouterr().out.count("3 processes hold")
 
 
 def test_once_looks_once(capsys: pytest.CaptureFixture[str], looks: list[float]) -> None:
-    """With `--once` there is one table and no waiting."""
+    """With `--once` there is one table and no pause."""
     assert 0 == run(str(os.getpid()), "--once", "--model-bytes", "600000000")
     assert [] == looks
     assert "2.00 times the model (600 MB)" in capsys.readouterr().out
@@ -272,14 +272,14 @@ def test_once_looks_once(capsys: pytest.CaptureFixture[str], looks: list[float])
 
 @pytest.mark.usefixtures("looks")
 def test_json_is_one_line_for_each_look(capsys: pytest.CaptureFixture[str]) -> None:
-    """Another program reads it line by line."""
+    """Each look is one line of JSON."""
     assert 0 == run(str(os.getpid()), "--json")
     assert [10, 10, 10] == [json.loads(line)["trees"][0]["root"] for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.usefixtures("looks")
 def test_a_closed_pipe_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads only the first lines leaves no error behind."""
+    """A reader that stops early, such as head, causes no error."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as stream:
@@ -288,13 +288,13 @@ def test_a_closed_pipe_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(monkeypatch: pytest.MonkeyPatch, *looks: list[int]) -> None:
-    """Have the Python processes of this user be these, look by look."""
+    """The Python processes of this user are these, look by look."""
     answers = iter(looks)
-    monkeypatch.setattr(reporting, "pythons", lambda without: next(answers))
+    monkeypatch.setattr(_reports, "python_trees", lambda without: next(answers))
 
 
-def test_without_a_number_every_tree_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All Python trees of this user are watched, the largest first; new ones join, and those that end leave."""
+def test_without_a_process_id_every_tree_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All Python trees of this user are watched, the largest first; new ones appear, and ended ones disappear."""
 
     def look(self: TreeWatch) -> TreeReport:
         (pid,) = self._pids
@@ -304,13 +304,13 @@ def test_without_a_number_every_tree_is_shown(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(TreeWatch, "look", look)
     found(monkeypatch, [10, 20], [20, 30, 40])
-    trees = top.looker(None, None)
+    trees = _top.looker(None, None)
     assert [20, 10] == [one.processes[0].pid for one in trees()]
     assert [30, 20] == [one.processes[0].pid for one in trees()]
 
 
 def test_without_any_python(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where there is nothing to show, it says what to give."""
+    """Where there is nothing to show, the error says what to give."""
     found(monkeypatch, [])
     assert 2 == run("--once")
-    assert "you run no Python process besides this one; give the PID" in capsys.readouterr().err
+    assert "you run no Python process except this one; give the PID" in capsys.readouterr().err

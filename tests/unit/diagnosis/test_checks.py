@@ -1,4 +1,4 @@
-"""Each check finds what it is for, and stays silent about what is right."""
+"""Each check finds its problem, and reports nothing where all is well."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from modelguard.allocator import Problem
 from modelguard.diagnosis import CHECKS, examine
-from modelguard.diagnosis.facts import Facts, Interpreter, Machine, Moment, Process, Server, Source, Variable
-from modelguard.environment.allocator import Problem
-from modelguard.environment.cpus import Cpus
-from modelguard.environment.limits import Limit
+from modelguard.diagnosis._facts import Facts, Interpreter, Machine, Moment, Server, ServiceProcess, Source, Variable
+from modelguard.environment._cpus import Cpus
+from modelguard.environment._limits import Limit
 
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 MB = 10**6
@@ -51,14 +51,14 @@ def test_a_service_that_is_right() -> None:
         variables=(*caps(), variable("OMP_NUM_THREADS", "8"), variable("LD_PRELOAD", "/lib/libjemalloc.so.2")),
         interpreter=Interpreter((3, 12)),
         server=PREFORK,
-        processes=(Process(1, torch=True), Process(2, "forked", private=900 * MB, torch=True)),
+        processes=(ServiceProcess(1, torch=True), ServiceProcess(2, "forked", private=900 * MB, torch=True)),
         app=app(freezes="app.py line 9"),
     )
     assert {} == found(right)
 
 
 def test_nothing_known() -> None:
-    """Where nothing could be seen, nothing is claimed."""
+    """Without facts nothing is claimed."""
     assert {} == found(Facts("something"))
 
 
@@ -102,13 +102,16 @@ def test_nothing_known() -> None:
         pytest.param(
             "MG202",
             "fault",
-            {"variables": caps("later"), "processes": (Process(7, torch=True, compiled=262 * MB),)},
+            {"variables": caps("later"), "processes": (ServiceProcess(7, torch=True, compiled=262 * MB),)},
             id="caps after the first use",
         ),
         pytest.param("MG203", "fault", {"app": app()}, id="torch is imported"),
-        pytest.param("MG203", "note", {"processes": (Process(7, torch=True),)}, id="torch runs, source unknown"),
+        pytest.param("MG203", "note", {"processes": (ServiceProcess(7, torch=True),)}, id="torch runs, source unknown"),
         pytest.param(
-            "MG203", "fault", {"processes": (Process(7, torch=True, compiled=90 * MB),)}, id="torch runs, and has grown"
+            "MG203",
+            "fault",
+            {"processes": (ServiceProcess(7, torch=True, compiled=90 * MB),)},
+            id="torch runs, and has grown",
         ),
         pytest.param(
             "MG204",
@@ -142,7 +145,7 @@ def test_nothing_known() -> None:
         pytest.param(
             "MG301", "note", {"machine": replace(ROOMY, limit=Limit(None, None, None, None))}, id="no memory limit"
         ),
-        pytest.param("MG302", "fault", {"processes": (Process(7, swap=50 * MB),)}, id="the service is swapped"),
+        pytest.param("MG302", "fault", {"processes": (ServiceProcess(7, swap=50 * MB),)}, id="the service is swapped"),
         pytest.param("MG302", "note", {"machine": replace(ROOMY, swapped=50 * MB)}, id="the machine swaps"),
         pytest.param(
             "MG401", "fault", {"variables": caps(), "server": PREFORK, "app": app(threads=1)}, id="preload, no freeze"
@@ -156,9 +159,9 @@ def test_nothing_known() -> None:
             {
                 "server": COPIES,
                 "processes": (
-                    Process(1),
-                    Process(2, "forked", private=300 * MB),
-                    Process(3, "forked", private=300 * MB),
+                    ServiceProcess(1),
+                    ServiceProcess(2, "forked", private=300 * MB),
+                    ServiceProcess(3, "forked", private=300 * MB),
                 ),
             },
             id="two copies measured",
@@ -182,7 +185,7 @@ def test_nothing_known() -> None:
         pytest.param(
             "MG405",
             "fault",
-            {"server": PREFORK, "processes": (Process(1, cuda=True), Process(2, "forked"))},
+            {"server": PREFORK, "processes": (ServiceProcess(1, cuda=True), ServiceProcess(2, "forked"))},
             id="the master holds a GPU",
         ),
         pytest.param(
@@ -243,14 +246,14 @@ def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any])
         pytest.param({"variables": caps("app"), "app": app()}, id="caps set by the app in time"),
         pytest.param({"app": app(applies="app.py line 2")}, id="a preset whose name is computed"),
         pytest.param({"app": app(), "machine": replace(ROOMY, cuda=True)}, id="it may run on a GPU"),
-        pytest.param({"processes": (Process(1, torch=True, cuda=True),)}, id="it runs on a GPU"),
+        pytest.param({"processes": (ServiceProcess(1, torch=True, cuda=True),)}, id="it runs on a GPU"),
         pytest.param({"app": Source(("app.py",), (("flask", "app.py line 1"),)), "server": COPIES}, id="no model"),
         pytest.param(
             {"variables": (variable("OMP_NUM_THREADS", "1"), variable("OMP_NUM_THREADS", "1", "after import"))},
             id="set in time, and again",
         ),
         pytest.param(
-            {"variables": caps("app"), "processes": (Process(7, torch=True, compiled=90 * MB),)},
+            {"variables": caps("app"), "processes": (ServiceProcess(7, torch=True, compiled=90 * MB),)},
             id="as much code as the caps allow",
         ),
         pytest.param(
@@ -266,9 +269,9 @@ def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any])
                 "server": COPIES,
                 "app": app(threads=1),
                 "processes": (
-                    Process(1),
-                    Process(2, "forked", private=40 * MB),
-                    Process(3, "forked", private=40 * MB),
+                    ServiceProcess(1),
+                    ServiceProcess(2, "forked", private=40 * MB),
+                    ServiceProcess(3, "forked", private=40 * MB),
                 ),
             },
             id="workers that hold little",
@@ -281,16 +284,18 @@ def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any])
             {"server": PREFORK, "app": app(cuda="app.py line 5", freezes="x", threads=1), "variables": caps()},
             id="the source names a GPU that is not there",
         ),
-        pytest.param({"processes": (Process(1, swap=4096),), "machine": replace(ROOMY, swapped=10**9)}, id="a page"),
+        pytest.param(
+            {"processes": (ServiceProcess(1, swap=4096),), "machine": replace(ROOMY, swapped=10**9)}, id="a page"
+        ),
     ],
 )
 def test_what_is_right_or_unknown_is_not_claimed(fields: dict[str, Any]) -> None:
-    """No check speaks of what is as it should be, or of what was not seen."""
+    """No check reports correct settings, or settings that could not be seen."""
     assert {} == found(facts(**fields))
 
 
 def test_numbers_are_unique_and_in_order() -> None:
-    """A number stands for one check, for good."""
+    """Each number belongs to one check."""
     numbers = [check.number for check in CHECKS]
     assert sorted(set(numbers)) == numbers
 
@@ -304,7 +309,7 @@ def test_every_finding_has_its_page() -> None:
 def test_a_finding_says_what_to_do() -> None:
     """It has evidence, a reason, a fix and a page."""
     finding = examine(facts(app=app())).findings[0]
-    assert "docs/doctor.md#mg203" == finding.page
+    assert "modelguard docs doctor#mg203" == finding.page
     assert finding.seen[0] == "app.py line 3 imports torch"
     assert "modelguard run --preset torch-cpu-dynamic" in finding.fix
     assert finding.why
@@ -319,7 +324,7 @@ def test_the_fix_for_threads_names_the_share() -> None:
 
 
 def test_no_fix_leads_into_a_crash() -> None:
-    """Beside a oneDNN cache of 0, which is harmless, ideep's is told to be 1, since 0 ends the process."""
+    """Beside a oneDNN cache of 0, which is harmless, the fix for ideep is 1, since 0 crashes the process."""
     (finding,) = [
         one for one in examine(Facts("x", variables=(variable(ONEDNN, "0"),))).findings if one.number == "MG201"
     ]

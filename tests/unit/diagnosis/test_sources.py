@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.diagnosis.facts import Moment, Source
-from modelguard.diagnosis.sources import find_module, read_source
+from modelguard.diagnosis._facts import Moment, Source
+from modelguard.diagnosis._sources import find_module, read_source
 
 
 def read(folder: Path, text: str, **others: str) -> Source:

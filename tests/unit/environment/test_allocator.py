@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from modelguard.environment import allocator
-from modelguard.environment.allocator import AllocatorInfo, Figures, Problem, Serving
+from modelguard import allocator
+from modelguard.allocator import AllocatorInfo, AllocatorInForce, Figures, Problem
 from modelguard.errors import NotSupported
 
 
@@ -45,16 +45,16 @@ KNOWN = [
 def test_an_allocator_is_known_by_what_it_exports(kind: str, names: list[str], call: tuple[object, ...]) -> None:
     """The functions decide, whatever the file is called, and the right one of them is called, once."""
     library = Library(*names)
-    assert (kind, "/lib/it.so") == (allocator.serving(library).kind, allocator.serving(library).path)
+    assert (kind, "/lib/it.so") == (allocator.in_force(library).kind, allocator.in_force(library).path)
     allocator.trim(library, private=lambda: 0)
     assert [call] == library.calls
 
 
 @pytest.mark.parametrize("names", [[], ["malloc_trim"], ["gnu_get_libc_version"]])
 def test_an_unknown_allocator_is_left_alone(names: list[str]) -> None:
-    """Nothing is called on a guess, and the caller is told instead of getting a silent nothing."""
+    """Nothing is called on a guess, and the caller gets an error."""
     library = Library(*names)
-    assert Serving("unknown", "/lib/it.so") == allocator.serving(library)
+    assert AllocatorInForce("unknown", "/lib/it.so") == allocator.in_force(library)
     with pytest.raises(NotSupported, match=r"unknown allocator \(/lib/it\.so\)"):
         allocator.trim(library)
     assert [] == library.calls
@@ -62,23 +62,23 @@ def test_an_unknown_allocator_is_left_alone(names: list[str]) -> None:
 
 @pytest.mark.parametrize(("before", "after", "expected"), [(500, 120, 380), (100, 130, 0)])
 def test_what_was_given_back_is_measured(before: int, after: int, expected: int) -> None:
-    """Bytes are private memory before less after, and never negative."""
+    """The result is private memory before less after, and never negative."""
     readings = [before, after]
     library = Library("mallctl")
     assert expected == allocator.trim(library, private=lambda: readings.pop(0))
 
 
 def test_a_refusal_is_an_error() -> None:
-    """A jemalloc older than 5.0 does not know the call; that is said."""
+    """A jemalloc older than 5.0 does not know the call, which gives an error."""
     with pytest.raises(NotSupported, match=r"jemalloc .* refused to purge its arenas: error 2"):
         allocator.trim(Library("mallctl", answer=2), private=lambda: 0)
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_other_platforms_say_so(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
-    """Away from Linux, asking and trimming are both refused with the reason."""
+def test_other_platforms_are_not_supported(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    """On systems other than Linux each call gives an error with the reason."""
     monkeypatch.setattr(sys, "platform", platform)
-    for ask in (allocator.serving, allocator.trim, allocator.detect, allocator.stats):
+    for ask in (allocator.in_force, allocator.trim, allocator.detect, allocator.stats):
         with pytest.raises(NotSupported, match=f"this is {platform}"):
             ask()
 
@@ -98,20 +98,20 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_the_file_is_named_as_it_is_mapped(root: Path) -> None:
-    """The dynamic linker may know it by a link or a bare command; the mapping tells the file."""
+    """The dynamic linker may know it by a link or a bare command; the mapping has the file."""
     info = allocator.detect(Library(), root=root, environ={})
     assert ("unknown", PRELOADED, "linked", None, None) == (info.kind, info.path, info.how, info.version, info.figures)
 
 
-def test_without_proc_the_linkers_name_is_told(tmp_path: Path) -> None:
-    """A sandbox may hide /proc; then what is left is told."""
+def test_without_proc_the_linkers_name_is_used(tmp_path: Path) -> None:
+    """A sandbox may hide /proc; then the report has what is left."""
     info = allocator.detect(Library("mi_collect"), root=tmp_path, environ={})
     assert ("mimalloc", "/lib/it.so", "linked", ()) == (info.kind, info.path, info.how, info.problems)
 
 
 @pytest.mark.parametrize("variable", ["start", "now", "system"])
-def test_preloaded_is_what_any_of_the_three_places_names(root: Path, variable: str) -> None:
-    """The variable at the start, which a process may have removed since; as it is now; and the system's file."""
+def test_a_preload_is_recognised_in_all_three_places(root: Path, variable: str) -> None:
+    """It may come from the variable at the start, from the variable now, or from the system's file."""
     environ = {}
     if variable == "start":
         (root / "proc" / "self" / "environ").write_text("LD_PRELOAD=libtcmalloc_minimal.so.4\0")
@@ -123,22 +123,22 @@ def test_preloaded_is_what_any_of_the_three_places_names(root: Path, variable: s
     assert "preloaded" == allocator.detect(Library(), root=root, environ=environ).how
 
 
-def test_static_is_what_comes_out_of_the_program_itself(root: Path) -> None:
-    """Its own file serves malloc, even if it was replaced on disk meanwhile."""
+def test_an_allocator_in_the_program_itself_is_static(root: Path) -> None:
+    """The program's own file serves malloc, even if it was replaced on disk meanwhile."""
     executable = root / "proc" / "self" / "exe"
     executable.unlink()
     executable.symlink_to(f"{PRELOADED} (deleted)")
     assert "static" == allocator.detect(Library(), root=root, environ={}).how
 
 
-def test_an_allocator_that_tells_nothing_has_no_figures() -> None:
-    """Asked for, that is an error that names the file, and not a row of zeros."""
-    with pytest.raises(NotSupported, match=r"served by unknown \(/lib/it\.so\), which tells nothing"):
+def test_an_allocator_that_reports_nothing_has_no_figures() -> None:
+    """That is an error that names the file, and not a row of zeros."""
+    with pytest.raises(NotSupported, match=r"unknown \(/lib/it\.so\) serves malloc and reports no figures"):
         allocator.stats(Library())
 
 
-def test_what_was_found_is_read_as_text() -> None:
-    """One line for each fact, one for each problem with its fix."""
+def test_the_report_as_text() -> None:
+    """It has one line for each fact, and one for each problem with its fix."""
     problem = Problem("missing", "LD_PRELOAD names /x.so, and there is no such file", "Correct the path.")
     figures = Figures(allocated=3_000_000, active=None, resident=5_000_000, retained=2_000_000)
     info = AllocatorInfo("glibc", "/lib/libc.so.6", "linked", "2.36", "pymalloc", figures, (problem,))
@@ -148,10 +148,3 @@ Python's small objects: pymalloc
 figures: allocated 3 MB, resident 5 MB, retained 2 MB
 missing: LD_PRELOAD names /x.so, and there is no such file. Correct the path."""
     assert expected == str(info)
-
-
-def test_every_public_name_is_there() -> None:
-    """Those that are looked up only when they are asked for, too; any other is missing as usual."""
-    assert all(getattr(allocator, name) for name in allocator.__all__)
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = allocator.nothing

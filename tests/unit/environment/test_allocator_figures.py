@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from modelguard.environment import _figures
-from modelguard.environment._known import Figures, Kind
-from modelguard.environment._python import small_objects
+from modelguard.environment import _allocator_figures
+from modelguard.environment._allocator_kinds import Figures, Kind
+from modelguard.environment._python_objects import small_objects
 
 MB = 10**6
 
@@ -84,12 +84,12 @@ TCMALLOC = tcmalloc(
         ("unknown", Library(), None, None),
     ],
 )
-def test_each_allocator_tells_by_its_own_functions(
+def test_each_allocator_reports_by_its_own_functions(
     kind: Kind, library: Library, version: str | None, figures: Figures | None
 ) -> None:
-    """The version and the figures, in bytes; what an allocator does not tell is None."""
-    told = _figures.version(kind, library, "mallctl"), _figures.figures(kind, library, "mallctl")
-    assert (version, figures) == told
+    """Version and figures come in bytes; what an allocator does not report is None."""
+    assert version == _allocator_figures.version(kind, library, "mallctl")
+    assert figures == _allocator_figures.figures(kind, library, "mallctl")
 
 
 @pytest.mark.parametrize(
@@ -104,22 +104,22 @@ def test_each_allocator_tells_by_its_own_functions(
         ("tcmalloc", tcmalloc(current_allocated_bytes=1)),
     ],
 )
-def test_what_an_old_or_a_lean_build_does_not_tell_is_none(kind: Kind, library: Library) -> None:
-    """A function that its file does not export is not called, and a figure that makes no sense is not passed on."""
-    assert _figures.figures(kind, library, "mallctl") is None
+def test_what_an_old_or_small_build_does_not_report_is_none(kind: Kind, library: Library) -> None:
+    """A function that its file does not export is not called, and an impossible figure is dropped."""
+    assert _allocator_figures.figures(kind, library, "mallctl") is None
 
 
 @pytest.mark.parametrize(
     ("kind", "library"), [("mimalloc", Library()), ("tcmalloc", Library()), ("jemalloc", jemalloc())]
 )
-def test_a_version_that_is_not_told_is_none(kind: Kind, library: Library) -> None:
-    """Old builds do not say which they are."""
-    assert _figures.version(kind, library, "mallctl") is None
+def test_a_version_that_is_not_reported_is_none(kind: Kind, library: Library) -> None:
+    """Old builds do not report a version."""
+    assert _allocator_figures.version(kind, library, "mallctl") is None
 
 
-def test_figures_of_different_moments_never_make_a_negative_one() -> None:
+def test_no_figure_is_negative() -> None:
     """Other threads may take memory between two figures."""
-    figures = _figures.figures(
+    figures = _allocator_figures.figures(
         "jemalloc", jemalloc(epoch=1, stats_allocated=9, stats_active=9, stats_resident=8), "mallctl"
     )
     assert Figures(9, 9, 8, 0) == figures
@@ -129,17 +129,17 @@ def test_figures_of_different_moments_never_make_a_negative_one() -> None:
     ("library", "expected"),
     [(jemalloc(background_thread=True), True), (jemalloc(background_thread=False), False), (jemalloc(), False)],
 )
-def test_jemallocs_threads_are_asked_for(library: Library, expected: object) -> None:
-    """A jemalloc that cannot have threads has none."""
-    assert expected is _figures.background_threads(library, "mallctl")
+def test_jemallocs_threads_are_reported(library: Library, expected: object) -> None:
+    """A jemalloc without support for threads has none."""
+    assert expected is _allocator_figures.background_threads(library, "mallctl")
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("pymalloc", "pymalloc"), ("pymalloc_debug", "pymalloc"), ("malloc", "malloc"), ("mimalloc_debug", "mimalloc")],
 )
-def test_what_cpython_says_of_its_small_objects_is_believed(name: str, expected: str) -> None:
-    """Checks that a debug mode puts in front change nothing."""
+def test_what_cpython_reports_of_its_small_objects_counts(name: str, expected: str) -> None:
+    """A debug mode does not change the allocator."""
     assert expected == small_objects(name, {"PYTHONMALLOC": "wrong"})
 
 
@@ -147,7 +147,7 @@ def test_what_cpython_says_of_its_small_objects_is_believed(name: str, expected:
     ("blocks", "variable", "expected"),
     [(5, "mimalloc", "pymalloc"), (0, "mimalloc_debug", "mimalloc"), (0, "malloc", "malloc"), (0, "", "malloc")],
 )
-def test_where_cpython_does_not_say_its_count_of_blocks_decides(
+def test_where_cpython_reports_nothing_its_count_of_blocks_decides(
     monkeypatch: pytest.MonkeyPatch, blocks: int, variable: str, expected: str
 ) -> None:
     """Only pymalloc counts blocks then; the variable is the last resort."""

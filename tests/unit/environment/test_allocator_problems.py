@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment._known import Kind, kind_of
-from modelguard.environment._problems import Process, preloads, problems
+from modelguard.environment._allocator_kinds import Kind, kind_of
+from modelguard.environment._allocator_problems import ProcessView, preload_entries, problems
 
 LIBC = "/usr/lib/x86_64-linux-gnu/libc.so.6"
 JEMALLOC = "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2"
@@ -13,13 +13,12 @@ TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4.5.10"
 RAY = "/app/.venv/lib/python3.11/site-packages/ray/core/libjemalloc.so"
 
 
-def process(*files: str, root: Path = Path("/nowhere"), **environ: str) -> Process:
+def process(*files: str, root: Path = Path("/nowhere"), **environ: str) -> ProcessView:
     """A process with these files mapped, one page each, and these variables at its start."""
-    maps = "".join(f"{n:x}000-{n:x}fff r-xp 00000000 08:02 17   {file}\n" for n, file in enumerate(files, start=1))
-    return Process.of(maps, "".join(f"{name}={value}\0" for name, value in environ.items()), root)
+    return ProcessView({file: number << 12 for number, file in enumerate(files, start=1)}, environ, (), root)
 
 
-def kinds(process: Process, kind: Kind, path: str, **environ: str) -> list[str]:
+def kinds(process: ProcessView, kind: Kind, path: str, **environ: str) -> list[str]:
     return [problem.kind for problem in problems(process, environ, kind, path)]
 
 
@@ -35,8 +34,8 @@ def test_a_plain_process_has_none() -> None:
     assert [] == kinds(process(LIBC, "/usr/lib/libstdc++.so.6", PATH="/bin"), "glibc", LIBC, PATH="/bin")
 
 
-def test_a_preload_in_force_is_none(tmp_path: Path) -> None:
-    """Whether by its name, its link or its file."""
+def test_a_preload_in_force_is_not_a_problem(tmp_path: Path) -> None:
+    """It may be named by its file, by a link, or without a folder."""
     root = installed(tmp_path, TCMALLOC)
     link = Path(root, "usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
     link.symlink_to(Path(TCMALLOC).name)
@@ -50,47 +49,47 @@ def test_a_preload_in_force_is_none(tmp_path: Path) -> None:
         assert [] == kinds(seen, "tcmalloc", TCMALLOC, LD_PRELOAD=entry)
 
 
-def test_a_preload_replaced_on_disk_is_still_in_force() -> None:
+def test_a_preload_that_does_not_exist_any_more_is_still_in_force() -> None:
     """An upgrade of the package leaves the old file mapped."""
-    assert [] == kinds(process(f"{JEMALLOC} (deleted)", LIBC, LD_PRELOAD=JEMALLOC), "jemalloc", JEMALLOC)
+    assert [] == kinds(process(JEMALLOC, LIBC, LD_PRELOAD=JEMALLOC), "jemalloc", JEMALLOC)
 
 
 @pytest.mark.parametrize(("separator", "count"), [(":", 2), (" ", 2), (" : ", 2)])
 def test_entries_are_separated_by_blanks_and_colons(separator: str, count: int) -> None:
-    """As the dynamic linker separates them."""
-    assert count == len(preloads({"LD_PRELOAD": separator.join([JEMALLOC, TCMALLOC])}))
+    """The dynamic linker accepts both."""
+    assert count == len(preload_entries({"LD_PRELOAD": separator.join([JEMALLOC, TCMALLOC])}))
 
 
 def test_a_variable_set_from_inside_is_a_placebo(tmp_path: Path) -> None:
-    """The file is there and it is not loaded."""
+    """The file exists, and is not loaded."""
     root = installed(tmp_path, JEMALLOC)
     (found,) = problems(process(LIBC, root=root), {"LD_PRELOAD": JEMALLOC}, "glibc", LIBC)
     assert ("placebo", f"LD_PRELOAD names {JEMALLOC}, and it is not loaded") == (found.kind, found.seen)
     assert "--allocator jemalloc" in found.fix
 
 
-def test_any_other_library_may_be_a_placebo_too(tmp_path: Path) -> None:
-    """It is told without an allocator's fix."""
+def test_other_libraries_may_be_placebos_too(tmp_path: Path) -> None:
+    """They are reported without the fix for allocators."""
     root = installed(tmp_path, "/opt/libother.so")
     (found,) = problems(process(LIBC, root=root), {"LD_PRELOAD": "/opt/libother.so"}, "glibc", LIBC)
     assert "placebo" == found.kind
     assert "--allocator" not in found.fix
 
 
-def test_a_library_that_could_not_be_loaded_is_told_so(tmp_path: Path) -> None:
-    """It was asked for in time, so setting it earlier is no remedy."""
+def test_a_library_that_could_not_be_loaded(tmp_path: Path) -> None:
+    """It was set in time, so setting it earlier is not the fix."""
     root = installed(tmp_path, JEMALLOC)
     (found,) = problems(process(LIBC, root=root, LD_PRELOAD=JEMALLOC), {}, "glibc", LIBC)
     assert "could not load it" in found.seen
 
 
-def test_a_missing_file_is_told_as_missing(tmp_path: Path) -> None:
-    """Whenever it was set."""
+def test_a_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
+    """That holds whenever the variable was set."""
     assert ["missing"] == kinds(process(LIBC, root=tmp_path), "glibc", LIBC, LD_PRELOAD=JEMALLOC)
     assert ["missing"] == kinds(process(LIBC, root=tmp_path, LD_PRELOAD=JEMALLOC), "glibc", LIBC, LD_PRELOAD=JEMALLOC)
 
 
-def test_of_two_preloaded_the_second_is_told() -> None:
+def test_of_two_preloaded_the_second_is_reported() -> None:
     """The first one serves."""
     seen = process(JEMALLOC, TCMALLOC, LIBC, LD_PRELOAD=f"{JEMALLOC}:{TCMALLOC}")
     (found,) = problems(seen, {}, "jemalloc", JEMALLOC)
@@ -99,13 +98,13 @@ def test_of_two_preloaded_the_second_is_told() -> None:
 
 
 def test_a_bundled_copy_is_private(tmp_path: Path) -> None:
-    """Loaded, and serving nobody but its package, beside glibc and beside a preloaded one."""
+    """A copy that serves only its package is reported, beside glibc and beside a preloaded allocator."""
     assert ["private copy"] == kinds(process(LIBC, RAY), "glibc", LIBC)
     assert ["private copy"] == kinds(process(JEMALLOC, LIBC, RAY, LD_PRELOAD=JEMALLOC), "jemalloc", JEMALLOC)
 
 
 def test_jemallocs_setting_needs_jemalloc() -> None:
-    """Set at the start or since, it is read by nobody."""
+    """Without jemalloc nothing reads it, whether it was set at the start or later."""
     assert ["unused setting"] == kinds(process(LIBC, MALLOC_CONF="x:1"), "glibc", LIBC)
     assert ["unused setting"] == kinds(process(LIBC), "glibc", LIBC, MALLOC_CONF="x:1")
     assert [] == kinds(process(LIBC, MALLOC_CONF=""), "glibc", LIBC, MALLOC_CONF="")
@@ -122,7 +121,7 @@ def test_jemallocs_setting_needs_jemalloc() -> None:
     ],
 )
 def test_jemallocs_setting_may_come_too_late(before: dict[str, str], now: dict[str, str], expected: list[str]) -> None:
-    """It is read once, at the start; what is not known to be wrong is not called wrong."""
+    """It is read once, at the start; without proof of a problem none is reported."""
     assert expected == kinds(process(JEMALLOC, **before), "jemalloc", JEMALLOC, **now)
 
 
@@ -143,5 +142,5 @@ def test_jemallocs_setting_may_come_too_late(before: dict[str, str], now: dict[s
     ],
 )
 def test_an_allocators_file_is_known_by_its_name(name: str, kind: str | None) -> None:
-    """With the versions and hashes that distributions and wheels put into it."""
+    """Names may have the versions and hashes of distributions and wheels."""
     assert kind == kind_of(name)

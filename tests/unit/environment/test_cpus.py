@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment import cpus
-from modelguard.environment.cpus import Cpus
+from modelguard.environment import _cpus
+from modelguard.environment._cpus import Cpus
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "35 31 0:32 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct"
@@ -34,7 +34,7 @@ class Machine:
         self.write(f"/sys/fs/cgroup/cpu,cpuacct{path}/cpu.cfs_period_us", 100_000)
 
     def cpus(self, pid: int | None = None) -> Cpus:
-        return cpus.effective(self.root, pid=pid)
+        return _cpus.available_cpus(pid, root=self.root)
 
 
 @pytest.fixture
@@ -43,23 +43,23 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @pytest.mark.parametrize(("allowed", "count"), [("0-7", 8), ("3", 1), ("0-1,4,6-7", 5), ("0", 1)])
-def test_without_a_quota_the_cpus_it_may_run_on_count(machine: Machine, allowed: str, count: int) -> None:
+def test_without_a_quota_the_affinity_counts(machine: Machine, allowed: str, count: int) -> None:
     """Its affinity, which a cpuset narrows too."""
     machine.process("0::/", V2, allowed=allowed)
     assert Cpus(count, "/proc/self/status") == machine.cpus()
 
 
 @pytest.mark.parametrize(("quota", "count"), [("200000 100000", 2.0), ("150000 100000", 1.5), ("25000 50000", 0.5)])
-def test_a_quota_below_them_counts_in_part(machine: Machine, quota: str, count: float) -> None:
-    """Version 2 writes microseconds of work in so many of time."""
+def test_a_smaller_quota_counts(machine: Machine, quota: str, count: float) -> None:
+    """Version 2 writes microseconds of work per microseconds of time."""
     machine.process("0::/app", V2)
     machine.write("/sys/fs/cgroup/app/cpu.max", quota)
     assert Cpus(count, "/sys/fs/cgroup/app/cpu.max") == machine.cpus()
 
 
 @pytest.mark.parametrize("quota", ["max 100000", "1600000 100000"])
-def test_no_quota_or_one_above_them_changes_nothing(machine: Machine, quota: str) -> None:
-    """Nobody runs on more CPUs than there are."""
+def test_no_quota_or_a_larger_one_changes_nothing(machine: Machine, quota: str) -> None:
+    """A process never runs on more CPUs than there are."""
     machine.process("0::/app", V2)
     machine.write("/sys/fs/cgroup/app/cpu.max", quota)
     assert Cpus(8, "/proc/self/status") == machine.cpus()
@@ -74,7 +74,7 @@ def test_the_smallest_quota_along_the_path_wins(machine: Machine) -> None:
 
 
 def test_in_a_container_the_mount_is_its_own_cgroup(machine: Machine) -> None:
-    """Where the path is told from outside the container, the mount's root is the answer."""
+    """Where the path is the host's, the mount's root is the container's cgroup."""
     machine.process("0::/docker/123", V2)
     machine.write("/sys/fs/cgroup/cpu.max", "300000 100000")
     assert Cpus(3.0, "/sys/fs/cgroup/cpu.max") == machine.cpus()
@@ -105,9 +105,9 @@ def test_a_process_that_is_gone_has_none(machine: Machine) -> None:
 
 def test_without_proc_the_machines_cpus_count(tmp_path: Path) -> None:
     """As on systems other than Linux."""
-    assert Cpus(os.cpu_count() or 1, "os.cpu_count()") == cpus.effective(tmp_path)
+    assert Cpus(os.cpu_count() or 1, "os.cpu_count()") == _cpus.available_cpus(root=tmp_path)
 
 
 def test_the_real_machine_is_read() -> None:
     """Whatever this machine is, there is at least a part of one CPU, and no more than it has."""
-    assert 0 < cpus.effective().count <= (os.cpu_count() or 1)
+    assert 0 < _cpus.available_cpus().count <= (os.cpu_count() or 1)

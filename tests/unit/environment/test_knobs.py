@@ -1,61 +1,61 @@
-"""Knobs are data that survives being written anywhere."""
+"""Knobs are data that every format can hold."""
 
 from __future__ import annotations
 
 import pytest
 
-from modelguard.environment import knobs
-from modelguard.environment.knobs import Knob
+from modelguard.environment import _knobs
+from modelguard.environment._knobs import Knob
 from modelguard.errors import InvalidOption
 
 ALL = [
-    *knobs.onednn_caches(64),
-    *knobs.threads(2, "4 CPUs for 2 workers"),
-    knobs.openblas_threads(2, "4 CPUs for 2 workers"),
-    knobs.cuda_check(),
-    knobs.grpc_fork_support(),
-    knobs.tokenizers_threads(),
-    *knobs.glibc_memory(),
-    knobs.jemalloc_memory(),
+    *_knobs.onednn_caches(64),
+    *_knobs.threads(2, "4 CPUs for 2 workers"),
+    _knobs.openblas_threads(2, "4 CPUs for 2 workers"),
+    _knobs.cuda_check(),
+    _knobs.grpc_fork_support(),
+    _knobs.tokenizers_threads(),
+    *_knobs.glibc_memory(),
+    _knobs.jemalloc_memory(),
 ]
 
 
 @pytest.mark.parametrize("knob", ALL, ids=lambda knob: knob.name)
 def test_a_knob_says_all_about_itself(knob: Knob) -> None:
-    """No knob leaves out what it does, what it costs, or who says so."""
+    """Every knob says what it does, what it costs, and gives a source."""
     assert all((knob.does, knob.costs, knob.source, knob.reader))
     assert "\n" not in f"{knob.does}{knob.costs}{knob.source}{knob.reader}"
 
 
 def test_a_number_of_threads_says_where_it_comes_from() -> None:
-    """The reader of a report can check how the number came about."""
-    for knob in (*knobs.threads(2, "4 CPUs for 2 workers"), knobs.openblas_threads(2, "4 CPUs for 2 workers")):
+    """The reader of a report can check the origin of the number."""
+    for knob in (*_knobs.threads(2, "4 CPUs for 2 workers"), _knobs.openblas_threads(2, "4 CPUs for 2 workers")):
         assert "2" == knob.value
         assert "4 CPUs for 2 workers" in knob.does
 
 
 def test_jemalloc_starts_no_threads() -> None:
     """A fork would lose them, so every preset that sets jemalloc's options turns them off."""
-    assert "background_thread:false" in knobs.jemalloc_memory().value.split(",")
+    assert "background_thread:false" in _knobs.jemalloc_memory().value.split(",")
 
 
 @pytest.mark.parametrize("name", ["", "1ST", "A-B", "A B", "A=B", "A\n"])
-def test_what_is_no_variable_is_refused(name: str) -> None:
-    """A name that no shell could set is found where it is written."""
+def test_an_invalid_name_is_rejected(name: str) -> None:
+    """A name that no shell could set is rejected at once."""
     with pytest.raises(InvalidOption, match="not the name of a variable"):
         make(name=name)
 
 
 @pytest.mark.parametrize("value", ["a\nb", "a\0b", " a", "a ", "\t", "\x7f"])
-def test_what_some_format_would_lose_is_refused(value: str) -> None:
-    """A value that would change on its way is found where it is written, not in one deployment."""
-    with pytest.raises(InvalidOption, match="does not survive"):
+def test_a_value_that_some_format_would_change_is_rejected(value: str) -> None:
+    """Such a value is rejected at once, and not found later in one deployment."""
+    with pytest.raises(InvalidOption, match="do not survive"):
         make(value=value)
 
 
 @pytest.mark.parametrize("value", ["", "two words", "ü", "a,b:c=d", "$HOME %h 'x' \"y\" \\"])
-def test_what_every_format_can_hold_is_taken(value: str) -> None:
-    """Spaces inside, quotes, signs and letters of any alphabet are values like any other."""
+def test_a_value_that_every_format_can_hold_is_accepted(value: str) -> None:
+    """Inner spaces, quotes, special characters and letters of any alphabet are allowed."""
     assert value == make(value=value).value
 
 

@@ -1,4 +1,4 @@
-"""Planning what a program is started with, and becoming it."""
+"""Planning how a program is started, and becoming it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from modelguard.environment import launcher, presets
-from modelguard.environment._program import CannotRun
-from modelguard.errors import InvalidOption
+from modelguard import presets
+from modelguard.environment import _launcher
+from modelguard.errors import CannotRun, InvalidOption
 
 GLIBC = {"MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
@@ -21,14 +21,14 @@ GLIBC = {"MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 # The plan
 
 
-def plan(*command: str, **options: Any) -> launcher.Plan:
+def plan(*command: str, **options: Any) -> _launcher.Plan:
     options.setdefault("choose", lambda wanted, program, environ: ({"LD_PRELOAD": "/lib/a b.so"}, ["a remark"]))
     options.setdefault("environ", {"PATH": "/bin:/usr/bin", "OMP_NUM_THREADS": "7"})
-    return launcher.plan(command, **options)
+    return _launcher.plan(command, **options)
 
 
 def test_a_plan_holds_the_whole_environment() -> None:
-    """What the caller has, the preset's settings, and the allocator's; the caller's values win."""
+    """It has the caller's variables, the preset's and the allocator's; the caller's values win."""
     preset = presets.get("torch-cpu", cpus=4)
     planned = plan("sh", "-c", "exit", preset=preset)
     assert ("sh", "-c", "exit") == planned.argv
@@ -40,28 +40,28 @@ def test_a_plan_holds_the_whole_environment() -> None:
     assert planned.environ == {"PATH": "/bin:/usr/bin", "OMP_NUM_THREADS": "7"} | planned.added
 
 
-def test_a_plan_tells_which_values_of_the_user_stay() -> None:
-    """A preset that does not take effect in part is no silent matter; an equal value is none at all."""
+def test_a_plan_notes_which_values_of_the_user_stay() -> None:
+    """A preset that has no effect in part is noted; an equal value is not."""
     preset = presets.get("torch-cpu", cpus=4)
     assert ("your OMP_NUM_THREADS=7 stays; the preset has 4", "a remark") == plan("sh", preset=preset).notes
     assert ("a remark",) == plan("sh", preset=presets.get("torch-cpu", cpus=7)).notes
 
 
 def test_the_allocator_is_chosen_knowing_the_preset() -> None:
-    """What a preset sets of glibc counts like the user's own."""
+    """Glibc settings of a preset count like the user's own."""
     preset = presets.get("low-memory")
     planned = plan("sh", preset=preset, choose=lambda wanted, program, environ: ({}, [*environ]))
     assert GLIBC <= set(planned.notes)
 
 
 def test_a_plan_as_a_line_for_a_shell() -> None:
-    """Quoted so that a shell reads back the very same words."""
+    """It is quoted so that a shell reads back the same words."""
     line = str(plan("sh", "-c", "echo 'a  b' $HOME"))
     assert ["env", "LD_PRELOAD=/lib/a b.so", "sh", "-c", "echo 'a  b' $HOME"] == shlex.split(line)
 
 
-def test_a_plan_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning sets nothing, neither in this process nor in what was handed in."""
+def test_planning_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning sets nothing, neither in this process nor in its arguments."""
     environ = {"PATH": "/bin:/usr/bin"}
     before = dict(os.environ)
     plan("sh", environ=environ, preset=presets.get("torch-cpu", cpus=4))
@@ -70,7 +70,7 @@ def test_a_plan_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bad_commands() -> None:
-    """No command at all, and one that no program could be given, are refused before anything is looked up."""
+    """A missing command and a NUL byte are rejected before anything is searched."""
     with pytest.raises(InvalidOption, match="there is no command"):
         plan()
     with pytest.raises(InvalidOption, match="NUL"):
@@ -78,21 +78,22 @@ def test_bad_commands() -> None:
 
 
 def test_the_environment_is_what_was_inherited(tmp_path: Path) -> None:
-    """LC_CTYPE, which Python sets for itself in the C locale, is not handed on; the user's own value is."""
-    initial = tmp_path / "environ"
+    """LC_CTYPE, which Python sets for itself in the C locale, is not passed on; the user's own value is."""
+    initial = tmp_path / "proc" / "self" / "environ"
+    initial.parent.mkdir(parents=True)
     initial.write_bytes(b"LANG=C\0HOME=/root\0")
     own = {"LANG": "C", "LC_CTYPE": "C.UTF-8"}
-    assert {"LANG": "C"} == launcher.inherited(initial, own)
+    assert {"LANG": "C"} == _launcher.inherited(own, root=tmp_path)
     initial.write_bytes(b"LANG=C\0LC_CTYPE=C\0")
-    assert {"LANG": "C", "LC_CTYPE": "C"} == launcher.inherited(initial, own)
-    assert own == launcher.inherited(tmp_path / "none", own)
+    assert {"LANG": "C", "LC_CTYPE": "C"} == _launcher.inherited(own, root=tmp_path)
+    assert own == _launcher.inherited(own, root=tmp_path / "none")
 
 
 # Becoming it
 
 
 class Exec:
-    """Stands in for execve, and notes what it was called with."""
+    """Replaces execve, and records its arguments."""
 
     def __init__(self, error: OSError | None = None) -> None:
         self.error = error
@@ -110,7 +111,7 @@ def test_becoming_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execve", stand_in)
     planned = plan("sh", "-c", "exit")
     with pytest.raises(CannotRun, match="Exec format error") as refused:
-        launcher.become(planned)
+        _launcher.become(planned)
     assert 126 == refused.value.status
     assert [planned.program, planned.argv, planned.environ] == stand_in.called[:3]
     assert signal.SIG_DFL == stand_in.called[3]
@@ -121,20 +122,20 @@ def test_becoming_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     [(errno.ENOEXEC, "#!/bin/sh"), (errno.E2BIG, "shorter"), (errno.ENOENT, "dynamic linker"), (errno.EPERM, "execve")],
 )
 def test_an_exec_that_fails_says_what_to_do(monkeypatch: pytest.MonkeyPatch, number: int, fix: str) -> None:
-    """The system's reason, and what helps against it."""
+    """The error has the system's reason and a fix."""
     monkeypatch.setattr(os, "execve", Exec(OSError(number, os.strerror(number))))
     with pytest.raises(CannotRun, match=os.strerror(number)) as refused:
-        launcher.become(plan("sh"))
+        _launcher.become(plan("sh"))
     assert fix in refused.value.fix
 
 
 def test_an_exec_that_fails_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its signals are what they were."""
+    """Its signal handlers are restored."""
     names = ("SIGPIPE", "SIGXFSZ", "SIGINT")
     before = [signal.getsignal(getattr(signal, name)) for name in names]
     monkeypatch.setattr(os, "execve", Exec(OSError(7, "Argument list too long")))
     with pytest.raises(CannotRun):
-        launcher.become(plan("sh"))
+        _launcher.become(plan("sh"))
     assert before == [signal.getsignal(getattr(signal, name)) for name in names]
 
 
@@ -143,13 +144,13 @@ def test_an_exec_that_fails_leaves_the_process_as_it_was(monkeypatch: pytest.Mon
     [(signal.default_int_handler, signal.SIG_DFL), (signal.SIG_IGN, signal.SIG_IGN)],
 )
 def test_an_ignored_ctrl_c_stays_ignored(monkeypatch: pytest.MonkeyPatch, handler: Any, expected: Any) -> None:
-    """A shell that starts something in the background has Ctrl-C ignored, and means it."""
+    """A shell that starts a command in the background makes it ignore Ctrl-C, and that stays."""
     stand_in = Exec(OSError(8, "Exec format error"))
     monkeypatch.setattr(os, "execve", stand_in)
     before = signal.signal(signal.SIGINT, handler)
     try:
         with pytest.raises(CannotRun):
-            launcher.become(plan("sh"))
+            _launcher.become(plan("sh"))
     finally:
         signal.signal(signal.SIGINT, before)
     assert expected == stand_in.called[4]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment import limits
-from modelguard.environment.limits import Limit
+from modelguard.environment import _limits
+from modelguard.environment._limits import Limit
 
 GB = 10**9
 MB = 10**6
@@ -50,7 +50,7 @@ class Machine:
         self.write(f"{path}/memory.stat", f"cache 5\n{least}inactive_file 1\ntotal_inactive_file {inactive}")
 
     def limit(self, pid: int | None = None) -> Limit:
-        return limits.effective(self.root, pid=pid)
+        return _limits.memory_limit(pid, root=self.root)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_the_limit_of_its_own_cgroup_with_its_working_set(machine: Machine) -> N
 def test_the_smallest_limit_along_the_path_wins(
     machine: Machine, outer: object, middle: object, inner: object, source: str
 ) -> None:
-    """Wherever on the path the smallest limit sits, it is the one; of equals, the nearest to the process."""
+    """The smallest limit on the path is in force; of equals, the one nearest to the process."""
     machine.process("0::/a/b/c", V2)
     machine.v2("/sys/fs/cgroup/a", outer)
     machine.v2("/sys/fs/cgroup/a/b", middle)
@@ -107,7 +107,7 @@ def test_the_smallest_limit_along_the_path_wins(
 
 
 def test_a_wide_limit_full_of_neighbours_leaves_less_room_than_a_narrow_one(machine: Machine) -> None:
-    """Headroom is the least along the path, not that of the smallest limit."""
+    """Headroom is the smallest along the path, not that of the smallest limit."""
     machine.process("0::/pod/app", V2)
     machine.v2("/sys/fs/cgroup/pod", 4 * GB, current=3900 * MB)
     machine.v2("/sys/fs/cgroup/pod/app", 2 * GB, current=1 * GB)
@@ -121,16 +121,16 @@ def test_headroom_is_never_negative(machine: Machine) -> None:
     assert 0 == machine.limit().headroom
 
 
-def test_the_soft_bound_is_told_apart_from_the_limit(machine: Machine) -> None:
-    """``memory.high`` slows a process down and does not end it, so it is a field of its own."""
+def test_the_soft_limit_has_a_field_of_its_own(machine: Machine) -> None:
+    """``memory.high`` slows a process down and does not kill it, so it is not the limit."""
     machine.process("0::/a/b", V2)
     machine.v2("/sys/fs/cgroup/a", "max", high=3 * GB)
     machine.v2("/sys/fs/cgroup/a/b", "max", high=2 * GB)
     assert Limit(None, None, None, 2 * GB) == machine.limit()
 
 
-def test_how_much_may_be_swapped_is_the_least_along_the_path(machine: Machine) -> None:
-    """``memory.swap.max`` of 0 means that nothing may be moved out, wherever on the path it stands."""
+def test_the_smallest_swap_limit_along_the_path_wins(machine: Machine) -> None:
+    """A ``memory.swap.max`` of 0 anywhere on the path means that nothing may be moved to swap."""
     machine.process("0::/a/b", V2)
     machine.v2("/sys/fs/cgroup/a", "max")
     machine.v2("/sys/fs/cgroup/a/b", 2 * GB)
@@ -143,7 +143,7 @@ def test_how_much_may_be_swapped_is_the_least_along_the_path(machine: Machine) -
 
 
 def test_swap_is_limited_without_a_limit_of_memory(machine: Machine) -> None:
-    """The two are set apart in version 2."""
+    """Version 2 limits them separately."""
     machine.process("0::/a", V2)
     machine.v2("/sys/fs/cgroup/a", "max")
     machine.write("/sys/fs/cgroup/a/memory.swap.max", 1 * GB)
@@ -152,14 +152,14 @@ def test_swap_is_limited_without_a_limit_of_memory(machine: Machine) -> None:
 
 @pytest.mark.parametrize(("with_swap", "swap"), [(3 * GB, 2 * GB), (1 * GB, 0), (UNLIMITED_V1, None)])
 def test_version_1_limits_memory_and_swap_together(machine: Machine, with_swap: int, swap: int | None) -> None:
-    """What may be in swap is what that leaves beyond the limit of memory."""
+    """Swap may hold what the common limit allows beyond the limit of memory."""
     machine.process("4:memory:/a", V1)
     machine.v1("/sys/fs/cgroup/memory/a", 1 * GB)
     machine.write("/sys/fs/cgroup/memory/a/memory.memsw.limit_in_bytes", with_swap)
     assert (1 * GB, swap) == (machine.limit().bytes, machine.limit().swap)
 
 
-def test_version_1_knows_of_swap_limits_that_the_container_cannot_see(machine: Machine) -> None:
+def test_version_1_shows_swap_limits_above_the_container(machine: Machine) -> None:
     """The pod's limit of memory and swap shows in ``hierarchical_memsw_limit``."""
     machine.process("4:memory:/pod/1", V1.replace(" / ", " /pod/1 ", 1))
     machine.v1("/sys/fs/cgroup/memory", UNLIMITED_V1, hierarchical=1 * GB)
@@ -168,7 +168,7 @@ def test_version_1_knows_of_swap_limits_that_the_container_cannot_see(machine: M
     assert 2 * GB == machine.limit().swap
 
 
-def test_a_limit_is_told_even_if_usage_is_not(machine: Machine) -> None:
+def test_a_limit_is_known_even_if_usage_is_not(machine: Machine) -> None:
     """A cgroup that hides its usage still has a limit."""
     machine.process("0::/app", V2)
     machine.write("/sys/fs/cgroup/app/memory.max", 1 * GB)
@@ -186,14 +186,14 @@ def test_version_1_walks_the_path_too(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("unlimited", [2**63 - 4096, 2**63 - 65536, 2**63 - 1])
-def test_version_1_says_no_limit_by_a_huge_number(machine: Machine, unlimited: int) -> None:
+def test_version_1_writes_no_limit_as_a_huge_number(machine: Machine, unlimited: int) -> None:
     """The largest whole number of pages, whatever their size, is no limit."""
     machine.process("4:memory:/a", V1)
     machine.v1("/sys/fs/cgroup/memory/a", unlimited, hierarchical=unlimited)
     assert NOTHING == machine.limit()
 
 
-def test_version_1_knows_of_limits_that_the_container_cannot_see(machine: Machine) -> None:
+def test_version_1_shows_limits_above_the_container(machine: Machine) -> None:
     """The pod's limit shows in ``hierarchical_memory_limit`` where only the container's cgroup is mounted."""
     machine.process("4:memory:/pod/1", V1.replace(" / ", " /pod/1 ", 1))
     machine.v1("/sys/fs/cgroup/memory", UNLIMITED_V1, usage=400 * MB, hierarchical=1 * GB)
@@ -233,7 +233,7 @@ def test_the_mount_shows_a_part_of_the_tree(machine: Machine) -> None:
 
 @pytest.mark.parametrize("cgroup", ["/", "/docker/123", "/../123", "/kubepods/pod1/123"])
 def test_in_a_container_the_mount_is_its_own_cgroup(machine: Machine, cgroup: str) -> None:
-    """Where the path is told from outside the container, the mount's root is the answer."""
+    """Where the path is the host's, the mount's root is the container's cgroup."""
     machine.process(f"0::{cgroup}", V2)
     machine.v2("/sys/fs/cgroup", 1 * GB, current=100 * MB)
     assert Limit(1 * GB, "/sys/fs/cgroup/memory.max", 100 * MB, None, headroom=900 * MB) == machine.limit()
@@ -247,7 +247,7 @@ def test_a_mount_from_outside_the_namespace_is_still_read(machine: Machine) -> N
 
 
 def test_of_two_mounts_the_one_that_shows_the_cgroup_counts(machine: Machine) -> None:
-    """A second mount of the same hierarchy, of another part of it, is passed over."""
+    """A second mount, of another part of the same hierarchy, is ignored."""
     elsewhere = V2.replace(" / /sys/fs/cgroup ", " /other /mnt/odd\\040place ", 1)
     machine.process("0::/app", elsewhere, V2)
     machine.v2("/mnt/odd place", 1 * MB)
@@ -276,7 +276,7 @@ def test_nothing_limits_where_no_cgroup_is_mounted(machine: Machine) -> None:
 
 
 def test_another_process_has_its_own_limit(machine: Machine) -> None:
-    """``pid`` asks for the cgroup of that process."""
+    """With ``pid`` the cgroup of that process is read."""
     machine.process("0::/one", V2)
     machine.process("0::/two", V2, pid="77")
     machine.v2("/sys/fs/cgroup/one", 1 * GB)
@@ -285,14 +285,14 @@ def test_another_process_has_its_own_limit(machine: Machine) -> None:
 
 
 def test_another_process_out_of_sight_has_no_known_limit(machine: Machine) -> None:
-    """The limit of this container is never taken for that of a process in another one."""
+    """The limit of this container is never reported for a process in another one."""
     machine.process("0::/", V2)
     machine.process("0::/../456", V2, pid="77")
     machine.v2("/sys/fs/cgroup", 1 * GB)
     assert NOTHING == machine.limit(pid=77)
 
 
-def test_this_process_may_be_named_by_its_number(machine: Machine) -> None:
+def test_this_process_may_be_named_by_its_id(machine: Machine) -> None:
     """Its own pid and no pid at all mean the same."""
     machine.process("0::/docker/123", V2)
     machine.v2("/sys/fs/cgroup", 1 * GB)
@@ -301,6 +301,6 @@ def test_this_process_may_be_named_by_its_number(machine: Machine) -> None:
 
 def test_the_real_machine_is_read() -> None:
     """Whatever this machine is, the answer is a limit with its file, or none at all."""
-    limit = limits.effective()
+    limit = _limits.memory_limit()
     assert (limit.bytes is None) == (limit.source is None)
     assert limit.source is None or Path(limit.source).is_file()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from modelguard.environment import memory
-from modelguard.environment.memory import MemoryUsage, PrivateMeter
+from modelguard import memory
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.memory import MemoryUsage, PrivateMeter
 
 KB = 1024
 
@@ -100,7 +100,7 @@ def test_without_a_rollup_the_mappings_are_added_up(proc: Path) -> None:
 
 
 def test_fields_that_a_kernel_does_not_give_are_none(proc: Path) -> None:
-    """A field is unknown rather than zero."""
+    """A missing figure is None, not zero."""
     (proc / "self" / "smaps_rollup").write_text("Rss: 10 kB\n")
     found = memory.usage(root=proc.parent)
     assert (10 * KB, None, None, None) == (found.rss, found.pss, found.uss, found.swap)
@@ -120,13 +120,13 @@ def test_headroom_is_no_more_than_the_machine_has(proc: Path) -> None:
     assert 5000 * KB == memory.usage(root=proc.parent).headroom
 
 
-def test_headroom_is_unknown_where_nothing_tells(proc: Path) -> None:
-    """No limit and no figure of available memory: None, and not a guess."""
+def test_headroom_is_unknown_where_nothing_shows_it(proc: Path) -> None:
+    """Without a limit and a figure of available memory it is None, not a guess."""
     (proc / "meminfo").unlink()
     assert memory.usage(root=proc.parent).headroom is None
 
 
-def test_another_process_is_read_by_its_number(proc: Path) -> None:
+def test_another_process_is_read_by_its_id(proc: Path) -> None:
     """Its figures and its limit are its own."""
     (proc / "77").mkdir()
     (proc / "77" / "smaps_rollup").write_text(ROLLUP.replace("1000 kB", "2000 kB"))
@@ -138,7 +138,7 @@ def test_another_process_is_read_by_its_number(proc: Path) -> None:
 
 @pytest.mark.parametrize("left", ["nothing", "a zombie"])
 def test_a_process_that_is_gone_is_said_to_be_gone(proc: Path, left: str) -> None:
-    """No such process, and one that has exited but was not waited for, are one and the same."""
+    """A process that does not exist and a zombie give the same error."""
     if left == "a zombie":
         (proc / "77").mkdir()
         (proc / "77" / "smaps").write_text("")
@@ -154,10 +154,10 @@ def test_a_process_that_is_gone_is_said_to_be_gone(proc: Path, left: str) -> Non
         (ProcessLookupError(errno.ESRCH, "no"), ProcessLookupError, "process 77 is gone"),
     ],
 )
-def test_what_the_kernel_refuses_is_said_clearly(
+def test_what_the_kernel_refuses_has_a_clear_message(
     proc: Path, monkeypatch: pytest.MonkeyPatch, answer: OSError, expected: type[OSError], says: str
 ) -> None:
-    """The kernel's own error keeps its type and gets a sentence that names the process."""
+    """The kernel's error keeps its type and gets a message that names the process."""
 
     def refuse(_: Path) -> bytes:
         raise answer
@@ -168,14 +168,14 @@ def test_what_the_kernel_refuses_is_said_clearly(
 
 
 @pytest.mark.parametrize("pid", [0, -1, True, 1.5, "1"])
-def test_what_is_no_process_number_is_refused(pid: Any) -> None:
-    """A pid is a positive whole number."""
-    with pytest.raises(InvalidOption, match="not the number of a process"):
+def test_an_invalid_process_id_is_rejected(pid: Any) -> None:
+    """A process id is a positive whole number."""
+    with pytest.raises(InvalidOption, match="must be a whole number of at least 1"):
         memory.usage(pid)
 
 
 def test_this_process_is_read_for_real() -> None:
-    """The real figures are in the order that their meanings demand."""
+    """The real figures satisfy uss <= pss <= rss."""
     found = memory.usage()
     assert found.pss is not None
     assert found.uss is not None
@@ -193,7 +193,7 @@ class DeniedError(Exception):
 
 
 class Psutil(ModuleType):
-    """What is used of psutil, on a machine without /proc."""
+    """The part of psutil that is used on a machine without /proc."""
 
     NoSuchProcess = GoneError
     AccessDenied = DeniedError
@@ -221,7 +221,7 @@ def process(**methods: object) -> SimpleNamespace:
 
 @pytest.mark.parametrize("method", ["memory_full_info", "memory_footprint"])
 def test_without_proc_psutil_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Both names that psutil has for the figure are known; what it does not give is None."""
+    """Psutil has two names for the figure, and both work; what it does not give is None."""
     psutil = Psutil(process(**{method: SimpleNamespace(uss=60, swap=3)}))
     monkeypatch.setitem(sys.modules, "psutil", psutil)
     expected = MemoryUsage(100, None, 60, None, None, None, None, 3, None, None, 5000)
@@ -241,7 +241,7 @@ def test_without_proc_psutil_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_psutils_errors_become_the_builtin_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Exception, pid: int | None, expected: type[Exception]
 ) -> None:
-    """The caller needs no psutil to catch them, and this process is never said to be gone."""
+    """The caller does not need psutil to catch them, and this process is never reported as gone."""
     monkeypatch.setitem(sys.modules, "psutil", Psutil(answer))
     with pytest.raises(expected):
         memory.usage(pid, root=tmp_path)
@@ -256,7 +256,7 @@ def test_private_memory_is_what_this_process_has_written() -> None:
 def test_without_proc_private_memory_comes_from_psutil(
     monkeypatch: pytest.MonkeyPatch, full: object, expected: int | None
 ) -> None:
-    """Where psutil does not tell it apart from shared memory, it is not supported."""
+    """Where psutil does not separate it from shared memory, it is not supported."""
     monkeypatch.setitem(sys.modules, "psutil", Psutil(process(memory_full_info=full)))
     monkeypatch.setattr(Path, "exists", lambda _: False)
     if expected is None:
@@ -267,7 +267,7 @@ def test_without_proc_private_memory_comes_from_psutil(
 
 
 class Readings:
-    """A memory reader whose readings are numbered and take their time on the same clock."""
+    """A memory reader with numbered readings, each of which takes some time on the same clock."""
 
     def __init__(self, cost: float) -> None:
         self.cost = cost
@@ -284,7 +284,7 @@ class Readings:
 
 
 def test_a_reading_is_kept_for_a_hundred_times_its_cost() -> None:
-    """Readings take at most 1 % of the time, whatever one of them costs."""
+    """Readings take at most 1 % of the time, whatever each of them costs."""
     readings = Readings(cost=2.0)
     meter = PrivateMeter(readings.read, readings.clock)
     assert 1 == meter()
@@ -294,8 +294,8 @@ def test_a_reading_is_kept_for_a_hundred_times_its_cost() -> None:
     assert 2 == meter()
 
 
-def test_a_fresh_reading_may_be_had_at_any_time() -> None:
-    """``fresh=True`` always reads, and what it read is what is kept."""
+def test_a_fresh_reading_is_always_possible() -> None:
+    """``fresh=True`` always reads, and its reading is kept."""
     readings = Readings(cost=2.0)
     meter = PrivateMeter(readings.read, readings.clock)
     assert [1, 2, 3] == [meter(fresh=True) for _ in range(3)]
@@ -303,7 +303,7 @@ def test_a_fresh_reading_may_be_had_at_any_time() -> None:
 
 
 def test_a_child_takes_its_own_reading() -> None:
-    """After ``forget`` nothing of the parent is left: no reading, no time, no lock that is held."""
+    """After ``forget`` nothing of the parent is left: no reading, no time, no held lock."""
     readings = Readings(cost=2.0)
     meter = PrivateMeter(readings.read, readings.clock)
     meter()
@@ -312,7 +312,7 @@ def test_a_child_takes_its_own_reading() -> None:
 
 
 def test_a_reading_that_fails_is_tried_again() -> None:
-    """An error is the caller's, and leaves nothing behind."""
+    """An error reaches the caller, and the next call reads again."""
     answers: list[int | Exception] = [OSError("no"), 7]
 
     def read() -> int:
@@ -351,7 +351,7 @@ def test_while_one_thread_reads_the_others_get_the_last_reading() -> None:
 
 
 def test_after_a_failed_reading_others_still_read() -> None:
-    """The turn to read is given back however the reading ends."""
+    """The lock around a reading is released however the reading ends."""
     readings = Readings(cost=0.0)
     fail = False
 

@@ -1,4 +1,4 @@
-"""Which allocator a program gets, and what is said where it gets none."""
+"""Which allocator a program gets, and the notes if it gets none."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from modelguard.allocator import AllocatorFile, AllocatorInfo
 from modelguard.environment import _preload
-from modelguard.environment.allocator import AllocatorInfo, Found
 from modelguard.errors import InvalidOption, NotSupported
 
 LIBC = "/lib/x86_64-linux-gnu/libc.so.6"
-JEMALLOC = Found("jemalloc", "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2")
-MIMALLOC = Found("mimalloc", "/usr/lib/x86_64-linux-gnu/libmimalloc.so.2")
+JEMALLOC = AllocatorFile("jemalloc", "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2")
+MIMALLOC = AllocatorFile("mimalloc", "/usr/lib/x86_64-linux-gnu/libmimalloc.so.2")
 
 GLIBC = {"MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
@@ -21,7 +21,7 @@ GLIBC = {"MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 class Machine:
     """A machine with these libraries, on which this serves malloc."""
 
-    def __init__(self, *installed: Found, refused: tuple[str, ...] = (), preloaded: str | None = None) -> None:
+    def __init__(self, *installed: AllocatorFile, refused: tuple[str, ...] = (), preloaded: str | None = None) -> None:
         self.installed = installed
         self.refused = refused
         self.preloaded = preloaded
@@ -30,7 +30,7 @@ class Machine:
         how: Any = "preloaded" if self.preloaded else "linked"
         return AllocatorInfo("glibc", self.preloaded or LIBC, how, None, "pymalloc", None, ())
 
-    def find(self, kind: str | None, *, environ: Any) -> list[Found]:
+    def find(self, kind: str | None, *, environ: Any) -> list[AllocatorFile]:
         return [found for found in self.installed if kind in (None, found.kind)]
 
     def check(self, path: str, *, argument: str) -> None:
@@ -47,18 +47,18 @@ def linux(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_best_that_is_installed() -> None:
-    """`auto` takes the first that was found, and has nothing to remark."""
+    """`auto` uses the first that was found, without a note."""
     assert ({"LD_PRELOAD": JEMALLOC.path}, []) == Machine(JEMALLOC, MIMALLOC).choose("auto")
     assert ({"LD_PRELOAD": MIMALLOC.path}, []) == Machine(MIMALLOC).choose("auto")
 
 
 def test_a_named_allocator() -> None:
-    """It is that one, whatever else is installed."""
+    """The named allocator is used, whatever else is installed."""
     assert ({"LD_PRELOAD": MIMALLOC.path}, []) == Machine(JEMALLOC, MIMALLOC).choose("mimalloc")
 
 
 def test_nothing_but_glibc() -> None:
-    """`auto` then sets glibc to give memory back, and says in a line what would be better."""
+    """`auto` then sets glibc to give memory back, and notes what would be better."""
     variables, notes = Machine().choose("auto")
     assert GLIBC == variables.keys()
     assert 1 == len(notes)
@@ -66,14 +66,14 @@ def test_nothing_but_glibc() -> None:
 
 
 def test_glibc_by_name() -> None:
-    """Nothing is preloaded even where something could be, and the user's own settings win."""
+    """Nothing is preloaded, even if something could be, and the user's own settings win."""
     variables, notes = Machine(JEMALLOC).choose("glibc", MALLOC_ARENA_MAX="1")
     assert GLIBC - {"MALLOC_ARENA_MAX"} == variables.keys()
     assert [] == notes
 
 
 def test_none_leaves_everything_alone() -> None:
-    """Not even the allocator of this process is looked at."""
+    """Not even the allocator of this process is examined."""
     assert ({}, []) == _preload.choose("none", "/nowhere", {}, detect=lambda: pytest.fail("looked"))
 
 
@@ -82,7 +82,7 @@ def test_none_leaves_everything_alone() -> None:
     [("jemalloc", "libjemalloc2"), ("mimalloc", "libmimalloc2.0"), ("tcmalloc", "libtcmalloc-minimal4")],
 )
 def test_an_allocator_that_is_not_installed(kind: str, package: str) -> None:
-    """It is refused, with the package that brings it."""
+    """The error names the package to install."""
     with pytest.raises(InvalidOption, match="it is not installed") as refused:
         Machine().choose(kind)
     assert f"apt install {package})" in refused.value.fix
@@ -90,7 +90,7 @@ def test_an_allocator_that_is_not_installed(kind: str, package: str) -> None:
 
 @pytest.mark.parametrize(("wanted", "near"), [("jemaloc", '"jemalloc"'), ("Auto", '"auto"'), ("hoard", "one of auto")])
 def test_an_allocator_that_does_not_exist(wanted: str, near: str) -> None:
-    """The fix names the nearest, or all."""
+    """The fix names the nearest allocator, or all."""
     with pytest.raises(InvalidOption, match="there is no such allocator") as refused:
         Machine(JEMALLOC).choose(wanted)
     assert near in refused.value.fix
@@ -98,14 +98,14 @@ def test_an_allocator_that_does_not_exist(wanted: str, near: str) -> None:
 
 @pytest.mark.parametrize("entries", ["/lib/mine.so", "/lib/a.so:/lib/b.so", "/lib/a.so /lib/b.so", "libodd.so::"])
 def test_the_callers_own_entries_stay_first(entries: str) -> None:
-    """LD_PRELOAD is only ever added to, however its entries are separated."""
+    """Entries are only ever added to LD_PRELOAD, however they are separated."""
     variables, notes = Machine(JEMALLOC).choose("auto", LD_PRELOAD=entries)
     assert ({"LD_PRELOAD": f"{entries}:{JEMALLOC.path}"}, []) == (variables, notes)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "jemalloc", "glibc"])
 def test_no_second_allocator(wanted: str) -> None:
-    """Where the caller preloads one that is in force, it stays alone, and that is said."""
+    """An allocator that the caller preloads stays the only one, with a note."""
     variables, notes = Machine(JEMALLOC, preloaded="/opt/libscudo.so").choose(wanted, LD_PRELOAD="/opt/libscudo.so")
     assert {} == variables
     assert 1 == len(notes)
@@ -113,7 +113,7 @@ def test_no_second_allocator(wanted: str) -> None:
 
 
 def test_a_library_that_others_may_write_to() -> None:
-    """A named one is refused; `auto` says why it was passed over, and takes the next."""
+    """If it was named, it is rejected; `auto` notes why, and uses the next one."""
     machine = Machine(JEMALLOC, MIMALLOC, refused=(JEMALLOC.path,))
     with pytest.raises(InvalidOption, match="others may write") as refused:
         machine.choose("jemalloc")
@@ -124,22 +124,22 @@ def test_a_library_that_others_may_write_to() -> None:
 
 
 def test_the_next_file_of_a_named_allocator() -> None:
-    """Of several files the first that may be preloaded is taken."""
-    own = Found("jemalloc", "/app/.venv/lib/libjemalloc.so.2")
+    """Of several files the first that may be preloaded is used."""
+    own = AllocatorFile("jemalloc", "/app/.venv/lib/libjemalloc.so.2")
     variables, notes = Machine(own, JEMALLOC, refused=(own.path,)).choose("jemalloc")
     assert {"LD_PRELOAD": JEMALLOC.path} == variables
     assert own.path in notes[0]
 
 
 def test_auto_with_nothing_that_may_be_preloaded() -> None:
-    """It ends at glibc, and every refusal is told."""
+    """It falls back to glibc, and notes every rejection."""
     variables, notes = Machine(JEMALLOC, refused=(JEMALLOC.path,)).choose("auto")
     assert GLIBC == variables.keys()
     assert ["others may write" in note for note in notes] == [True, False]
 
 
 def test_a_program_that_ignores_preloading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A named allocator is refused for it; otherwise nothing is set, and the reason is told."""
+    """A named allocator is rejected for it; otherwise nothing is set, and the reason is noted."""
     monkeypatch.setattr(_preload, "ignores_preload", lambda program: f"{program} is statically linked")
     machine = Machine(JEMALLOC)
     with pytest.raises(NotSupported, match="/bin/tool is statically linked"):
@@ -150,8 +150,8 @@ def test_a_program_that_ignores_preloading(monkeypatch: pytest.MonkeyPatch) -> N
         assert ["/bin/tool is statically linked" in note for note in notes] == [True]
 
 
-def test_away_from_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no LD_PRELOAD: a named allocator is refused, `auto` does without and says so."""
+def test_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no LD_PRELOAD: a named allocator is rejected, `auto` sets nothing and notes it."""
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(NotSupported, match="this is darwin"):
         Machine(JEMALLOC).choose("jemalloc")

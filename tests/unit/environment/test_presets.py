@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from modelguard.environment import cpus, knobs, presets
-from modelguard.environment.allocator import Serving
-from modelguard.environment.knobs import Knob
-from modelguard.environment.presets import Preset
+from modelguard import presets
+from modelguard.allocator import AllocatorInForce
+from modelguard.environment import _cpus, _knobs
+from modelguard.environment._knobs import Knob
 from modelguard.errors import InvalidOption
+from modelguard.presets import Preset
 
 
 class Idle:
@@ -17,8 +18,8 @@ class Idle:
     def started_with(self) -> dict[str, str]:
         return {}
 
-    def malloc(self) -> Serving:
-        return Serving("glibc", "/lib/libc.so.6")
+    def malloc(self) -> AllocatorInForce:
+        return AllocatorInForce("glibc", "/lib/libc.so.6")
 
     def primitive_cache(self) -> int | None:
         return None
@@ -69,16 +70,16 @@ def test_threads_follow_cpus_and_workers(name: str, count: float, workers: int, 
 
 def test_cpus_are_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quota counts, not the machine's number of CPUs, and the preset says where it was found."""
-    monkeypatch.setattr(cpus, "effective", lambda: cpus.Cpus(1.5, "/sys/fs/cgroup/x/cpu.max"))
+    monkeypatch.setattr(_cpus, "available_cpus", lambda: _cpus.Cpus(1.5, "/sys/fs/cgroup/x/cpu.max"))
     preset = presets.get("torch-cpu")
     assert {"1"} == set(values(preset).values())
     assert "1.5 CPUs by /sys/fs/cgroup/x/cpu.max for 1 worker" in preset.explain()
 
 
 def test_both_caches_of_onednn_are_limited() -> None:
-    """Either limit alone does not hold, so the preset never sets one without the other."""
+    """One limit alone has almost no effect, so the preset always sets both."""
     found = values(presets.get("torch-cpu-dynamic", cpus=2))
-    assert str(knobs.DEFAULT_ENTRIES) == found["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == found["LRU_CACHE_CAPACITY"]
+    assert str(_knobs.DEFAULT_ENTRIES) == found["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == found["LRU_CACHE_CAPACITY"]
 
 
 @pytest.mark.parametrize(("shapes", "expected"), [(1, 128), (10, 1280), (10**9, 65536)])
@@ -89,14 +90,14 @@ def test_known_shapes_all_fit(shapes: int, expected: int) -> None:
 
 
 def test_a_server_that_forks_starts_no_threads_of_its_own() -> None:
-    """OpenBLAS would start them as numpy is imported, and jemalloc as the program starts."""
+    """OpenBLAS would start them when numpy is imported, and jemalloc when the program starts."""
     found = values(presets.get("torch-cpu", cpus=4) | presets.get("prefork", cpus=4))
     assert "1" == found["OPENBLAS_NUM_THREADS"]
     assert "background_thread:false" in found["MALLOC_CONF"]
 
 
-def test_presets_are_put_together() -> None:
-    """Each variable appears once, in the order of the first mention, and the right preset's value counts."""
+def test_presets_are_composed() -> None:
+    """Each variable appears once, in the order of its first mention, with the right preset's value."""
     together = mine("A=1", "B=1") | mine("B=2", "C=2")
     assert [("A", "1"), ("B", "2"), ("C", "2")] == list(values(together).items())
     assert "A=1 | B=2" == together.name
@@ -110,7 +111,7 @@ def test_the_parts_of_a_composition_stay_as_they_are() -> None:
 
 
 def test_explanation() -> None:
-    """Value, moment, reader, effect, price and source of each variable are all written out."""
+    """The explanation has the value, reader, effect, costs and source of each variable."""
     preset = presets.get("torch-cpu-dynamic", cpus=2)
     text = preset.explain()
     for knob in preset.knobs:
@@ -119,7 +120,7 @@ def test_explanation() -> None:
 
 
 def test_applying_sets_every_variable_that_is_free() -> None:
-    """In a process that has done nothing yet all that is read later is set, and the report says so."""
+    """In a process that has done nothing yet, everything that is read later is set and reported."""
     environ: dict[str, str] = {}
     preset = presets.get("torch-cpu-dynamic", cpus=2)
     report = preset.apply(environ, process=Idle())
@@ -182,7 +183,7 @@ def test_what_to_add_for_a_program() -> None:
     ],
 )
 def test_an_unknown_preset(name: str, hint: str) -> None:
-    """The nearest name is offered, and all of them are told."""
+    """The error suggests the nearest name and lists all of them."""
     with pytest.raises(InvalidOption, match="there is no such preset") as raised:
         presets.get(name)
     assert hint in raised.value.fix
@@ -190,22 +191,22 @@ def test_an_unknown_preset(name: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("name", [None, 3, ["torch-cpu"]])
-def test_a_name_that_is_no_text(name: object) -> None:
-    """It is refused as any other unknown preset is."""
+def test_a_name_that_is_not_text(name: object) -> None:
+    """It is rejected like any other unknown preset."""
     with pytest.raises(InvalidOption, match="there is no such preset"):
         presets.get(name)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("argument", ["workers", "distinct_shapes"])
 @pytest.mark.parametrize("value", [0, -1, 1.0, "2", True, float("nan")])
-def test_a_count_that_makes_no_sense(argument: str, value: object) -> None:
-    """Only positive whole numbers count processes and shapes, whichever preset is asked for."""
-    with pytest.raises(InvalidOption, match=rf"{argument}=.*not a positive whole number"):
+def test_an_invalid_count(argument: str, value: object) -> None:
+    """Numbers of processes and shapes are whole and positive, also for presets that ignore them."""
+    with pytest.raises(InvalidOption, match=rf"{argument}=.*must be a whole number of at least 1"):
         presets.get("low-memory", **{argument: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [0, -1.5, float("nan"), float("inf"), "2", True])
-def test_cpus_that_make_no_sense(value: object) -> None:
-    """Only a positive number counts CPUs; a part of one is allowed."""
-    with pytest.raises(InvalidOption, match=r"cpus=.*no number of CPUs"):
+def test_an_invalid_number_of_cpus(value: object) -> None:
+    """The number of CPUs is positive; fractions are allowed."""
+    with pytest.raises(InvalidOption, match=r"cpus=.*not a number of CPUs"):
         presets.get("torch-cpu", cpus=value)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_a_name_is_searched_on_the_path(write: Any, tmp_path: Path) -> None:
-    """The first file of that name that is executable is taken; folders and other files on the way are passed over."""
+    """The first executable file of that name is used; folders and other files are skipped."""
     (tmp_path / "one" / "tool").mkdir(parents=True)
     write("two/tool", mode=0o644)
     expected = write("three/tool")
@@ -59,7 +59,7 @@ def test_a_name_is_searched_on_the_path(write: Any, tmp_path: Path) -> None:
 
 
 def test_a_path_is_taken_as_it_is(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slash in it means a file, whatever PATH says, and a script is told the name that was typed."""
+    """A slash in it means a file, whatever PATH is, and the name stays as it was typed."""
     file = write("my tools/tool")
     assert file == locate(file, {"PATH": "/nowhere"})
     monkeypatch.chdir(tmp_path)
@@ -69,30 +69,30 @@ def test_a_path_is_taken_as_it_is(write: Any, tmp_path: Path, monkeypatch: pytes
 def test_an_empty_entry_of_the_path_is_the_working_directory(
     write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """POSIX says so, and a shell does it."""
+    """POSIX requires this, and shells do it."""
     write("tool")
     monkeypatch.chdir(tmp_path)
     assert "./tool" == locate("tool", {"PATH": "/nowhere:"})
 
 
 @pytest.mark.parametrize("command", ["gunicron", "", "./gunicron", "/nowhere/gunicorn"])
-def test_a_command_that_is_not_there(command: str) -> None:
-    """The status is what a shell gives: 127."""
+def test_a_command_that_does_not_exist(command: str) -> None:
+    """The status is that of a shell: 127."""
     with pytest.raises(CannotRun, match="Correct the name") as refused:
         locate(command, {"PATH": "/nowhere"})
     assert 127 == refused.value.status
     assert repr(command) == refused.value.value
 
 
-def test_a_command_in_one_piece() -> None:
-    """Quotes around a whole command are the likely mistake, and the fix says it."""
+def test_a_whole_command_in_quotes() -> None:
+    """Quotes around a whole command are a likely mistake, and the fix says so."""
     with pytest.raises(CannotRun) as refused:
         locate("gunicorn app:app", {"PATH": "/nowhere"})
     assert refused.value.fix.endswith("-- gunicorn app:app")
 
 
 def test_a_command_that_is_not_executable(write: Any, tmp_path: Path) -> None:
-    """The status is what a shell gives: 126, for a file without the right and for a folder."""
+    """The status is that of a shell: 126, for a file without permission and for a folder."""
     file = write("app.py", mode=0o644)
     for command in (file, str(tmp_path)):
         with pytest.raises(CannotRun) as refused:
@@ -103,8 +103,8 @@ def test_a_command_that_is_not_executable(write: Any, tmp_path: Path) -> None:
 
 
 def test_the_error_crosses_processes() -> None:
-    """Pickled and read again it has its status and its words."""
-    error = CannotRun("tool", why="it is not there", fix="Install it.", status=127)
+    """Pickled and unpickled it keeps its status and its text."""
+    error = CannotRun("tool", why="it does not exist", fix="Install it.", status=127)
     copy = pickle.loads(pickle.dumps(error))
     assert (str(error), 127, "command") == (str(copy), copy.status, copy.argument)
 
@@ -114,8 +114,8 @@ def test_the_error_crosses_processes() -> None:
 
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize("order", ["little", "big"])
-def test_a_static_program_is_told_by_its_headers(write: Any, bits: int, order: str) -> None:
-    """A program that names no dynamic linker has none that could preload anything."""
+def test_a_static_program_is_recognised_by_its_headers(write: Any, bits: int, order: str) -> None:
+    """A program without a dynamic linker cannot preload anything."""
     static = write("static", elf(LOAD, bits=bits, order=order))
     dynamic = write("dynamic", elf(LOAD, INTERPRETER, bits=bits, order=order))
     assert f"{static} is statically linked, so nothing reads LD_PRELOAD in it" == ignores_preload(static)
@@ -123,7 +123,7 @@ def test_a_static_program_is_told_by_its_headers(write: Any, bits: int, order: s
 
 
 def test_a_scripts_interpreter_counts(write: Any) -> None:
-    """What runs a script is the program of its first line, through several scripts if need be."""
+    """A script is run by the program in its first line, through several scripts if necessary."""
     static, dynamic = write("static", elf(LOAD)), write("dynamic")
     inner = write("inner", f"#! {static} -x\n".encode())
     assert f"{static} is statically" in str(ignores_preload(write("outer", f"#!{inner}\nexit\n".encode())))
@@ -132,25 +132,25 @@ def test_a_scripts_interpreter_counts(write: Any) -> None:
 
 @pytest.mark.parametrize("line", [b"#!/nowhere/python\n", b"#!/bin/sh\r\n", b"#!\n", b"#!/nowhere"])
 def test_a_script_without_its_interpreter(write: Any, line: bytes) -> None:
-    """It could not be started, and the refusal names the interpreter, a stray carriage return included."""
+    """It cannot be started, and the error names the interpreter, including a stray carriage return."""
     with pytest.raises(CannotRun, match="its first line names the interpreter") as refused:
         ignores_preload(write("script", line))
     assert 126 == refused.value.status
 
 
 @pytest.mark.parametrize("content", [b"", b"echo hello", b"\x7fELF", elf(LOAD)[:66], b"MZ\x90"])
-def test_nothing_is_said_of_what_cannot_be_told(write: Any, content: bytes) -> None:
-    """A file of another kind, or one that is cut short, is left for the system to judge."""
+def test_other_files_are_left_to_the_system(write: Any, content: bytes) -> None:
+    """For a file of another kind, or one that is cut short, there is no verdict."""
     assert None is ignores_preload(write("odd", content))
 
 
-def test_nothing_is_said_of_what_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_left_to_the_system(tmp_path: Path) -> None:
     """A program may be executable without being readable."""
     assert None is ignores_preload(str(tmp_path))
 
 
 def test_endless_scripts(write: Any, tmp_path: Path) -> None:
-    """A script that names itself is left for the system, which refuses it."""
+    """A script that names itself is left to the system, which rejects it."""
     assert None is ignores_preload(write("loop", f"#!{tmp_path / 'loop'}\n".encode()))
 
 
@@ -166,14 +166,14 @@ def test_endless_scripts(write: Any, tmp_path: Path) -> None:
     ],
 )
 def test_a_program_with_more_rights(write: Any, mode: int, user: int, group: int, *, expected: bool) -> None:
-    """Where the program runs as somebody else than its caller, the dynamic linker ignores the variable."""
+    """Where the program runs as another user than its caller, the dynamic linker ignores the variable."""
     why = ignores_preload(write("tool", mode=mode), user=user, group=group)
     assert expected == ("more rights" in str(why))
 
 
 @pytest.mark.parametrize(("user", "expected"), [(0, False), (1000, True)])
 def test_a_program_with_capabilities(write: Any, monkeypatch: pytest.MonkeyPatch, user: int, *, expected: bool) -> None:
-    """So it is with file capabilities, unless root starts it."""
+    """The same holds for file capabilities, unless root starts it."""
     monkeypatch.setattr(
         os, "getxattr", lambda file, name: b"\x01" if name == "security.capability" else b"", raising=False
     )

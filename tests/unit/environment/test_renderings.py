@@ -1,4 +1,4 @@
-"""Renderings: what each format quotes, leaves out and refuses, read back by its own parser where there is one."""
+"""Renderings: what each format quotes, leaves out and rejects, read back by its own parser where there is one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment import presets, renderings
-from modelguard.environment.knobs import Knob, When
-from modelguard.environment.presets import Preset
+from modelguard import presets
+from modelguard.environment import _renderings
+from modelguard.environment._knobs import Knob, When
 from modelguard.errors import InvalidOption
+from modelguard.presets import Preset
 
 NASTY = [
     "plain",
@@ -65,7 +66,7 @@ def systemd_environment(unit: str) -> dict[str, str]:
 
 
 def test_an_env_file_is_read_back() -> None:
-    """python-dotenv reads every value as it was."""
+    """python-dotenv reads every value back."""
     dotenv = pytest.importorskip("dotenv")
     import io
 
@@ -74,7 +75,7 @@ def test_an_env_file_is_read_back() -> None:
 
 
 def test_an_env_file_quotes_no_more_than_needed() -> None:
-    """Docker's --env-file takes quotes for part of the value, so the presets' own values have none."""
+    """Docker's --env-file treats quotes as part of the value, so the presets' own values have none."""
     for name in presets.names():
         lines = presets.get(name, cpus=2).render("env").splitlines()
         assert [] == [line for line in lines if not line.startswith("#") and re.search(r"['\"\s]", line)]
@@ -88,7 +89,7 @@ def test_what_an_env_file_cannot_hold_is_refused() -> None:
 
 
 def test_gunicorn_reads_it_back(tmp_path: Path) -> None:
-    """Gunicorn's own loader runs the file, and would set every value as it was."""
+    """Gunicorn's own loader runs the file, and sets every value unchanged."""
     base = pytest.importorskip("gunicorn.app.base")
     config = tmp_path / "gunicorn.conf.py"
     config.write_text(preset_of(*NASTY).render("gunicorn"), encoding="utf-8")
@@ -100,7 +101,7 @@ def test_gunicorn_reads_it_back(tmp_path: Path) -> None:
 
 
 def test_gunicorn_is_not_given_what_counts_only_at_the_start() -> None:
-    """raw_env is set inside the running server: for such a variable it would be a placebo, and a comment says so."""
+    """raw_env is set inside the running server, where such a variable has no effect; a comment says so."""
     text = presets.get("low-memory").render("gunicorn")
     namespace: dict[str, object] = {}
     exec(compile(text, "gunicorn.conf.py", "exec"), namespace)
@@ -110,7 +111,7 @@ def test_gunicorn_is_not_given_what_counts_only_at_the_start() -> None:
 
 
 def test_a_dockerfile_is_read_back(tmp_path: Path) -> None:
-    """dockerfile-parse reads every value as it was, but for backslashes and $, of which it takes no quoting back."""
+    """dockerfile-parse reads every value back, except those with backslashes and $, which it does not unquote."""
     parse = pytest.importorskip("dockerfile_parse")
     plain = [value for value in NASTY if not {"$", "\\"} & set(value)]
     parser = parse.DockerfileParser(str(tmp_path))
@@ -119,7 +120,7 @@ def test_a_dockerfile_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_dockerfile_quotes_as_docker_reads() -> None:
-    """Within double quotes Docker takes the sign after a backslash as it is where that is a quote, $ or a backslash."""
+    """Within double quotes, a backslash makes Docker read a quote, $ or backslash literally."""
     lines = preset_of(*NASTY, "${HOME}").render("dockerfile").splitlines()
     found = {}
     for line in lines:
@@ -131,12 +132,12 @@ def test_a_dockerfile_quotes_as_docker_reads() -> None:
 
 
 def test_a_systemd_unit_is_read_back() -> None:
-    """Quotes, backslashes and specifiers come back as they were."""
+    """Quotes, backslashes and specifiers are read back."""
     assert expected(*NASTY, "${HOME}") == systemd_environment(preset_of(*NASTY, "${HOME}").render("systemd"))
 
 
 def test_a_kubernetes_manifest_is_read_back() -> None:
-    """PyYAML reads a container's env; Kubernetes then takes $$ for $ and finds nothing to expand."""
+    """PyYAML reads a container's env; Kubernetes then reads $$ as $ and finds nothing to expand."""
     yaml = pytest.importorskip("yaml")
     env = yaml.safe_load(preset_of(*NASTY, "${HOME}").render("kubernetes"))["env"]
     assert all(isinstance(entry["value"], str) for entry in env)
@@ -147,15 +148,15 @@ def test_a_kubernetes_manifest_is_read_back() -> None:
 
 @pytest.mark.parametrize("value", ["true", "1", "null", "1e3", "0x10", "- a", "{a: b}"])
 def test_a_kubernetes_value_stays_text(value: str) -> None:
-    """Kubernetes refuses a variable whose value YAML reads as a number or a truth value."""
+    """Kubernetes rejects a variable whose value YAML reads as a number or a boolean."""
     yaml = pytest.importorskip("yaml")
     assert value == yaml.safe_load(preset_of(value).render("kubernetes"))["env"][0]["value"]
 
 
 @pytest.mark.parametrize("name", presets.names())
-@pytest.mark.parametrize("format", renderings.formats())
+@pytest.mark.parametrize("format", _renderings.formats())
 def test_every_preset_has_every_format(name: str, format: str) -> None:  # noqa: A002
-    """Each variable is there with a comment that says what it does, and the text ends with its last line."""
+    """Each variable has a comment that says what it does, and the text ends with one newline."""
     preset = presets.get(name, cpus=2)
     text = preset.render(format)  # type: ignore[arg-type]
     assert text.startswith(f"# modelguard preset {name}\n")
@@ -166,9 +167,9 @@ def test_every_preset_has_every_format(name: str, format: str) -> None:  # noqa:
         assert f"# {part.reader}: {part.does}" in text
 
 
-@pytest.mark.parametrize("format", renderings.formats())
+@pytest.mark.parametrize("format", _renderings.formats())
 def test_a_comment_stays_a_comment(format: str) -> None:  # noqa: A002
-    """A knob of one's own cannot break out of its comment by a new line."""
+    """A custom knob cannot break out of its comment with a newline."""
     broken = Knob("A", "1", "any time", "it", "does\nB=2", "costs", "source")
     text = Preset("mine", "Mine.", (broken,)).render(format)  # type: ignore[arg-type]
     assert "# it: does B=2\n" in text
@@ -176,6 +177,6 @@ def test_a_comment_stays_a_comment(format: str) -> None:  # noqa: A002
 
 @pytest.mark.parametrize("format", ["toml", "", "Shell"])
 def test_an_unknown_format(format: str) -> None:  # noqa: A002
-    """All formats are told."""
+    """The error lists all formats."""
     with pytest.raises(InvalidOption, match="The formats are shell, env, gunicorn, dockerfile, systemd, kubernetes"):
         presets.get("low-memory").render(format)  # type: ignore[arg-type]

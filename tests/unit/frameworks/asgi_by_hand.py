@@ -1,4 +1,4 @@
-"""Connections made by hand: a client with the server between, applications to ask, and ways to hang up."""
+"""Connections made by hand: a client with a server, applications to call, and ways to disconnect."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Message = Any
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-async def seen(told: Callable[[], bool]) -> None:
-    """Wait in a coroutine until it is so; the loop goes on."""
-    await asyncio.to_thread(until, told)
+async def seen(condition: Callable[[], bool]) -> None:
+    """Wait in a coroutine until the condition holds; the loop goes on."""
+    await asyncio.to_thread(until, condition)
 
 
 async def a_turn() -> None:
-    """Let the others on the loop go on for a while."""
+    """Let other tasks on the loop go on for a while."""
     await asyncio.to_thread(lambda: None)
 
 
 async def alone() -> None:
-    """Tasks that were left behind end by themselves, at once."""
+    """Check that tasks left behind end by themselves, at once."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         _, pending = await asyncio.wait(others, timeout=1)
@@ -59,20 +59,20 @@ def scope(method: str = "GET", path: str = "/", headers: dict[bytes, bytes] | No
 
 
 class Client:
-    """A client by hand, with the server between: what it says can be received, and what it was told is kept."""
+    """A client and the server between: what it sends can be received, and what it is sent is kept."""
 
-    def __init__(self, *says: Message) -> None:
+    def __init__(self, *messages: Message) -> None:
         self.received: list[Message] = []
-        self.told: list[Message] = []
+        self.sent: list[Message] = []
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._over = False
-        for message in says or (piece(),):
+        for message in messages or (piece(),):
             self.say(message)
 
     def say(self, message: Message) -> None:
         self._inbox.put_nowait(message)
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         self.say(DISCONNECT)
 
     async def receive(self) -> Message:
@@ -82,32 +82,32 @@ class Client:
         return message
 
     async def send(self, message: Message) -> None:
-        self.told.append(message)
+        self.sent.append(message)
         if message["type"] == "http.response.body" and not message.get("more_body"):
-            self.say(DISCONNECT)  # as servers do: what comes after the answer is no part of this request
+            self.say(DISCONNECT)  # as servers do: what comes after the answer does not belong to this request
 
     @property
     def status(self) -> int:
-        return int(self.told[0]["status"])
+        return int(self.sent[0]["status"])
 
     @property
     def headers(self) -> dict[str, str]:
-        return {name.decode(): value.decode() for name, value in self.told[0]["headers"]}
+        return {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
 
     @property
     def body(self) -> bytes:
-        return b"".join(message["body"] for message in self.told[1:])
+        return b"".join(message["body"] for message in self.sent[1:])
 
 
 async def serve(app: App, client: Client, **request: Any) -> Client:
-    """One request, to its end; nothing of it is left."""
+    """Serve one request to its end, and check that it leaves no tasks."""
     await asyncio.wait_for(app(scope(**request), client.receive, client.send), TIMEOUT)
     await alone()
     return client
 
 
 def ask(app: App, *, options: dict[str, Any] | None = None, **request: Any) -> Client:
-    """The same through a middleware, from outside of any loop."""
+    """Serve one request through a middleware, from outside of any loop."""
 
     async def main() -> Client:
         return await serve(ModelGuardMiddleware(app, **(options or {})), Client(), **request)
@@ -138,28 +138,28 @@ def calling(call: Callable[[], Awaitable[Any]]) -> App:
 
 
 def never(scope: Any, receive: Any, send: Any) -> Any:
-    raise AssertionError("the application is not asked")
+    raise AssertionError("the application is not called")
 
 
 async def behind(f: Any, model: Gated) -> None:
-    """One item is being computed; the next one waits."""
+    """Let one item be computed, so that the next one waits."""
     f.submit("first")
     await asyncio.to_thread(model.busy)
 
 
-async def hang_up(app: App, client: Client, f: Any, **request: Any) -> None:
-    """Begin a request, hang up when its item waits, and see it called off."""
-    serving = asyncio.create_task(app(scope(**request), client.receive, client.send))
+async def disconnect(app: App, client: Client, f: Any, **request: Any) -> None:
+    """Begin a request, disconnect when its item waits, and check that it is cancelled."""
+    served = asyncio.create_task(app(scope(**request), client.receive, client.send))
     try:
-        await seen(lambda: serving.done() or f.status().waiting == 1)
-        assert not serving.done()
-        client.hang_up()
-        await asyncio.wait_for(serving, TIMEOUT)
+        await seen(lambda: served.done() or f.status().waiting == 1)
+        assert not served.done()
+        client.disconnect()
+        await asyncio.wait_for(served, TIMEOUT)
     finally:
-        serving.cancel()
+        served.cancel()
     await alone()
     assert (0, 1) == (f.status().waiting, f.status().cancelled)
-    assert not client.told or 499 == client.status, "there is nobody to tell"
+    assert not client.sent or 499 == client.status, "nobody reads an answer"
 
 
 async def read(receive: Any) -> bytes:

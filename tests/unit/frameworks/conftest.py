@@ -1,4 +1,4 @@
-"""What the tests of frameworks share."""
+"""Fixtures of the tests of frameworks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.unit.serving.gated import Gated
 
 from modelguard.lifecycle import guard
-from modelguard.serving import registry
+from modelguard.serving import _registry
 
 
 @pytest.fixture
@@ -21,6 +21,6 @@ def model() -> Iterator[Gated]:
 
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No guard and no batched function is known from before."""
+    """No guards and no batched functions of other tests are known."""
     monkeypatch.setattr(guard, "_guards", weakref.WeakSet())
-    monkeypatch.setattr(registry, "_batchers", weakref.WeakSet())
+    monkeypatch.setattr(_registry, "_batchers", weakref.WeakSet())

@@ -1,4 +1,4 @@
-"""Every error that has an answer, and what clients are told; all of them hold what must not be told."""
+"""Every error that has an answer, and the answer; the errors contain what an answer must not reveal."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from modelguard.errors import (
     Reloading,
 )
 
-#: What must not be found in an answer: the function's name, and a figure.
+#: What no answer may contain: the function's name, and a figure.
 NAME, FIGURE = "secret.function", 777
 
 BUSY = {"type": "about:blank", "title": "Service Unavailable", "status": 503}
 LATE = {"type": "about:blank", "title": "Gateway Timeout", "status": 504}
-HEAVY = {"type": "about:blank", "status": 413}  # its title is Python's to say
+HEAVY = {"type": "about:blank", "status": 413}  # its title depends on the version of Python
 GONE = {"type": "about:blank", "title": "Client Closed Request", "status": 499}
 
-#: Each error with what is answered, and after how many seconds a client may come back.
+#: Each error with its answer, and after how many seconds a client may come back.
 ERRORS = [
     (Overloaded(f"{NAME} {FIGURE}", retry_after=3.0), BUSY, 3.0),
     (QueueFull(NAME, queued=FIGURE, retry_after=2.5), BUSY, 2.5),

@@ -1,4 +1,4 @@
-"""``frameworks.asgi``: what clients are told of each error, and what passes through untouched."""
+"""``frameworks.asgi``: the answer to each error, and what passes through unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.frameworks.refusals import ERRORS, FIGURE, IDS, NAME
 
 from modelguard.errors import BatchFailed, DeadlineExceeded, InvalidOption, ItemRefused, QueueFull, WouldDeadlock
 from modelguard.frameworks.asgi import ModelGuardMiddleware
-from modelguard.serving.scope import left
+from modelguard.serving.deadlines import left
 
 OTHERS = [
     ValueError("the application's own"),
@@ -27,50 +27,50 @@ OTHERS = [
 # Errors
 
 
-@pytest.mark.parametrize(("error", "told", "retry"), ERRORS, ids=IDS)
-def test_each_error_has_its_answer(error: Exception, told: dict[str, Any], retry: float | None) -> None:
-    """A problem document that tells nothing of the inside, not to be kept, with the time to come back if there is."""
+@pytest.mark.parametrize(("error", "expected", "retry"), ERRORS, ids=IDS)
+def test_each_error_has_its_answer(error: Exception, expected: dict[str, Any], retry: float | None) -> None:
+    """A problem document that reveals nothing internal, is not cached, and maybe with the time to come back."""
     answer = ask(raising(error))
     problem = json.loads(answer.body)
     assert {"type", "title", "status", "detail"} == set(problem)
-    assert told.items() <= problem.items()
-    assert told["status"] == answer.status
+    assert expected.items() <= problem.items()
+    assert expected["status"] == answer.status
     headers = answer.headers
     assert ("application/problem+json", "no-store") == (headers["content-type"], headers["cache-control"])
     assert str(len(answer.body)) == headers["content-length"]
     for inside in (NAME, NAME.split(".")[1], str(FIGURE), "Traceback", type(error).__name__):
-        assert inside not in str(answer.told)
+        assert inside not in str(answer.sent)
     if retry is None:
         assert "retry-after" not in headers
     else:
         assert max(math.ceil(retry), 1) <= int(headers["retry-after"]) <= max(math.ceil(1.5 * retry), 1)
 
 
-def test_those_who_were_refused_together_do_not_come_back_together() -> None:
-    """Whole seconds, from what the error says to half as long again."""
+def test_clients_refused_together_do_not_come_back_together() -> None:
+    """``Retry-After`` is in whole seconds, from what the error says up to half as long again."""
     app = raising(QueueFull(NAME, queued=1, retry_after=100))
-    told = [ask(app).headers["retry-after"] for _ in range(100)]
-    assert all(one.isdigit() and 100 <= int(one) <= 150 for one in told)
-    assert 10 < len(set(told))
+    found = [ask(app).headers["retry-after"] for _ in range(100)]
+    assert all(one.isdigit() and 100 <= int(one) <= 150 for one in found)
+    assert 10 < len(set(found))
 
 
 @pytest.mark.parametrize("error", [error for error, _, _ in ERRORS], ids=IDS)
-def test_in_development_an_answer_tells_the_error(error: Exception) -> None:
-    """Its own text, where that was asked for."""
+def test_in_development_an_answer_contains_the_error(error: Exception) -> None:
+    """With ``detail=True`` it contains the error's own text."""
     assert str(error) == json.loads(ask(raising(error), options={"detail": True}).body)["detail"]
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=lambda value: type(value).__name__)
-def test_other_errors_are_let_through(error: Exception) -> None:
-    """They are the application's, or a mistake in it; nothing is answered for it."""
+def test_other_errors_pass_through(error: Exception) -> None:
+    """They are the application's, or a mistake in it; the middleware answers nothing."""
     client = Client()
     with pytest.raises(type(error)) as raised:
         asyncio.run(serve(ModelGuardMiddleware(raising(error)), client))
-    assert (error, []) == (raised.value, client.told)
+    assert (error, []) == (raised.value, client.sent)
 
 
 def test_refusals_of_tasks_are_answered_like_one() -> None:
-    """A handler that asks several models in a task group fails with a group."""
+    """A handler that calls several models in a task group fails with a group."""
     full, late = QueueFull(NAME, queued=FIGURE, retry_after=1), DeadlineExceeded(NAME, waited=1)
     for errors in ([full], [full, full], [ExceptionGroup("inner", [full])]):
         assert 503 == ask(raising(ExceptionGroup("tasks", errors))).status
@@ -78,7 +78,7 @@ def test_refusals_of_tasks_are_answered_like_one() -> None:
 
 
 def test_a_refusal_does_not_hide_an_error_beside_it() -> None:
-    """A group that holds anything else is let through: somebody has to look into that."""
+    """A group with any other error in it passes through, so that the error is seen."""
     group = ExceptionGroup("tasks", [QueueFull(NAME, queued=FIGURE, retry_after=1), ValueError("mine")])
     with pytest.raises(ExceptionGroup) as raised:
         ask(raising(group))
@@ -86,7 +86,7 @@ def test_a_refusal_does_not_hide_an_error_beside_it() -> None:
 
 
 def test_nothing_is_answered_once_the_response_has_begun() -> None:
-    """The error goes to the server, which closes the connection: no client takes a half for a whole."""
+    """The error goes to the server, which closes the connection: no client takes half a response for a whole one."""
     error = DeadlineExceeded(NAME, waited=1)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -96,19 +96,19 @@ def test_nothing_is_answered_once_the_response_has_begun() -> None:
     client = Client()
     with pytest.raises(DeadlineExceeded):
         asyncio.run(serve(ModelGuardMiddleware(app), client))
-    assert ["http.response.start"] == [message["type"] for message in client.told]
+    assert ["http.response.start"] == [message["type"] for message in client.sent]
 
 
-def test_a_hint_is_no_response_yet() -> None:
-    """After an early hint (103) there is still an answer to give."""
+def test_an_early_hint_is_not_a_response() -> None:
+    """After an early hint (103) an error is still answered."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.early_hint", "links": []})
         raise QueueFull(NAME, queued=1, retry_after=1)
 
-    told = ask(app).told
-    assert ["http.response.early_hint", "http.response.start"] == [message["type"] for message in told[:2]]
-    assert 503 == told[1]["status"]
+    sent = ask(app).sent
+    assert ["http.response.early_hint", "http.response.start"] == [message["type"] for message in sent[:2]]
+    assert 503 == sent[1]["status"]
 
 
 def test_an_answer_to_head_has_no_body() -> None:
@@ -123,7 +123,7 @@ def test_an_answer_to_head_has_no_body() -> None:
 
 @pytest.mark.parametrize("kind", ["websocket", "lifespan"])
 def test_other_connections_pass_through(kind: str) -> None:
-    """The application gets what the middleware got, not bounded by a deadline, and its errors are its own."""
+    """The application gets what the middleware got, without a deadline, and its errors pass through."""
     given: list[Any] = []
 
     async def app(*connection: Any) -> None:
@@ -137,4 +137,4 @@ def test_other_connections_pass_through(kind: str) -> None:
         asyncio.run(ModelGuardMiddleware(app, deadline="1s")(*connection))  # type: ignore[arg-type]
     assert [*connection, None] == given
     assert mine is given[0]
-    assert [] == client.told
+    assert [] == client.sent

@@ -1,4 +1,4 @@
-"""``frameworks.asgi``: the time that a request has, by option and by the client's header."""
+"""``frameworks.asgi``: the time that a request has, by the option and by the client's header."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tests.unit.frameworks.asgi_by_hand import Client, ask, calling, fine, never
 
 from modelguard import batched
 from modelguard.frameworks.asgi import ModelGuardMiddleware
-from modelguard.serving.scope import left
+from modelguard.serving.deadlines import left
 
 if TYPE_CHECKING:
     from tests.unit.serving.gated import Gated
 
-NONSENSE = [b"", b" ", b"soon", b"-1", b"nan", b"inf", b"-inf", b"1e999", b"2s", b"1,2", b"0x10"]
-NONSENSE += [b"1" * 5000, b"0." + b"0" * 5000, b"\xe9", b"\xff\xfe", "\N{ARABIC-INDIC DIGIT FIVE}".encode(), b"\x00"]
+INVALID = [b"", b" ", b"soon", b"-1", b"nan", b"inf", b"-inf", b"1e999", b"2s", b"1,2", b"0x10"]
+INVALID += [b"1" * 5000, b"0." + b"0" * 5000, b"\xe9", b"\xff\xfe", "\N{ARABIC-INDIC DIGIT FIVE}".encode(), b"\x00"]
 
 
-def bound(options: dict[str, Any], headers: dict[bytes, bytes] | None = None) -> float | None:
-    """What an application has left of its time."""
+def time_left(options: dict[str, Any], headers: dict[bytes, bytes] | None = None) -> float | None:
+    """The seconds that an application sees as left."""
     found: list[float | None] = []
 
     async def look() -> None:
@@ -50,8 +50,8 @@ def bound(options: dict[str, Any], headers: dict[bytes, bytes] | None = None) ->
 def test_a_client_can_shorten_the_deadline(
     options: dict[str, Any], headers: dict[bytes, bytes], expected: float | None
 ) -> None:
-    """By the header that was named, and never lengthen it; without either there is none."""
-    found = bound(options, headers)
+    """With the header that the option names, and never lengthen it; without either there is no deadline."""
+    found = time_left(options, headers)
     if expected is None:
         assert found is None
     else:
@@ -60,7 +60,7 @@ def test_a_client_can_shorten_the_deadline(
 
 
 def test_the_deadline_ends_with_the_request() -> None:
-    """What the caller of the middleware does next is not bounded by it."""
+    """It does not apply to what the caller of the middleware does next."""
 
     async def main() -> float | None:
         await serve(ModelGuardMiddleware(fine, deadline="1s"), Client())
@@ -69,25 +69,25 @@ def test_the_deadline_ends_with_the_request() -> None:
     assert asyncio.run(main()) is None
 
 
-def test_a_request_whose_time_runs_out_is_told_so(model: Gated) -> None:
-    """In the queue and in the batch, although the model is stuck."""
+def test_a_request_whose_time_runs_out_is_answered_504(model: Gated) -> None:
+    """In the queue and in the batch, even if the model is stuck."""
     f = batched(max_size=1)(model)
     app = calling(lambda: f.aio(1))
     for options, headers in (({"deadline": 0.05}, {}), ({}, {b"request-timeout": b"0.05"})):
         assert 504 == ask(app, options=options, headers=headers).status
 
 
-def test_no_time_at_all_lets_nothing_through(model: Gated) -> None:
-    """A client that gives no time is told that it is over."""
+def test_no_time_at_all_is_answered_504(model: Gated) -> None:
+    """A timeout of zero admits nothing."""
     f = batched(max_size=1)(model)
     assert 504 == ask(calling(lambda: f.aio(1)), headers={b"request-timeout": b"0"}).status
     assert [] == model.batches
 
 
-@pytest.mark.parametrize("value", NONSENSE, ids=lambda value: repr(value[:8]))
+@pytest.mark.parametrize("value", INVALID, ids=lambda value: repr(value[:8]))
 @pytest.mark.parametrize("deadline", ["1s", None])
-def test_nonsense_in_the_header_is_that_callers_alone(value: bytes, deadline: str | None) -> None:
-    """It is told what the header should be, the application is not asked, and the next caller is served."""
+def test_an_invalid_header_is_answered_400(value: bytes, deadline: str | None) -> None:
+    """The answer says what the header must be, the application is not called, and the next request is served."""
     options = {"deadline": deadline}
     answer = ask(never, options=options, headers={b"request-timeout": value})
     assert (400, "application/problem+json") == (answer.status, answer.headers["content-type"])
@@ -99,6 +99,6 @@ def test_nonsense_in_the_header_is_that_callers_alone(value: bytes, deadline: st
 
 @pytest.mark.parametrize("value", [b"1e300", b"99999999999", b"3153600001", b"1e18"])
 @pytest.mark.parametrize("deadline", ["1s", None])
-def test_more_time_than_anyone_has_is_no_error_of_the_server(value: bytes, deadline: str | None) -> None:
-    """A client that would wait for centuries is served, or told that it cannot be meant."""
+def test_a_huge_timeout_is_not_an_error_of_the_server(value: bytes, deadline: str | None) -> None:
+    """A client that would wait for centuries is served, or its header is answered with 400."""
     assert ask(fine, options={"deadline": deadline}, headers={b"request-timeout": value}).status in (200, 400)

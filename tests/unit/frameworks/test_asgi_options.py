@@ -1,4 +1,4 @@
-"""``frameworks.asgi``: options that cannot be meant."""
+"""``frameworks.asgi``: invalid options."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from modelguard.frameworks.asgi import ModelGuardMiddleware
         *(("guards", value) for value in ([1], [None], 5, "ab")),
     ],
 )
-def test_an_option_that_cannot_be_meant_is_refused_by_name(option: str, value: Any) -> None:
-    """Where the application is made, not with the first request."""
+def test_an_invalid_option_is_rejected_by_name(option: str, value: Any) -> None:
+    """When the application is made, not at the first request."""
     with pytest.raises(InvalidOption, match=option):
         ModelGuardMiddleware(fine, **{option: value})
 
 
-def test_a_guard_in_place_of_guards_is_refused_by_name() -> None:
-    """It is an easy slip."""
+def test_a_guard_in_place_of_a_list_of_guards_is_rejected_by_name() -> None:
+    """The error names the option."""
     with pytest.raises(InvalidOption, match="guards"):
         ModelGuardMiddleware(fine, guards=guard(dict, reload_on=None))

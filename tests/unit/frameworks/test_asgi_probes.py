@@ -1,4 +1,4 @@
-"""``frameworks.asgi``: the probes that tell whether a process is alive and ready."""
+"""``frameworks.asgi``: the probes for whether a process is alive and ready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from modelguard.frameworks.asgi import ModelGuardMiddleware
 
 
 def test_a_process_that_answers_is_alive(nobody: None) -> None:
-    """Whatever its models do; and nothing is kept of it on the way."""
+    """Whatever its models do; and the answer is not cached."""
     nlp = guard(dict, reload_on=None, name=NAME)
     answer = ask(never, path="/livez")
     assert (200, {"status": "alive"}) == (answer.status, json.loads(answer.body))
@@ -26,7 +26,7 @@ def test_a_process_that_answers_is_alive(nobody: None) -> None:
 
 
 def test_a_service_is_ready_when_its_models_are(nobody: None) -> None:
-    """Every guard has one, and no batched function is being closed; names are told in development alone."""
+    """Every guard has a model, and no batched function is being closed; names are shown in development only."""
     nlp = guard(dict, reload_on=None, name=NAME)
     f = batched(max_size=1, name="f")(lambda items: items)
     assert 503 == ask(never, path="/readyz").status
@@ -37,13 +37,13 @@ def test_a_service_is_ready_when_its_models_are(nobody: None) -> None:
     assert 200 == ask(never, path="/readyz").status
     assert {"status": "ready"} == json.loads(ask(never, path="/readyz", options={"detail": True}).body)
     f.close()
-    assert 200 == ask(never, path="/readyz").status, "nobody waits for what was closed for good"
+    assert 200 == ask(never, path="/readyz").status, "what was closed for good does not count"
     told = json.loads(ask(never, path="/readyz", options={"detail": True, "guards": [f]}).body)
     assert ["f"] == told["waiting_for"]
 
 
 def test_a_batched_function_that_is_being_closed_is_not_ready(nobody: None, model: Gated) -> None:
-    """From the beginning of the end on: what waits is computed, and nobody new should come."""
+    """From the start of closing: what waits is computed, and no new requests should come."""
     f = batched(max_size=1)(model)
     f.submit(1)
     model.busy()
@@ -57,7 +57,7 @@ def test_a_batched_function_that_is_being_closed_is_not_ready(nobody: None, mode
 
 
 def test_the_readiness_probe_can_be_limited(nobody: None) -> None:
-    """It asks those that it was given, also if they came from a generator; none at all is ready."""
+    """It asks the guards that it was given, even by a generator; with none it is ready."""
     nlp, f, cold = guard(dict, reload_on=None), batched(max_size=1)(lambda items: items), guard(dict, reload_on=None)
     nlp.load()
     app = ModelGuardMiddleware(never, guards=(one for one in (nlp, f)))
@@ -85,19 +85,19 @@ def test_a_probe_by_head_has_no_body(nobody: None, path: str) -> None:
         ({"path": "/livez"}, {"livez": "/health"}),
     ],
 )
-def test_what_is_no_probe_is_the_applications(request_: dict[str, Any], options: dict[str, Any]) -> None:
-    """Other methods, other paths, and probes that are turned off or live elsewhere."""
+def test_other_requests_reach_the_application(request_: dict[str, Any], options: dict[str, Any]) -> None:
+    """Other methods, other paths, and probes that are turned off or have another path."""
     assert b"fine" == ask(fine, options=options, **request_).body
 
 
-def test_a_probe_can_live_elsewhere(nobody: None) -> None:
-    """Where it was put."""
+def test_a_probe_can_have_another_path(nobody: None) -> None:
+    """The one that the option gives."""
     assert 200 == ask(never, path="/health", options={"livez": "/health", "readyz": "/up"}).status
     assert 200 == ask(never, path="/up", options={"livez": "/health", "readyz": "/up"}).status
 
 
-def test_a_probe_needs_no_patience(nobody: None) -> None:
-    """The header of a deadline is none of its business."""
+def test_a_probe_ignores_the_timeout_header(nobody: None) -> None:
+    """An invalid header does not make a probe fail."""
     assert 200 == ask(never, path="/livez", headers={b"request-timeout": b"soon"}).status
 
 

@@ -1,4 +1,4 @@
-"""``frameworks.asgi`` under Starlette and FastAPI, wherever other middleware stands."""
+"""``frameworks.asgi`` under Starlette and FastAPI, before and after other middleware."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annota
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
-from tests.unit.frameworks.asgi_by_hand import Client, ask, behind, hang_up, piece, raising, serve
+from tests.unit.frameworks.asgi_by_hand import Client, ask, behind, disconnect, piece, raising, serve
 from tests.unit.frameworks.refusals import ERRORS, FIGURE, IDS, NAME
 
 from modelguard import batched
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Above(BaseHTTPMiddleware):
-    """What many applications have somewhere: it gives what is below another ``receive``, and a task."""
+    """What many applications use: it gives the application below it another ``receive`` and a task."""
 
     async def dispatch(self, request: Request, call_next: Any) -> Any:
         response = await call_next(request)
@@ -77,13 +77,13 @@ def starlette(f: Any, kind: str, stack: str) -> Starlette:
 @every_stack
 @pytest.mark.parametrize("kind", ["async", "sync"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_a_hang_up_reaches_handlers_of_starlette(model: Gated, stack: str, kind: str, method: str) -> None:
-    """In its thread pool and on its loop, wherever BaseHTTPMiddleware stands; and nothing fails over it."""
+def test_a_disconnect_reaches_handlers_of_starlette(model: Gated, stack: str, kind: str, method: str) -> None:
+    """In its thread pool and on its loop, before and after BaseHTTPMiddleware; and nothing fails because of it."""
     f = batched(max_size=1)(model)
 
     async def main() -> None:
         await behind(f, model)
-        await hang_up(starlette(f, kind, stack), Client(piece(b"text")), f, method=method)
+        await disconnect(starlette(f, kind, stack), Client(piece(b"text")), f, method=method)
 
     asyncio.run(main())
     model.gate.set()
@@ -94,7 +94,7 @@ def test_a_hang_up_reaches_handlers_of_starlette(model: Gated, stack: str, kind:
 @every_stack
 @pytest.mark.parametrize("kind", ["async", "sync", "stream"])
 def test_starlette_answers_as_without_the_middleware(model: Gated, stack: str, kind: str) -> None:
-    """One that stays has its answer, and nothing is left."""
+    """A client that stays gets its answer, and no task is left."""
     f = batched(max_size=1)(model)
     model.gate.set()
     client = asyncio.run(serve(starlette(f, kind, stack), Client(piece(b"text")), method="POST"))
@@ -104,7 +104,7 @@ def test_starlette_answers_as_without_the_middleware(model: Gated, stack: str, k
 @every_stack
 @pytest.mark.parametrize("kind", ["async", "sync"])
 def test_starlette_handlers_are_refused_with_an_answer(model: Gated, stack: str, kind: str) -> None:
-    """A full queue is 503 and a deadline 504, wherever BaseHTTPMiddleware stands."""
+    """A full queue is 503 and a deadline 504, before and after BaseHTTPMiddleware."""
     f = batched(max_size=1, max_queue=1)(model)
     f.submit("first")
     model.busy()
@@ -116,8 +116,8 @@ def test_starlette_handlers_are_refused_with_an_answer(model: Gated, stack: str,
     assert ("above" in stack or stack == "around") == ("x-seen" in refused.headers)
 
 
-def test_fastapi_takes_it_by_add_middleware(nobody: None, model: Gated) -> None:
-    """With its own handlers for other errors, with probes, and with dependencies that ask a model."""
+def test_it_works_in_fastapi(nobody: None, model: Gated) -> None:
+    """With the application's own handlers for other errors, with probes, and with both kinds of routes."""
     app = FastAPI()
     app.add_middleware(ModelGuardMiddleware, deadline="0.05s")
     f = batched(max_size=1)(model)
@@ -153,8 +153,8 @@ def test_fastapi_takes_it_by_add_middleware(nobody: None, model: Gated) -> None:
         assert 400 == client.get("/async", headers={"Request-Timeout": "soon"}).status_code
 
 
-def test_outside_of_starlette_its_handlers_are_needed() -> None:
-    """With them the answers are the same; without them Starlette has answered 500 before the middleware knows."""
+def test_around_starlette_the_exception_handlers_are_needed() -> None:
+    """With them the answers are the same; without them Starlette answers 500 before the middleware sees the error."""
 
     async def full(request: Request) -> PlainTextResponse:
         raise QueueFull(NAME, queued=FIGURE, retry_after=3)
@@ -174,7 +174,7 @@ def test_outside_of_starlette_its_handlers_are_needed() -> None:
 
 @pytest.mark.parametrize("error", [error for error, _, _ in ERRORS], ids=IDS)
 def test_the_handlers_know_every_error_that_has_an_answer(error: Exception) -> None:
-    """And tell its text in development alone."""
+    """And show its text in development only."""
 
     async def fail(request: Request) -> PlainTextResponse:
         raise error
@@ -188,8 +188,8 @@ def test_the_handlers_know_every_error_that_has_an_answer(error: Exception) -> N
     assert str(error) == open_.json()["detail"]
 
 
-def test_a_handler_that_was_given_another_error_does_not_swallow_it() -> None:
-    """It is raised again."""
+def test_a_handler_registered_for_another_error_does_not_swallow_it() -> None:
+    """It raises the error again."""
     handle = exception_handlers()[Overloaded]
     with pytest.raises(ValueError, match="mine"):
         asyncio.run(handle(None, ValueError("mine")))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""``frameworks.ray`` without Ray: what cannot become a deployment, and replicas as Serve would call them."""
+"""``frameworks.ray`` without Ray: what cannot become a deployment, and replicas called as Serve calls them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from modelguard import Uses, batched, guard
 from modelguard.errors import GuardClosed, InvalidOption, NotSupported, QueueFull
 from modelguard.frameworks import ray
-from modelguard.frameworks._turns import Turns
+from modelguard.frameworks._replacement_turns import Turns
 
 model = guard(dict, reload_on=Uses(2), name="of ray")
 
@@ -66,21 +66,21 @@ def shadowed() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("function", "says"),
+    ("function", "message"),
     [
-        (len, "a batched function is needed, and this is a builtin_function_or_method"),
+        (len, "must be a batched function, not a builtin_function_or_method"),
         (unbatched, "Put @batched"),
         (unguarded, "no guard decorates it"),
         (Counter().method, "at the top of a module"),
         (hidden, "at the top of a module"),
         (in_main(), "replicas cannot import"),
-        (shadowed(), "is something else"),
+        (shadowed(), "is another object"),
     ],
     ids=["a plain function", "not batched", "not guarded", "a method", "a closure", "of __main__", "shadowed"],
 )
-def test_what_cannot_become_a_deployment_is_refused_where_it_is_written(function: Any, says: str) -> None:
-    """Each is named with its fix, before Ray is even looked for."""
-    with pytest.raises(InvalidOption, match=says) as caught:
+def test_what_cannot_become_a_deployment_is_rejected_where_it_is_written(function: Any, message: str) -> None:
+    """Each error has its fix, and comes before Ray is imported."""
+    with pytest.raises(InvalidOption, match=message) as caught:
         ray.deployment(function)
     assert ("function", True) == (caught.value.argument, bool(caught.value.fix))
 
@@ -89,8 +89,8 @@ def test_what_cannot_become_a_deployment_is_refused_where_it_is_written(function
     "options",
     [{"min_lifetime": -1}, {"replace_timeout": 0}, {"min_lifetime": "soon"}, {"max_ongoing_requests": 3}],
 )
-def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> None:
-    """So are bounds under which no batch would ever be full."""
+def test_invalid_options_are_rejected(options: dict[str, Any]) -> None:
+    """So are bounds with which no batch would ever be full."""
     (argument,) = options
     with pytest.raises(InvalidOption) as caught:
         ray.deployment(count, **options)
@@ -98,7 +98,7 @@ def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> No
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module can be imported, and the definition says what is missing."""
+    """The module can be imported; only a deployment needs Ray."""
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     with pytest.raises(NotSupported, match=r"modelguard-lifecycle\[ray\]"):
         ray.deployment(count)
@@ -110,7 +110,7 @@ class Pressure(Exception):
 
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Makes replicas as Serve does, on a Ray of stubs."""
+    """Make replicas as Serve does, with stubs in place of Ray."""
     kept: dict[tuple[str, str], bytes] = {}
 
     def put(key: str, value: str, *, overwrite: bool, namespace: str) -> bool:
@@ -144,7 +144,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def make(function: Any, *, tag: str = "r1", least: float = 0.0) -> Any:
         context.replica_tag = tag
         module.function = function  # type: ignore[attr-defined]
-        body = {"reference": "ray_made_up:function", "least": least, "patience": 300.0}
+        body = {"reference": "ray_made_up:function", "min_lifetime": least, "patience": 300.0}
         return type("Made", (ray.Replica,), body)
 
     make.kept = kept  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ async def begun(kind: Any, *, checks: int = 2) -> Any:
 
 
 def find_due(made: Any) -> None:
-    """Have the policy asked, unless the keeper's thread is just about it."""
+    """Check the policy, unless the keeper's thread is checking it."""
     while not made.status()["due"]:
         made._guard.check()
 
@@ -187,7 +187,7 @@ def test_a_due_policy_fails_the_health_check_and_loads_nothing(replica: Any) -> 
         await made.check_health()
         assert ["a", "b", "c"] == [await made(text) for text in "abc"]
         find_due(made)
-        with pytest.raises(RuntimeError, match=r"replica r1 asks to be replaced, by Uses\(2\)"):
+        with pytest.raises(RuntimeError, match=r"replica r1 asks to be replaced, because of Uses\(2\)"):
             await made.check_health()
         assert "d" == await made("d")
         assert (1, ("Uses(2)",)) == (made.status()["guard"]["generation"], made.status()["due"])
@@ -196,7 +196,7 @@ def test_a_due_policy_fails_the_health_check_and_loads_nothing(replica: Any) -> 
 
 
 def test_one_replica_at_a_time_fails_its_health_check(replica: Any) -> None:
-    """The next one is healthy until a successor has come, and Serve knows it: then it is checked a second time."""
+    """The next one stays healthy until a successor serves, which Serve's second check of it shows."""
 
     async def live() -> None:
         first = await begun(replica(batch_of(Uses(1)), tag="first"))
@@ -219,7 +219,7 @@ def test_one_replica_at_a_time_fails_its_health_check(replica: Any) -> None:
 
 
 def test_a_young_replica_stays(replica: Any) -> None:
-    """A policy that is due at birth does not have Ray do nothing but start replicas."""
+    """A policy that is due at once does not make Ray start replicas again and again."""
 
     async def live() -> None:
         made = await begun(replica(batch_of(Uses(1)), least=3600.0))
@@ -230,8 +230,8 @@ def test_a_young_replica_stays(replica: Any) -> None:
     asyncio.run(live())
 
 
-def test_an_explicit_reload_takes_the_reason_away(replica: Any) -> None:
-    """Whoever reloads in the process has a fresh model, and the replica can stay."""
+def test_after_an_explicit_reload_the_replica_stays(replica: Any) -> None:
+    """It has a fresh model already."""
 
     async def live() -> None:
         function = batch_of(Uses(1))
@@ -244,8 +244,8 @@ def test_an_explicit_reload_takes_the_reason_away(replica: Any) -> None:
     asyncio.run(live())
 
 
-def test_a_store_that_cannot_be_reached_ends_nothing(replica: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither does a replica fail to start, nor does one that serves leave."""
+def test_a_store_that_cannot_be_reached_ends_no_replica(replica: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica still starts, and one that serves goes on."""
 
     def fail(*_: object) -> bool:
         raise ConnectionError("the head node is away")
@@ -262,7 +262,7 @@ def test_a_store_that_cannot_be_reached_ends_nothing(replica: Any, monkeypatch: 
 
 
 def test_refusals_are_rays_own(replica: Any) -> None:
-    """Overload becomes Ray's back-pressure, with our time to try again; other errors stay what they are."""
+    """``Overloaded`` becomes Ray's back-pressure error with the same ``retry_after``; other errors are unchanged."""
 
     async def live() -> None:
         function = batch_of(max_queue=1)
@@ -283,8 +283,8 @@ def test_refusals_are_rays_own(replica: Any) -> None:
     asyncio.run(live())
 
 
-def test_a_closed_function_says_so(replica: Any) -> None:
-    """Errors that are no overload are let through."""
+def test_a_closed_function_raises_its_own_error(replica: Any) -> None:
+    """Errors that are not ``Overloaded`` pass through."""
 
     async def live() -> None:
         function = batch_of()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from modelguard.frameworks.rolling import PAUSE, Rolling, serves
+from modelguard.frameworks._rolling import PAUSE, Rolling, serves
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from modelguard import guard
+from modelguard import guard, prefork
 from modelguard.errors import InvalidOption
-from modelguard.frameworks import _options, _workers
-from modelguard.frameworks._options import Options
+from modelguard.frameworks import _prefork_options, _workers
+from modelguard.frameworks._prefork_options import PreforkOptions
 from modelguard.frameworks._workers import Board, Workers
-from modelguard.sharing import prefork
 
 
 class Clock:
@@ -30,10 +29,10 @@ def clock() -> Clock:
 @pytest.fixture
 def worker(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Workers:
     """A worker of a prepared parent, as it is after the fork."""
-    monkeypatch.setattr(Options, "prepare", lambda self, guards: None)
+    monkeypatch.setattr(PreforkOptions, "prepare", lambda self, guards: None)
     monkeypatch.setattr(_workers._ticker.TICKER, "stop", lambda: None)
     monkeypatch.setattr(prefork, "in_child", lambda: None)
-    one = Workers((guard(dict, reload_on=None, name="nlp"),), Options(), min_lifetime="10s", clock=clock)
+    one = Workers((guard(dict, reload_on=None, name="nlp"),), PreforkOptions(), min_lifetime="10s", clock=clock)
     one.prepare()
     one.begin()
     return one
@@ -80,16 +79,18 @@ def test_a_board_begins_with_the_first_edition_and_nobody_gone() -> None:
 def test_a_lifetime_that_cannot_be_meant_is_refused(value: Any) -> None:
     """By the name that the caller wrote."""
     with pytest.raises(InvalidOption, match="min_lifetime"):
-        Workers((), Options(), min_lifetime=value)
+        Workers((), PreforkOptions(), min_lifetime=value)
 
 
 def test_new_weights_are_prepared_once_for_each_load(worker: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a generation that has not been prepared is; after a failure the next load is tried, and no worker told."""
-    monkeypatch.setattr(_options, "loading", lambda guards: False)  # the old generation may still be on its way out
+    monkeypatch.setattr(
+        _prefork_options, "loading", lambda guards: False
+    )  # the old generation may still be on its way out
     prepared: list[int] = []
-    monkeypatch.setattr(Options, "prepare", lambda self, guards: prepared.append(guards[0].status().generation))
+    monkeypatch.setattr(PreforkOptions, "prepare", lambda self, guards: prepared.append(guards[0].status().generation))
     one = worker._guards[0]
-    worker._generations = _options.generations(worker._guards)
+    worker._generations = _prefork_options.generations(worker._guards)
     worker._renew()
     assert [] == prepared
     one.reload()
@@ -97,10 +98,10 @@ def test_new_weights_are_prepared_once_for_each_load(worker: Workers, monkeypatc
     worker._renew()
     assert ([one.status().generation], 1) == (prepared, worker._board.edition)
 
-    def refuse(self: Options, guards: Any) -> None:
+    def refuse(self: PreforkOptions, guards: Any) -> None:
         raise OSError("not now")
 
-    monkeypatch.setattr(Options, "prepare", refuse)
+    monkeypatch.setattr(PreforkOptions, "prepare", refuse)
     one.reload()
     with pytest.raises(OSError, match="not now"):
         worker._renew()

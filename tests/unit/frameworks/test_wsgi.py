@@ -1,4 +1,4 @@
-"""``frameworks.wsgi``: what clients are told, by requests made by hand."""
+"""``frameworks.wsgi``: the answers to requests made by hand."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 OTHERS = [ValueError("mine"), TimeoutError(), BatchFailed(NAME, "why", size=2), ItemRefused(NAME, why="why")]
 
-NONSENSE = ["", " ", "soon", "-1", "nan", "inf", "1e999", "2s", "1,2", "1" * 5000, "\xe9", "\xff\xfe"]
+INVALID = ["", " ", "soon", "-1", "nan", "inf", "1e999", "2s", "1,2", "1" * 5000, "\xe9", "\xff\xfe"]
 
 # Errors
 
 
 @pytest.mark.parametrize(("error", "status", "retry"), ERRORS, ids=IDS)
 def test_each_error_has_its_answer(error: Exception, status: int, retry: float | None) -> None:
-    """A problem document that tells nothing of the inside, not to be kept, with the time to come back if there is."""
+    """A problem document that reveals nothing internal, is not cached, and maybe with the time to come back."""
     answer = ask(raising(error))
     problem = json.loads(answer.body)
     assert {"type", "title", "status", "detail"} == set(problem)
@@ -46,7 +46,7 @@ def test_each_error_has_its_answer(error: Exception, status: int, retry: float |
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=lambda value: type(value).__name__)
-def test_other_errors_are_let_through(error: Exception) -> None:
+def test_other_errors_pass_through(error: Exception) -> None:
     """They are the application's, or a mistake in it."""
     with pytest.raises(type(error)) as raised:
         ask(raising(error))
@@ -54,7 +54,7 @@ def test_other_errors_are_let_through(error: Exception) -> None:
 
 
 def test_nothing_is_answered_once_the_response_has_begun() -> None:
-    """The error goes to the server, which closes the connection: no client takes a half for a whole."""
+    """The error goes to the server, which closes the connection: no client takes half a response for a whole one."""
     begun: list[str] = []
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
@@ -73,8 +73,8 @@ def test_an_answer_to_head_has_no_body() -> None:
     assert (b"", get.headers) == (head.body, head.headers)
 
 
-def test_what_an_application_returns_is_passed_on_as_it_is() -> None:
-    """A server may know its type, and send a file by itself."""
+def test_what_an_application_returns_is_passed_on_unchanged() -> None:
+    """A server may recognise its type, and send a file by itself."""
     parts = [b"fine"]
     served = ModelGuardMiddleware(lambda environ, start_response: parts)
     assert served({"REQUEST_METHOD": "GET"}, print) is parts
@@ -97,7 +97,7 @@ def test_what_an_application_returns_is_passed_on_as_it_is() -> None:
     ],
 )
 def test_a_client_can_shorten_the_deadline(options: dict[str, Any], header: str | None, expected: float | None) -> None:
-    """By the header that was named, and never lengthen it; it ends with the request."""
+    """With the header that the option names, and never lengthen it; it ends with the request."""
     found: list[float | None] = []
     assert 200 == ask(calling(lambda: found.append(left())), header=header, **options).status
     if expected is None:
@@ -108,18 +108,18 @@ def test_a_client_can_shorten_the_deadline(options: dict[str, Any], header: str 
     assert left() is None
 
 
-def test_a_request_whose_time_runs_out_is_told_so(model: Gated) -> None:
-    """In the queue and in the batch, although the model is stuck."""
+def test_a_request_whose_time_runs_out_is_answered_504(model: Gated) -> None:
+    """In the queue and in the batch, even if the model is stuck."""
     f = batched(max_size=1)(model)
     app = calling(lambda: f(1))
     assert [504, 504] == [ask(app, deadline=0.05).status, ask(app, header="0.05").status]
     assert 504 == ask(app, header="0").status
 
 
-@pytest.mark.parametrize("value", NONSENSE, ids=lambda value: repr(value[:8]))
+@pytest.mark.parametrize("value", INVALID, ids=lambda value: repr(value[:8]))
 @pytest.mark.parametrize("deadline", ["1s", None])
-def test_nonsense_in_the_header_is_that_callers_alone(value: str, deadline: str | None) -> None:
-    """It is told what the header should be, the application is not asked, and the next caller is served."""
+def test_an_invalid_header_is_answered_400(value: str, deadline: str | None) -> None:
+    """The answer says what the header must be, the application is not called, and the next request is served."""
     answer = ask(never, header=value, deadline=deadline)
     assert (400, "application/problem+json") == (answer.status, answer.headers["content-type"])
     problem = json.loads(answer.body)
@@ -129,8 +129,8 @@ def test_nonsense_in_the_header_is_that_callers_alone(value: str, deadline: str 
 
 
 @pytest.mark.parametrize("value", ["1e300", "99999999999"])
-def test_more_time_than_anyone_has_is_no_error_of_the_server(value: str) -> None:
-    """A client that would wait for centuries is served, or told that it cannot be meant."""
+def test_a_huge_timeout_is_not_an_error_of_the_server(value: str) -> None:
+    """A client that would wait for centuries is served, or its header is answered with 400."""
     assert ask(fine, header=value).status in (200, 400)
 
 
@@ -147,7 +147,7 @@ def test_a_process_that_answers_is_alive(nobody: None) -> None:
 
 
 def test_a_service_is_ready_when_its_models_are(nobody: None) -> None:
-    """Every guard has one, and no batched function is being closed; or those of them that the option names."""
+    """Every guard has a model, and no batched function is being closed; or only those that the option names."""
     nlp, f = guard(dict, reload_on=None, name=NAME), batched(max_size=1)(lambda items: items)
     assert [503, 200] == [ask(never, path="/readyz").status, ask(never, path="/readyz", guards=[f]).status]
     assert {"status": "not ready"} == json.loads(ask(never, path="/readyz").body)
@@ -175,11 +175,11 @@ def test_a_probe_by_head_has_no_body(nobody: None, path: str) -> None:
         {"path": "/livez", "livez": "/health"},
     ],
 )
-def test_what_is_no_probe_is_the_applications(request_: dict[str, Any]) -> None:
-    """Other methods, other paths, and probes that are turned off or live elsewhere."""
+def test_other_requests_reach_the_application(request_: dict[str, Any]) -> None:
+    """Other methods, other paths, and probes that are turned off or have another path."""
     assert b"fine" == ask(fine, **request_).body
 
 
-def test_a_request_without_a_path_is_no_probe() -> None:
-    """The standard lets a server leave it out."""
+def test_a_request_without_a_path_is_not_a_probe() -> None:
+    """The standard lets a server leave the path out."""
     assert [b"fine"] == ModelGuardMiddleware(fine)({"REQUEST_METHOD": "GET"}, lambda status, headers: None)

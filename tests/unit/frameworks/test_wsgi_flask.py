@@ -1,4 +1,4 @@
-"""``frameworks.wsgi`` in Flask: its views, hooks and modes, and what may be installed."""
+"""``frameworks.wsgi`` in Flask: its views, hooks and modes, and what can be installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from modelguard import batched, guard
 from modelguard.errors import InvalidOption, Overloaded, QueueFull
 from modelguard.frameworks import wsgi
 from modelguard.frameworks.wsgi import ModelGuardMiddleware
-from modelguard.serving.scope import left
+from modelguard.serving.deadlines import left
 
 if TYPE_CHECKING:
     from tests.unit.serving.gated import Gated
@@ -63,7 +63,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("error", "status", "retry"), ERRORS, ids=IDS)
 def test_flask_answers_each_error(error: Exception, status: int, retry: float | None, mode: str, path: str) -> None:
-    """In a blueprint as elsewhere, and in every mode: a refusal is no crash to look into."""
+    """In the application and in blueprints, and in every mode: a refusal does not start a debugger."""
 
     def refuse(item: Any) -> Any:
         raise error
@@ -84,7 +84,7 @@ def test_flask_answers_each_error(error: Exception, status: int, retry: float | 
 
 
 def test_flask_and_a_real_queue(model: Gated) -> None:
-    """Full is 503, and out of time is 504; by the option as by the header."""
+    """A full queue is 503, a passed deadline 504, by the option and by the header."""
     f = batched(max_size=1, max_queue=1)(model)
     f.submit("first")
     model.busy()
@@ -103,7 +103,7 @@ def test_flask_and_a_real_queue(model: Gated) -> None:
 
 
 def test_flask_reads_the_deadline_and_its_header() -> None:
-    """It holds in a view; nonsense is the caller's alone."""
+    """It applies in a view; an invalid header is answered with 400."""
     app = service()
     wsgi.install(app, deadline="1m")
     with app.test_client() as client:
@@ -115,7 +115,7 @@ def test_flask_reads_the_deadline_and_its_header() -> None:
 
 
 def test_flask_has_probes(nobody: None) -> None:
-    """They do not pass through what the application does before each request."""
+    """They skip what the application does before each request."""
     app = service()
     nlp = guard(dict, reload_on=None)
     wsgi.install(app)
@@ -128,7 +128,7 @@ def test_flask_has_probes(nobody: None) -> None:
 
 
 def test_flask_answers_what_is_refused_before_a_view() -> None:
-    """A hook that asks a model is refused like a view; those that come after a response see it."""
+    """A refusal in a hook is answered like one in a view, and hooks after the response see it."""
     app = service()
     seen: list[int] = []
     app.after_request(lambda response: (seen.append(response.status_code), response)[1])
@@ -140,7 +140,7 @@ def test_flask_answers_what_is_refused_before_a_view() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_flask_keeps_its_own_errors(mode: str) -> None:
-    """They are 500, or propagated, as without modelguard; one of its own handlers has them first."""
+    """They are 500, or propagate, as without modelguard; the application's own handlers get them first."""
     app = service(**MODES[mode])
     wsgi.install(app)
     with app.test_client() as client:
@@ -156,8 +156,8 @@ def test_flask_keeps_its_own_errors(mode: str) -> None:
         assert (418, 503) == (client.get("/fail").status_code, client.get("/left?refuse=1").status_code)
 
 
-def test_flask_tells_the_error_in_development() -> None:
-    """Where that was asked for."""
+def test_flask_shows_the_error_in_development() -> None:
+    """With ``detail=True``."""
     app = service()
     wsgi.install(app, detail=True)
     with app.test_client() as client:
@@ -166,7 +166,7 @@ def test_flask_tells_the_error_in_development() -> None:
 
 
 def test_the_handler_does_not_swallow_another_error() -> None:
-    """One that an application has registered it for besides."""
+    """An application may register the handler for other errors as well."""
     app = service()
     wsgi.install(app)
     handle = app.error_handler_spec[None][None][Overloaded]
@@ -178,8 +178,8 @@ def test_the_handler_does_not_swallow_another_error() -> None:
 
 
 @pytest.mark.parametrize("app", [fine, flask.Blueprint("b", "b"), None, object(), ModelGuardMiddleware(fine)])
-def test_what_is_no_flask_application_is_refused(app: Any) -> None:
-    """With the way to wrap any other."""
+def test_anything_but_a_flask_application_is_rejected(app: Any) -> None:
+    """The error says how to wrap other applications."""
     with pytest.raises(InvalidOption, match=r"application = ModelGuardMiddleware\(application\)"):
         wsgi.install(app)
 
@@ -188,8 +188,8 @@ def test_what_is_no_flask_application_is_refused(app: Any) -> None:
     ("option", "value"),
     [("deadline", 0), ("deadline", "soon"), ("livez", "livez"), ("readyz", 3), ("timeout_header", "a b")],
 )
-def test_an_option_that_cannot_be_meant_is_refused_by_name(option: str, value: Any) -> None:
-    """By both, and the application is left as it was."""
+def test_an_invalid_option_is_rejected_by_name(option: str, value: Any) -> None:
+    """By both ways to install it, and the application is not changed."""
     app = service()
     before = app.wsgi_app
     with pytest.raises(InvalidOption, match=option):

@@ -1,4 +1,4 @@
-"""Requests made by hand, both sides held to the standard; each error with its answer."""
+"""Requests made by hand, with both sides checked against the standard; each error with its answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from modelguard.errors import (
 )
 from modelguard.frameworks.wsgi import ModelGuardMiddleware
 
-#: Each error with the status that is answered, and after how many seconds a client may come back.
+#: Each error with the status of its answer, and after how many seconds a client may come back.
 ERRORS = [
     (Overloaded(f"{NAME} {FIGURE}", retry_after=3.0), 503, 3.0),
     (QueueFull(NAME, queued=FIGURE, retry_after=2.5), 503, 2.5),
@@ -45,7 +45,7 @@ App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 @dataclass
 class Answer:
-    """What a server was given for its client."""
+    """What a server got for its client."""
 
     status: int
     headers: dict[str, str]
@@ -60,7 +60,7 @@ def ask(
     variable: str = "HTTP_REQUEST_TIMEOUT",
     **options: Any,
 ) -> Answer:
-    """One request through a middleware, both sides of which are held to the standard."""
+    """Send one request through a middleware, with both its sides checked against the standard."""
     environ: dict[str, Any] = {"QUERY_STRING": ""} | ({} if header is None else {variable: header})
     setup_testing_defaults(environ)
     environ |= {"PATH_INFO": path, "REQUEST_METHOD": method}
@@ -101,4 +101,4 @@ def calling(call: Callable[[], Any]) -> App:
 
 
 def never(environ: Any, start_response: Any) -> Iterable[bytes]:
-    raise AssertionError("the application is not asked")
+    raise AssertionError("the application is not called")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.unit.lifecycle.world import TIMEOUT
 
-from modelguard.environment import allocator, limits, memory
+from modelguard.environment import _allocator, _limits, _memory
 from modelguard.errors import NotSupported
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle.runtime import Runtime
@@ -26,20 +26,20 @@ def test_readings_are_this_process_s() -> None:
     assert 1_000_000 < world.private()
     headroom, limit = world.headroom(), world.limit()
     assert headroom is None or 0 <= headroom
-    assert limits.effective().bytes == limit
+    assert _limits.memory_limit().bytes == limit
     assert world.trim()
 
 
 def test_what_is_not_told_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a platform does not tell, memory counts as 0 and headroom as unknown; time and use are still judged."""
-    monkeypatch.setattr(memory, "private", untold)
-    monkeypatch.setattr(memory, "usage", untold)
+    monkeypatch.setattr(_memory, "private", untold)
+    monkeypatch.setattr(_memory, "usage", untold)
     assert (0, None) == (runtime.private(), runtime.headroom())
 
 
 def test_an_allocator_that_cannot_trim_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The release goes on, and its event says why nothing was trimmed."""
-    monkeypatch.setattr(allocator, "trim", untold)
+    monkeypatch.setattr(_allocator, "trim", untold)
     assert (None, "there is no /proc") == Runtime(trim=runtime.trim).try_trim()
 
 

@@ -1,4 +1,4 @@
-"""A batch function that computes when it is let, and ways to wait for what other threads do."""
+"""A batch function that waits for a gate, and ways to wait for what other threads do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMEOUT = 20.0
 
 
 class Gated:
-    """A batch function that computes when it is let, and remembers its batches and their threads."""
+    """A batch function that waits until its gate is set, and remembers its batches and their threads."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -42,9 +42,9 @@ def queued(f: Any, model: Gated, *items: Any, **options: Any) -> list[Future[Any
     return [f.submit(item, **options) for item in items]
 
 
-def until(told: Callable[[], bool]) -> None:
-    """Spin until it is so; for what another thread does next."""
+def until(condition: Callable[[], bool]) -> None:
+    """Spin until the condition holds; for what another thread does next."""
     end = time.monotonic() + TIMEOUT
-    while not told():
+    while not condition():
         assert time.monotonic() < end
         os.sched_yield()

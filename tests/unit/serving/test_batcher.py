@@ -1,4 +1,4 @@
-"""``batcher``: bounds, deadlines, hang-ups and counts, with real threads that wait for gates and not for time."""
+"""``_batcher``: bounds, deadlines, disconnects and counts, with real threads that wait for gates, not for time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.unit.serving.gated import TIMEOUT, Gated, queued
 
 from modelguard import batched, deadline, telemetry
 from modelguard.errors import CallerGone, DeadlineExceeded, InvalidOption, Overloaded, QueueFull
-from modelguard.serving.scope import Request, left, serving
+from modelguard.serving.deadlines import WebRequest, left, on_behalf_of
 
 # Bounds and deadlines
 
 
 def test_a_full_queue_refuses_at_once(model: Gated) -> None:
-    """All doors alike."""
+    """Whether it is called, awaited or submitted."""
     f = batched(max_size=2, max_queue=2)(model)
     queued(f, model, 1, 2)
     with pytest.raises(QueueFull):
@@ -32,21 +32,21 @@ def test_a_full_queue_refuses_at_once(model: Gated) -> None:
     assert 3 == f.status().refused_full
 
 
-@pytest.mark.parametrize("door", ["call", "aio", "submit"])
-@pytest.mark.parametrize("how", ["timeout", "context", "option"])
-def test_a_deadline_is_told_although_the_model_is_stuck(model: Gated, door: str, how: str) -> None:
-    """At the deadline, and not when the model has ended; in the queue as in the batch."""
-    f = batched(max_size=1, deadline=0.05 if how == "option" else None)(model)
-    timeout = 0.05 if how == "timeout" else None
+@pytest.mark.parametrize("way", ["call", "aio", "submit"])
+@pytest.mark.parametrize("bound", ["timeout", "context", "option"])
+def test_a_deadline_is_kept_although_the_model_is_stuck(model: Gated, way: str, bound: str) -> None:
+    """The caller gets its error at the deadline, not when the model has ended; in the queue and in the batch."""
+    f = batched(max_size=1, deadline=0.05 if bound == "option" else None)(model)
+    timeout = 0.05 if bound == "timeout" else None
 
     def ask() -> Any:
-        if door == "call":
+        if way == "call":
             return f(1, timeout=timeout)
-        if door == "submit":
+        if way == "submit":
             return f.submit(1, timeout=timeout).result(TIMEOUT)
         return asyncio.run(f.aio(1, timeout=timeout))
 
-    with deadline(0.05) if how == "context" else contextlib.nullcontext():
+    with deadline(0.05) if bound == "context" else contextlib.nullcontext():
         for _ in range(2):  # one that is being computed, if the machine is quick enough, and one that waits
             with pytest.raises(DeadlineExceeded):
                 ask()
@@ -55,7 +55,7 @@ def test_a_deadline_is_told_although_the_model_is_stuck(model: Gated, door: str,
 
 
 def test_deadlines_nest_and_only_shorten() -> None:
-    """An inner block cannot give itself more time."""
+    """An inner block cannot get more time than the outer one."""
     assert left() is None
     with deadline("1h"):
         outer = left()
@@ -67,8 +67,8 @@ def test_deadlines_nest_and_only_shorten() -> None:
     assert left() is None
 
 
-def test_no_time_at_all_lets_nothing_through(model: Gated) -> None:
-    """Whoever has no time left is told at once."""
+def test_no_time_at_all_admits_nothing(model: Gated) -> None:
+    """A caller without any time left gets its error at once."""
     f = batched(max_size=1)(model)
     with deadline(0), pytest.raises(DeadlineExceeded):
         f(1)
@@ -76,8 +76,8 @@ def test_no_time_at_all_lets_nothing_through(model: Gated) -> None:
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "soon", True, object()])
-def test_a_timeout_that_cannot_be_meant_is_that_callers_alone(model: Gated, timeout: Any) -> None:
-    """It is refused at the door, and the queue is as it was."""
+def test_an_invalid_timeout_is_that_callers_error_alone(model: Gated, timeout: Any) -> None:
+    """It is rejected before anything is queued, and the next call works."""
     model.gate.set()
     f = batched(max_size=1)(model)
     with pytest.raises(InvalidOption, match="timeout"):
@@ -88,7 +88,7 @@ def test_a_timeout_that_cannot_be_meant_is_that_callers_alone(model: Gated, time
 
 
 def test_a_timeout_of_the_future_itself_drops_nothing(model: Gated) -> None:
-    """It is the caller's own patience; the item stays."""
+    """``future.result(timeout)`` ends the wait; the item stays in the queue."""
     f = batched(max_size=1)(model)
     future = f.submit(1)
     with pytest.raises(FutureTimeout):
@@ -97,7 +97,7 @@ def test_a_timeout_of_the_future_itself_drops_nothing(model: Gated) -> None:
     assert 1 == future.result(TIMEOUT)
 
 
-def test_a_slow_callback_keeps_nobody_elses_deadline_waiting(model: Gated) -> None:
+def test_a_slow_callback_does_not_delay_other_deadlines(model: Gated) -> None:
     """Callbacks of expired calls run beside the thread that looks after the deadlines."""
     f = batched(max_size=1)(model)
     queued(f, model)
@@ -110,38 +110,38 @@ def test_a_slow_callback_keeps_nobody_elses_deadline_waiting(model: Gated) -> No
         slow.set()
 
 
-# Who hangs up
+# Disconnects
 
 
-def test_a_hang_up_calls_off_what_waits(model: Gated) -> None:
-    """From any thread; the caller is told, the item is not computed, and later calls are called off, too."""
+def test_a_disconnect_cancels_what_waits(model: Gated) -> None:
+    """From any thread: the caller gets an error, the item is not computed, and later calls are refused, too."""
     f = batched(max_size=1)(model)
     watched: list[int] = []
-    wire = Request(begin=lambda: watched.append(1))
+    web_request = WebRequest(on_first_call=lambda: watched.append(1))
     queued(f, model)
-    with serving(wire):
+    with on_behalf_of(web_request):
         waiting = [f.submit(1), f.submit(2)]
-        threading.Thread(target=wire.hang_up).start()
+        threading.Thread(target=web_request.disconnect).start()
         for future in waiting:
             with pytest.raises(CallerGone):
                 future.result(TIMEOUT)
         with pytest.raises(CallerGone):
             f.submit(3).result(TIMEOUT)
-    assert [1] == watched, "the client is watched from the first call on, once"
+    assert [1] == watched, "watching the client starts once, with the first call"
     model.gate.set()
     f.close()
     assert [["first"]] == model.batches
 
 
 def test_a_request_that_makes_many_calls_does_not_keep_them(model: Gated) -> None:
-    """What has its answer is forgotten."""
+    """Calls that have their answers are forgotten."""
     model.gate.set()
     f = batched(max_size=64)(model)
-    wire = Request()
-    with serving(wire):
+    web_request = WebRequest()
+    with on_behalf_of(web_request):
         for n in range(1000):
             f(n)
-    assert len(wire._calls) <= 65
+    assert len(web_request._calls) <= 65
 
 
 def test_a_caller_that_is_interrupted_leaves_the_queue(model: Gated) -> None:
@@ -155,11 +155,11 @@ def test_a_caller_that_is_interrupted_leaves_the_queue(model: Gated) -> None:
     assert (0, 1) == (f.status().waiting, f.status().cancelled)
 
 
-# No thread to be had
+# When no thread can be started
 
 
-def test_without_a_thread_the_caller_is_told(model: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an overload; the item is not queued for ever."""
+def test_without_a_thread_the_caller_gets_an_error(model: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ``Overloaded``, and the item does not wait for ever."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -167,18 +167,18 @@ def test_without_a_thread_the_caller_is_told(model: Gated, monkeypatch: pytest.M
     f = batched(max_size=1)(model)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(Overloaded, match="no thread to be had"):
+        with pytest.raises(Overloaded, match="cannot start a thread"):
             f(1)
     assert f.status().waiting == 0
     model.gate.set()
     assert 1 == f(1)
 
 
-# What is told
+# What is reported
 
 
-def test_status_tells_what_happened(model: Gated, events: list[telemetry.Event]) -> None:
-    """Counts, sizes and times; the same by events."""
+def test_status_shows_what_happened(model: Gated, events: list[telemetry.Event]) -> None:
+    """Counts, sizes and times, and the same in events."""
     f = batched(max_size=4, max_queue=4, name="f")(model)
     futures = queued(f, model, 1, 2, 3)
     assert (3, 1, "open") == (f.status().waiting, f.status().running, f.status().state)

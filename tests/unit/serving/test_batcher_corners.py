@@ -1,4 +1,4 @@
-"""``batcher``: what nobody would think of: finalizers, signals, circles, callbacks that call, and what is kept."""
+"""``_batcher``: rare cases: finalizers, signals, circular calls, callbacks that call, and what is kept in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from modelguard.errors import WouldDeadlock
 
 
 def test_a_function_may_keep_its_list_of_results() -> None:
-    """And fill it anew for the next batch: nobody gets what was computed for another."""
+    """And fill it again for the next batch: nobody gets another caller's result."""
     kept: list[int] = []
 
     @batched(max_size=4)
@@ -30,39 +30,39 @@ def test_a_function_may_keep_its_list_of_results() -> None:
     assert list(range(200)) == asyncio.run(main())
 
 
-def test_what_the_collector_calls_off_does_not_wait_for_itself(model: Gated) -> None:
-    """A finalizer may run amid any change of the queue, in the very thread that holds its lock."""
+def test_a_cancellation_by_the_garbage_collector_does_not_deadlock(model: Gated) -> None:
+    """A finalizer may run in the middle of any change of the queue, in the thread that holds its lock."""
     f = batched(max_size=1)(model)
     (waiting,) = queued(f, model, 1)
     with f._batcher._lock:  # as a finalizer finds it
         waiting.cancel()
-        assert 1 == f._batcher._core.waiting, "put off"
+        assert 1 == f._batcher._queue.waiting, "deferred"
         with pytest.raises(WouldDeadlock, match="finalizer"):
             f.close()
     assert 0 == f.status().waiting
 
 
 def test_an_exception_by_a_signal_leaves_nothing_half_done(model: Gated) -> None:
-    """Whatever was done of an admission is undone: counts are true, and the next caller is served."""
+    """An interrupted admission is undone: the counts are right, and the next caller is served."""
     model.gate.set()
     f = batched(max_size=4)(model)
-    core = f._batcher._core
+    queue = f._batcher._queue
 
     class Interrupting(deque[Any]):
-        def append(self, entry: Any) -> None:
-            super().append(entry)
-            if entry.item == "mine":
+        def append(self, request: Any) -> None:
+            super().append(request)
+            if request.item == "mine":
                 raise KeyboardInterrupt
 
-    core._plain = core._queues[None] = Interrupting()
+    queue._ungrouped = queue._queues[None] = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         f("mine")
-    assert 0 == core.waiting
+    assert 0 == queue.waiting
     assert "next" == f("next")
 
 
 def test_functions_that_call_each_other_are_refused() -> None:
-    """A circle of batch functions would wait for itself, however long it is."""
+    """A circle of calls of any length would wait for itself."""
 
     @batched(max_size=4, name="first")
     def first(items: list[Any]) -> list[Any]:
@@ -78,7 +78,7 @@ def test_functions_that_call_each_other_are_refused() -> None:
 
 
 def test_a_callback_may_call_again(model: Gated) -> None:
-    """It runs on the worker's thread, and yet not inside the batch function."""
+    """It runs on a batch thread, but not inside the batch function."""
     model.gate.set()
     f = batched(max_size=1)(model)
     chained: list[Any] = []
@@ -87,15 +87,15 @@ def test_a_callback_may_call_again(model: Gated) -> None:
     assert 2 == chained[0].result(TIMEOUT)
 
 
-def test_each_free_worker_looks_after_what_is_left(model: Gated) -> None:
-    """The one that waited for the next batch to be due has taken another one; a second is woken for the rest."""
+def test_a_second_free_thread_is_woken_for_what_is_left(model: Gated) -> None:
+    """When the thread that waited for a batch to be due has taken another one, the rest is not forgotten."""
     model.gate.set()
-    f = batched(max_size=8, max_wait=0.02, workers=2)(model)
+    f = batched(max_size=8, max_wait=0.02, threads=2)(model)
     assert [2, 6, 4] == [future.result(TIMEOUT) for future in [f.submit(1, by=2), f.submit(2, by=3), f.submit(1, by=4)]]
 
 
-def test_closing_does_not_wait_for_company(model: Gated) -> None:
-    """There will be none: what waits for a fuller batch is computed now."""
+def test_closing_does_not_wait_for_fuller_batches(model: Gated) -> None:
+    """What waits is computed at once, since nothing more is admitted."""
     model.gate.set()
     f = batched(max_size=8, max_wait="1h")(model)
     future = f.submit(1)
@@ -104,7 +104,7 @@ def test_closing_does_not_wait_for_company(model: Gated) -> None:
 
 
 def test_results_and_errors_are_not_kept_alive(model: Gated) -> None:
-    """Neither a call that succeeded nor one that failed leaves a cycle for the collector."""
+    """Neither a successful call nor a failed one leaves a reference cycle."""
 
     class Payload:
         pass
@@ -140,9 +140,9 @@ def test_results_and_errors_are_not_kept_alive(model: Gated) -> None:
 
 
 def test_ever_new_keyword_arguments_leave_no_queues_behind(model: Gated) -> None:
-    """Although the model is stuck, and the queues are never looked through."""
+    """Even while the model is stuck, and no batch is taken from the queues."""
     f = batched(max_size=1)(model)
     queued(f, model)
     for n in range(1000):
         f.submit(1, by=n).cancel()
-    assert len(f._batcher._core._queues) < 200
+    assert len(f._batcher._queue._queues) < 200

@@ -1,4 +1,4 @@
-"""``batcher``: whatever fails or goes away, its neighbours and the next batch are computed."""
+"""``_batcher``: whatever fails or is cancelled, its neighbours and the next batch are computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from modelguard.errors import BatchFailed, CircuitOpen, ItemTooHeavy, WrongResul
 
 
 def test_a_bad_item_fails_alone(model: Gated, events: list[telemetry.Event]) -> None:
-    """Its batch-mates have their results, and an event tells."""
+    """The other items of its batch get their results, and an event reports the error."""
     f = batched(max_size=8)(model)
     futures = queued(f, model, "a", "bad", "c")
     model.gate.set()
@@ -31,8 +31,8 @@ def test_a_bad_item_fails_alone(model: Gated, events: list[telemetry.Event]) -> 
     assert 1 == f.status().bisected
 
 
-def test_a_cancelled_task_harms_nobody(model: Gated) -> None:
-    """Cancelled in the queue it is not computed, cancelled in the batch its result is dropped."""
+def test_a_cancelled_task_does_not_affect_others(model: Gated) -> None:
+    """Cancelled in the queue, it is not computed; cancelled in the batch, its result is dropped."""
     f = batched(max_size=2)(model)
 
     async def main() -> None:
@@ -50,8 +50,8 @@ def test_a_cancelled_task_harms_nobody(model: Gated) -> None:
     assert 2 == f.status().cancelled
 
 
-def test_a_cancelled_future_gives_its_place_away(model: Gated) -> None:
-    """Until it has its answer a future can be cancelled."""
+def test_a_cancelled_future_makes_room(model: Gated) -> None:
+    """A future can be cancelled until it has its answer."""
     f = batched(max_size=1, max_queue=1)(model)
     (waiting,) = queued(f, model, 1)
     assert waiting.cancel()
@@ -64,8 +64,8 @@ def test_a_cancelled_future_gives_its_place_away(model: Gated) -> None:
     assert [["first"], [2]] == model.batches
 
 
-def test_a_callback_that_raises_harms_nobody(model: Gated, caplog: pytest.LogCaptureFixture) -> None:
-    """The loop goes on, and so do the batch-mates."""
+def test_a_callback_that_raises_does_not_affect_others(model: Gated, caplog: pytest.LogCaptureFixture) -> None:
+    """The thread goes on, and the other items get their results."""
     f = batched(max_size=4)(model)
     futures = queued(f, model, 1, 2)
 
@@ -77,8 +77,8 @@ def test_a_callback_that_raises_harms_nobody(model: Gated, caplog: pytest.LogCap
     assert [1, 2, 3] == [futures[0].result(TIMEOUT), futures[1].result(TIMEOUT), f(3)]
 
 
-def test_a_hook_that_raises_harms_nobody(model: Gated) -> None:
-    """Observers are not asked to be careful."""
+def test_a_hook_that_raises_does_not_affect_callers(model: Gated) -> None:
+    """Every call gets its result although the hook fails."""
 
     def hook(event: telemetry.Event) -> None:
         raise RuntimeError("hook")
@@ -96,13 +96,13 @@ def test_a_wrong_number_of_results_fails_its_batch_alone() -> None:
     """The next one is computed."""
     answers = iter([[], [1]])
     f = batched(max_size=4)(lambda items: next(answers))
-    with pytest.raises(WrongResults, match="returned 0 results"):
+    with pytest.raises(WrongResults, match="returned a list of 0"):
         f(1)
     assert 1 == f(1)
 
 
 def test_a_failing_batch_does_not_fail_the_next() -> None:
-    """Whatever was raised."""
+    """Whatever the batch raised."""
     answers: Iterator[Any] = iter([SystemExit(1), ValueError("x")])
 
     def run(items: list[int]) -> list[int]:
@@ -120,7 +120,7 @@ def test_a_failing_batch_does_not_fail_the_next() -> None:
 
 
 def test_one_item_that_another_function_refuses_fails_alone() -> None:
-    """Errors of modelguard are bisected like any other, unless they concern the whole batch."""
+    """Errors of modelguard are bisected like others, unless they concern the whole batch."""
     inner = batched(max_size=4, weight=len, max_weight=3)(lambda items: items)
     outer = batched(max_size=8)(lambda items: [inner(item) for item in items])
     gate = threading.Event()
@@ -131,18 +131,18 @@ def test_one_item_that_another_function_refuses_fails_alone() -> None:
         futures[2].result(TIMEOUT)
 
 
-# Errors that cannot be looked at
+# Errors that cannot be printed or copied
 
 
-class Untold(Exception):
-    """An error that cannot even be written down."""
+class Unprintable(Exception):
+    """An error whose ``__str__`` fails."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
-class Uncopied(BatchFailed):
-    """One of the project's family that cannot be copied."""
+class Uncopyable(BatchFailed):
+    """One of modelguard's errors, which cannot be copied."""
 
     def __init__(self) -> None:
         super().__init__("f", "x", size=1)
@@ -151,9 +151,9 @@ class Uncopied(BatchFailed):
         raise TypeError("not to be copied")
 
 
-@pytest.mark.parametrize("error", [Untold(), Uncopied()], ids=["no text", "no copy"])
+@pytest.mark.parametrize("error", [Unprintable(), Uncopyable()], ids=["no text", "no copy"])
 @pytest.mark.parametrize("on_error", ["fail", "isolate"])
-def test_an_error_that_cannot_be_looked_at_ends_no_thread(error: Exception, on_error: Any) -> None:
+def test_an_error_that_cannot_be_printed_ends_no_thread(error: Exception, on_error: Any) -> None:
     """All callers get an error, and the next batch is computed."""
     fail = [True]
 
@@ -164,7 +164,7 @@ def test_an_error_that_cannot_be_looked_at_ends_no_thread(error: Exception, on_e
         return items
 
     for future in [f.submit(n) for n in range(8)]:
-        with pytest.raises((BatchFailed, Untold)):
+        with pytest.raises((BatchFailed, Unprintable)):
             future.result(TIMEOUT)
     fail[0] = False
     assert 1 == f.submit(1).result(TIMEOUT)
@@ -174,7 +174,7 @@ def test_an_error_that_cannot_be_looked_at_ends_no_thread(error: Exception, on_e
 
 
 def test_the_breaker_asks_its_guard_for_a_fresh_model(events: list[telemetry.Event]) -> None:
-    """It opens, refuses, and the model is reloaded meanwhile."""
+    """It opens and refuses items while the model is reloaded."""
     nlp = guard(lambda: {"loads": len(events)}, reload_on=None, name="nlp")
 
     @batched(max_size=4, breaker=Breaker(failures=2, cooldown="1h", max_cooldown="1h", reload=nlp), name="f")

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from modelguard.sharing import immortal
+from modelguard import prefork
 
-UNSUPPORTED = immortal.supported()
+UNSUPPORTED = prefork.immortalize_unsupported()
 needs_immortals = pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))
 
 

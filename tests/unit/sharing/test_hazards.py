@@ -1,4 +1,4 @@
-"""The fork gate names whatever does not survive a fork, whose it is, and what to do about it."""
+"""Everything that does not survive a fork is found, with its owner and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from modelguard.sharing.hazards import Here, look
+from modelguard.sharing._hazards import ThisProcess, find_hazards
 
 
 @dataclass
-class Scene:
-    """A process as a test wants it; by default without hazards."""
+class Process:
+    """A process as a test describes it; by default without hazards."""
 
     python: list[tuple[str, str]] = field(default_factory=list)
     native: list[str] = field(default_factory=list)
@@ -35,39 +35,39 @@ class Scene:
     def openmp(self) -> list[str]:
         return self.runtimes
 
-    def allocator_threads(self) -> bool:
+    def has_allocator_threads(self) -> bool:
         return self.jemalloc
 
-    def cuda(self) -> bool:
+    def uses_cuda(self) -> bool:
         return self.on_gpu
 
-    def grpc(self) -> bool:
+    def has_unsafe_grpc(self) -> bool:
         return self.with_grpc
 
-    def loop(self) -> bool:
+    def runs_event_loop(self) -> bool:
         return self.in_loop
 
 
 def test_a_quiet_process_has_none() -> None:
-    """One thread, no accelerator, no loop: nothing to name."""
-    assert () == look(Scene())
+    """One thread, no accelerator, no event loop: nothing is found."""
+    assert () == find_hazards(Process())
 
 
 @pytest.mark.parametrize(
-    ("scene", "kind", "owner", "severity"),
+    ("process", "kind", "owner", "severity"),
     [
-        (Scene(python=[("poller", "app.metrics.poll")]), "python thread", "app.metrics.poll", "warning"),
-        (Scene(native=["python"], runtimes=["/x/libgomp-1.so"]), "thread pool", "libgomp-1.so", "fixed"),
-        (Scene(jemalloc=True), "allocator threads", "jemalloc", "fixed"),
-        (Scene(on_gpu=True), "cuda", "torch", "fatal"),
-        (Scene(with_grpc=True), "grpc", "grpcio", "warning"),
-        (Scene(in_loop=True), "event loop", "asyncio", "fatal"),
+        (Process(python=[("poller", "app.metrics.poll")]), "python thread", "app.metrics.poll", "warning"),
+        (Process(native=["python"], runtimes=["/x/libgomp-1.so"]), "thread pool", "libgomp-1.so", "fixed"),
+        (Process(jemalloc=True), "allocator threads", "jemalloc", "fixed"),
+        (Process(on_gpu=True), "cuda", "torch", "fatal"),
+        (Process(with_grpc=True), "grpc", "grpcio", "warning"),
+        (Process(in_loop=True), "event loop", "asyncio", "fatal"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_each_is_named_with_its_owner(scene: Scene, kind: str, owner: str, severity: str) -> None:
-    """Every kind of hazard has an owner, and a fix to read."""
-    (hazard,) = look(scene)
+def test_each_is_named_with_its_owner(process: Process, kind: str, owner: str, severity: str) -> None:
+    """Every kind of hazard has an owner and a fix."""
+    (hazard,) = find_hazards(process)
     assert (kind, owner, severity) == (hazard.kind, hazard.owner, hazard.severity)
     assert hazard.seen
     assert hazard.fix.endswith(".")
@@ -75,36 +75,36 @@ def test_each_is_named_with_its_owner(scene: Scene, kind: str, owner: str, sever
 
 
 def test_the_worst_comes_first() -> None:
-    """What forbids the fork is read before what is put right."""
-    scene = Scene(python=[("poller", "app.poll")], jemalloc=True, on_gpu=True)
-    assert ["fatal", "warning", "fixed"] == [hazard.severity for hazard in look(scene)]
+    """A hazard that forbids the fork is listed before one that is repaired."""
+    process = Process(python=[("poller", "app.poll")], jemalloc=True, on_gpu=True)
+    assert ["fatal", "warning", "fixed"] == [hazard.severity for hazard in find_hazards(process)]
 
 
-def test_our_own_threads_are_none() -> None:
-    """Modelguard's threads hold no lock while the process forks, and start anew in the child."""
-    assert () == look(Scene(python=[("modelguard-keeper", "modelguard.lifecycle._ticker.Ticker._run")]))
+def test_our_own_threads_are_not_hazards() -> None:
+    """Modelguard's threads hold no lock while the process forks, and start again in the child."""
+    assert () == find_hazards(Process(python=[("modelguard-keeper", "modelguard.lifecycle._ticker.Ticker._run")]))
 
 
-def test_native_threads_without_openmp_are_none() -> None:
-    """OpenBLAS ends its threads before a fork by itself; without OpenMP nothing else is known to hang."""
-    assert () == look(Scene(native=["python", "python"]))
+def test_native_threads_without_openmp_are_not_hazards() -> None:
+    """OpenBLAS ends its threads before a fork by itself; only pools of OpenMP are known to hang."""
+    assert () == find_hazards(Process(native=["python", "python"]))
 
 
 class TestThisProcess:
-    def test_tells_its_python_threads(self) -> None:
-        """Each other thread is told with what it runs."""
+    def test_lists_its_python_threads(self) -> None:
+        """Each other thread is listed with the function that it runs."""
         over = threading.Event()
         thread = threading.Thread(target=over.wait, name="poller")
         thread.start()
         try:
-            assert ("poller", "threading.Event.wait") in Here().python_threads()
-            assert threading.current_thread().name not in [name for name, _ in Here().python_threads()]
+            assert ("poller", "threading.Event.wait") in ThisProcess().python_threads()
+            assert threading.current_thread().name not in [name for name, _ in ThisProcess().python_threads()]
         finally:
             over.set()
             thread.join()
 
-    def test_tells_a_thread_by_its_class(self) -> None:
-        """A thread that is a class of its own, without a target, is told by that class."""
+    def test_names_a_thread_by_its_class(self) -> None:
+        """A thread of a subclass, without a target, is named by that class."""
 
         class Poller(threading.Thread):
             def run(self) -> None:
@@ -114,35 +114,35 @@ class TestThisProcess:
         thread = Poller(name="own")
         thread.start()
         try:
-            (where,) = [where for name, where in Here().python_threads() if name == "own"]
+            (where,) = [where for name, where in ThisProcess().python_threads() if name == "own"]
             assert where.endswith("Poller")
         finally:
             over.set()
             thread.join()
 
-    def test_knows_a_running_loop(self) -> None:
-        """A coroutine runs on a loop; a plain function does not."""
+    def test_recognises_a_running_loop(self) -> None:
+        """A coroutine runs in an event loop; a plain function does not."""
 
-        async def asked() -> bool:
-            return Here().loop()
+        async def inside() -> bool:
+            return ThisProcess().runs_event_loop()
 
-        assert asyncio.run(asked())
-        assert not Here().loop()
+        assert asyncio.run(inside())
+        assert not ThisProcess().runs_event_loop()
 
-    def test_asks_torch_only_if_it_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """CUDA is asked for by torch's own word, and torch is never imported for it."""
+    def test_asks_torch_only_if_it_is_imported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Torch itself reports whether it uses CUDA, and is never imported for that."""
         monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True)))
-        assert Here().cuda()
+        assert ThisProcess().uses_cuda()
         monkeypatch.delitem(sys.modules, "torch")
-        assert not Here().cuda()
+        assert not ThisProcess().uses_cuda()
 
     @pytest.mark.parametrize(("value", "hazard"), [(None, "yes"), ("0", "yes"), ("1", "no"), ("true", "no")])
-    def test_knows_grpc_without_fork_support(
+    def test_recognises_grpc_without_fork_support(
         self, monkeypatch: pytest.MonkeyPatch, value: str | None, hazard: str
     ) -> None:
-        """GRPC is a hazard unless its variable says that it shall support forks."""
+        """GRPC is a hazard unless its variable enables support for forks."""
         monkeypatch.setitem(sys.modules, "grpc._cython.cygrpc", SimpleNamespace())
         monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
         if value is not None:
             monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", value)
-        assert (hazard == "yes") == Here().grpc()
+        assert (hazard == "yes") == ThisProcess().has_unsafe_grpc()

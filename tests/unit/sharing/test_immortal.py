@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from tests.unit.sharing.immortals import Slotted, is_immortal, needs_immortals, text
 
+from modelguard import prefork
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.sharing import immortal
-from modelguard.sharing.immortal import immortalize
+from modelguard.prefork import immortalize
 
 
 class Entry:
@@ -31,25 +31,25 @@ class Entry:
         self.parts = [number * 10_000 + 7, (number + 0.25, text(number))]
 
 
-# What is refused
+# What is rejected
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python may have immortal objects")
 def test_before_3_12_there_are_no_immortal_objects() -> None:
-    """On 3.11 the query says why, and the call raises it."""
-    assert "the first with immortal objects is 3.12" in str(immortal.supported())
+    """On 3.11 the check gives the reason, and the call raises it."""
+    assert "the first with immortal objects is 3.12" in str(prefork.immortalize_unsupported())
     with pytest.raises(NotSupported, match=r"making objects immortal is not supported here: CPython 3\.11 writes"):
         immortalize([1])
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5, "9"])
-def test_a_limit_that_makes_no_sense_is_refused(limit: Any) -> None:
+def test_an_invalid_limit_is_rejected(limit: Any) -> None:
     """A limit is a whole number of objects."""
-    with pytest.raises(InvalidOption, match="it is not a whole number of at least 1"):
+    with pytest.raises(InvalidOption, match="must be a whole number of at least 1"):
         immortalize([1], limit=limit)
 
 
-def test_nothing_to_make_immortal_is_refused() -> None:
+def test_nothing_to_make_immortal_is_rejected() -> None:
     """A call without roots is a mistake."""
     with pytest.raises(InvalidOption, match="there is nothing to make immortal"):
         immortalize()
@@ -111,7 +111,7 @@ def test_the_walk_sees_into_every_container(make: Callable[[str], object]) -> No
 
 @needs_immortals
 def test_attributes_are_reached_in_whichever_form_they_are_kept() -> None:
-    """CPython keeps attributes without a dict until somebody asks for ``__dict__``."""
+    """CPython keeps attributes without a dict until ``__dict__`` is used; both forms are reached."""
     plain, asked, unpickled = Entry(4), Entry(5), pickle.loads(pickle.dumps(Entry(6)))
     assert {"name", "parts"} == set(asked.__dict__)
     immortalize(plain, asked, unpickled)
@@ -120,7 +120,7 @@ def test_attributes_are_reached_in_whichever_form_they_are_kept() -> None:
 
 @needs_immortals
 def test_circles_and_depth_end() -> None:
-    """A graph that leads back to itself, and one of a hundred thousand steps, are walked to their end."""
+    """Circles and a chain of a hundred thousand objects are walked to their end."""
     deep: list[Any] = []
     bottom = deep
     for _ in range(100_000):
@@ -133,7 +133,7 @@ def test_circles_and_depth_end() -> None:
 
 @needs_immortals
 def test_objects_in_numpy_arrays_are_reached() -> None:
-    """Numpy does not show the garbage collector what an array of objects holds; it is asked itself."""
+    """Numpy hides the elements of an object array from the garbage collector; they are reached nevertheless."""
     numpy = pytest.importorskip("numpy")
     leaf, other = text(5), text(6)
     model = {"flat": numpy.array([leaf, None], dtype=object), "square": numpy.array([[other] * 2] * 2, dtype=object).T}
@@ -162,8 +162,8 @@ def test_what_is_immortal_already_is_left_alone() -> None:
 
 
 @needs_immortals
-def test_sizes_are_told_without_running_the_models_code() -> None:
-    """A class's own ``__sizeof__`` is not asked: it may fail, or walk the whole model."""
+def test_sizes_are_taken_without_running_the_models_code() -> None:
+    """A class's own ``__sizeof__`` is not called: it may fail, or walk the whole model."""
 
     class Rude:
         def __sizeof__(self) -> int:
@@ -179,7 +179,7 @@ def test_sizes_are_told_without_running_the_models_code() -> None:
 
 @needs_immortals
 def test_an_immortal_model_behaves_as_before() -> None:
-    """It is equal, copied, pickled, changed and iterated as any other; copies are mortal."""
+    """It is compared, copied, pickled, changed and iterated as any other; copies are mortal."""
     model = {text(number): Entry(number) for number in range(50)}
     before = pickle.dumps(model)
     immortalize(model)
@@ -202,7 +202,7 @@ def test_an_immortal_model_behaves_as_before() -> None:
 
 @needs_immortals
 def test_what_is_dropped_after_a_change_is_freed_if_it_is_mortal() -> None:
-    """Only what was there when it was made immortal stays for ever; what comes later comes and goes."""
+    """Only objects that were made immortal stay for ever; later ones are freed."""
     model: list[Any] = [Slotted(1)]
     first = weakref.ref(model[0])
     immortalize(model)

@@ -26,8 +26,8 @@ CPYTHON = Build(implementation="cpython", version=(3, 13), pointer_bytes=8, free
         ({"pointer_bytes": 4}, "CPython 3.13 is not a 64-bit build"),
     ],
 )
-def test_what_is_not_known_to_work_is_refused(build: dict[str, Any], reason: str) -> None:
-    """A build whose reference counts are not known to be where we write is refused, with the reason."""
+def test_unknown_builds_are_rejected(build: dict[str, Any], reason: str) -> None:
+    """A build with an unknown layout of reference counts is rejected, with the reason."""
     said = _refcounts.unsupported(dataclasses.replace(CPYTHON, **build))
     assert said is not None
     assert said.startswith(reason)
@@ -52,16 +52,16 @@ def test_this_interpreter_is_described() -> None:
 
 @needs_immortals
 def test_the_self_test_passes_where_counts_are_as_expected() -> None:
-    """With the right count the private object is immortal, which is what the verdict stands on."""
+    """With the right count the private object becomes immortal."""
     assert None is _refcounts.self_test(_refcounts.memory(), _refcounts.value(sys.version_info[:2]))
 
 
 @needs_immortals
 @pytest.mark.parametrize("count", [5, 1 << 20])
-def test_the_self_test_finds_a_count_that_is_counted_still(count: int) -> None:
-    """A count that CPython goes on changing is no immortal one."""
+def test_the_self_test_finds_a_count_that_still_changes(count: int) -> None:
+    """A count that CPython continues to change is not immortal."""
     said = _refcounts.self_test(_refcounts.memory(), count)
-    assert "an object with the immortal reference count is counted still" == said
+    assert "an object with the immortal reference count is still counted" == said
 
 
 @needs_immortals

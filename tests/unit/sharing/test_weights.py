@@ -1,4 +1,4 @@
-"""Published arrays, and the doors to publishing and loading."""
+"""Published arrays, and the functions that publish and load."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from modelguard import weights
 from modelguard.errors import InvalidOption, NotSupported, PublishFailed, WeightsMissing, WeightsRefused
-from modelguard.sharing import _mapped, weights
+from modelguard.sharing import _mapped
 from modelguard.sharing._mapped import Block
 
 np = pytest.importorskip("numpy")
@@ -21,7 +22,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def same(model: Any) -> Any:
-    """A build that wants the arrays as they are."""
+    """A build that returns its argument."""
     return model
 
 
@@ -72,10 +73,10 @@ class TestArrays:
             {1: np.ones(3)},
             np.ma.masked_array([1, 2], [True, False]),
         ],
-        ids=["objects", "objects in a mapping", "names that are no text", "masked"],
+        ids=["objects", "objects in a mapping", "names that are not text", "masked"],
     )
-    def test_that_a_file_cannot_hold_whole_are_refused(self, path: Path, source: Any) -> None:
-        """Arrays that would need a pickle, or would lose something, are refused before anything is written."""
+    def test_that_a_file_cannot_hold_are_rejected(self, path: Path, source: Any) -> None:
+        """Arrays that would need a pickle, or would lose something, are rejected before anything is written."""
         with pytest.raises(InvalidOption, match="source"):
             weights.publish(source, path)
         assert not path.exists()
@@ -88,14 +89,14 @@ class TestPublish:
         ids=["None", "a number", "text", "an empty mapping", "a list", "numbers", "arrays and numbers"],
     )
     def test_refuses_what_cannot_be_mapped(self, path: Path, source: Any) -> None:
-        """What no format can map is refused with what can be given instead."""
+        """The error for an object that no format can map says what to give instead."""
         with pytest.raises(InvalidOption, match="allow_pickle=True"):
             weights.publish(source, path)
         with pytest.raises(InvalidOption, match="allow_pickle=True"):
             weights.publish(lambda: source, path, key="a")
 
-    def test_tells_what_is_current(self, path: Path) -> None:
-        """The answer has version, size and hash, and can be asked for later."""
+    def test_describes_what_is_current(self, path: Path) -> None:
+        """The result has version, size and hash, also later."""
         published = weights.publish(np.ones(1000), path, key="2026-11")
         assert (1, "numpy", "2026-11", True, path) == (
             published.version,
@@ -108,7 +109,7 @@ class TestPublish:
         later = weights.current(path)
         assert (published.sha256, published.bytes, False) == (later.sha256, later.bytes, later.fresh)
 
-    def test_makes_nothing_that_is_there(self, path: Path) -> None:
+    def test_makes_nothing_twice(self, path: Path) -> None:
         """A function is called only if what is published has another key."""
         make = Makes(np.ones(9))
         found = [weights.publish(make, path, key=key) for key in ("a", "a", "b")]
@@ -120,20 +121,20 @@ class TestPublish:
         )
         assert 3 == make.calls
 
-    def test_makes_anew_what_is_broken(self, path: Path) -> None:
-        """What is there under the key but truncated is made and published again."""
+    def test_makes_again_what_is_broken(self, path: Path) -> None:
+        """A truncated version with the same key is made and published again."""
         make = Makes(np.ones(9))
         folder = next(weights.publish(make, path, key="a").path.with_name("net.d").glob("0*"))
         (folder / "0.npy").write_bytes(b"")
         assert (True, 2) == (weights.publish(make, path, key="a").fresh, make.calls)
 
-    def test_wants_a_key_for_a_function(self, path: Path) -> None:
-        """Without a key, old weights would be served for ever: that is refused, with what to write."""
+    def test_needs_a_key_for_a_function(self, path: Path) -> None:
+        """Without a key, old weights would be served for ever; the error says what to write."""
         with pytest.raises(InvalidOption, match="key='2026-11'"):
             weights.publish(lambda: np.ones(3), path)
 
     def test_passes_on_what_the_function_raises(self, path: Path) -> None:
-        """A failing checkpoint is the caller's own error, and the next publisher has its turn."""
+        """The error of a failing function reaches the caller, and the next publisher can publish."""
 
         def fail() -> Any:
             raise OSError("no checkpoint")
@@ -143,40 +144,40 @@ class TestPublish:
         assert weights.publish(Makes(np.ones(3)), path, key="a").fresh
 
     @pytest.mark.parametrize("key", ["", 3, b"a"])
-    def test_refuses_a_key_that_is_no_name(self, path: Path, key: Any) -> None:
+    def test_rejects_an_invalid_key(self, path: Path, key: Any) -> None:
         """A key is text."""
         with pytest.raises(InvalidOption, match="key="):
             weights.publish(np.ones(3), path, key=key)
 
     @pytest.mark.parametrize("path", ["", "/", b"net", 3, None])
-    def test_refuses_a_path_that_is_none(self, path: Any) -> None:
-        """All doors refuse a path that names no file."""
-        for door in (lambda: weights.publish(np.ones(3), path), lambda: weights.current(path)):
+    def test_rejects_an_invalid_path(self, path: Any) -> None:
+        """Every function rejects a path that is not that of a file."""
+        for call in (lambda: weights.publish(np.ones(3), path), lambda: weights.current(path)):
             with pytest.raises(InvalidOption, match="path="):
-                door()
+                call()
         with pytest.raises(InvalidOption, match="path="):
             weights.load(same, path)
 
     def test_says_where_the_folder_is_missing(self, tmp_path: Path) -> None:
-        """Folders are not made on the way: a slip in the path is found out."""
-        with pytest.raises(PublishFailed, match="Make the folder"):
+        """Missing folders are not created, so that a typo in the path is noticed."""
+        with pytest.raises(PublishFailed, match="Create the folder"):
             weights.publish(np.ones(3), tmp_path / "missing" / "net")
 
 
 class TestLoad:
     def test_needs_something_published(self, path: Path) -> None:
-        """Without weights there is an error that says what to call."""
+        """Without weights the error names the function to call."""
         with pytest.raises(WeightsMissing, match="publish"):
             weights.load(same, path)
 
     @pytest.mark.parametrize("build", [None, 3, "Net"])
-    def test_refuses_a_build_that_cannot_be_called(self, path: Path, build: Any) -> None:
+    def test_rejects_a_build_that_is_not_callable(self, path: Path, build: Any) -> None:
         """Build is a function."""
         with pytest.raises(InvalidOption, match="build="):
             weights.load(build, path)
 
     def test_that_is_overtaken_by_publishers_takes_the_newest(self, path: Path) -> None:
-        """A reader whose version was removed while it was loading begins again, with the newest."""
+        """A reader whose version was removed during the load starts again, with the newest."""
         weights.publish(np.zeros(3), path)
         calls: list[float] = []
 
@@ -190,8 +191,8 @@ class TestLoad:
 
         assert (2, [0, 2]) == (weights.load(build, path), calls)
 
-    def test_passes_on_that_build_misses_a_file(self, path: Path) -> None:
-        """A file of its own that build does not find is not a reason to begin again."""
+    def test_passes_on_that_build_does_not_find_a_file(self, path: Path) -> None:
+        """A file of its own that build does not find is no reason to start again."""
         weights.publish(np.zeros(3), path)
         calls = []
 
@@ -204,7 +205,7 @@ class TestLoad:
         assert [1] == calls
 
     def test_of_an_unknown_kind_is_refused(self, path: Path) -> None:
-        """What a newer modelguard has published is refused by name."""
+        """Weights of a newer modelguard are rejected, with their kind."""
         weights.publish(np.ones(3), path)
         path.write_text(path.read_text().replace('"numpy"', '"newer"'))
         with pytest.raises(WeightsRefused, match="'newer' is unknown"):
@@ -232,7 +233,7 @@ class TestPickles:
         assert isinstance(found["trees"][0], np.memmap)
 
     def test_are_loaded_only_when_allowed(self, path: Path, model: Any) -> None:
-        """A pickle runs code, so nobody gets one who has not asked for it."""
+        """A pickle runs code, so it is loaded only with allow_pickle."""
         weights.publish(lambda: model, path, key="a", allow_pickle=True)
         with pytest.raises(WeightsRefused, match="runs whatever code it holds"):
             weights.load(same, path)
@@ -246,23 +247,24 @@ class TestPickles:
         with pytest.raises(WeightsRefused, match="content has changed"):
             weights.load(same, path, allow_pickle=True)
 
-    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is mapped is told by /proc")
+    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc shows what is mapped")
     def test_without_arrays_are_refused(self, path: Path) -> None:
-        """An object of which nothing can be mapped would be one copy per process: load says so."""
+        """An object that cannot be mapped would be one copy per process; load gives an error."""
         weights.publish({"words": ["one", "two"] * 999}, path, allow_pickle=True)
         with pytest.raises(WeightsRefused, match="are mapped") as caught:
             weights.load(same, path, allow_pickle=True)
         assert "forked workers" in caught.value.fix
 
     def test_need_joblib(self, path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Without joblib the error says what is missing, and nothing is published."""
+        """Without joblib the error says what to install, and nothing is published."""
         monkeypatch.setitem(sys.modules, "joblib", None)
-        with pytest.raises(NotSupported, match="joblib is not installed"):
+        monkeypatch.delitem(sys.modules, "modelguard.adapters._joblib_weights", raising=False)
+        with pytest.raises(NotSupported, match="joblib is not installed; pip install joblib"):
             weights.publish(model, path, allow_pickle=True)
         assert not path.exists()
 
 
-class TestTheProof:
+class TestMappedData:
     FILE = Path("/srv/net.d/000001-aaaaaaaaaaaa/weights.pt")
     MAPS = """\
 7f0000000000-7f0000001000 rw-p 00000000 fe:00 42      {file}
@@ -273,23 +275,24 @@ class TestTheProof:
 """
 
     @pytest.fixture(params=["", " (deleted)"], ids=["there", "removed"])
-    def maps(self, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-        maps = tmp_path / "maps"
+    def root(self, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+        maps = tmp_path / "proc" / "self" / "maps"
+        maps.parent.mkdir(parents=True)
         maps.write_text(self.MAPS.format(file=f"{self.FILE}{request.param}"))
-        return maps
+        return tmp_path
 
     @pytest.mark.parametrize(("start", "size"), [(0x0, 0x1000), (0xFF0, 0x2000), (0x3FFF, 1), (0x9000, 0)])
-    def test_data_in_the_mapping_is_accepted(self, maps: Path, start: int, size: int) -> None:
-        """Data may span parts of the mapping, and the file may be gone by now; what is empty lies anywhere."""
-        _mapped.require([Block("w", 0x7F0000000000 + start, size)], [self.FILE], fix="Do.", maps=maps)
+    def test_data_in_the_mapping_is_accepted(self, root: Path, start: int, size: int) -> None:
+        """Data may span parts of the mapping, and the file may be gone by now; empty data may be anywhere."""
+        _mapped.require([Block("w", 0x7F0000000000 + start, size)], [self.FILE], fix="Do.", root=root)
 
     @pytest.mark.parametrize(("start", "size"), [(0xA000, 8), (0x3FFF, 2), (0xC000, 8), (0x8000, 8)])
-    def test_data_elsewhere_is_refused(self, maps: Path, start: int, size: int) -> None:
-        """Data in other memory, beyond the end, in another version, or where writes reach the file is refused."""
+    def test_data_elsewhere_is_refused(self, root: Path, start: int, size: int) -> None:
+        """Data in other memory, beyond the end, in another version, or where writes reach the file is rejected."""
         with pytest.raises(WeightsRefused, match=r"own copy: w\. Do\."):
-            _mapped.require([Block("w", 0x7F0000000000 + start, size)], [self.FILE], fix="Do.", maps=maps)
+            _mapped.require([Block("w", 0x7F0000000000 + start, size)], [self.FILE], fix="Do.", root=root)
 
-    def test_where_nothing_tells_nothing_is_refused(self, tmp_path: Path) -> None:
-        """Without /proc, as on macOS, load does without the proof."""
-        _mapped.require([Block("w", 1, 8)], [self.FILE], fix="Do.", maps=tmp_path / "missing")
-        assert _mapped.mapped_bytes(self.FILE, maps=tmp_path / "missing") is None
+    def test_without_proc_everything_is_accepted(self, tmp_path: Path) -> None:
+        """Without /proc, as on macOS, load skips the check."""
+        _mapped.require([Block("w", 1, 8)], [self.FILE], fix="Do.", root=tmp_path)
+        assert _mapped.mapped_bytes(self.FILE, root=tmp_path) is None

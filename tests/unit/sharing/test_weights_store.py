@@ -1,4 +1,4 @@
-"""Published versions: private, whole or not at all, and refused when they are not what was published."""
+"""Published versions: private, complete, and rejected when they differ from what was published."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 
 from modelguard.errors import NotSupported, PublishFailed, WeightsMissing, WeightsRefused
 from modelguard.lifecycle._fingerprints import fingerprint
-from modelguard.sharing import _manifest, _store
-from modelguard.sharing._manifest import Manifest
-from modelguard.sharing._store import Store
-from modelguard.sharing.formats import Create
+from modelguard.sharing import _weights_manifest, _weights_store
+from modelguard.sharing._weights_formats import Create
+from modelguard.sharing._weights_manifest import Manifest
+from modelguard.sharing._weights_store import WeightsStore
 
 
 class Raw:
@@ -41,16 +41,18 @@ class Raw:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "net")
+def store(tmp_path: Path) -> WeightsStore:
+    return WeightsStore(tmp_path / "net")
 
 
-def publish(store: Store, content: bytes, key: str | None = None, form: Raw | None = None) -> tuple[Manifest, bool]:
+def publish(
+    store: WeightsStore, content: bytes, key: str | None = None, form: Raw | None = None
+) -> tuple[Manifest, bool]:
     with store.turn(0):
         return store.write(form or Raw(), content, key=key)
 
 
-def data_of(store: Store) -> Path:
+def data_of(store: WeightsStore) -> Path:
     """The one file of the current version."""
     return store.data / store.current().folder / "data.bin"
 
@@ -60,13 +62,13 @@ def below(folder: Path) -> list[str]:
 
 
 class TestPublishing:
-    def test_counts_versions(self, store: Store) -> None:
+    def test_counts_versions(self, store: WeightsStore) -> None:
         """Each publication has a higher number, and the newest is current."""
         found = [publish(store, content)[0] for content in (b"one", b"two", b"three")]
         assert [1, 2, 3] == [manifest.version for manifest in found]
         assert (found[-1], b"three") == (store.current(), data_of(store).read_bytes())
 
-    def test_is_for_its_user_alone(self, store: Store) -> None:
+    def test_is_for_its_user_alone(self, store: WeightsStore) -> None:
         """Others can neither read nor write what is published, whatever the umask."""
         before = os.umask(0)
         try:
@@ -78,34 +80,34 @@ class TestPublishing:
         folders = {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_dir()}
         assert ({0o600}, {0o700}) == (modes, folders)
 
-    def test_the_same_content_is_not_written_twice(self, store: Store) -> None:
-        """Who publishes what is current already changes nothing, so nobody reloads."""
+    def test_the_same_content_is_not_written_twice(self, store: WeightsStore) -> None:
+        """Publishing the current content again changes nothing, so no process reloads."""
         first, fresh = publish(store, b"one")
         before = fingerprint(store.path)
         again, freshly = publish(store, b"one")
         assert (True, False, first, before) == (fresh, freshly, again, fingerprint(store.path))
 
-    def test_the_same_content_under_another_key_is_the_same_version(self, store: Store) -> None:
-        """A new name for the same content is written down, and the data stays."""
+    def test_the_same_content_under_another_key_is_the_same_version(self, store: WeightsStore) -> None:
+        """The new key of the same content is stored, and the data stays."""
         first, _ = publish(store, b"one", "a")
         again, fresh = publish(store, b"one", "b")
         assert (False, "b", "b", first.folder) == (fresh, again.key, store.current().key, store.current().folder)
 
-    def test_keeps_the_version_before_and_no_older_one(self, store: Store) -> None:
+    def test_keeps_the_version_before_and_no_older_one(self, store: WeightsStore) -> None:
         """A reader that has just read the old manifest still finds its files; the disk does not fill."""
         folders = [publish(store, content)[0].folder for content in (b"one", b"two", b"three", b"four")]
         assert [*folders[-2:], "reload.lock"] == sorted(entry.name for entry in store.data.iterdir())
 
-    def test_leaves_what_is_not_its_own(self, store: Store) -> None:
-        """Files that somebody else keeps in the data folder are not removed."""
+    def test_leaves_other_files_alone(self, store: WeightsStore) -> None:
+        """Other files in the data folder are not removed."""
         publish(store, b"one")
         (store.data / "notes").mkdir()
         publish(store, b"two")
         publish(store, b"three")
         assert (store.data / "notes").is_dir()
 
-    def test_is_seen_by_modified_once(self, store: Store) -> None:
-        """The path changes with each publication, and by nothing that goes on in the data folder."""
+    def test_is_seen_by_modified_once(self, store: WeightsStore) -> None:
+        """The path changes with each publication, and with nothing else in the data folder."""
         publish(store, b"one")
         seen = {fingerprint(store.path)}
         (store.data / "new").mkdir()
@@ -114,15 +116,15 @@ class TestPublishing:
         seen.add(fingerprint(store.path))
         assert 2 == len(seen)
 
-    def test_heals_a_broken_version(self, store: Store) -> None:
-        """What is truncated is not taken for published, even if the same content is published again."""
+    def test_replaces_a_broken_version(self, store: WeightsStore) -> None:
+        """A truncated version does not count as published; the same content is written again."""
         publish(store, b"one")
         data_of(store).write_bytes(b"o")
         manifest, fresh = publish(store, b"one")
         assert (True, 2, b"one") == (fresh, manifest.version, data_of(store).read_bytes())
 
-    def test_sweeps_up_after_a_publisher_that_was_killed(self, store: Store) -> None:
-        """What a killed publisher left half written is removed by the next one."""
+    def test_cleans_up_after_a_publisher_that_was_killed(self, store: WeightsStore) -> None:
+        """The next publisher removes what a killed one has left half written."""
         store.data.mkdir(mode=0o700)
         (store.data / "new").mkdir()
         (store.data / "new" / "data.bin").write_bytes(b"half")
@@ -133,12 +135,12 @@ class TestPublishing:
 
 class TestPublishingThatFails:
     @pytest.fixture
-    def before(self, store: Store) -> list[str]:
+    def before(self, store: WeightsStore) -> list[str]:
         publish(store, b"one")
         return below(store.path.parent)
 
     @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES])
-    def test_in_the_middle_of_the_data_changes_nothing(self, store: Store, before: list[str], code: int) -> None:
+    def test_in_the_middle_of_the_data_changes_nothing(self, store: WeightsStore, before: list[str], code: int) -> None:
         """On a full disk the old version stays current, nothing half written is left, and the error says why."""
         with pytest.raises(PublishFailed) as caught:
             publish(store, b"two", form=Raw(OSError(code, os.strerror(code))))
@@ -150,7 +152,7 @@ class TestPublishingThatFails:
 
     @pytest.mark.parametrize("step", ["rename", "replace"])
     def test_at_the_last_step_changes_nothing(
-        self, store: Store, before: list[str], monkeypatch: pytest.MonkeyPatch, step: str
+        self, store: WeightsStore, before: list[str], monkeypatch: pytest.MonkeyPatch, step: str
     ) -> None:
         """The same if the finished version cannot be put into its place."""
 
@@ -163,21 +165,21 @@ class TestPublishingThatFails:
                 publish(store, b"two")
         assert (before, b"one") == (below(store.path.parent), data_of(store).read_bytes())
 
-    def test_by_an_interrupt_changes_nothing(self, store: Store, before: list[str]) -> None:
+    def test_by_an_interrupt_changes_nothing(self, store: WeightsStore, before: list[str]) -> None:
         """Ctrl-C leaves nothing behind either, and passes."""
         with pytest.raises(KeyboardInterrupt):
             publish(store, b"two", form=Raw(KeyboardInterrupt()))
         assert before == below(store.path.parent)
 
-    def test_leaves_the_turn_to_the_next(self, store: Store) -> None:
+    def test_leaves_the_turn_to_the_next(self, store: WeightsStore) -> None:
         """After a failure the next publisher is not held up."""
         with pytest.raises(PublishFailed):
             publish(store, b"one", form=Raw(OSError(errno.ENOSPC, "full")))
         assert publish(store, b"one")[1]
 
     @pytest.mark.parametrize("kind", ["missing folder", "file in the way of the folder", "file in the way of the data"])
-    def test_for_want_of_a_place_says_where(self, tmp_path: Path, kind: str) -> None:
-        """A place that cannot be published to is named, with what to do."""
+    def test_without_a_usable_folder_names_it(self, tmp_path: Path, kind: str) -> None:
+        """The error names a folder that cannot be used, and a fix."""
         path = tmp_path / "folder" / "net"
         if kind == "file in the way of the folder":
             path.parent.touch()
@@ -185,115 +187,115 @@ class TestPublishingThatFails:
             path.parent.mkdir()
             Path(f"{path}.d").touch()
         with pytest.raises((PublishFailed, WeightsRefused), match=str(tmp_path)) as caught:
-            publish(Store(path), b"one")
+            publish(WeightsStore(path), b"one")
         assert caught.value.fix
 
-    def test_a_link_in_the_place_of_the_data_is_not_followed(self, store: Store, tmp_path: Path) -> None:
-        """Nothing is written to where a link leads."""
+    def test_a_link_in_the_place_of_the_data_is_not_followed(self, store: WeightsStore, tmp_path: Path) -> None:
+        """Nothing is written to the target of a link."""
         (tmp_path / "trap").mkdir(mode=0o700)
         store.data.symlink_to(tmp_path / "trap")
         with pytest.raises(WeightsRefused):
             publish(store, b"one")
         assert [] == below(tmp_path / "trap")
 
-    def test_another_users_folder_is_not_used(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A data folder that belongs to somebody else is refused."""
+    def test_another_users_folder_is_not_used(self, store: WeightsStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A data folder that belongs to another user is rejected."""
         store.data.mkdir(mode=0o700)
         owner = os.geteuid() + 1000
         os.chown(store.data, owner, -1) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: owner)
         with pytest.raises(WeightsRefused, match="belongs to user"):
             publish(store, b"one")
 
-    def test_windows_is_told_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where there are neither owners nor locks of the kernel, nothing is published or loaded."""
-        monkeypatch.setattr(_store.sys, "platform", "win32")
+    def test_windows_is_not_supported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without file owners and record locks nothing is published or loaded."""
+        monkeypatch.setattr(_weights_store.sys, "platform", "win32")
         with pytest.raises(NotSupported, match="published weights"):
-            Store(tmp_path / "net")
+            WeightsStore(tmp_path / "net")
 
 
 class TestTurns:
-    def test_a_second_publisher_waits_as_long_as_it_was_told(self, store: Store) -> None:
-        """Somebody who publishes for too long is an error that says so, and not a hang: beyond five minutes too."""
+    def test_a_second_publisher_waits_as_long_as_wait_timeout(self, store: WeightsStore) -> None:
+        """A publisher that takes too long gives an error, and not a hang, also beyond five minutes."""
         now = [0.0]
 
         def sleep(seconds: float) -> None:
             now[0] += seconds
 
-        second = Store(store.path, clock=lambda: now[0], sleep=sleep)
+        second = WeightsStore(store.path, clock=lambda: now[0], sleep=sleep)
         for patience in (7, 700):
             now[0] = 0.0
             with store.turn(0), pytest.raises(PublishFailed, match=f"for {patience} s"), second.turn(patience):
                 pass
             assert patience == pytest.approx(now[0], abs=0.1)
 
-    def test_a_second_publisher_has_its_turn_when_the_first_is_done(self, store: Store) -> None:
-        """Who waits goes on as soon as the other has published."""
+    def test_a_second_publisher_has_its_turn_when_the_first_is_done(self, store: WeightsStore) -> None:
+        """A waiting publisher continues as soon as the other has finished."""
         first = store.turn(0)
         first.__enter__()
-        second = Store(store.path, clock=lambda: 0.0, sleep=lambda _: first.__exit__(None, None, None))
+        second = WeightsStore(store.path, clock=lambda: 0.0, sleep=lambda _: first.__exit__(None, None, None))
         with second.turn(1):
             second.write(Raw(), b"two", key=None)
         assert b"two" == data_of(store).read_bytes()
 
-    def test_other_paths_do_not_wait(self, store: Store, tmp_path: Path) -> None:
+    def test_other_paths_do_not_wait(self, store: WeightsStore, tmp_path: Path) -> None:
         """Each path has a turn of its own."""
-        with store.turn(0), Store(tmp_path / "other").turn(0):
+        with store.turn(0), WeightsStore(tmp_path / "other").turn(0):
             pass
 
 
 class TestReading:
     @pytest.fixture
-    def data(self, store: Store) -> Path:
+    def data(self, store: WeightsStore) -> Path:
         publish(store, b"before")
         publish(store, b"weights")
         return data_of(store)
 
-    def refused(self, store: Store) -> WeightsRefused:
+    def refused(self, store: WeightsStore) -> WeightsRefused:
         with pytest.raises(WeightsRefused) as caught:
             store.checked()
         assert caught.value.fix
         return caught.value
 
-    def test_gives_what_was_published(self, store: Store, data: Path) -> None:
-        """A version that nobody touched is current, and its files are as they were."""
+    def test_gives_what_was_published(self, store: WeightsStore, data: Path) -> None:
+        """An unchanged version is current, with its files."""
         manifest, folder = store.checked()
         assert (2, data.parent) == (manifest.version, folder)
 
-    def test_nothing_was_published(self, store: Store) -> None:
-        """A path without weights is a FileNotFoundError that says what to call."""
+    def test_nothing_was_published(self, store: WeightsStore) -> None:
+        """A path without weights gives a FileNotFoundError that names the function to call."""
         with pytest.raises(FileNotFoundError, match=r"weights.publish\(") as caught:
             store.checked()
         assert isinstance(caught.value, WeightsMissing)
 
-    def test_a_truncated_file_is_refused(self, store: Store, data: Path) -> None:
-        """A file that lost its end is not mapped: reading beyond the end would kill the process."""
+    def test_a_truncated_file_is_refused(self, store: WeightsStore, data: Path) -> None:
+        """A truncated file is not mapped: reading beyond its end would kill the process."""
         os.truncate(data, 3)
         assert "truncated: 7 bytes were published and 3 are there" in str(self.refused(store))
 
-    def test_a_longer_file_is_refused(self, store: Store, data: Path) -> None:
-        """Nor is one that grew."""
+    def test_a_longer_file_is_refused(self, store: WeightsStore, data: Path) -> None:
+        """A file that has grown is not mapped either."""
         data.write_bytes(b"weights and more")
         assert "changed" in str(self.refused(store))
 
     @pytest.mark.parametrize("hidden", [False, True])
-    def test_a_changed_file_is_refused(self, store: Store, data: Path, hidden: bool) -> None:  # noqa: FBT001
-        """Other content of the same size is found out, also when the file's time was set back."""
+    def test_a_changed_file_is_refused(self, store: WeightsStore, data: Path, hidden: bool) -> None:  # noqa: FBT001
+        """Other content of the same size is detected, also when the file's time was set back."""
         times = data.stat()
         data.write_bytes(b"wEights")
         if hidden:
             os.utime(data, ns=(times.st_atime_ns, times.st_mtime_ns))
         assert "content has changed" in str(self.refused(store))
 
-    def test_a_replaced_file_is_refused(self, store: Store, data: Path) -> None:
-        """So is another file under the same name."""
+    def test_a_replaced_file_is_refused(self, store: WeightsStore, data: Path) -> None:
+        """Another file under the same name is detected."""
         beside = data.with_suffix(".new")
         beside.write_bytes(b"wEights")
         beside.replace(data)
         assert "content has changed" in str(self.refused(store))
 
     @pytest.mark.parametrize("what", ["path", "data", "folder", "file"])
-    def test_what_others_may_write_to_is_refused(self, store: Store, data: Path, what: str) -> None:
-        """Nothing on the way to the weights may be writable by others."""
+    def test_what_others_may_write_to_is_refused(self, store: WeightsStore, data: Path, what: str) -> None:
+        """No file or folder of the weights may be writable by others."""
         path = {"path": store.path, "data": store.data, "folder": data.parent, "file": data}[what]
         path.chmod(path.stat().st_mode | 0o020)
         error = self.refused(store)
@@ -301,44 +303,44 @@ class TestReading:
 
     @pytest.mark.parametrize("what", ["path", "data", "folder", "file"])
     @pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="only root can give files away")
-    def test_what_belongs_to_another_user_is_refused(self, store: Store, data: Path, what: str) -> None:
-        """Nothing on the way to the weights may belong to somebody else; root's is trusted."""
+    def test_what_belongs_to_another_user_is_refused(self, store: WeightsStore, data: Path, what: str) -> None:
+        """No file or folder of the weights may belong to another user; root is trusted."""
         path = {"path": store.path, "data": store.data, "folder": data.parent, "file": data}[what]
         os.chown(path, 12345, -1)
         error = self.refused(store)
         assert (str(path), "it belongs to user 12345") == (error.path, error.why.partition(",")[0])
 
     @pytest.mark.parametrize("what", ["path", "folder", "file"])
-    def test_links_are_refused(self, store: Store, data: Path, what: str) -> None:
-        """A link could lead anywhere, and somebody else could turn it."""
+    def test_links_are_refused(self, store: WeightsStore, data: Path, what: str) -> None:
+        """A link could lead anywhere, and another user could change it."""
         path = {"path": store.path, "folder": data.parent, "file": data}[what]
         elsewhere = store.path.parent / "elsewhere"
         path.rename(elsewhere)
         path.symlink_to(elsewhere)
         self.refused(store)
 
-    def test_a_pipe_is_not_waited_for(self, store: Store) -> None:
-        """A pipe in the place of the weights is refused at once."""
+    def test_a_pipe_is_not_waited_for(self, store: WeightsStore) -> None:
+        """A pipe instead of the weights is rejected at once."""
         os.mkfifo(store.path)
         assert "of another kind" in str(self.refused(store))
 
     @pytest.mark.parametrize("what", ["folder", "file"])
-    def test_missing_data_is_refused(self, store: Store, data: Path, what: str) -> None:
-        """A manifest without its data, as after copying the path alone, is refused."""
+    def test_missing_data_is_refused(self, store: WeightsStore, data: Path, what: str) -> None:
+        """A manifest without its data, as after copying the path alone, is rejected."""
         data.unlink() if what == "file" else shutil.rmtree(store.data)
         assert "No such file" in str(self.refused(store))
 
     @pytest.mark.parametrize("touch", ["chmod", "utime"])
     def test_the_same_content_is_accepted_whatever_happened_to_its_times(
-        self, store: Store, data: Path, touch: str
+        self, store: WeightsStore, data: Path, touch: str
     ) -> None:
-        """A file that was touched is read again, and serves if its content is what was published."""
+        """A file with new times is read again, and accepted if its content is unchanged."""
         data.chmod(0o400) if touch == "chmod" else os.utime(data)
         assert 2 == store.checked()[0].version
 
-    def test_a_copy_is_accepted(self, store: Store, data: Path, tmp_path: Path) -> None:
-        """Path and data may be copied to another place or machine together."""
-        other = Store(tmp_path / "other")
+    def test_a_copy_is_accepted(self, store: WeightsStore, data: Path, tmp_path: Path) -> None:
+        """Path and data may be copied together to another folder or machine."""
+        other = WeightsStore(tmp_path / "other")
         shutil.copy(store.path, other.path)
         shutil.copytree(store.data, other.data)
         assert store.current() == other.checked()[0]
@@ -347,8 +349,8 @@ class TestReading:
         "text",
         ["", "weights", "[]", "{}", '{"modelguard": 99}', '{"modelguard": 1, "version": 1}', "\0" * 99, '{"modelguard'],
     )
-    def test_a_path_that_is_something_else_is_refused(self, store: Store, text: str) -> None:
-        """A file that modelguard did not write is refused by name, whatever it holds."""
+    def test_a_path_that_is_something_else_is_refused(self, store: WeightsStore, text: str) -> None:
+        """A file that modelguard did not write is rejected, whatever it holds."""
         store.path.write_text(text)
         store.path.chmod(0o600)
         assert "not a file that weights.publish() has written" in str(self.refused(store))
@@ -357,18 +359,18 @@ class TestReading:
         ("entry", "value"),
         [("folder", "../elsewhere"), ("folder", "/etc"), ("files", {"../x": {}}), ("files", []), ("surplus", 1)],
     )
-    def test_a_manifest_never_leads_elsewhere(self, store: Store, data: Path, entry: str, value: object) -> None:
-        """Names in the manifest that could leave the data folder are refused."""
+    def test_a_manifest_never_leads_elsewhere(self, store: WeightsStore, data: Path, entry: str, value: object) -> None:
+        """Names in the manifest that could leave the data folder are rejected."""
         store.path.write_text(json.dumps(json.loads(store.path.read_text()) | {entry: value}))
         self.refused(store)
 
     def test_a_version_that_became_old_while_it_was_checked_gives_way(
-        self, store: Store, data: Path, monkeypatch: pytest.MonkeyPatch
+        self, store: WeightsStore, data: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A reader that is overtaken by publishers takes the newest version instead of failing."""
+        """A reader that is overtaken by publishers uses the newest version instead of failing."""
         overtaken = [store.current()]
         publish(store, b"three")
         publish(store, b"four")
-        read = _manifest.read
-        monkeypatch.setattr(_manifest, "read", lambda path: overtaken.pop() if overtaken else read(path))
+        read = _weights_manifest.read
+        monkeypatch.setattr(_weights_manifest, "read", lambda path: overtaken.pop() if overtaken else read(path))
         assert 4 == store.checked()[0].version

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from modelguard import weights
 from modelguard.errors import InvalidOption, PublishFailed, WeightsMismatch, WeightsRefused
-from modelguard.sharing import weights
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
 
 class Net(nn.Module):  # type: ignore[misc, name-defined]
-    """Has one of each thing that makes mapping hard."""
+    """Has one example of everything that makes mapping hard."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ def published(path: Path) -> Any:
 
 class TestAMappedModule:
     def test_answers_as_the_unmapped_one(self, path: Path, published: Any) -> None:
-        """Every answer is bit for bit the answer of the model that was published."""
+        """The loaded model gives the same answers as the published one, bit for bit."""
         torch.manual_seed(1)  # so that nothing of it is right by chance
         mapped = weights.load(Net, path).eval()
         assert torch.equal(published(INDEX), mapped(INDEX))
 
     def test_is_whole(self, path: Path, published: Any) -> None:
-        """Parameters, buffers and plain tensors are all there, in their types; nothing is left without content."""
+        """Parameters, buffers and plain tensors have their types and their content."""
         mapped = weights.load(Net, path)
         theirs, ours = published.state_dict(), mapped.state_dict()
         assert list(theirs) == list(ours)
@@ -88,7 +88,7 @@ class TestAMappedModule:
         assert mapped.out.weight is mapped.words.weight
 
     def test_holds_no_weights_while_it_is_built(self, path: Path, published: Any) -> None:
-        """Build runs with parameters that take no memory; other tensors are made as always."""
+        """Build runs with parameters that take no memory; other tensors are made as usual."""
         seen = []
 
         def build() -> Any:
@@ -100,14 +100,14 @@ class TestAMappedModule:
         assert [(True, False)] == seen
 
     def test_may_write_to_its_buffers(self, path: Path, published: Any) -> None:
-        """What a forward in training mode writes stays in this process: the file and other models keep theirs."""
+        """What a forward pass in training mode writes stays in this process."""
         mapped, other = weights.load(Net, path), weights.load(Net, path)
         mapped.train()(INDEX)
         assert (1, 0) == (mapped.norm.num_batches_tracked.item(), other.norm.num_batches_tracked.item())
         assert 0 == weights.load(Net, path).norm.num_batches_tracked.item()
 
     def test_never_writes_to_the_file(self, path: Path, published: Any) -> None:
-        """Nor if the application maps its own checkpoints shared."""
+        """That holds even if the application maps its own checkpoints shared."""
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             mapped = weights.load(Net, path)
             assert mmap.MAP_SHARED == torch.serialization.get_default_mmap_options()
@@ -134,7 +134,7 @@ class TestAMappedModule:
 
 class TestBuilding:
     def build(self, constructor: Callable[[Any], None]) -> Callable[[], Any]:
-        """A linear layer that does something more in its constructor."""
+        """A linear layer with additional work in its constructor."""
 
         def build() -> Any:
             model = nn.Linear(4, 4)
@@ -154,7 +154,7 @@ class TestBuilding:
         ids=["a number", "an array", "a list", "a buffer"],
     )
     def test_may_look_at_parameters(self, path: Path, constructor: Callable[[Any], None]) -> None:
-        """A constructor that computes something from its parameters is run with real ones."""
+        """A constructor that computes something from its parameters runs with real ones."""
         model = nn.Linear(4, 4)
         weights.publish(model, path)
         mapped = weights.load(self.build(constructor), path)
@@ -173,7 +173,7 @@ class TestBuilding:
         assert mapped.a is mapped.b
 
     def test_raises_what_the_constructor_raises(self, path: Path, published: Any) -> None:
-        """A failing build is the caller's own error."""
+        """The error of a failing build reaches the caller."""
 
         def build() -> Any:
             raise RuntimeError("no config")
@@ -182,7 +182,7 @@ class TestBuilding:
             weights.load(build, path)
 
     def test_leaves_other_threads_alone(self, path: Path, published: Any) -> None:
-        """A module that another thread makes at the same time has its weights."""
+        """A module that another thread makes at the same time keeps its weights."""
         found = []
 
         def build() -> Any:
@@ -196,12 +196,12 @@ class TestBuilding:
         assert not nn.Linear(2, 2).weight.is_meta
 
     def test_has_to_make_a_module(self, path: Path, published: Any) -> None:
-        """Something else than a module is refused."""
+        """A build that returns something other than a module is rejected."""
         with pytest.raises(InvalidOption, match="build='dict'"):
             weights.load(dict, path)
 
     def test_on_the_meta_device_loses_what_is_in_no_file(self, path: Path) -> None:
-        """A build that leaves tensors without content is refused; which, and what to do, is said."""
+        """A build that leaves tensors without content is rejected; the error names them and the fix."""
 
         def build() -> Any:
             with torch.device("meta"):
@@ -226,7 +226,7 @@ class TestWhatDoesNotFit:
         ids=["shapes", "surplus", "missing", "types"],
     )
     def test_is_refused(self, path: Path, published: Any, build: Callable[[], Any], why: str) -> None:
-        """Weights of another model are refused with the names that do not fit."""
+        """Weights of another model are rejected; the error has the names that do not fit."""
         with pytest.raises(WeightsMismatch, match=why) as caught:
             weights.load(build, path)
         assert isinstance(caught.value, ValueError)
@@ -259,13 +259,13 @@ class TestWhatDoesNotFit:
         ids=["nested", "meta", "sparse", "lazy", "numbers"],
     )
     def test_what_cannot_be_mapped_is_not_published(self, path: Path, source: Any) -> None:
-        """A state dict that is more than plain tensors is refused before anything is written."""
+        """A state dict with anything but plain tensors is rejected before anything is written."""
         with pytest.raises(InvalidOption, match="source="):
             weights.publish(source, path)
         assert not path.exists()
 
     def test_a_pickle_in_the_place_of_weights_is_never_run(self, path: Path, published: Any) -> None:
-        """Torch files are read as plain tensors only: the hash is checked, and then weights_only."""
+        """Torch files are read as plain tensors only: after a check of the hash, with weights_only."""
         (file,) = path.with_name("net.d").glob("*/weights.pt")
         torch.save({"run": print}, file)
         with pytest.raises(WeightsRefused):
@@ -273,7 +273,7 @@ class TestWhatDoesNotFit:
 
 
 def test_a_full_disk_is_told_as_such(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch says when it cannot write is not what the user needs to know."""
+    """The error of a full disk comes from the system, not from torch."""
 
     def full(_state: object, file: Any) -> None:
         try:

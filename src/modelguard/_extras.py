@@ -1,0 +1,50 @@
+"""Libraries that modelguard works with and does not depend on, and how to install each."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from modelguard.errors import NotSupported
+
+__all__ = ["load", "not_installed"]
+
+#: By the name of the package that is imported.
+_COMMANDS = {
+    "joblib": "pip install joblib",
+    "numpy": "pip install numpy",
+    "opentelemetry": "pip install 'modelguard-lifecycle[opentelemetry]'",
+    "prometheus_client": "pip install 'modelguard-lifecycle[prometheus]'",
+    "spacy": "pip install 'modelguard-lifecycle[spacy]'",
+    "torch": "pip install torch --index-url https://download.pytorch.org/whl/cpu (without CUDA), "
+    "or pip install 'modelguard-lifecycle[torch]'",
+}
+
+
+def load(module: str, feature: str) -> Any:
+    """Import a module for the feature that needs it.
+
+    Raises:
+        NotSupported: Its library is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise not_installed(error, feature) from None
+
+
+def not_installed(error: ModuleNotFoundError, feature: str) -> Exception:
+    """Make the error for a library that is not installed.
+
+    Args:
+        error: What the import raised.
+        feature: What needs the library.
+
+    Returns:
+        A :class:`~modelguard.errors.NotSupported` with the command that installs the library; ``error`` itself where
+        something else is missing.
+    """
+    library = (error.name or "").partition(".")[0]
+    if library not in _COMMANDS:
+        return error
+    return NotSupported(feature, reason=f"{library} is not installed; {_COMMANDS[library]}")

@@ -1,0 +1,50 @@
+"""The library that serves ``malloc`` in this process: what it is, what it holds, and how to trim it."""
+
+from __future__ import annotations
+
+from modelguard import _public
+from modelguard.environment._allocator import (
+    AllocatorInfo,
+    AllocatorInForce,
+    detect,
+    in_force,
+    restart_threads,
+    stats,
+    trim,
+)
+from modelguard.environment._allocator_files import check_preload, find
+from modelguard.environment._allocator_kinds import (
+    AllocatorFile,
+    Figures,
+    How,
+    Kind,
+    Library,
+    Problem,
+    ProblemKind,
+    SmallObjects,
+)
+from modelguard.environment._remote import Observed, observe
+
+__all__ = [
+    "AllocatorFile",
+    "AllocatorInForce",
+    "AllocatorInfo",
+    "Figures",
+    "How",
+    "Kind",
+    "Library",
+    "Observed",
+    "Problem",
+    "ProblemKind",
+    "SmallObjects",
+    "check_preload",
+    "detect",
+    "find",
+    "in_force",
+    "observe",
+    "restart_threads",
+    "stats",
+    "trim",
+]
+
+_public.set_module(globals())

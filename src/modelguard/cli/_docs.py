@@ -1,0 +1,136 @@
+"""``modelguard docs``: the pages of the documentation, which are installed with the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+import modelguard
+from modelguard.errors import InvalidOption
+
+USAGE = 2
+
+#: The front page lists the others, which this command does itself.
+_FRONT = "README"
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``modelguard``."""
+    parser = commands.add_parser(
+        "docs",
+        usage="modelguard docs [NAME[#SECTION]]",
+        help="print a page of the documentation, or one section of it",
+        description="Without a name lists the pages. With a name prints the page, with NAME#SECTION one section of "
+        "it, as the doctor's findings name them: modelguard docs doctor#mg101.",
+        epilog="exit status: 0 success, 2 there is no such page or section",
+    )
+    parser.add_argument("page", nargs="?", metavar="NAME[#SECTION]", help="a page from the list, and a heading on it")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    try:
+        text = contents() if options.page is None else read(options.page)
+    except InvalidOption as error:
+        print(f"modelguard docs: {error}", file=sys.stderr)  # noqa: T201
+        return USAGE
+    try:
+        sys.stdout.buffer.write(text.encode())  # the pages are UTF-8, whatever the terminal's locale is
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has closed the pipe, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def contents() -> str:
+    """The list of pages with their titles."""
+    pages = _pages()
+    width = max(map(len, pages))
+    lines = [f"{name:{width}}  {_title(page)}" for name, page in pages.items()]
+    return "\n".join([*lines, "", "modelguard docs NAME prints a page.\n"])
+
+
+def read(reference: str) -> str:
+    """Read a page, or one section of it.
+
+    Args:
+        reference: Its name, and for a section ``#`` and the heading's words in small letters, joined by hyphens.
+
+    Raises:
+        InvalidOption: There is no such page or section.
+    """
+    name, has_section, section = reference.partition("#")
+    pages = _pages()
+    page = pages.get(name.removesuffix(".md"))
+    if page is None:
+        raise _unknown("page", name, pages)
+    text = page.read_text(encoding="utf-8")
+    return _section(text, section) if has_section else text
+
+
+def folder() -> Path:
+    """Where the pages are: in the installed package, or in the source tree that it runs from.
+
+    Raises:
+        InvalidOption: They are in neither.
+    """
+    package = Path(modelguard.__file__).parent
+    for candidate in (package / "docs", package.parents[1] / "docs"):
+        if (candidate / f"{_FRONT}.md").is_file():
+            return candidate
+    why = "this installation of modelguard has no pages"
+    raise InvalidOption("docs", str(package), why=why, fix="Install the wheel, or run from a source tree.")
+
+
+def _pages() -> dict[str, Path]:
+    return {page.stem: page for page in sorted(folder().glob("*.md")) if page.stem != _FRONT}
+
+
+def _title(page: Path) -> str:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return next((line.removeprefix("# ") for line in lines if line.startswith("# ")), page.stem)
+
+
+def _section(text: str, wanted: str) -> str:
+    """From a heading to the next one of the same rank, or of a higher one."""
+    lines = text.splitlines(keepends=True)
+    headings = list(_headings(lines))
+    for place, (start, rank, anchor) in enumerate(headings):
+        if anchor == wanted.lower():
+            end = next((line for line, other, _ in headings[place + 1 :] if other <= rank), len(lines))
+            return "".join(lines[start:end]).rstrip("\n") + "\n"
+    raise _unknown("section", wanted, [anchor for _, _, anchor in headings])
+
+
+def _headings(lines: Iterable[str]) -> Iterator[tuple[int, int, str]]:
+    """The line, rank and anchor of each heading; lines of code are none."""
+    fenced = False
+    seen: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        marks = line.partition(" ")[0]
+        if fenced or not marks or set(marks) != {"#"}:
+            continue
+        anchor = _anchor(line[len(marks) :])
+        count = seen[anchor] = seen.get(anchor, -1) + 1
+        yield number, len(marks), f"{anchor}-{count}" if count else anchor
+
+
+def _anchor(heading: str) -> str:
+    """A heading's anchor, as the sites make it that show Markdown: its words in small letters, joined by hyphens."""
+    words = heading.strip().lower().replace(" ", "-")
+    return "".join(char for char in words if char.isalnum() or char in "-_")
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> InvalidOption:
+    choices = list(known)
+    near = get_close_matches(name.lower(), choices, n=3, cutoff=0.5)
+    listed = " or ".join(map(repr, near))
+    fix = f"Did you mean {listed}?" if near else f"There are: {', '.join(choices)}."
+    return InvalidOption(what, name, why=f"there is no such {what}", fix=fix)

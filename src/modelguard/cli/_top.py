@@ -1,0 +1,153 @@
+"""``modelguard top``: what process trees really hold, read from outside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from modelguard.errors import InvalidOption, ModelGuardError
+
+if TYPE_CHECKING:
+    from modelguard.sharing._reports import TreeReport, TreeWatch
+
+USAGE = 2
+
+#: Seconds between two looks; one takes 50 - 150 ms for each process with torch or spaCy.
+INTERVAL = 2.0
+SHORTEST = 0.1
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``modelguard``."""
+    parser = commands.add_parser(
+        "top",
+        help="show what the processes of a server really hold, and in how many copies",
+        description="Shows for each process of a tree: its share of the memory (PSS), its private memory (USS), how "
+        "much that has grown since the process started and since the first look, and where private memory sits. "
+        "python: arenas of its objects, as far as they can be recognised; heap: what malloc serves; mixed: large "
+        "blocks such as tensors, and arenas that lie beside them; stacks; files. Reads /proc only. RSS counts what "
+        "workers share once for each of them; it is shown last.",
+        epilog="exit status: 0 success, also when interrupted, 2 there is nothing to show",
+    )
+    parser.add_argument(
+        "pid", nargs="?", metavar="PID", help="the top of the tree, default: every tree of Python processes of yours"
+    )
+    parser.add_argument("--once", action="store_true", help="look once and exit")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each look, sizes in bytes")
+    parser.add_argument("--interval", metavar="S", help=f"seconds between two looks, default: {INTERVAL:g}")
+    parser.add_argument("--model-bytes", metavar="SIZE", help="size of one copy of the model, such as '500 MB'")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    try:
+        _run(options)
+    except ModelGuardError as error:
+        return _refuse(str(error))
+    except (ProcessLookupError, PermissionError) as error:
+        return _refuse(str(error.strerror))
+    except BrokenPipeError:  # the reader has closed the pipe, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:  # the usual end of a watch
+        pass
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    from modelguard.cli import _top_view
+
+    interval = _interval(options.interval)
+    look = looker(_pid(options.pid), _model_bytes(options.model_bytes))
+    if options.json:
+        _repeat(look, _print_json, None if options.once else interval)
+    else:
+        with _top_view.choose(sys.stdout, live=not options.once) as show:
+            _repeat(look, show, None if options.once else interval)
+
+
+def looker(pid: int | None, model_bytes: int | str | None) -> Callable[[], list[TreeReport]]:
+    """Make a function that looks at the tree of a process, or at every tree of Python processes of this user."""
+    from modelguard.sharing import _reports
+
+    if pid is not None:
+        watch = _reports.TreeWatch(pid, model_bytes=model_bytes)
+        return lambda: [watch.look()]
+    watches: dict[int, TreeWatch] = {}
+
+    def look() -> list[TreeReport]:
+        found = _reports.python_trees(without=(os.getpid(),))
+        for gone in watches.keys() - found:
+            del watches[gone]
+        trees = []
+        for top in found:
+            if top not in watches:
+                watches[top] = _reports.TreeWatch(top, model_bytes=model_bytes)
+            try:
+                trees.append(watches[top].look())
+            except (ProcessLookupError, PermissionError):  # it has just ended, or hides itself
+                del watches[top]
+        if not trees:
+            raise ProcessLookupError(0, "you run no Python process except this one; give the PID of a server")
+        return sorted(trees, key=lambda tree: tree.pss, reverse=True)
+
+    return look
+
+
+def _repeat(
+    look: Callable[[], list[TreeReport]], show: Callable[[list[TreeReport]], None], interval: float | None
+) -> None:
+    show(look())
+    while interval is not None:
+        time.sleep(interval)
+        show(look())
+
+
+def _print_json(trees: list[TreeReport]) -> None:
+    from modelguard.cli import _top_view
+
+    print(json.dumps(_top_view.as_dict(trees)), flush=True)  # noqa: T201 - the output of the command
+
+
+def _pid(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
+        why = "it is not a process id"
+        raise InvalidOption("PID", text, why=why, fix="Give one, such as that in the server's pidfile.")
+    return int(text)
+
+
+def _interval(text: str | None) -> float:
+    from modelguard import _units
+
+    if text is None:
+        return INTERVAL
+    amount: float | str = text
+    with suppress(ValueError):
+        amount = float(text)
+    interval = _units.seconds(amount, "--interval")
+    if interval < SHORTEST:
+        why = "one look takes longer than that"
+        raise InvalidOption("--interval", text, why=why, fix=f"Give at least {SHORTEST:g} seconds.")
+    return interval
+
+
+def _model_bytes(text: str | None) -> int | None:
+    from modelguard import _units
+
+    if text is None:
+        return None
+    return _units.size(int(text) if re.fullmatch(r"[0-9]{1,18}", text, re.ASCII) else text, "--model-bytes")
+
+
+def _refuse(why: str) -> int:
+    print(f"modelguard top: {why}", file=sys.stderr)  # noqa: T201
+    return USAGE

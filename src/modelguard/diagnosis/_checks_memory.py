@@ -1,0 +1,53 @@
+"""MG3xx: memory limits and swap."""
+
+from __future__ import annotations
+
+from modelguard._units import format_bytes
+from modelguard.diagnosis._facts import Facts
+from modelguard.diagnosis._findings import Check, Evidence
+
+__all__ = ["CHECKS"]
+
+#: Bytes. A few pages in swap that are not needed again do not mean that memory is short.
+_SWAP = 10_000_000
+
+
+def _no_limit(facts: Facts) -> Evidence | None:
+    limit = facts.machine.limit
+    if limit is None or limit.bytes is not None:
+        return None
+    slowed = "" if limit.high is None else f"; memory.high slows it down from {format_bytes(limit.high)} on"
+    seen = f"no cgroup that can be seen from here limits its memory{slowed}"
+    fix = "Give the service a limit: MemoryMax= in its unit, --memory in docker, resources.limits.memory in Kubernetes."
+    return Evidence((seen,), fix, "note")
+
+
+def _swapping(facts: Facts) -> Evidence | None:
+    fix = "Find what grew (MG2xx, MG4xx), add memory to the machine, or give the service a limit and MemorySwapMax=0."
+    swapped = [process for process in facts.processes if process.swap > _SWAP]
+    if swapped:
+        seen = (f"process {process.pid} has {format_bytes(process.swap)} in swap" for process in swapped)
+        return Evidence(tuple(seen), fix)
+    machine = facts.machine.swapped
+    if facts.processes or machine is None or machine <= _SWAP:
+        return None
+    unassigned = f"the machine has {format_bytes(machine)} in swap; their owner is unknown before the service runs"
+    return Evidence((unassigned,), fix, "note")
+
+
+CHECKS = (
+    Check(
+        "MG301",
+        "Nothing limits the service's memory",
+        "Without a limit a service that grows takes the whole machine with it, SSH included, and policies by "
+        "percentage such as MemoryLimit('80%') have no limit to refer to.",
+        _no_limit,
+    ),
+    Check(
+        "MG302",
+        "Swap is in use",
+        "A model is read from end to end for each answer. What is in swap has to be read back page by page, so answers "
+        "take seconds, and a service that grows becomes slow instead of being killed.",
+        _swapping,
+    ),
+)

@@ -1,0 +1,177 @@
+"""MG2xx: caches and threads, and whether their settings took effect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from modelguard._units import format_bytes
+from modelguard.diagnosis._facts import CAPS, Facts, ServiceProcess, Variable
+from modelguard.diagnosis._findings import Check, Evidence, Level
+from modelguard.diagnosis._sources import THREAD_VARIABLES
+
+__all__ = ["CHECKS", "TORCH"]
+
+#: Packages that run their models on torch.
+TORCH = ("torch", "torchaudio", "torchvision", "diffusers", "sentence_transformers", "ultralytics", "whisper")
+#: Packages that start a pool of OpenMP or BLAS threads.
+_POOLS = (*TORCH, "numpy", "scipy", "sklearn")
+
+#: oneDNN reads the first of these under an older name, too.
+_ONEDNN = (CAPS[0], "DNNL_PRIMITIVE_CACHE_CAPACITY")
+_IDEEP = CAPS[1]
+
+#: Bytes that one compiled primitive takes at most, and that other compiled code may take. Measured: 0.65 MB for each
+#: shape of a 1-d convolution (torch 2.13, x86-64); 2 MB with a cap of 8, and 262 MB without one, after 400 shapes.
+_PER_ENTRY, _OTHER_CODE = 2_000_000, 32_000_000
+
+_PRESET = "modelguard run --preset torch-cpu-dynamic -- COMMAND"
+
+
+def _one_cap(facts: Facts) -> Evidence | None:
+    onednn, ideep = facts.last(*_ONEDNN), facts.last(_IDEEP)
+    given = onednn or ideep
+    if given is None or (onednn and ideep) or _applies_something(facts):
+        return None
+    missing = _IDEEP if onednn else _ONEDNN[0]
+    seen = f"{given.where} sets {_written(given)}; {missing} is not set anywhere that could be seen"
+    # ideep's must not be 0, whatever oneDNN's is: see MG205.
+    wanted = "1" if missing == _IDEEP and given.value == "0" else given.value
+    how = f"={wanted}" if wanted else " to the same value"
+    return Evidence((seen,), f"Set {missing}{how} beside it, or use: {_PRESET}")
+
+
+def _crash(facts: Facts) -> Evidence | None:
+    cap = facts.last(_IDEEP)
+    if cap is None or cap.value is None or cap.value.strip() != "0":
+        return None
+    return Evidence((f"{cap.where} sets {_written(cap)}",), f"Set {_IDEEP}=1 or more, or use: {_PRESET}")
+
+
+def _written(variable: Variable) -> str:
+    return variable.name if variable.value is None else f"{variable.name}={variable.value}"
+
+
+def _too_late(facts: Facts) -> Evidence | None:
+    seen = [
+        f"{variable.where} sets {variable.name} after the import of a library that reads it when it is loaded"
+        for variable in facts.named(*THREAD_VARIABLES)
+        if variable.moment == "after import" and not _in_time(facts.named(variable.name))
+    ]
+    cap = facts.last(*_ONEDNN)
+    if cap is not None and cap.moment not in ("exec", "server"):
+        allowed = _allowed(cap)
+        seen += [
+            f"{cap.where} sets {cap.name}={cap.value}, and process {process.pid} holds "
+            f"{format_bytes(process.compiled)} of compiled code, which such a cap does not allow"
+            for process in facts.processes
+            if allowed is not None and process.torch and process.compiled > allowed
+        ]
+    if not seen:
+        return None
+    return Evidence(tuple(seen), f"Set it before the program starts: {_PRESET}")
+
+
+def _no_caps(facts: Facts) -> Evidence | None:
+    if facts.named(*_ONEDNN, _IDEEP) or _applies_something(facts) or _may_use_cuda(facts):
+        return None
+    running = [process for process in facts.processes if process.torch]
+    imported = facts.imported(TORCH)
+    if not running and imported is None:
+        return None
+    seen = [imported] if imported else []
+    seen += [_describe(process) for process in running]
+    seen.append(f"neither {CAPS[0]} nor {CAPS[1]} is set anywhere that could be seen")
+    grown = any(process.compiled > _OTHER_CODE for process in running)
+    # Where the app's own source was not read, it may set them itself.
+    level: Level = "fault" if facts.app is not None or grown else "note"
+    return Evidence(tuple(seen), f"Start it with: {_PRESET}", level)
+
+
+def _threads(facts: Facts) -> Evidence | None:
+    cpus, workers = facts.machine.cpus, facts.server.workers if facts.server else 1
+    pools = facts.imported(_POOLS) or next((_describe(each) for each in facts.processes if each.torch), None)
+    if cpus is None or workers is None or pools is None:
+        return None
+    threads, by = _threads_of_one(facts)
+    if threads is None or threads * workers <= math.ceil(cpus.count):
+        return None
+    share = max(1, int(cpus.count / workers))
+    seen = f"{workers} worker(s) with {threads} thread(s) each ({by}) on {cpus.count:g} CPU(s) ({cpus.source})"
+    fix = f"Start it with: modelguard run --preset torch-cpu --workers {workers} -- COMMAND (OMP_NUM_THREADS={share})"
+    if threads == 1:
+        fix = f"Run {max(1, int(cpus.count))} worker(s) where the model is what takes the time."
+    return Evidence((seen, pools), fix, "note" if threads == 1 else "fault")
+
+
+def _threads_of_one(facts: Facts) -> tuple[int | None, str]:
+    if facts.app and facts.app.threads is not None:
+        return facts.app.threads, facts.app.threads_by
+    for name in THREAD_VARIABLES:
+        for variable in reversed(_in_time(facts.named(name))):
+            if variable.value and variable.value.isdecimal():
+                return int(variable.value), f"{name} by {variable.where}"
+    return facts.machine.affinity, "one for each CPU that it may run on, the default"
+
+
+def _in_time(variables: Iterable[Variable]) -> list[Variable]:
+    return [variable for variable in variables if variable.moment in ("exec", "server", "app")]
+
+
+def _applies_something(facts: Facts) -> bool:
+    return any(source is not None and source.applies is not None for source in (facts.app, facts.config))
+
+
+def _may_use_cuda(facts: Facts) -> bool:
+    if facts.processes:
+        return any(process.cuda for process in facts.processes)
+    visible = facts.last("CUDA_VISIBLE_DEVICES")
+    return facts.machine.cuda and not (visible is not None and visible.value in ("", "-1"))
+
+
+def _allowed(cap: Variable) -> int | None:
+    return int(cap.value) * _PER_ENTRY + _OTHER_CODE if cap.value and cap.value.isdecimal() else None
+
+
+def _describe(process: ServiceProcess) -> str:
+    code = f" and holds {format_bytes(process.compiled)} of code compiled at run time" if process.compiled else ""
+    return f"process {process.pid} runs torch{code}"
+
+
+CHECKS = (
+    Check(
+        "MG201",
+        "One of the two oneDNN caches is capped, the other is not",
+        "Either cap alone does not hold: 400 lengths through 8 convolutions grew by 339 MB without a cap, by 77 MB "
+        "with oneDNN's alone, and by 319 MB with ideep's alone.",
+        _one_cap,
+    ),
+    Check(
+        "MG202",
+        "A setting came too late",
+        "OpenMP and BLAS libraries read their variables when they are loaded, oneDNN and ideep at their first use. "
+        "What is set afterwards silently does nothing.",
+        _too_late,
+    ),
+    Check(
+        "MG203",
+        "torch runs on CPU without caps for inputs of ever-new shapes",
+        "torch keeps compiled code for up to 1024 shapes and layers, hundreds of MB of it. Where inputs differ in "
+        "length, memory grows with each new length; where all have one shape, this does no harm.",
+        _no_caps,
+    ),
+    Check(
+        "MG204",
+        "More threads than CPUs",
+        "Each worker's pool counts the machine's CPUs, and neither the quota nor the other workers. Threads then wait "
+        "for each other, and with a quota the kernel stops all of them for most of each tenth of a second.",
+        _threads,
+    ),
+    Check(
+        "MG205",
+        "LRU_CACHE_CAPACITY=0 crashes the process",
+        "ideep needs room for at least one entry: torch 2.13 crashes with SIGSEGV at its first convolution on CPU. "
+        "The capacity of oneDNN's own cache may be 0.",
+        _crash,
+    ),
+)

@@ -1,0 +1,272 @@
+"""The library that serves ``malloc`` in this process, and how to make it give free memory back.
+
+Names do not show which one it is: ``LD_PRELOAD`` may be set and not in force, and a package may bring a private copy
+of jemalloc that serves nobody else. So the dynamic linker is asked what ``malloc`` resolves to, and an allocator is
+recognised by the functions of that very file. Functions of any other file are never called: ``malloc_trim`` of a glibc
+that does not serve ``malloc`` does nothing at best.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from modelguard.environment import _memory, _proc
+from modelguard.errors import NotSupported
+
+if TYPE_CHECKING:  # a service that guards a model needs none of them
+    from modelguard.environment._allocator_kinds import Figures, How, Kind, Library, Problem, SmallObjects
+
+__all__ = ["AllocatorInForce", "AllocatorInfo", "detect", "in_force", "restart_threads", "stats", "trim"]
+
+_THREADS = "restarting jemalloc's background threads"
+_TRIMMING = "giving freed memory back to the system"
+_ASKING = "asking which library serves malloc"
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorInForce:
+    """The library that serves ``malloc`` in this process.
+
+    Attributes:
+        kind: Which allocator it is; ``"unknown"`` is musl, a sanitizer, or another one that modelguard does not know.
+        path: Its file, as the dynamic linker names it. For the executable itself this is often just the command.
+    """
+
+    kind: Kind
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorInfo:
+    """The allocator of this process in detail. ``print()`` shows it as text.
+
+    Attributes:
+        kind: Which allocator serves ``malloc``; ``"unknown"`` is musl, a sanitizer, or another one that modelguard
+            does not know.
+        path: Its file.
+        how: ``"preloaded"`` by ``LD_PRELOAD`` or ``/etc/ld.so.preload``, ``"linked"`` to the program as its C library
+            is, or ``"static"``: a part of the program's own file.
+        version: As it reports it, such as ``"5.3.0"``; None if it does not.
+        python: What serves Python's objects of up to 512 bytes in front of ``malloc``; ``PYTHONMALLOC`` chooses it.
+        figures: What it reports of itself; None if it reports nothing.
+        problems: What is not as intended.
+    """
+
+    kind: Kind
+    path: str
+    how: How
+    version: str | None
+    python: SmallObjects
+    figures: Figures | None
+    problems: tuple[Problem, ...]
+
+    def __str__(self) -> str:
+        version = "" if self.version is None else f" {self.version}"
+        lines = [f"malloc: {self.kind}{version}, {self.how} ({self.path})", f"Python's small objects: {self.python}"]
+        if self.figures is not None:
+            lines.append(f"figures: {self.figures}")
+        lines += [f"{problem.kind}: {problem.seen}. {problem.fix}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+def detect(
+    library: Library | None = None, *, root: Path = _proc.ROOT, environ: Mapping[str, str] = os.environ
+) -> AllocatorInfo:
+    """Describe the allocator of this process.
+
+    Args:
+        library: The file that serves ``malloc``. Default: the one that the dynamic linker names.
+        root: The folder that holds ``proc`` and ``etc``.
+        environ: The variables of this process as they are now.
+
+    Returns:
+        The allocator, how it came in, its version, its figures and its problems. Only the file that serves ``malloc``
+        is ever called. Takes about a millisecond, after some 20 for imports the first time; under glibc longer, the
+        more free blocks it keeps.
+
+    Raises:
+        NotSupported: This is not Linux.
+    """
+    # The figures import ctypes, which takes 2 - 3 ms.
+    from modelguard.environment import _allocator_figures, _allocator_problems, _python_objects
+
+    library = library or _malloc_library(_ASKING)
+    kind, function = _kind_and_function(library)
+    process = _allocator_problems.this_process(root)
+    path = process.file_at(library.base) or library.path
+    found = [*_allocator_problems.problems(process, environ, kind, path)]
+    if kind == "jemalloc" and _allocator_figures.background_threads(library, function):
+        found.append(_allocator_problems.background_threads())
+    return AllocatorInfo(
+        kind=kind,
+        path=path,
+        how=_allocator_problems.how(process, environ, path),
+        version=_allocator_figures.version(kind, library, function),
+        python=_python_objects.small_objects(),
+        figures=_allocator_figures.figures(kind, library, function),
+        problems=tuple(found),
+    )
+
+
+def stats(library: Library | None = None) -> Figures:
+    """Read the figures of the allocator that serves ``malloc``.
+
+    Args:
+        library: The file that serves ``malloc``. Default: the one that the dynamic linker names.
+
+    Returns:
+        The figures of the whole process.
+
+    Raises:
+        NotSupported: This is not Linux, or the allocator in force reports no figures: modelguard does not know it, or
+            it is a glibc before 2.33, a jemalloc built without statistics, or a mimalloc before 1.7.
+    """
+    from modelguard.environment import _allocator_figures
+
+    library = library or _malloc_library(_ASKING)
+    kind, function = _kind_and_function(library)
+    found = _allocator_figures.figures(kind, library, function)
+    if found is None:
+        raise NotSupported(
+            "figures of the allocator", reason=f"{kind} ({library.path}) serves malloc and reports no figures"
+        )
+    return found
+
+
+def in_force(library: Library | None = None) -> AllocatorInForce:
+    """Find the library that serves ``malloc``.
+
+    Args:
+        library: The file to recognise. Default: the one that the dynamic linker names.
+
+    Returns:
+        Its kind and path.
+
+    Raises:
+        NotSupported: This is not Linux.
+    """
+    library = library or _malloc_library(_ASKING)
+    return AllocatorInForce(_kind_and_function(library)[0], library.path)
+
+
+def trim(library: Library | None = None, *, private: Callable[[], int] | None = None) -> int:
+    """Give memory that was freed back to the operating system.
+
+    Allocators keep freed memory for the next request. This makes the one in force return it: glibc by
+    ``malloc_trim(0)``, jemalloc by a purge of all arenas, tcmalloc by ``MallocExtension_ReleaseFreeMemory``, mimalloc
+    by ``mi_collect`` (what the calling thread has freed, and some of it only a moment later).
+
+    Args:
+        library: The file that serves ``malloc``. Default: the one that the dynamic linker names.
+        private: Reads private memory in bytes. Default: a fresh :func:`modelguard.memory.private`.
+
+    Returns:
+        Bytes given back: private memory before less private memory after, or 0 if other threads took more meanwhile.
+
+    Raises:
+        NotSupported: This is not Linux, the allocator in force is not known, or it refused. Nothing was given back.
+    """
+    library = library or _malloc_library(_TRIMMING)
+    private = private or _fresh
+    found = _recognise(library)
+    if found is None:
+        raise NotSupported(_TRIMMING, reason=f"malloc is served by an unknown allocator ({library.path})")
+    before = private()
+    found.release(library, found.function)
+    return max(0, before - private())
+
+
+def restart_threads(library: Library | None = None) -> None:
+    """Make jemalloc start its background threads again: a forked child has none, whatever the setting was.
+
+    Args:
+        library: The file that serves ``malloc``. Default: the one that the dynamic linker names.
+
+    Raises:
+        NotSupported: jemalloc does not serve ``malloc`` here, or it refused.
+    """
+    from modelguard.environment import _allocator_figures
+
+    library = library or _malloc_library(_THREADS)
+    kind, function = _kind_and_function(library)
+    if kind != "jemalloc":
+        raise NotSupported(_THREADS, reason=f"malloc is served by {kind} ({library.path})")
+    if not _allocator_figures.start_background_threads(library, function):
+        raise NotSupported(_THREADS, reason=f"jemalloc ({library.path}) refused to start them")
+
+
+class _Allocator(NamedTuple):
+    """How an allocator is recognised and trimmed.
+
+    Attributes:
+        kind: Its name.
+        telltale: A function that only this allocator exports.
+        function: The one that gives memory back.
+        release: Calls it.
+    """
+
+    kind: Kind
+    telltale: str
+    function: str
+    release: Callable[[Library, str], None]
+
+
+def _trim_glibc(library: Library, malloc_trim: str) -> None:
+    library.call(malloc_trim, 0)
+
+
+def _purge(library: Library, mallctl: str) -> None:
+    # 4096 stands for all arenas at once since jemalloc 5.0: MALLCTL_ARENAS_ALL in jemalloc.h.
+    code = library.call(mallctl, b"arena.4096.purge", None, None, None, 0)
+    if code:
+        raise NotSupported(_TRIMMING, reason=f"jemalloc ({library.path}) refused to purge its arenas: error {code}")
+
+
+def _collect(library: Library, mi_collect: str) -> None:
+    force = True
+    library.call(mi_collect, force)
+
+
+def _release_free(library: Library, release_free_memory: str) -> None:
+    library.call(release_free_memory)
+
+
+_ALLOCATORS = (
+    _Allocator("glibc", "gnu_get_libc_version", "malloc_trim", _trim_glibc),
+    _Allocator("jemalloc", "mallctl", "mallctl", _purge),
+    # Linked into a program, its own functions may have a prefix while malloc has none.
+    _Allocator("jemalloc", "je_mallctl", "je_mallctl", _purge),
+    _Allocator("jemalloc", "_rjem_mallctl", "_rjem_mallctl", _purge),
+    _Allocator("mimalloc", "mi_collect", "mi_collect", _collect),
+    _Allocator("tcmalloc", "MallocExtension_ReleaseFreeMemory", "MallocExtension_ReleaseFreeMemory", _release_free),
+)
+
+
+def _recognise(library: Library) -> _Allocator | None:
+    for allocator in _ALLOCATORS:
+        if library.exports(allocator.telltale) and library.exports(allocator.function):
+            return allocator
+    return None
+
+
+def _kind_and_function(library: Library) -> tuple[Kind, str]:
+    """The allocator, and the name of its function that a trim would call."""
+    found = _recognise(library)
+    return ("unknown", "") if found is None else (found.kind, found.function)
+
+
+def _malloc_library(feature: str) -> Library:
+    if not sys.platform.startswith("linux"):
+        raise NotSupported(feature, reason=f"it needs Linux, and this is {sys.platform}")
+    from modelguard.environment import _linker  # imports ctypes, which takes 2 - 3 ms
+
+    return _linker.MallocLibrary()
+
+
+def _fresh() -> int:
+    return _memory.private(fresh=True)

@@ -1,0 +1,210 @@
+"""What is wrong with the allocator of a process.
+
+A preload that is not in force, an allocator that is loaded and serves nobody, a setting that nothing reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from modelguard.environment import _proc
+from modelguard.environment._allocator_kinds import How, Kind, Problem, kind_of
+
+__all__ = ["ProcessView", "background_threads", "how", "preload_entries", "problems", "system_preloads", "this_process"]
+
+_SETTINGS = "MALLOC_CONF"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessView:
+    """What ``/proc`` shows of a process, as far as its allocator is concerned.
+
+    Attributes:
+        files: The files that are mapped into it, each with the address where it begins.
+        environ: The variables that it was started with. Empty where the program has written its title over them, or
+            has given up the right to read its own.
+        system: The entries of ``/etc/ld.so.preload``, which are preloaded into every program.
+        root: The folder in which its files are found.
+        executable: The program's own file; empty if that cannot be read.
+    """
+
+    files: Mapping[str, int]
+    environ: Mapping[str, str]
+    system: tuple[str, ...]
+    root: Path
+    executable: str = ""
+
+    def file_at(self, address: int | None) -> str | None:
+        """The file that begins at an address."""
+        return next((file for file, start in self.files.items() if start == address), None)
+
+    def loaded(self, entry: str) -> str | None:
+        """The mapped file that an entry of ``LD_PRELOAD`` stands for."""
+        if entry in self.files:
+            return entry
+        return next((file for file in self.files if self._is_entry(entry, file)), None)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file."""
+        with suppress(OSError):
+            return (self.root / path.lstrip("/")).exists()
+        return True  # in a folder that this user may not look into
+
+    def _is_entry(self, entry: str, file: str) -> bool:
+        if not entry.startswith("/") or "$" in entry:
+            # A name that the dynamic linker has searched for: libjemalloc.so stands for libjemalloc.so.2, too.
+            return PurePosixPath(file).name.startswith(PurePosixPath(entry).name)
+        with suppress(OSError):
+            return (self.root / entry.lstrip("/")).samefile(self.root / file.lstrip("/"))
+        return False
+
+
+def this_process(root: Path = _proc.ROOT) -> ProcessView:
+    """Read what ``/proc`` shows of this process; what cannot be read is left empty.
+
+    Args:
+        root: The folder that holds ``proc`` and ``etc``.
+    """
+    return ProcessView(
+        files=_proc.mapped_files(_proc.if_readable(_proc.maps, None, root) or ()),
+        environ=_proc.if_readable(_proc.environment, None, root) or {},
+        system=system_preloads(root),
+        root=root,
+        executable=_proc.if_readable(_proc.executable, None, root) or "",
+    )
+
+
+def system_preloads(root: Path) -> tuple[str, ...]:
+    """The entries of ``/etc/ld.so.preload``, without comments."""
+    with suppress(OSError):
+        lines = (root / "etc" / "ld.so.preload").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        return tuple(entry for line in lines for entry in _entries(line.partition("#")[0]))
+    return ()
+
+
+def preload_entries(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The entries of ``LD_PRELOAD``, which are separated by blanks or colons."""
+    return tuple(_entries(environ.get("LD_PRELOAD", "")))
+
+
+def how(process: ProcessView, environ: Mapping[str, str], path: str) -> How:
+    """How the file that serves ``malloc`` came into a process.
+
+    Args:
+        process: The process.
+        environ: Its variables as they are now.
+        path: The file, as it is mapped.
+    """
+    if any(process.loaded(entry) == path for entry in _wanted(process, environ)):
+        return "preloaded"
+    return "static" if path == process.executable else "linked"
+
+
+def problems(process: ProcessView, environ: Mapping[str, str], kind: Kind, path: str) -> Iterator[Problem]:
+    """Find what is not as intended.
+
+    Args:
+        process: The process.
+        environ: Its variables as they are now, as far as they are known.
+        kind: The allocator that serves ``malloc``.
+        path: Its file, as it is mapped.
+
+    Yields:
+        Each problem, preloads first.
+    """
+    files = {entry: process.loaded(entry) for entry in _wanted(process, environ)}
+    for entry, file in files.items():
+        if file is None:
+            yield _not_loaded(process, entry)
+        elif file != path and kind_of(file) not in (None, "glibc"):
+            yield _not_serving(entry, file, path, preloaded=path in files.values())
+    for file in process.files:
+        if file not in (path, *files.values()) and kind_of(file) not in (None, "glibc"):
+            yield _private_copy(file, path)
+    yield from _settings(process, environ, kind, path)
+
+
+def background_threads() -> Problem:
+    """The problem that jemalloc runs threads of its own."""
+    return Problem(
+        "background threads",
+        "jemalloc runs background threads (background_thread:true), which no forked child gets: in a child, and with "
+        "preload_app in every worker, freed memory goes back only when the process itself allocates",
+        "Where workers are forked, remove background_thread:true from MALLOC_CONF.",
+    )
+
+
+def _entries(text: str) -> Iterable[str]:
+    return (entry for entry in re.split(r"[\s:]+", text) if entry)
+
+
+def _wanted(process: ProcessView, environ: Mapping[str, str]) -> dict[str, None]:
+    """What should be preloaded. A process may have changed its variable since, or have overwritten the old one."""
+    return dict.fromkeys((*preload_entries(process.environ), *preload_entries(environ), *process.system))
+
+
+def _not_loaded(process: ProcessView, entry: str) -> Problem:
+    if entry.startswith("/") and "$" not in entry and not process.exists(entry):
+        return Problem(
+            "missing",
+            f"LD_PRELOAD names {entry}, and there is no such file",
+            "Correct the path, or use 'modelguard run --allocator auto -- COMMAND', which finds an installed one.",
+        )
+    if entry in (*preload_entries(process.environ), *process.system):
+        return Problem(
+            "placebo",
+            f"LD_PRELOAD named {entry} when the process started, and the dynamic linker could not load it",
+            "Install the library for this machine and this system's C library; the first lines on stderr say more.",
+        )
+    return Problem("placebo", f"LD_PRELOAD names {entry}, and it is not loaded", _set_earlier(kind_of(entry)))
+
+
+def _not_serving(entry: str, file: str, path: str, *, preloaded: bool) -> Problem:
+    if preloaded:
+        return Problem(
+            "two allocators",
+            f"{entry} is preloaded, and so is {path}, which serves malloc",
+            f"Preload one of them: the first wins, and {file} only takes memory and time.",
+        )
+    return Problem("placebo", f"LD_PRELOAD names {entry}, and malloc is served by {path}", _set_earlier(kind_of(file)))
+
+
+def _set_earlier(kind: Kind | None) -> str:
+    allocator = "" if kind is None else f", or start it with 'modelguard run --allocator {kind} -- COMMAND'"
+    return (
+        "The variable is read when a program starts, so setting it from inside, as in gunicorn's raw_env, does "
+        f"nothing. Set it in the shell, the unit file or the image{allocator}."
+    )
+
+
+def _private_copy(file: str, path: str) -> Problem:
+    return Problem(
+        "private copy",
+        f"{file} is loaded, and malloc is served by {path}: only the package that brought it uses it",
+        f"Nothing, if that is intended. To make {kind_of(file)} serve the process, preload the system's: "
+        f"'modelguard run --allocator {kind_of(file)} -- COMMAND'.",
+    )
+
+
+def _settings(process: ProcessView, environ: Mapping[str, str], kind: Kind, path: str) -> Iterator[Problem]:
+    if kind != "jemalloc" and (environ.get(_SETTINGS) or process.environ.get(_SETTINGS)):
+        yield Problem(
+            "unused setting",
+            f"{_SETTINGS} is set, and malloc is served by {path}, which does not read it",
+            f"Preload jemalloc ('modelguard run --allocator jemalloc -- COMMAND'), or remove {_SETTINGS}.",
+        )
+    # Only where the variables at the start are known, as those show that are still set.
+    elif process.environ.keys() & environ.keys() and _changed(process.environ, environ):
+        yield Problem(
+            "unused setting",
+            f"{_SETTINGS} was set or changed after the process had started, and jemalloc reads it only at the start",
+            f"Set {_SETTINGS} before the process starts.",
+        )
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    return _SETTINGS in now and now[_SETTINGS] != before.get(_SETTINGS)

@@ -1,0 +1,210 @@
+"""Whether a variable that is set now still takes effect, judged by what the process has really done.
+
+This module only judges; the facts come from :class:`modelguard.environment._self.ThisProcess`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from modelguard.environment._knobs import Knob
+from modelguard.errors import NotSupported
+
+if TYPE_CHECKING:
+    from modelguard.environment._allocator import AllocatorInForce
+    from modelguard.environment._allocator_kinds import Kind
+
+__all__ = ["ProcessHistory", "State", "judge"]
+
+State = Literal["applied", "kept", "too late", "needs exec", "not supported"]
+
+
+class ProcessHistory(Protocol):
+    """What a process has done so far, as far as environment variables are concerned."""
+
+    def started_with(self) -> Mapping[str, str] | None:
+        """Its variables when the program started; None where they cannot be read any more."""
+        ...
+
+    def malloc(self) -> AllocatorInForce:
+        """The library that serves ``malloc``.
+
+        Raises:
+            NotSupported: That cannot be found out here.
+        """
+        ...
+
+    def primitive_cache(self) -> int | None:
+        """The number of entries that oneDNN's primitive cache was made for; None where there is none yet.
+
+        Raises:
+            NotSupported: oneDNN is loaded, and this build of it does not show its cache.
+        """
+        ...
+
+    def descriptor_cache(self) -> int | None:
+        """The same for the calling thread's cache of convolutions in ideep."""
+        ...
+
+    def threads(self, name: str) -> Mapping[str, int]:
+        """The number of threads of each loaded library that reads the variable of this name, by its file.
+
+        Raises:
+            NotSupported: The loaded libraries cannot be listed here.
+        """
+        ...
+
+    def grpc_forks(self) -> bool | None:
+        """Whether gRPC was imported with support for forks; None where it has not been imported."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What became of a variable so far.
+
+    Attributes:
+        seen: The evidence, for people.
+        read: Whether its reader has read it. That cannot be undone.
+        in_force: What the reader got, as it would be written into the variable; None where it got nothing.
+    """
+
+    seen: str
+    read: bool = False
+    in_force: str | None = None
+
+
+#: Finds out what became of a knob's variable, given the value that it holds now.
+_Inspect: TypeAlias = Callable[[Knob, str | None, ProcessHistory], _Reading]
+
+
+class _NoReader(Exception):
+    """Nothing in this process reads the variable."""
+
+
+def judge(knob: Knob, value: str | None, process: ProcessHistory) -> tuple[State, str]:
+    """Say what becomes of a knob in a process.
+
+    Args:
+        knob: The knob.
+        value: What its variable holds now; None where it is not set.
+        process: What the process has done so far.
+
+    Returns:
+        The state and the evidence. ``"applied"`` means that the variable may be set now if it is not.
+    """
+    inspect = _INSPECTIONS.get(knob.name, _inspect_start if knob.read_at == "exec" else _inspect_unknown)
+    try:
+        reading = inspect(knob, value, process)
+    except _NoReader as error:
+        return "not supported", str(error)
+    except NotSupported as error:
+        reading = _Reading(f"it cannot be seen whether {knob.reader} has read it already: {error.reason}")
+    wanted = knob.value if value is None else value
+    if not reading.read or reading.in_force == wanted or _was_there(knob, value, process):
+        return ("applied" if wanted == knob.value else "kept"), reading.seen
+    placebo = "" if value is None else f"set to {value!r} inside this process, which does nothing: "
+    return ("needs exec" if knob.read_at == "exec" else "too late"), placebo + reading.seen
+
+
+def _was_there(knob: Knob, value: str | None, process: ProcessHistory) -> bool:
+    """Whether the variable held this value when the program started, in time for every reader."""
+    started_with = process.started_with()
+    return value is not None and started_with is not None and started_with.get(knob.name) == value
+
+
+def _inspect_unknown(knob: Knob, _value: str | None, _process: ProcessHistory) -> _Reading:
+    if knob.read_at == "any time":
+        return _Reading(f"{knob.reader} reads it each time")
+    return _Reading(f"it cannot be seen whether {knob.reader} has read it already")
+
+
+def _inspect_start(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
+    """Inspect a variable that counts only if it is set when the program starts."""
+    started_with = process.started_with()
+    if started_with is not None:
+        before = started_with.get(knob.name)
+        seen = "it was not set when this program started" if before is None else "it was set when this program started"
+        if before not in (None, value):
+            seen = f"it was {before!r} when this program started"
+        return _Reading(seen, read=True, in_force=before)
+    if value is None:
+        return _Reading("it is not set, and it counts only when a program starts", read=True)
+    return _Reading("/proc/self/environ does not show whether it was set when this program started")
+
+
+def _inspect_malloc(kind: Kind) -> _Inspect:
+    """Inspect a variable that only this allocator reads."""
+
+    def inspect(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
+        try:
+            allocator = process.malloc()
+        except NotSupported as error:
+            raise _NoReader(error.reason) from None
+        if allocator.kind != kind:
+            raise _NoReader(f"malloc is served by {_name(allocator)}, which does not read it")
+        return _inspect_start(knob, value, process)
+
+    return inspect
+
+
+def _name(allocator: AllocatorInForce) -> str:
+    return f"{allocator.kind} ({allocator.path})" if allocator.kind != "unknown" else allocator.path
+
+
+def _inspect_cache(name: str, where: str, capacity: Callable[[ProcessHistory], int | None]) -> _Inspect:
+    """Inspect the room in one of oneDNN's caches."""
+
+    def inspect(_knob: Knob, _value: str | None, process: ProcessHistory) -> _Reading:
+        made_for = capacity(process)
+        if made_for is None:
+            return _Reading(f"{name} has not been made yet{where}")
+        return _Reading(f"{name} was made{where} with room for {made_for} entries", read=True, in_force=str(made_for))
+
+    return inspect
+
+
+def _inspect_threads(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
+    """Inspect a number of threads: a library that is loaded has read it."""
+    loaded = process.threads(knob.name)
+    if not loaded:
+        return _Reading("no library that reads it is loaded yet")
+    wanted = knob.value if value is None else value
+    # A value such as "4,2" is for nested regions: the first number is the one that shows.
+    as_wanted = all(str(count) == wanted.split(",")[0].strip() for count in loaded.values())
+    seen = "; ".join(f"{path} is loaded and uses {_count(threads)}" for path, threads in loaded.items())
+    return _Reading(seen, read=True, in_force=wanted if as_wanted else None)
+
+
+def _count(threads: int) -> str:
+    return "1 thread" if threads == 1 else f"{threads} threads"
+
+
+def _inspect_grpc(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
+    forks = process.grpc_forks()
+    if forks is None:
+        return _Reading("grpc has not been imported yet")
+    wanted = knob.value if value is None else value
+    as_wanted = forks == (wanted.lower() in ("1", "true", "yes"))
+    seen = f"grpc was imported with support for forks {'on' if forks else 'off'}"
+    return _Reading(seen, read=True, in_force=wanted if as_wanted else None)
+
+
+_INSPECTIONS: dict[str, _Inspect] = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": _inspect_cache(
+        "oneDNN's primitive cache", "", lambda process: process.primitive_cache()
+    ),
+    "LRU_CACHE_CAPACITY": _inspect_cache(
+        "ideep's cache of convolutions", " in this thread", lambda process: process.descriptor_cache()
+    ),
+    "OMP_NUM_THREADS": _inspect_threads,
+    "MKL_NUM_THREADS": _inspect_threads,
+    "OPENBLAS_NUM_THREADS": _inspect_threads,
+    "GRPC_ENABLE_FORK_SUPPORT": _inspect_grpc,
+    "MALLOC_ARENA_MAX": _inspect_malloc("glibc"),
+    "MALLOC_TRIM_THRESHOLD_": _inspect_malloc("glibc"),
+    "MALLOC_MMAP_THRESHOLD_": _inspect_malloc("glibc"),
+    "MALLOC_CONF": _inspect_malloc("jemalloc"),
+}

@@ -1,0 +1,310 @@
+"""The one reader of ELF files: what a program or a shared library says of itself (elf(5)).
+
+It reads 32 and 64 bits and both byte orders, and of a file only the parts that are asked for, so that large libraries
+cost little. A file that is cut short, or is not what it claims to be, raises :class:`NotElf`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import operator
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+__all__ = ["ElfFile", "NotElf", "Relocation", "Section", "Segment", "Symbol", "opened"]
+
+#: What the file holds: a shared library (also a program that may be loaded anywhere), or a program at a fixed address.
+FileType: TypeAlias = Literal["shared", "fixed", "other"]
+
+_MAGIC = b"\x7fELF"
+_WIDE = {1: False, 2: True}  # ELFCLASS32, ELFCLASS64
+_BYTE_ORDERS: dict[int, Literal["<", ">"]] = {1: "<", 2: ">"}  # ELFDATA2LSB, ELFDATA2MSB
+_TYPES: dict[int, FileType] = {2: "fixed", 3: "shared"}  # ET_EXEC, ET_DYN
+
+_PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
+_SHT_SYMTAB, _SHT_DYNSYM = 2, 11
+_DT_NEEDED, _DT_STRTAB, _DT_SYMTAB, _DT_SONAME = 1, 5, 6, 14
+_DT_RELA, _DT_RELASZ, _DT_REL, _DT_RELSZ = 7, 8, 17, 18
+_DT_PLTRELSZ, _DT_PLTREL, _DT_JMPREL = 2, 20, 23
+_UNDEFINED = 0  # SHN_UNDEF
+
+
+class NotElf(ValueError):
+    """The file is not an ELF file, or is not complete."""
+
+
+class Segment(NamedTuple):
+    """A program header.
+
+    Attributes:
+        kind: Its type, PT_LOAD and so on.
+        offset: Where it begins in the file.
+        address: Where it begins in memory, less the address at which the file is loaded.
+        size: Bytes in the file.
+    """
+
+    kind: int
+    offset: int
+    address: int
+    size: int
+
+
+class Section(NamedTuple):
+    """A section header.
+
+    Attributes:
+        kind: Its type, SHT_SYMTAB and so on.
+        offset: Where it begins in the file.
+        size: Bytes in the file.
+        link: The number of the section that belongs to it; for symbols the one with their names.
+    """
+
+    kind: int
+    offset: int
+    size: int
+    link: int
+
+
+class Symbol(NamedTuple):
+    """A function or variable.
+
+    Attributes:
+        name: As the linker sees it: C++ names are mangled.
+        value: Its address, less the address at which the file is loaded; for a thread's own variable its place in the
+            thread's block. In a program at a fixed address an undefined function may have one, too: its entry in the
+            procedure linkage table, which calls the function of a library.
+        defined: Whether this file holds it; otherwise another file has to.
+    """
+
+    name: str
+    value: int
+    defined: bool
+
+
+class Relocation(NamedTuple):
+    """A place that the dynamic linker fills in.
+
+    Attributes:
+        offset: Its address, less the address at which the file is loaded.
+        kind: Its type, which depends on the machine (R_X86_64_JUMP_SLOT and so on).
+        symbol: The function or variable whose address goes there; empty if there is none.
+        addend: What is added to that address; 0 where the place itself holds it.
+    """
+
+    offset: int
+    kind: int
+    symbol: str
+    addend: int
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[ElfFile]:
+    """Map a file for reading, for the length of a ``with`` block.
+
+    Args:
+        path: The file.
+
+    Raises:
+        NotElf: It is not an ELF file, or what the block asks for is not there as a whole.
+        OSError: It cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        try:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:
+            raise NotElf("the file is empty") from error
+        with data:
+            try:
+                yield ElfFile(data)
+            except (struct.error, IndexError, OverflowError) as error:  # reading beyond the end
+                raise NotElf("the file is cut short, or is not what it claims to be") from error
+
+
+class ElfFile:
+    """An ELF file that :func:`opened` has mapped.
+
+    Attributes:
+        wide: Whether it is a file of 64 bits.
+        byte_order: As ``struct`` writes it: ``"<"`` for little-endian, ``">"`` for big-endian.
+        machine: The number of the machine that it was built for (EM_X86_64 and so on).
+        type: What the file holds.
+    """
+
+    def __init__(self, data: mmap.mmap) -> None:
+        if data[:4] != _MAGIC or data[4] not in _WIDE or data[5] not in _BYTE_ORDERS:
+            raise NotElf("it does not start as ELF files do")
+        self._data = data
+        self.wide = _WIDE[data[4]]
+        self.byte_order = _BYTE_ORDERS[data[5]]
+        kind, self.machine = self._unpack("HH", 16)
+        self.type: FileType = _TYPES.get(kind, "other")
+
+    def fits(self, other: ElfFile) -> bool:
+        """Whether both were built for the same kind of machine, so that one can be loaded into the other."""
+        return (self.wide, self.byte_order, self.machine) == (other.wide, other.byte_order, other.machine)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The program headers."""
+        offset, size, count = self._table(32 if self.wide else 28, 54 if self.wide else 42)
+        return tuple(self._segment(offset + size * number) for number in range(count))
+
+    @cached_property
+    def sections(self) -> tuple[Section, ...]:
+        """The section headers; empty in a file that was stripped of them."""
+        offset, size, count = self._table(40 if self.wide else 32, 58 if self.wide else 46)
+        return tuple(self._section(offset + size * number) for number in range(count))
+
+    @property
+    def interpreter(self) -> str | None:
+        """The dynamic linker that a program names; None if it is statically linked, or a library."""
+        found = next((segment for segment in self.segments if segment.kind == _PT_INTERP), None)
+        return None if found is None else self._text(found.offset)
+
+    @cached_property
+    def dynamic(self) -> tuple[tuple[int, int], ...]:
+        """The tags and values of the dynamic section; empty in a statically linked program."""
+        found = next((segment for segment in self.segments if segment.kind == _PT_DYNAMIC), None)
+        if found is None:
+            return ()
+        code = "QQ" if self.wide else "II"
+        size = struct.calcsize(f"{self.byte_order}{code}")
+        entries = (self._unpack(code, found.offset + at) for at in range(0, found.size, size))
+        return tuple((tag, value) for tag, value in itertools.takewhile(operator.itemgetter(0), entries))
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The libraries that it asks for, by name, in the order in which they are searched for symbols."""
+        return tuple(self._dynamic_text(value) for tag, value in self.dynamic if tag == _DT_NEEDED)
+
+    @property
+    def soname(self) -> str | None:
+        """The name that programs linked to this library ask for."""
+        name = self._tag(_DT_SONAME)
+        return None if name is None else self._dynamic_text(name)
+
+    def dynamic_symbols(self) -> Iterator[Symbol]:
+        """The symbols that the dynamic linker sees: those that the file offers, and those that it asks for."""
+        for symbols, names in self._symbol_tables(_SHT_DYNSYM):
+            size = struct.calcsize(self._symbol_code)
+            for at in range(symbols.offset, symbols.offset + symbols.size, size):
+                symbol = self._symbol(at, names.offset)
+                if symbol.name:
+                    yield symbol
+
+    def local_symbol(self, name: str) -> Symbol | None:
+        """Find a symbol in the table of all symbols, which holds those that the file does not export as well.
+
+        Args:
+            name: Its whole name.
+
+        Returns:
+            The symbol; None if there is none, or if the file was stripped of the table.
+        """
+        for symbols, names in self._symbol_tables(_SHT_SYMTAB):
+            # Searched as bytes: such a table may have a million entries.
+            text = self._data.find(b"\0" + name.encode() + b"\0", names.offset, names.offset + names.size)
+            if text >= 0:
+                found = self._symbol_named(symbols, names, text + 1 - names.offset)
+                if found is not None:
+                    return found
+        return None
+
+    def relocations(self) -> Iterator[Relocation]:
+        """The places that the dynamic linker fills in when it loads the file, or when a function is first called."""
+        tables = [
+            (self._tag(_DT_RELA), self._tag(_DT_RELASZ), True),
+            (self._tag(_DT_REL), self._tag(_DT_RELSZ), False),
+            (self._tag(_DT_JMPREL), self._tag(_DT_PLTRELSZ), self._tag(_DT_PLTREL) == _DT_RELA),
+        ]
+        for address, size, addends in tables:
+            if address is not None and size:
+                yield from self._relocation_table(self._place(address), size, addends=addends)
+
+    def _relocation_table(self, start: int, length: int, *, addends: bool) -> Iterator[Relocation]:
+        code = ("QQq" if self.wide else "IIi") if addends else ("QQ" if self.wide else "II")
+        for at in range(start, start + length, struct.calcsize(f"{self.byte_order}{code}")):
+            offset, info, *addend = self._unpack(code, at)
+            number, kind = (info >> 32, info & 0xFFFFFFFF) if self.wide else (info >> 8, info & 0xFF)
+            yield Relocation(offset, kind, self._symbol_name(number), addend[0] if addend else 0)
+
+    def _symbol_name(self, number: int) -> str:
+        """The name of a dynamic symbol, by its place in their table."""
+        symbols = self._tag(_DT_SYMTAB)
+        if not number or symbols is None:
+            return ""
+        at = self._place(symbols) + number * struct.calcsize(self._symbol_code)
+        return self._dynamic_text(self._unpack("I", at)[0])
+
+    def _dynamic_text(self, offset: int) -> str:
+        table = self._tag(_DT_STRTAB)
+        return "" if table is None else self._text(self._place(table) + offset)
+
+    def _tag(self, tag: int) -> int | None:
+        return next((value for found, value in self.dynamic if found == tag), None)
+
+    def _place(self, address: int) -> int:
+        """The place in the file of what is loaded at an address."""
+        for segment in self.segments:
+            if segment.kind == _PT_LOAD and segment.address <= address < segment.address + segment.size:
+                return address - segment.address + segment.offset
+        raise NotElf(f"nothing is loaded at address {address:#x}")
+
+    def _symbol_tables(self, kind: int) -> Iterator[tuple[Section, Section]]:
+        """Tables of symbols, each with the table of their names."""
+        for section in self.sections:
+            if section.kind == kind:
+                yield section, self.sections[section.link]
+
+    def _symbol_named(self, symbols: Section, names: Section, text: int) -> Symbol | None:
+        """The symbol whose name is at a place in the table of names."""
+        needle = struct.pack(f"{self.byte_order}I", text)
+        size, end = struct.calcsize(self._symbol_code), symbols.offset + symbols.size
+        at = self._data.find(needle, symbols.offset, end)
+        while at >= 0:
+            if (at - symbols.offset) % size == 0:
+                return self._symbol(at, names.offset)
+            at = self._data.find(needle, at + 1, end)
+        return None
+
+    @property
+    def _symbol_code(self) -> str:
+        return f"{self.byte_order}{'IBBHQQ' if self.wide else 'IIIBBH'}"
+
+    def _symbol(self, at: int, names: int) -> Symbol:
+        fields = struct.unpack_from(self._symbol_code, self._data, at)
+        # Elf64_Sym: name, info, other, section, value, size. Elf32_Sym: name, value, size, info, other, section.
+        section, value = (fields[3], fields[4]) if self.wide else (fields[5], fields[1])
+        return Symbol(self._text(names + fields[0]), value, section != _UNDEFINED)
+
+    def _segment(self, at: int) -> Segment:
+        # Elf64_Phdr: type, flags, offset, address, physical, size, ... Elf32_Phdr: type, offset, address, ...
+        if self.wide:
+            kind, _, offset, address, _, size = self._unpack("IIQQQQ", at)
+        else:
+            kind, offset, address, _, size = self._unpack("IIIII", at)
+        return Segment(kind, offset, address, size)
+
+    def _section(self, at: int) -> Section:
+        # Elf64_Shdr and Elf32_Shdr: name, type, flags, address, offset, size, link, ...
+        _, kind, _, _, offset, size, link = self._unpack("IIQQQQI" if self.wide else "IIIIIII", at)
+        return Section(kind, offset, size, link)
+
+    def _table(self, offset: int, size: int) -> tuple[int, int, int]:
+        """Where a table of headers begins, the size of an entry, and how many there are."""
+        (start,), (length, count) = self._unpack("Q" if self.wide else "I", offset), self._unpack("HH", size)
+        return start, length, count
+
+    def _unpack(self, code: str, at: int) -> tuple[int, ...]:
+        return struct.unpack_from(f"{self.byte_order}{code}", self._data, at)
+
+    def _text(self, at: int) -> str:
+        end = self._data.find(b"\0", at)
+        if end < 0:
+            raise NotElf("a name has no end")
+        return self._data[at:end].decode(errors="surrogateescape")

@@ -1,0 +1,164 @@
+"""Become another program that has the right environment from its start.
+
+A program cannot set for itself what is read at exec, above all ``LD_PRELOAD`` and glibc's ``MALLOC_`` variables.
+:func:`plan` decides what the program gets and :func:`become` turns this process into it: process id, parent, open
+files, limits and working directory stay, and signals and the exit status are the program's own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from modelguard.environment import _preload, _proc
+from modelguard.environment._preload import Allocator
+from modelguard.environment._program import NOT_EXECUTABLE, locate
+from modelguard.errors import CannotRun, InvalidOption
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from modelguard.environment._presets import Preset
+
+__all__ = ["Allocator", "Plan", "become", "inherited", "plan"]
+
+#: Python ignores both signals from its start (Py_InitializeFromConfig), and an exec would pass that on.
+_IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFSZ")
+
+_FIXES = {
+    errno.ENOEXEC: "Give it a first line such as #!/bin/sh, or use a program that was built for this machine.",
+    errno.ENOENT: "Its interpreter or dynamic linker is missing; install it.",
+    errno.E2BIG: "Give it fewer or shorter arguments and variables.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A program to become, and the environment that it gets.
+
+    Attributes:
+        program: The file to execute.
+        argv: Its arguments, the command's own name first.
+        environ: Its whole environment.
+        added: The variables that the caller's environment does not have, or has with another value.
+        notes: What the user should know, a sentence each.
+    """
+
+    program: str
+    argv: tuple[str, ...]
+    environ: Mapping[str, str]
+    added: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The plan as a shell command: ``env NAME=VALUE ... COMMAND``."""
+        settings = (f"{name}={value}" for name, value in self.added.items())
+        return shlex.join(["env", *settings, *self.argv])
+
+
+def plan(
+    command: Sequence[str],
+    *,
+    preset: Preset | None = None,
+    allocator: Allocator = "none",
+    environ: Mapping[str, str] | None = None,
+    choose: Callable[..., tuple[dict[str, str], list[str]]] = _preload.choose,
+) -> Plan:
+    """Decide how a program is started. This changes nothing.
+
+    Args:
+        command: The program, which is searched on ``PATH``, and its arguments.
+        preset: Settings that it gets, unless the caller's environment has its own.
+        allocator: What serves its ``malloc``. ``"auto"`` preloads the best one that is installed, and otherwise sets
+            glibc to give memory back, as ``"glibc"`` does; ``"none"`` leaves allocators alone.
+        environ: The caller's environment. Default: that of this process, as it was inherited.
+        choose: Chooses the variables that give the program its allocator.
+
+    Returns:
+        The plan.
+
+    Raises:
+        CannotRun: The command was not found, or cannot be executed.
+        InvalidOption: There is no command, it holds a NUL byte, or the allocator is not available.
+        NotSupported: An allocator was named, and nothing can be preloaded here.
+    """
+    _require_command(command)
+    before = inherited() if environ is None else dict(environ)
+    program = locate(command[0], before)
+    settings = preset.environment(before) if preset else {}
+    preloading, notes = choose(allocator, program, before | settings)
+    added = settings | preloading
+    return Plan(program, tuple(command), before | added, added, (*_kept(preset, before), *notes))
+
+
+def become(plan: Plan) -> NoReturn:
+    """Turn this process into the program of a plan. Only the main thread can do this.
+
+    No ``finally`` block, no ``atexit`` function and no other thread of this process continues, and nothing is flushed.
+    ``SIGPIPE`` and ``SIGXFSZ``, which Python ignores from its start, are at their default in the program: whether this
+    process inherited them as ignored, as from systemd, is no longer known. All other signals stay as inherited.
+
+    Args:
+        plan: The result of :func:`plan`.
+
+    Raises:
+        CannotRun: The system refused. This process continues as before.
+    """
+    before = _reset_signals()
+    try:
+        os.execve(plan.program, plan.argv, dict(plan.environ))  # noqa: S606 - a shell would change the command
+    except OSError as error:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        fix = _FIXES.get(error.errno or 0, "execve(2) lists the possible reasons.")
+        raise CannotRun(plan.program, why=str(error.strerror), fix=fix, status=NOT_EXECUTABLE) from error
+
+
+def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROOT) -> dict[str, str]:
+    """The environment without what Python itself has added.
+
+    In the C locale Python sets ``LC_CTYPE`` for itself at its start (PEP 538), and the program would inherit it.
+
+    Args:
+        environ: The variables of this process as they are now.
+        root: The folder that holds ``proc``.
+    """
+    initial = _proc.if_readable(_proc.environment, None, root)
+    if initial is None:  # not Linux
+        return dict(environ)
+    kept = {name: value for name, value in environ.items() if name != "LC_CTYPE"}
+    return kept | ({"LC_CTYPE": initial["LC_CTYPE"]} if "LC_CTYPE" in initial else {})
+
+
+def _require_command(command: Sequence[str]) -> None:
+    if not command:
+        raise InvalidOption("command", "", why="there is no command", fix="Write it after --, with its arguments.")
+    for word in command:
+        if "\0" in word:
+            raise InvalidOption("command", word, why="an argument must not contain a NUL byte", fix="Remove it.")
+
+
+def _kept(preset: Preset | None, environ: Mapping[str, str]) -> list[str]:
+    """Settings of the preset for which the caller's environment has another value."""
+    return [
+        f"your {knob.name}={environ[knob.name]} stays; the preset has {knob.value}"
+        for knob in (preset.knobs if preset else ())
+        if environ.get(knob.name, knob.value) != knob.value
+    ]
+
+
+def _reset_signals() -> dict[int, signal._HANDLER]:
+    """Undo what Python's start did to signals, and return their handlers until then.
+
+    A signal with a handler returns to its default by the exec itself. From here on a Ctrl-C ends this process at once:
+    one that Python has noted and not yet raised would be lost.
+    """
+    changed = [getattr(signal, name) for name in _IGNORED_BY_PYTHON]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        changed.append(signal.SIGINT)
+    return {number: signal.signal(number, signal.SIG_DFL) for number in changed}

@@ -1,0 +1,279 @@
+"""Environment variables that belong together, as data, and whether they took effect.
+
+>>> from modelguard import presets
+>>> preset = presets.get("torch-cpu-dynamic", workers=2) | presets.get("low-memory")
+>>> print(preset.explain())
+>>> print(preset.apply())
+
+A preset never overrides what the user has set, and its report claims only what the process has really done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from modelguard import _units
+from modelguard.environment import _cpus, _knobs, _renderings
+from modelguard.environment._effect import ProcessHistory, State, judge
+from modelguard.environment._knobs import Knob, When
+from modelguard.environment._renderings import Format
+from modelguard.errors import InvalidOption
+
+__all__ = ["ApplyReport", "Outcome", "Preset", "describe", "get", "names"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one knob.
+
+    Attributes:
+        knob: The knob.
+        state: ``"applied"``: its value is set and is in force, or will be once its reader reads it. ``"kept"``: the
+            user's own value stays. ``"too late"``: its reader has read the variable already, with another value.
+            ``"needs exec"``: it counts only if it is set when the program starts. ``"not supported"``: nothing in
+            this process reads it.
+        value: What the variable holds now; None where it is not set.
+        evidence: The reason for the state.
+    """
+
+    knob: Knob
+    state: State
+    value: str | None
+    evidence: str
+
+    def __str__(self) -> str:
+        value = self.knob.value if self.value is None else self.value
+        return f"{self.state:13} {self.knob.name}={value}: {self.evidence}"
+
+
+class ApplyReport(tuple[Outcome, ...]):
+    """What became of every knob of a preset, in its order."""
+
+    __slots__ = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is left to do: no knob was too late, and none needs an exec."""
+        return not any(outcome.state in ("too late", "needs exec") for outcome in self)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Knobs that belong together.
+
+    Attributes:
+        name: Its name; for a composed preset the names joined by ``" | "``.
+        does: Its purpose.
+        knobs: Its knobs; no variable appears twice.
+    """
+
+    name: str
+    does: str
+    knobs: tuple[Knob, ...]
+
+    def __or__(self, other: Preset) -> Preset:
+        """Compose two presets; where both set a variable, the value on the right wins, as with ``dict``."""
+        together = {knob.name: knob for knob in (*self.knobs, *other.knobs)}
+        return Preset(f"{self.name} | {other.name}", f"{self.does} {other.does}", tuple(together.values()))
+
+    def explain(self) -> str:
+        """Describe every knob: its value, when and by what it is read, what it does and costs, and the source."""
+        return "\n\n".join([f"{self.name}: {self.does}", *map(_explain, self.knobs)])
+
+    def apply(
+        self, environ: MutableMapping[str, str] = os.environ, *, process: ProcessHistory | None = None
+    ) -> ApplyReport:
+        """Set what can still be set in this process, and report for each knob what became of it.
+
+        What the user has set stays. What is too late, needs an exec or is not read here is not set.
+
+        Args:
+            environ: The variables to read and set.
+            process: What this process has done so far. Default: it is looked up.
+
+        Returns:
+            One outcome per knob, in the preset's order.
+        """
+        if process is None:
+            from modelguard.environment._self import ThisProcess
+
+            process = ThisProcess()
+        return ApplyReport(_apply(knob, environ, process) for knob in self.knobs)
+
+    def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The variables to add to ``environ`` for a program that will be started; what the user has set stays.
+
+        Args:
+            environ: The variables that the program would get otherwise.
+        """
+        return {knob.name: knob.value for knob in self.knobs if knob.name not in environ}
+
+    def render(self, format: Format) -> str:  # noqa: A002 - the command line's word for it
+        """Write the preset for the file in which a service's variables are kept.
+
+        Args:
+            format: ``"shell"``, ``"env"`` (a .env file), ``"gunicorn"`` (``raw_env`` of its configuration, without the
+                variables that must be set when the program starts), ``"dockerfile"``, ``"systemd"`` (a unit's
+                ``[Service]`` section), or ``"kubernetes"`` (a container's ``env``).
+
+        Returns:
+            Lines of text, with a comment on what each variable does.
+
+        Raises:
+            InvalidOption: There is no such format, or it cannot hold one of the values.
+        """
+        return _renderings.render(self.name, self.knobs, format)
+
+
+def names() -> tuple[str, ...]:
+    """The names of all presets."""
+    return tuple(_PRESETS)
+
+
+def describe(name: str) -> str:
+    """The purpose of a preset, in one sentence.
+
+    Raises:
+        InvalidOption: There is no such preset.
+    """
+    return _recipe(name).does
+
+
+def get(name: str, *, workers: int = 1, distinct_shapes: int | None = None, cpus: float | None = None) -> Preset:
+    """Make a preset for a service.
+
+    Args:
+        name: One of :func:`names`.
+        workers: How many processes share the CPUs; ``torch-cpu`` and ``prefork`` give each its part.
+        distinct_shapes: How many different input shapes the traffic has, such as lengths after bucketing, if that is
+            known; ``torch-cpu-dynamic`` makes oneDNN's caches large enough to keep them all.
+        cpus: How many CPUs there are to share. Default: what this process may use, which is the smaller of its
+            affinity and its cgroups' quota.
+
+    Returns:
+        The preset; nothing is set yet.
+
+    Raises:
+        InvalidOption: There is no such preset, or a number is out of range.
+    """
+    recipe = _recipe(name)
+    _units.whole_number(workers, "workers")
+    if distinct_shapes is not None:
+        _units.whole_number(distinct_shapes, "distinct_shapes")
+    if cpus is not None and (isinstance(cpus, bool) or not isinstance(cpus, int | float) or not 0 < cpus < _MAX_CPUS):
+        raise InvalidOption("cpus", cpus, why="it is not a number of CPUs", fix="Give a number such as 4 or 2.5.")
+    return Preset(name, recipe.does, recipe.knobs(_Service(workers, distinct_shapes, cpus)))
+
+
+#: More CPUs than any machine has. It also rejects infinity and NaN.
+_MAX_CPUS = 1_000_000
+
+#: The largest number of entries that is documented in use (Intel's tuning guide for its PyTorch extension).
+_MAX_ENTRIES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    workers: int
+    distinct_shapes: int | None
+    cpus: float | None
+
+    def threads_per_worker(self) -> tuple[int, str]:
+        """Threads for each worker, and the origin of that number."""
+        count, source = (self.cpus, "") if self.cpus is not None else _cpus_of_process()
+        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        cpus = "1 CPU" if count == 1 else f"{count:g} CPUs"
+        return max(1, int(count / self.workers)), f"{cpus}{source} for {workers}"
+
+
+def _cpus_of_process() -> tuple[float, str]:
+    found = _cpus.available_cpus()
+    return found.count, f" by {found.source}"
+
+
+def _torch_cpu(service: _Service) -> tuple[Knob, ...]:
+    count, why = service.threads_per_worker()
+    return (*_knobs.threads(count, why), _knobs.openblas_threads(count, why))
+
+
+def _torch_cpu_dynamic(service: _Service) -> tuple[Knob, ...]:
+    shapes = service.distinct_shapes
+    entries = _knobs.DEFAULT_ENTRIES if shapes is None else min(_MAX_ENTRIES, shapes * _knobs.ENTRIES_PER_SHAPE)
+    return (*_knobs.onednn_caches(entries), *_torch_cpu(service))
+
+
+def _prefork(service: _Service) -> tuple[Knob, ...]:
+    count, why = service.threads_per_worker()
+    return (
+        *_knobs.threads(count, why),
+        _knobs.openblas_threads(1, "a process that forks should have one thread"),
+        _knobs.cuda_check(),
+        _knobs.grpc_fork_support(),
+        _knobs.tokenizers_threads(),
+        _knobs.jemalloc_memory(),
+    )
+
+
+def _low_memory(_: _Service) -> tuple[Knob, ...]:
+    return (*_knobs.glibc_memory(), _knobs.jemalloc_memory())
+
+
+class _Recipe(NamedTuple):
+    does: str
+    knobs: Callable[[_Service], tuple[Knob, ...]]
+
+
+_PRESETS = {
+    "torch-cpu": _Recipe("torch on CPUs: as many threads as each worker's part of the CPU quota.", _torch_cpu),
+    "torch-cpu-dynamic": _Recipe(
+        "torch on CPUs with inputs of ever-new shapes: torch-cpu, and bounded oneDNN caches.",
+        _torch_cpu_dynamic,
+    ),
+    "prefork": _Recipe("A server that loads the model and then forks its workers.", _prefork),
+    "low-memory": _Recipe("Freed memory goes back to the system, at the cost of some CPU time.", _low_memory),
+}
+
+
+def _apply(knob: Knob, environ: MutableMapping[str, str], process: ProcessHistory) -> Outcome:
+    value = environ.get(knob.name)
+    state, evidence = judge(knob, value, process)
+    if state == "applied":
+        environ[knob.name] = value = knob.value
+    return Outcome(knob, state, value, evidence)
+
+
+_WHEN: dict[When, str] = {
+    "exec": "when the program starts",
+    "library load": "when the library is loaded",
+    "first use": "at its first use",
+    "any time": "each time",
+}
+
+
+def _explain(knob: Knob) -> str:
+    return "\n".join(
+        [
+            f"{knob.name}={knob.value}",
+            f"    read    {_WHEN[knob.read_at]}, by {knob.reader}",
+            f"    does    {knob.does}",
+            f"    costs   {knob.costs}",
+            f"    source  {knob.source}",
+        ]
+    )
+
+
+def _recipe(name: str) -> _Recipe:
+    if isinstance(name, str) and name in _PRESETS:
+        return _PRESETS[name]
+    from difflib import get_close_matches
+
+    near = get_close_matches(str(name), _PRESETS, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    fix = f"{hint}The presets are {', '.join(_PRESETS)}."
+    raise InvalidOption("name", name, why="there is no such preset", fix=fix)

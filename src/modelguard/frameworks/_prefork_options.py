@@ -1,0 +1,117 @@
+"""Options of ``prefork.prepare`` from environment variables, for servers whose configuration has no place for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from modelguard import _units, prefork
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.guard import guards as all_guards
+
+__all__ = ["PreforkOptions", "generations", "guards_to_share", "loading", "wait_for_loads"]
+
+T = TypeVar("T")
+
+_YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+
+#: A parent that is told to fork during a load waits for its end, for at most so many seconds.
+_LOAD_PATIENCE = 60.0
+_LOOK = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PreforkOptions:
+    """How to prepare, as :func:`~modelguard.prefork.prepare` takes it.
+
+    Attributes:
+        freeze: ``MODELGUARD_FREEZE``: ``yes`` (default) or ``no``.
+        immortalize: ``MODELGUARD_IMMORTALIZE``: ``auto`` (default), ``yes`` or ``no``. With ``auto``, models that are
+            renewed by ``TTL`` or ``Modified`` stay mortal: an immortal one would stay in the parent for ever.
+        on_hazard: ``MODELGUARD_ON_HAZARD``: ``fix`` (default), ``refuse`` or ``warn``.
+        warm_timeout: ``MODELGUARD_WARM_TIMEOUT``: seconds, or text such as ``2m``. Default 60 s.
+    """
+
+    freeze: bool = True
+    immortalize: Literal["auto"] | bool = "auto"
+    on_hazard: Literal["fix", "refuse", "warn"] = "fix"
+    warm_timeout: float = 60.0
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> PreforkOptions:
+        """Read the variables that are set.
+
+        Raises:
+            InvalidOption: One of them cannot be meant.
+        """
+        timeout = _number(environ.get("MODELGUARD_WARM_TIMEOUT", "60s"))
+        return cls(
+            freeze=_choice(environ, "MODELGUARD_FREEZE", "yes", _YES_OR_NO),
+            immortalize=_choice(environ, "MODELGUARD_IMMORTALIZE", "auto", {"auto": "auto", **_YES_OR_NO}),
+            on_hazard=_choice(
+                environ, "MODELGUARD_ON_HAZARD", "fix", {"fix": "fix", "refuse": "refuse", "warn": "warn"}
+            ),
+            warm_timeout=_units.seconds(timeout, "MODELGUARD_WARM_TIMEOUT"),
+        )
+
+    def prepare(self, chosen: Sequence[ModelGuard[Any]]) -> prefork.ForkReport:
+        """Prepare this process to be forked."""
+        renewed = any(guard.engine.renews_weights for guard in chosen)
+        return prefork.prepare(
+            *chosen,
+            freeze=self.freeze,
+            immortalize=False if renewed and self.immortalize == "auto" else self.immortalize,
+            on_hazard=self.on_hazard,
+            warm_timeout=self.warm_timeout,
+        )
+
+
+def guards_to_share() -> tuple[ModelGuard[Any], ...]:
+    """Whose models to share: the guards made with ``prefork=True``, or all of this process if none is marked so.
+
+    Raises:
+        InvalidOption: There is none.
+    """
+    found = sorted(all_guards(), key=lambda guard: guard.name)
+    found = [guard for guard in found if guard.prefork] or found
+    if not found:
+        why = "the application made no guard while it was imported"
+        raise InvalidOption("guards", (), why=why, fix="Make it at the top of a module: nlp = guard(load_model, ...).")
+    return tuple(found)
+
+
+def generations(chosen: Sequence[ModelGuard[Any]]) -> tuple[int, ...]:
+    """Which generation serves, of each guard."""
+    return tuple(guard.status().generation for guard in chosen)
+
+
+def loading(chosen: Sequence[ModelGuard[Any]]) -> bool:
+    """Whether one of them loads, or releases what it has replaced."""
+    return any(guard.engine.loading for guard in chosen)
+
+
+def wait_for_loads(chosen: Sequence[ModelGuard[Any]]) -> None:
+    """Before a fork: whatever lock a loading thread holds would stay locked in the child. For a minute at most."""
+    started = time.monotonic()
+    while loading(chosen) and time.monotonic() - started < _LOAD_PATIENCE:
+        time.sleep(_LOOK)
+
+
+def _choice(environ: Mapping[str, str], name: str, default: str, choices: Mapping[str, T]) -> T:
+    text = environ.get(name, default)
+    try:
+        return choices[text.strip().lower()]
+    except KeyError:
+        fix = f"Choose one of {', '.join(choices)}."
+        raise InvalidOption(name, text, why="there is no such choice", fix=fix) from None
+
+
+def _number(text: str) -> float | str:
+    """Environment variables are text; a number without a unit means seconds, as it does everywhere else."""
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,13 @@
+"""Environment variables that belong together, and whether they took effect."""
+
+from __future__ import annotations
+
+from modelguard import _public
+from modelguard.environment._effect import State
+from modelguard.environment._knobs import Knob, When
+from modelguard.environment._presets import ApplyReport, Outcome, Preset, describe, get, names
+from modelguard.environment._renderings import Format
+
+__all__ = ["ApplyReport", "Format", "Knob", "Outcome", "Preset", "State", "When", "describe", "get", "names"]
+
+_public.set_module(globals())

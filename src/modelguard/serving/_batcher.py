@@ -1,0 +1,394 @@
+"""Threads and locks around the queue: takes requests in, computes batches, and delivers outcomes.
+
+A thread that has had no work for a while ends, and the next item starts another one. So an idle batcher costs nothing,
+and one that nobody refers to any more can be collected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
+from modelguard.serving import _inline, _registry
+from modelguard.serving._batches import Batch
+from modelguard.serving._events import BatchEvents
+from modelguard.serving._execution import BatchCallable, BatchFunction, compute, compute_one
+from modelguard.serving._options import BatchOptions
+from modelguard.serving._queue import BatchQueue
+from modelguard.serving._requests import FutureRequest, Request, deliver
+from modelguard.serving._wakeup import Wakeup
+from modelguard.serving.breaker import Circuit
+from modelguard.serving.deadlines import Scope, current_scope
+from modelguard.serving.status import BatchStatus
+from modelguard.telemetry import logger
+
+__all__ = ["Batcher"]
+
+_clock = time.monotonic  # at every call, where each look-up counts
+
+#: Seconds after which a thread without work ends.
+_LINGER = 10.0
+
+
+class _QueuedCall:
+    """A queued request, as its web request sees it."""
+
+    __slots__ = ("_batcher", "_request")
+
+    def __init__(self, batcher: Batcher, request: Request) -> None:
+        self._batcher = batcher
+        self._request = request
+
+    @property
+    def done(self) -> bool:
+        return self._request.state == "done"
+
+    def cancel(self) -> None:
+        self._batcher.cancel(self._request, notify=True)
+
+
+class Batcher:
+    """Runs a batch function for many callers; see :func:`~modelguard.batched` for what it promises.
+
+    Args:
+        run: Computes a batch.
+        options: Bounds, and how to treat errors.
+    """
+
+    def __init__(self, run: BatchCallable, options: BatchOptions) -> None:
+        self._limits = options.limits
+        self._breaker = options.breaker
+        self._function = BatchFunction(
+            run=run,
+            name=options.limits.name,
+            isolate=options.on_error == "isolate",
+            ignore=() if options.breaker is None else options.breaker.ignore,
+        )
+        self._most_threads = options.limits.threads
+        self._bounded = options.limits.deadline != math.inf
+        self._reset()
+        _registry.add(self)
+
+    def after_fork_in_child(self) -> None:
+        """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
+        closed = self._queue.closed
+        self._reset()
+        if closed:
+            self._queue.close()
+
+    def _reset(self) -> None:
+        # Reentrant: the garbage collector and signal handlers may call in at any point, also while this thread holds
+        # the lock. What they ask for is deferred until the state is consistent again; see cancel().
+        self._lock = threading.RLock()
+        self._deferred: deque[tuple[Request, bool]] = deque()  # requests to cancel, and whether to notify their callers
+        self._queue = BatchQueue(self._limits, None if self._breaker is None else Circuit(self._breaker))
+        self._idle: list[Wakeup] = []  # of the threads without work
+        self._wakeups: set[Wakeup] = set()  # of all threads that compute
+        self._threads = 0
+        self._nested = False  # whether a batch function has ever called this one
+        self._next_expiry = math.inf  # when the thread that looks after deadlines wakes up
+        self._expiry_wakeup: Wakeup | None = None
+        self._drained = threading.Event()
+        self._events = BatchEvents(self.name)
+
+    @property
+    def name(self) -> str:
+        """The batched function's name."""
+        return self._limits.name
+
+    # In
+
+    def put(self, request: Request, timeout: float | None = None) -> None:  # noqa: C901 - a function call costs a tenth
+        """Queue a request; its outcome comes from another thread.
+
+        Raises:
+            WouldDeadlock: Called by the batch function itself, or by one that it waits for.
+            CallerGone: The web request for which it is called has lost its client.
+            Overloaded, DeadlineExceeded, GuardClosed: It was not queued.
+        """
+        if _inline.open_blocks:
+            self._compute_inline(request)
+            return
+        scope = current_scope.get()
+        bounded = scope is not None or timeout is not None or self._bounded
+        if bounded:
+            self._apply_bounds(request, timeout, scope)
+        queue, wakeup = self._queue, None
+        try:
+            with self._lock:
+                queue.admit(request, _clock())
+                if self._idle:
+                    wakeup = self._idle.pop()
+                elif self._threads < self._most_threads:
+                    self._start_thread()
+                if bounded and request.deadline < self._next_expiry:
+                    self._schedule_expiry(request.deadline)
+            if wakeup is not None:
+                wakeup.set()
+            if self._deferred or queue.undelivered:
+                self._settle()
+        except ModelGuardError:
+            raise
+        except BaseException:  # Ctrl-C or a signal handler that raises, at any point of the above
+            with self._lock:
+                queue.withdraw(request)
+            for each in tuple(self._wakeups):  # one of them may have been chosen and not set
+                each.set()
+            raise
+        if scope is not None and scope.web_request is not None:
+            scope.web_request.add(_QueuedCall(self, request))
+
+    def _apply_bounds(self, request: Request, timeout: float | None, scope: Scope | None) -> None:
+        deadline = _clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
+        if scope is not None:
+            deadline = min(deadline, scope.nearest_deadline)
+            self._refuse_own_call(scope)
+            if scope.web_request is not None and scope.web_request.cancelled:
+                raise CallerGone(self.name)
+            if scope.enclosing:
+                request.enclosing = scope.enclosing
+                self._nested = True
+        request.deadline = deadline
+
+    def _refuse_own_call(self, scope: Scope) -> None:
+        if self in scope.enclosing:
+            why = "its batch function calls it, and would wait for the thread that it occupies"
+            raise WouldDeadlock(self.name, why=why, fix="Call the function that computes a batch instead.")
+
+    def _compute_inline(self, request: Request) -> None:
+        """Compute a request at once in this thread; see :func:`~modelguard.serving._inline.inline`."""
+        scope = current_scope.get() or Scope()
+        self._refuse_own_call(scope)
+        if self._queue.closed:
+            raise GuardClosed(self.name)
+        token = current_scope.set(Scope(enclosing=scope.enclosing | {self}))
+        try:
+            outcome = compute_one(self._function, request)
+        finally:
+            current_scope.reset(token)
+        request.deliver(outcome)
+
+    def cancel(self, request: Request, *, notify: bool = False) -> None:
+        """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
+        if (
+            self._holds_lock()
+        ):  # called by the garbage collector in the middle of a change, which this thread ends first
+            self._deferred.append((request, notify))
+            return
+        with self._lock:
+            self._queue.cancel(request, notify=notify)
+        self._settle()
+
+    def _holds_lock(self) -> bool:
+        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition does
+        return owned
+
+    # Threads that compute
+
+    def _find_thread(self) -> Wakeup | None:
+        """The wakeup of a thread without work. If there is none, start a thread, if more are allowed."""
+        if self._idle:
+            return self._idle.pop()
+        if self._threads < self._most_threads:
+            self._start_thread()
+        return None
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run_thread, name=f"modelguard-batch-{self.name}", daemon=True)
+        self._threads += 1
+        try:
+            if sys.is_finalizing():  # start() would wait for a thread that never runs
+                raise RuntimeError("the interpreter is shutting down")  # noqa: TRY301
+            thread.start()
+        except RuntimeError as error:
+            self._threads -= 1
+            if not self._threads:
+                self._queue.refuse_waiting(Overloaded(f"{self.name}(): cannot start a thread: {error}"))
+        except BaseException:
+            self._threads -= thread.ident is None
+            raise
+
+    def _run_thread(self) -> None:
+        """Compute batches until there has been no work for a while."""
+        wakeup = Wakeup()
+        queue = self._queue  # a forked child has another one, and none of these threads
+        self._wakeups.add(wakeup)
+        try:
+            while self._run_once(queue, wakeup):
+                pass
+        except BaseException:  # noqa: BLE001 - a fault in this library; another thread takes over
+            with contextlib.suppress(BaseException):
+                logger.exception("modelguard: a thread of %s() failed", self.name)
+            with self._lock:
+                self._threads -= 1
+                other = self._find_thread() if queue.waiting else None
+            if other is not None:
+                other.set()
+        finally:
+            self._wakeups.discard(wakeup)
+
+    def _run_once(self, queue: BatchQueue, wakeup: Wakeup) -> bool:
+        """Compute a batch, or wait for one; false if this thread has to end."""
+        other = None
+        with self._lock:
+            found = queue.next_batch(_clock())
+            if isinstance(found, Batch):
+                other = (
+                    self._find_thread() if queue.waiting else None
+                )  # the rest may be due before this batch has ended
+            elif found is None and queue.closed:
+                self._threads -= 1
+                return False
+            else:
+                self._idle.append(wakeup)
+        if other is not None:
+            other.set()
+        if queue.undelivered or self._deferred:
+            self._settle()
+        if not isinstance(found, Batch):
+            return self._wait_for_work(wakeup, found)
+        self._compute(found)
+        return True
+
+    def _wait_for_work(self, wakeup: Wakeup, seconds: float | None) -> bool:
+        """Wait until there is work, or a batch is due; false if none came and the thread has to end."""
+        woken = wakeup.wait(_LINGER if seconds is None else min(seconds, _LINGER))
+        with self._lock:
+            if wakeup in self._idle:
+                self._idle.remove(wakeup)
+            if woken or seconds is not None or self._queue.waiting:
+                return True
+            self._threads -= 1
+            return False
+
+    def _compute(self, batch: Batch) -> None:
+        enclosing: frozenset[object] = frozenset({self})
+        if self._nested:
+            enclosing = enclosing.union(*(request.enclosing for request in batch.requests))
+        started = _clock()
+        token = current_scope.set(Scope(enclosing=enclosing))
+        computed = compute(self._function, batch.requests, batch.extras)
+        current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
+        now = _clock()
+        queue = self._queue
+        with self._lock:
+            if computed.error is None:
+                queue.record_run(batch, now - started, now)
+            queue.counters.bisected += bool(computed.reruns)
+            requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed)
+            change = queue.record_verdict(batch, computed.verdict, now)
+        if requests:
+            deliver(requests, outcomes)
+        if queue.undelivered or queue.closed or self._deferred:
+            self._settle()
+        try:
+            self._events.batch_ended(batch, computed, queue, seconds=now - started, change=change)
+            if change == "opened" and self._breaker is not None and self._breaker.reload is not None:
+                self._breaker.reload.reload(wait=False)
+        except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread
+            logger.exception("modelguard: %s() goes on", self.name)
+
+    # The thread that looks after deadlines
+
+    def _schedule_expiry(self, deadline: float) -> None:
+        self._next_expiry = deadline
+        if self._expiry_wakeup is not None:
+            self._expiry_wakeup.set()
+            return
+        self._expiry_wakeup = Wakeup()
+        name = f"modelguard-deadlines-{self.name}"
+        try:
+            threading.Thread(target=self._expire, args=(self._expiry_wakeup,), name=name, daemon=True).start()
+        except RuntimeError:  # no thread can be started: the others look at the deadlines whenever they are free
+            self._expiry_wakeup, self._next_expiry = None, math.inf
+
+    def _expire(self, wakeup: Wakeup) -> None:
+        """Fail requests at their deadlines, whatever the other threads are doing."""
+        queue = self._queue
+        woken = True
+        while True:
+            with self._lock:
+                queue.expire(now := _clock())
+                due = self._next_expiry = queue.next_deadline()
+                if due == math.inf and not woken:
+                    self._expiry_wakeup = None
+            self._settle(callbacks_elsewhere=True)
+            if due == math.inf and not woken:
+                return
+            woken = wakeup.wait(min(due - now, _LINGER)) or due != math.inf
+
+    # Out
+
+    def _settle(self, *, callbacks_elsewhere: bool = False) -> None:
+        """Do what was deferred, and deliver the failures that the queue decided on.
+
+        Args:
+            callbacks_elsewhere: Whether to run callbacks of futures in another thread, so that this one is on time.
+        """
+        queue = self._queue
+        with self._lock:
+            while self._deferred:
+                request, notify = self._deferred.popleft()
+                queue.cancel(request, notify=notify)
+            pairs, queue.undelivered = queue.undelivered, []
+            drained = queue.closed and queue.idle
+        if callbacks_elsewhere:
+            futures = [pair for pair in pairs if isinstance(pair[0], FutureRequest)]
+            with contextlib.suppress(RuntimeError):  # no thread can be started: deliver them here
+                if futures:
+                    threading.Thread(target=deliver, args=_columns(futures), daemon=True).start()
+                    pairs = [pair for pair in pairs if not isinstance(pair[0], FutureRequest)]
+        if pairs:
+            deliver(*_columns(pairs))
+        if drained:
+            self._drained.set()
+            _registry.discard(self)
+
+    def close(self, timeout: float) -> None:
+        """Admit nothing more, compute what waits, and refuse what still waits after so many seconds.
+
+        Raises:
+            WouldDeadlock: Called by the batch function, or by a signal handler or finalizer in the middle of a call.
+        """
+        scope = current_scope.get()
+        if scope is not None and self in scope.enclosing:
+            why = "its batch function closes it, and would wait for itself"
+            raise WouldDeadlock(self.name, why=why, fix="Close it outside of the batch function.")
+        if self._holds_lock():
+            why = "close() was called by a signal handler or a finalizer that interrupted a call"
+            raise WouldDeadlock(self.name, why=why, fix="Set a flag in the handler, and close when the program ends.")
+        with self._lock:
+            self._queue.close()
+            idle, self._idle = self._idle, []
+        for wakeup in idle:
+            wakeup.set()
+        self._settle()
+        if not self._drained.wait(timeout):
+            with self._lock:
+                self._queue.refuse_waiting(GuardClosed(self.name))
+            self._settle()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it admits items. An open circuit does not count: without traffic there would be no probe."""
+        return not self._queue.closed
+
+    def status(self) -> BatchStatus:
+        """Its state, counts and times."""
+        if self._deferred:
+            self._settle()
+        with self._lock:
+            return self._queue.status(_clock())
+
+    def __repr__(self) -> str:
+        return f"<Batcher {self.name!r}>"
+
+
+def _columns(pairs: list[tuple[Request, Any]]) -> tuple[list[Request], list[Any]]:
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]

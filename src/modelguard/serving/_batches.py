@@ -1,0 +1,79 @@
+"""The values that the queue works with: limits, batches and counters."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from modelguard.serving._requests import Request
+
+#: What a batch says about the model: ``"succeeded"`` if an item succeeded, ``"failed"`` if the model is at fault,
+#: ``"inconclusive"`` if the errors say nothing about it.
+Verdict = Literal["succeeded", "failed", "inconclusive"]
+
+
+# Without `from __future__ import annotations`: Limits is public under another module's name, where
+# typing.get_type_hints() could not resolve text.
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The bounds of a batched function; see :func:`~modelguard.batched`.
+
+    Attributes:
+        name: The function's name in events and errors.
+        max_size: Most items in a batch.
+        max_queue: Most items that wait.
+        max_wait: Seconds that the oldest item waits for a fuller batch while a thread is free.
+        max_weight: Most weight in a batch; infinity for no bound.
+        deadline: Seconds that every item has from its arrival; infinity for no bound.
+        threads: Threads that compute batches side by side.
+        weighed: Whether items have weights of their own; the heaviest then comes first in its batch.
+    """
+
+    name: str
+    max_size: int
+    max_queue: int
+    max_wait: float = 0.0
+    max_weight: float = math.inf
+    deadline: float = math.inf
+    threads: int = 1
+    weighed: bool = False
+
+    def fill(self, count: int, weight: float) -> float:
+        """How many full batches so many items of that total weight make: 0.5 is half a batch, 2 is two."""
+        return max(count / self.max_size, weight / self.max_weight)
+
+
+class Batch:
+    """Requests that are computed together.
+
+    Attributes:
+        extras: Keyword arguments that they share.
+        requests: In the order in which they are computed.
+        fill: How full it is; 1 is full.
+        started: When it was taken from the queue, in seconds on the batcher's clock.
+        oldest: When the first of them arrived.
+    """
+
+    __slots__ = ("extras", "fill", "oldest", "requests", "started")
+
+    def __init__(self, requests: list[Request], fill: float, started: float) -> None:
+        self.extras: dict[str, Any] = requests[0].extras
+        self.requests = requests
+        self.oldest = requests[0].arrived
+        self.fill = fill
+        self.started = started
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened, in items; ``batches``, ``failed_batches`` and ``bisected`` count batches."""
+
+    answered: int = 0
+    failed: int = 0
+    refused_full: int = 0
+    refused_late: int = 0
+    refused_open: int = 0
+    expired: int = 0
+    cancelled: int = 0
+    batches: int = 0
+    failed_batches: int = 0
+    bisected: int = 0

@@ -1,0 +1,105 @@
+"""The events of a batcher. They are emitted in the threads that compute, never in a caller's."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from modelguard import telemetry
+from modelguard.serving._batches import Batch
+from modelguard.serving._execution import Computed, one_line
+from modelguard.serving._queue import BatchQueue
+
+#: Refused requests are reported at most this often, in seconds: under overload there are thousands.
+_REPORT_INTERVAL = 1.0
+
+CircuitChange = Literal["opened", "closed"] | None
+
+
+class BatchEvents:
+    """Emits what has happened since it last did.
+
+    Args:
+        name: The batcher's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._reported = (0, 0, 0, 0, 0)
+        self._reported_at = -math.inf
+
+    def batch_ended(
+        self, batch: Batch, computed: Computed, queue: BatchQueue, *, seconds: float, change: CircuitChange
+    ) -> None:
+        """Emit the events of a batch that has ended.
+
+        Args:
+            batch: The batch.
+            computed: Its outcome.
+            queue: The queue it came from.
+            seconds: How long it ran, reruns included.
+            change: What its verdict changed about the circuit.
+        """
+        if telemetry.listening():
+            telemetry.emit(
+                telemetry.BatchFinished(
+                    guard=self._name,
+                    size=len(batch.requests),
+                    waiting=queue.waiting,
+                    wait_seconds=batch.started - batch.oldest,
+                    run_seconds=seconds,
+                    failed=computed.failed,
+                    reruns=computed.reruns,
+                )
+            )
+        if computed.error is not None:
+            telemetry.emit(
+                telemetry.BatchErrored(
+                    guard=self._name,
+                    size=len(batch.requests),
+                    failed=computed.failed,
+                    error=one_line(computed.error),
+                    reruns=computed.reruns,
+                )
+            )
+        if change is not None:
+            self._emit_circuit(queue, change, computed.error)
+        self._emit_refusals(queue, batch.started + seconds)
+
+    def _emit_circuit(self, queue: BatchQueue, change: CircuitChange, error: BaseException | None) -> None:
+        if change == "closed" or queue.circuit is None:
+            telemetry.emit(telemetry.CircuitClosed(guard=self._name))
+            return
+        telemetry.emit(
+            telemetry.CircuitOpened(
+                guard=self._name,
+                failures=queue.circuit.failures,
+                retry_after=queue.circuit.cooldown,
+                error="" if error is None else one_line(error),
+            )
+        )
+
+    def _emit_refusals(self, queue: BatchQueue, now: float) -> None:
+        counters = queue.counters
+        counts = (
+            counters.refused_full,
+            counters.refused_late,
+            counters.refused_open,
+            counters.expired,
+            counters.cancelled,
+        )
+        if counts == self._reported or now - self._reported_at < _REPORT_INTERVAL:
+            return
+        full, late, opened, expired, cancelled = (new - old for new, old in zip(counts, self._reported, strict=True))
+        self._reported, self._reported_at = counts, now
+        telemetry.emit(
+            telemetry.RequestsRefused(
+                guard=self._name,
+                full=full,
+                late=late,
+                open=opened,
+                expired=expired,
+                cancelled=cancelled,
+                waiting=queue.waiting,
+            )
+        )

@@ -1,0 +1,237 @@
+"""What can be read from a batch function when it is decorated: whether it can be batched, and what its items are."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from typing import Annotated, Any
+
+from modelguard import _units
+from modelguard.errors import InvalidOption
+
+__all__ = ["ROUTE_FIX", "call_signature", "check_function", "function_name", "item_type_name", "passed_by_guard"]
+
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+#: Annotations that a list satisfies.
+_LISTS = (list, Sequence, MutableSequence, Collection, Iterable)
+#: Types of items for which a list is certainly a mistake. Others may accept a list in place of an array, say.
+_SCALARS = (str, bytes, int, float, complex, bool, dict)
+#: Web frameworks whose applications know their handlers.
+_WEB_FRAMEWORKS = frozenset({"fastapi", "flask", "starlette"})
+
+#: For web frameworks; its ``name`` is the batched function's.
+ROUTE_FIX = "Write a function for the route: async def route(text: str): return await {name}.aio(text)"
+
+
+# At definition
+
+
+def check_function(function: Any, caller: Mapping[str, Any]) -> None:
+    """Reject what cannot be called with a list of items on another thread.
+
+    Args:
+        function: What is decorated.
+        caller: The local variables where it is decorated.
+
+    Raises:
+        InvalidOption: It is not a function, not a function of a list, or a route of a web framework.
+    """
+    if isinstance(function, classmethod | staticmethod):
+        kind = type(function).__name__
+        raise _rejected(function, why=f"it is a {kind}", fix=f"Put @batched(...) below @{kind}, next to the def.")
+    if not callable(function) or isinstance(function, type):
+        why = f"it must be a function or a method, not a {type(function).__name__}"
+        raise _rejected(function, why=why, fix="Decorate: def predict(items): return [...]")
+    _check_kind(function)
+    _check_parameters(function)
+    _check_no_route(function, caller)
+
+
+def _check_kind(function: Any) -> None:
+    kinds = {
+        "a coroutine function": inspect.iscoroutinefunction(function),
+        "a generator function": inspect.isgeneratorfunction(function),
+        "an asynchronous generator function": inspect.isasyncgenfunction(function),
+    }
+    for kind, found in kinds.items():
+        if found:
+            fix = "Write: def predict(items): return [...]; callers on an event loop use await predict.aio(item)."
+            raise _rejected(function, why=f"it is {kind}, and batches run on a thread of their own", fix=fix)
+
+
+def _check_parameters(function: Any) -> None:
+    parameters = _parameters(function)
+    if parameters is None:
+        return
+    positional = _without_self(parameters)
+    if not positional:
+        why = "it has no positional parameter for the items"
+        fix = "Make its first parameter (after self) the list of items: def predict(items): ..."
+        raise _rejected(function, why=why, fix=fix)
+    if any(parameter.name == "timeout" for parameter in parameters):
+        why = "its parameter 'timeout' could never be passed: f(item, timeout=...) bounds the call"
+        raise _rejected(function, why=why, fix="Give that parameter another name.")
+    _check_first_parameter(function, *positional)
+
+
+def _check_first_parameter(function: Any, first: inspect.Parameter, *others: inspect.Parameter) -> None:
+    """Reject a function whose annotations say that the list of items does not come first."""
+    annotation = _annotation(first, function)
+    if _is_list(annotation):
+        return
+    for other in others:
+        required = other.default is inspect.Parameter.empty and other.kind is not inspect.Parameter.VAR_POSITIONAL
+        # A call could never pass a list: keyword arguments have to be hashable. So this is the list of items.
+        if required and _is_list(_annotation(other, function)):
+            why = f"its first parameter is '{first.name}', and the list of items '{other.name}' comes after it"
+            fix = (
+                f"If '{first.name}' is a guarded model, put @batched(...) above the guard's decorator, which passes it."
+            )
+            raise _rejected(function, why=why, fix=fix)
+    if _is_scalar(annotation):
+        kind = _type_name(annotation)
+        why = f"its first parameter '{first.name}' is one item ({kind}), not a list of items"
+        raise _rejected(function, why=why, fix=f"Write: def predict(items: list[{kind}]): ...")
+
+
+def _check_no_route(function: Any, caller: Mapping[str, Any]) -> None:
+    """Reject a function that a web application already serves, because ``@batched`` stands above ``@app.get``."""
+    plain = inspect.unwrap(function)
+    for value in [*getattr(plain, "__globals__", {}).values(), *caller.values()]:
+        if any(plain is handler or function is handler for handler in _handlers(value)):
+            why = "it is a route of a web application already, which would call it without batches"
+            raise _rejected(function, why=why, fix=ROUTE_FIX.format(name=plain.__name__))
+
+
+def _handlers(value: Any) -> Iterator[Any]:
+    """The handlers of a web application."""
+    modules = (str(kind.__module__).partition(".")[0] for kind in type(value).__mro__)
+    if _WEB_FRAMEWORKS.isdisjoint(modules):
+        return
+    for route in getattr(value, "routes", None) or ():
+        yield getattr(route, "endpoint", None)
+    yield from (getattr(value, "view_functions", None) or {}).values()
+
+
+def _rejected(function: Any, *, why: str, fix: str) -> InvalidOption:
+    return InvalidOption("function", function, why=why, fix=fix)
+
+
+# Names and types
+
+
+def function_name(function: Any) -> str:
+    """Module and qualified name, for events and errors."""
+    qualified = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"{getattr(function, '__module__', None) or '?'}.{qualified.replace('<locals>.', '')}"
+
+
+def passed_by_guard(function: Any) -> list[str]:
+    """The parameters of the written function that its guard passes, such as ``model``."""
+    written, visible = _parameters(inspect.unwrap(function)), _parameters(function)
+    if written is None or visible is None:
+        return []
+    shown = {parameter.name for parameter in visible}
+    return [parameter.name for parameter in _without_self(written) if parameter.name not in shown]
+
+
+def item_type_name(function: Any) -> str | None:
+    """The annotated type of an item, if a list cannot be meant as an item; else None."""
+    item = _item_annotation(function)
+    return _type_name(item) if _is_scalar(item) else None
+
+
+def call_signature(function: Any, name: str) -> inspect.Signature | None:
+    """The signature of the batched function: one item, then keywords. None if the function has no signature."""
+    parameters = _parameters(function)
+    if parameters is None:
+        return None
+    others = [each for each in _without_self(parameters)[1:] if each.kind is not inspect.Parameter.VAR_POSITIONAL]
+    keywords = [each for each in parameters if each.kind not in _POSITIONAL]
+    item: Any = Annotated[_item_annotation(function), NotFromRequest(name)]
+    taken = {each.name for each in others + keywords}
+    return inspect.Signature(
+        [
+            inspect.Parameter("item_" if "item" in taken else "item", _POSITIONAL[0], annotation=item),
+            inspect.Parameter("timeout", _KEYWORD_ONLY, default=None, annotation=_units.Duration | None),
+            *(each.replace(kind=_KEYWORD_ONLY) for each in others),
+            *keywords,
+        ]
+    )
+
+
+class NotFromRequest:
+    """Marks the item in the signature of a batched function, which cannot be a route of FastAPI.
+
+    FastAPI would read the arguments of the batch function, a list, from each request, and answer 422. It asks pydantic
+    for a schema of each parameter when the route is defined, and pydantic asks this mark.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
+        """Reject the route.
+
+        Raises:
+            InvalidOption: Always.
+        """
+        del source, handler
+        why = "a batched function takes one item by position, so it cannot be a route or a dependency"
+        fix = ROUTE_FIX.format(name=self._name.rpartition(".")[2])
+        raise InvalidOption("route", self._name, why=why, fix=fix)
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):  # many built-in functions have none
+        return None
+
+
+def _without_self(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    """The positional parameters; methods are recognised by their first parameter's name."""
+    positional = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    return positional[1:] if positional and positional[0].name in {"self", "cls"} else positional
+
+
+def _item_annotation(function: Callable[..., Any]) -> Any:
+    """The type of an item by the annotation of the list of items; Any if that says nothing."""
+    for parameter in _without_self(_parameters(function) or ())[:1]:
+        items = _annotation(parameter, function)
+        if _is_list(items) and typing.get_args(items):
+            return typing.get_args(items)[0]
+    return Any
+
+
+def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
+    """A parameter's annotation as a type; Any if there is none, or its names exist for type checkers only."""
+    if parameter.annotation is inspect.Parameter.empty:
+        return Any
+    holder = types.SimpleNamespace(__annotations__={"it": parameter.annotation})
+    try:
+        return typing.get_type_hints(holder, globalns=getattr(inspect.unwrap(function), "__globals__", {}))["it"]
+    except Exception:  # noqa: BLE001 - evaluating text can raise anything
+        return Any
+
+
+def _is_list(annotation: Any) -> bool:
+    return (typing.get_origin(annotation) or annotation) in _LISTS
+
+
+def _is_scalar(annotation: Any) -> bool:
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return all(one is types.NoneType or _is_scalar(one) for one in typing.get_args(annotation))
+    return (origin or annotation) in _SCALARS
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)

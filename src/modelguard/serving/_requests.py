@@ -1,0 +1,206 @@
+"""One queued item and how its caller gets the answer: one class for each kind of caller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Literal, TypeAlias
+
+from modelguard.errors import CallerGone
+from modelguard.telemetry import logger
+
+__all__ = [
+    "CancellableFuture",
+    "Failure",
+    "FutureRequest",
+    "Group",
+    "LoopRequest",
+    "Request",
+    "State",
+    "ThreadRequest",
+    "caller_gone",
+    "deliver",
+]
+
+#: ``"done"``: it has its answer, or its caller does not wait any more.
+State = Literal["waiting", "running", "done"]
+
+#: Keyword arguments as ``(name, type, value)``: True and 1 are different arguments.
+Group: TypeAlias = tuple[tuple[str, type, Any], ...]
+
+
+class Failure:
+    """An outcome that is an error."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Request:
+    """One item and what bounds it.
+
+    Defaults are class attributes, because a request is made for every call.
+
+    Attributes:
+        item: What the caller passed.
+        arrived: Seconds on the batcher's clock.
+        deadline: Seconds on the same clock; infinity for none.
+        weight: What it counts for against ``max_weight``; 1 if nothing is weighed.
+        group: Its keyword arguments; None for none. Only requests with equal groups share a batch.
+        state: Changed by the queue alone.
+        enclosing: The batchers that wait for this request, if a batch function made it.
+        loop: The event loop on which its caller waits, None for a thread.
+    """
+
+    arrived = 0.0
+    deadline = math.inf
+    weight: float = 1
+    group: Group | None = None
+    state: State = "waiting"
+    enclosing: frozenset[object] = frozenset()
+    loop: asyncio.AbstractEventLoop | None = None
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """Its keyword arguments for the batch function."""
+        return {name: value for name, _, value in self.group or ()}
+
+    def deliver(self, outcome: Any) -> None:
+        """Hand the outcome, a result or a :class:`Failure`, to the caller. Called once and without any lock held."""
+        raise NotImplementedError
+
+
+class ThreadRequest(Request):
+    """A request whose caller is a blocked thread."""
+
+    _outcome: Any
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+        self._delivered = threading.Lock()
+        self._delivered.acquire()
+
+    def deliver(self, outcome: Any) -> None:
+        """Wake the thread."""
+        self._outcome = outcome
+        self._delivered.release()
+
+    def wait(self) -> Any:
+        """Block until the outcome is there.
+
+        Raises:
+            BaseException: What the item failed with.
+        """
+        self._delivered.acquire()
+        outcome = self._outcome
+        if type(outcome) is Failure:
+            try:
+                raise outcome.error
+            finally:
+                del self, outcome  # the error's traceback refers to this frame
+        return outcome
+
+
+class LoopRequest(Request):
+    """A request whose caller is a coroutine, on any event loop."""
+
+    def __init__(self, item: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.item = item
+        self.loop = loop
+        self.future: asyncio.Future[Any] = loop.create_future()
+
+    def deliver(self, outcome: Any) -> None:
+        """Complete the coroutine's future. Called on its loop."""
+        _complete([self], [outcome])
+
+
+class CancellableFuture(Future[Any]):
+    """A future whose ``cancel`` also takes the item out of its queue."""
+
+    on_cancel: Callable[[], object] | None = None
+
+    def cancel(self) -> bool:
+        """Drop the item if it waits, and its result if it is being computed; false if there is an answer already."""
+        cancelled = super().cancel()
+        if cancelled and self.on_cancel is not None:
+            self.on_cancel()
+        return cancelled
+
+
+class FutureRequest(Request):
+    """A request whose caller got a future."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+        self.future = CancellableFuture()
+
+    def deliver(self, outcome: Any) -> None:
+        """Complete the future, unless it was cancelled."""
+        self.future.on_cancel = None  # it refers to this request, which refers to the future
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if type(outcome) is Failure:
+            self.future.set_exception(outcome.error)
+        else:
+            self.future.set_result(outcome)
+
+
+def caller_gone(function: str) -> Failure:
+    """The outcome for a caller whose client has disconnected."""
+    return Failure(CallerGone(function))
+
+
+def deliver(requests: list[Request], outcomes: list[Any]) -> None:
+    """Hand each request its outcome. Each event loop is woken once for all of its requests. Never raises.
+
+    Futures come last: their callbacks are other people's code, and nobody else should wait for it.
+    """
+    loops = {request.loop for request in requests}
+    if len(loops) == 1 and (loop := loops.pop()) is not None:
+        _deliver_on_loop(loop, requests, outcomes)
+        return
+    by_loop: dict[asyncio.AbstractEventLoop, tuple[list[Request], list[Any]]] = {}
+    futures: list[tuple[Request, Any]] = []
+    for request, outcome in zip(requests, outcomes, strict=True):
+        if isinstance(request, FutureRequest):
+            futures.append((request, outcome))
+        elif request.loop is None:
+            request.deliver(outcome)
+        else:
+            its_requests, its_outcomes = by_loop.setdefault(request.loop, ([], []))
+            its_requests.append(request)
+            its_outcomes.append(outcome)
+    for loop, (its_requests, its_outcomes) in by_loop.items():
+        _deliver_on_loop(loop, its_requests, its_outcomes)
+    for request, outcome in futures:
+        try:
+            request.deliver(outcome)
+        except BaseException:  # noqa: BLE001 - whatever a callback raises, the others get their outcomes
+            with contextlib.suppress(BaseException):  # a log handler that raises must not stop them either
+                logger.exception("modelguard: a callback of a submitted call failed")
+
+
+def _deliver_on_loop(loop: asyncio.AbstractEventLoop, requests: list[Any], outcomes: Iterable[Any]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits there any more
+        loop.call_soon_threadsafe(_complete, requests, outcomes)
+
+
+def _complete(requests: list[LoopRequest], outcomes: Iterable[Any]) -> None:
+    """Runs on the event loop."""
+    for request, outcome in zip(requests, outcomes, strict=True):
+        try:
+            if type(outcome) is Failure:
+                request.future.set_exception(outcome.error)
+            else:
+                request.future.set_result(outcome)
+        except asyncio.InvalidStateError:  # cancelled meanwhile
+            pass

@@ -1,0 +1,164 @@
+"""What bounds batched calls: ``deadline()``, and the web request for which they are made."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from modelguard import _units
+
+__all__ = ["Call", "Scope", "WebRequest", "current_scope", "deadline", "left", "on_behalf_of"]
+
+#: A web request with more calls than this forgets those that have their answers.
+_MANY_CALLS = 64
+
+
+class Call(Protocol):
+    """A batched call under way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has its answer."""
+        ...
+
+    def cancel(self) -> object:
+        """Compute nothing more for it; its caller gets ``CallerGone``."""
+
+
+class WebRequest:
+    """One request of a web service. It bounds its batched calls, and cancels them when its client disconnects.
+
+    Once it has been answered it does neither: work that it left behind, such as a background task, goes on in its
+    context. Thread-safe.
+
+    Args:
+        timeout: Seconds that it has from now; None for no bound.
+        on_first_call: Called at the first batched call: from then on it is worth watching the client.
+    """
+
+    def __init__(self, timeout: float | None = None, on_first_call: Callable[[], object] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._deadline = math.inf if timeout is None else time.monotonic() + timeout
+        self._on_first_call = on_first_call
+        self._calls: list[Call] = []
+        self._answered = False
+        self.disconnected = False
+
+    @property
+    def deadline(self) -> float:
+        """On the monotonic clock; infinity for none."""
+        return math.inf if self._answered else self._deadline
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the client disconnected before its answer: nothing more is computed for it."""
+        return self.disconnected and not self._answered
+
+    def add(self, call: Call) -> None:
+        """Cancel this call when the client disconnects; at once if it has disconnected already."""
+        with self._lock:
+            if self._answered:
+                return
+            disconnected = self.disconnected
+            if len(self._calls) >= _MANY_CALLS:
+                self._calls = [call for call in self._calls if not call.done]
+            self._calls.append(call)
+            on_first_call, self._on_first_call = self._on_first_call, None
+        if disconnected:
+            call.cancel()
+        elif on_first_call is not None:
+            with contextlib.suppress(RuntimeError):  # its event loop is closed
+                on_first_call()
+
+    def disconnect(self) -> None:
+        """The client has disconnected: cancel its calls, and refuse further ones."""
+        with self._lock:
+            if self._answered:
+                return
+            self.disconnected = True
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call.cancel()
+
+    def answered(self) -> None:
+        """The client has its answer."""
+        with self._lock:
+            self._answered = True
+            self._calls, self._on_first_call = [], None
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What applies to the batched calls made in this context.
+
+    Attributes:
+        deadline: When they must have their answers, in seconds on the monotonic clock; infinity for no bound.
+        web_request: The web request for which they are made.
+        enclosing: The batchers whose batch functions run here, or wait for what runs here.
+    """
+
+    deadline: float = math.inf
+    web_request: WebRequest | None = None
+    enclosing: frozenset[object] = frozenset()
+
+    @property
+    def nearest_deadline(self) -> float:
+        """The scope's own deadline or that of its web request, whichever comes first."""
+        return self.deadline if self.web_request is None else min(self.deadline, self.web_request.deadline)
+
+
+_UNBOUNDED = Scope()
+
+#: None outside of every block, so that unbounded calls pay for one cheap look only.
+current_scope: ContextVar[Scope | None] = ContextVar("modelguard scope", default=None)
+
+
+@contextmanager
+def deadline(timeout: _units.Duration) -> Iterator[None]:
+    """Bound the batched calls inside the block: they must have their answers within ``timeout`` from now.
+
+    Blocks can be nested; an inner one can only shorten the time. The bound follows the context into tasks and into
+    threads that are started with it (``asyncio.to_thread``, Starlette's thread pool), not into other threads.
+
+    Args:
+        timeout: Time from the start of the block; zero admits nothing.
+
+    Raises:
+        InvalidOption: ``timeout`` is negative, not a number, or cannot be read.
+        DeadlineExceeded: From the calls inside, when the time has passed.
+    """
+    outer = current_scope.get() or _UNBOUNDED
+    until = min(outer.deadline, time.monotonic() + _units.seconds(timeout, "timeout", zero=True))
+    token = current_scope.set(replace(outer, deadline=until))
+    try:
+        yield
+    finally:
+        current_scope.reset(token)
+
+
+@contextmanager
+def on_behalf_of(web_request: WebRequest) -> Iterator[None]:
+    """Make the batched calls inside the block for a web request."""
+    token = current_scope.set(replace(current_scope.get() or _UNBOUNDED, web_request=web_request))
+    try:
+        yield
+    finally:
+        current_scope.reset(token)
+
+
+def left() -> float | None:
+    """Seconds until the deadline of this context, negative once it has passed; None where there is none.
+
+    Use it for other steps of the same request, such as the timeout of a database query before the batched call.
+    """
+    scope = current_scope.get()
+    if scope is None or scope.nearest_deadline == math.inf:
+        return None
+    return scope.nearest_deadline - time.monotonic()

@@ -1,0 +1,150 @@
+"""What may become immortal, judged by an object's type: the model's own data, code, or a handle of the system."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["ASK", "BRANCH", "CODE", "DICT", "HANDLES", "LEAF", "TEXT", "ObjectKinds", "type_name"]
+
+# The model's own.
+LEAF = "leaf"  #: refers to nothing that the garbage collector knows of
+TEXT = "text"  #: a leaf that stores its hash when it is first used
+BRANCH = "branch"  #: refers to other objects
+DICT = "dict"  #: a branch whose keys need a look of their own, unless it is the namespace of a module
+ASK = "ask"  #: the type alone does not decide
+# Not the model's own, whatever it refers to.
+CODE = "code"
+
+#: Kinds of objects that belong to one process or thread, and their types.
+HANDLES: Mapping[str, tuple[str, ...]] = {
+    "lock": (
+        "_thread.lock",
+        "_thread.RLock",
+        "_queue.SimpleQueue",
+        "threading._RLock",
+        "threading.Barrier",
+        "threading.Condition",
+        "threading.Event",
+        "threading.Semaphore",
+        "multiprocessing.synchronize.SemLock",
+    ),
+    "thread": (
+        "threading.Thread",
+        "_thread._local",
+        "_thread._ThreadHandle",
+        "_threading_local.local",
+        "concurrent.futures._base.Executor",
+        "multiprocessing.pool.ThreadPool",
+    ),
+    "process": ("subprocess.Popen", "multiprocessing.process.BaseProcess", "multiprocessing.pool.Pool"),
+    "socket": ("_socket.socket", "_ssl._SSLSocket", "_ssl._SSLContext"),
+    "pipe": ("multiprocessing.connection._ConnectionBase", "select.epoll", "select.poll"),
+    # Not BytesIO and StringIO, which are memory.
+    "file": (
+        "_io.FileIO",
+        "_io.BufferedReader",
+        "_io.BufferedWriter",
+        "_io.BufferedRandom",
+        "_io.BufferedRWPair",
+        "_io.TextIOWrapper",
+        "mmap.mmap",
+        "sqlite3.Connection",
+    ),
+    "event loop": ("asyncio.events.AbstractEventLoop", "_asyncio.Future", "asyncio.futures.Future"),
+    "native handle": (
+        "_ctypes._CData",
+        "ctypes.CDLL",
+        "builtins.PyCapsule",
+        "_cffi_backend._CDataBase",
+        "_cffi_backend.FFI",
+    ),
+}
+
+_CODE = (
+    "builtins.type",
+    "builtins.module",
+    "builtins.function",
+    "builtins.code",
+    "builtins.frame",
+    "builtins.traceback",
+    "builtins.generator",
+    "builtins.coroutine",
+    "builtins.async_generator",
+    "builtins.method_descriptor",
+    "builtins.wrapper_descriptor",
+    "builtins.classmethod_descriptor",
+    "builtins.getset_descriptor",
+    "builtins.member_descriptor",
+    "builtins.property",
+    "builtins.classmethod",
+    "builtins.staticmethod",
+    "builtins.super",
+    "functools._lru_cache_wrapper",
+    "numpy.ufunc",
+    "weakref.ReferenceType",
+    "weakref.ProxyType",
+    "weakref.CallableProxyType",
+    # Not code, but not the model's own either: what everything that logs, or runs in one context, shares.
+    "logging.Filterer",
+    "logging.LogRecord",
+    "logging.Manager",
+    "_contextvars.Context",
+    "_contextvars.ContextVar",
+    "_contextvars.Token",
+)
+
+_KINDS = {
+    "builtins.dict": DICT,
+    **dict.fromkeys(("builtins.mappingproxy", "builtins.builtin_function_or_method", "numpy.ndarray"), ASK),
+    **dict.fromkeys(_CODE, CODE),
+    **{name: kind for kind, names in HANDLES.items() for name in names},
+}
+
+_HAS_REFERENTS = 1 << 14  # Py_TPFLAGS_HAVE_GC
+
+
+class ObjectKinds(dict[type, str]):
+    """The kind of each type that was met so far.
+
+    Attributes:
+        sized: Types whose ``__sizeof__`` is written in Python, and may do anything.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({str: TEXT, bytes: TEXT})
+        self.sized: set[type] = set()
+
+    def __missing__(self, met: type) -> str:
+        kind = self[met] = _judge(met)
+        if isinstance(met.__sizeof__, types.FunctionType):
+            self.sized.add(met)
+        return kind
+
+    def belongs_to_model(self, one: Any) -> bool:
+        """Whether an object of the kind :data:`ASK` is the model's own."""
+        if isinstance(one, types.BuiltinFunctionType):  # {}.get is a part of the dict, len one of its module
+            owner = one.__self__
+            return owner is not None and self[type(owner)] in {LEAF, TEXT, BRANCH, DICT}
+        if isinstance(one, types.MappingProxyType):  # the namespace of a class, or a read-only dict
+            behind = gc.get_referents(one)
+            return not any(isinstance(mapping, dict) and dict.__contains__(mapping, "__doc__") for mapping in behind)
+        return True
+
+
+def _judge(met: type) -> str:
+    for base in met.__mro__:
+        kind = _KINDS.get(type_name(base))
+        if kind is not None:
+            return kind
+        # Functions that Cython and others have compiled.
+        if "__code__" in base.__dict__ or "__globals__" in base.__dict__:
+            return CODE
+    return BRANCH if met.__flags__ & _HAS_REFERENTS else LEAF
+
+
+def type_name(met: type) -> str:
+    """The full name of a type."""
+    return f"{met.__module__}.{met.__qualname__}"

@@ -1,0 +1,342 @@
+"""``prepare`` and ``in_child``: many processes that share one copy of a model.
+
+A forked child shares its parent's memory until one of the two writes to it. So the parent loads the model, and its
+children must not write to it: not by a warm-up of their own at first use, not by the collector's marks, and not by
+reference counts. :func:`prepare` prevents that in the parent just before it forks; :func:`in_child` repairs in each
+child what the fork broke.
+"""
+
+import gc
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from modelguard import _units
+from modelguard.environment import _allocator, _memory
+from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, NotSupported
+from modelguard.lifecycle._threads import THREADS
+from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.guard import guards as all_guards
+from modelguard.sharing import _hazards, _immortal, _restore, _trial
+from modelguard.sharing._hazards import Hazard
+from modelguard.sharing._immortal import ImmortalReport
+
+__all__ = ["ForkReport", "in_child", "prepare"]
+
+OnHazard = Literal["fix", "refuse", "warn"]
+Immortalize = Literal[True, False, "auto"]
+
+#: Bytes of models from which on immortal objects are worth the time that making them takes at start.
+_WORTH_IT = 16_000_000
+
+#: Seconds between two looks at a guard whose load or release has to end first.
+_POLL = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class ForkReport:
+    """What :func:`prepare` found and did.
+
+    Attributes:
+        guards: Names of the guards whose models are shared.
+        hazards: What does not survive a fork, the worst first.
+        tried: The guards whose warm-up a trial child has done, with its seconds.
+        collected: Number of objects that a collection found to be garbage.
+        frozen: Number of objects that the collector leaves alone from now on; 0 if ``freeze`` was off.
+        immortal: What was made immortal; None if nothing was.
+        why_mortal: Why nothing was made immortal; None if something was.
+        private: Private memory afterwards, in bytes: what the children share.
+        seconds: How long it all took, loads included.
+    """
+
+    guards: tuple[str, ...]
+    hazards: tuple[Hazard, ...]
+    tried: dict[str, float]
+    collected: int
+    frozen: int
+    immortal: ImmortalReport | None
+    why_mortal: str | None
+    private: int
+    seconds: float
+
+    def __str__(self) -> str:
+        counts = (
+            f"{self.immortal.objects:,} objects immortal" if self.immortal else f"none immortal ({self.why_mortal})"
+        )
+        lines = [
+            f"prepared {', '.join(self.guards)} in {self.seconds:.1f} s: {_units.format_bytes(self.private)} to share",
+            f"{self.frozen:,} objects frozen, {counts}",
+            *(f"warm-up of {name} tried in a child: {seconds:.2f} s" for name, seconds in self.tried.items()),
+            *map(str, self.hazards),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass
+class _State:
+    """What this process has prepared, and whether a child has repaired itself."""
+
+    pid: int
+    guards: tuple[ModelGuard[Any], ...]
+    generations: tuple[int, ...]
+    hazards: tuple[Hazard, ...]
+    fixes: bool
+    ready_pid: int = 0
+    failure: BaseException | None = None
+
+
+_state: _State | None = None
+_trying = False
+_registered = False
+
+
+def prepare(
+    *guards: ModelGuard[Any],
+    freeze: bool = True,
+    immortalize: Immortalize = "auto",
+    on_hazard: OnHazard = "fix",
+    warm_timeout: _units.Duration = 60.0,
+) -> ForkReport:
+    """Make this process ready to be forked into workers that share its models. Call it last, just before the fork.
+
+    In this order: load, look for hazards, try each warm-up in a trial child, collect garbage, freeze, immortalize.
+    Children that are forked from now on repair what a fork breaks and warm up by themselves (``os.register_at_fork``);
+    a server's hook also calls :func:`in_child`, which raises what went wrong there.
+
+    Args:
+        guards: The guards whose models are shared. Default: every guard made with ``prefork=True``.
+        freeze: Hide all objects from the garbage collector (``gc.freeze``), since its marks would copy their pages.
+        immortalize: Stop counting references to the models' objects, so that reading them does not copy their pages
+            (CPython 3.12 or newer). This cannot be undone: such objects are never freed. ``"auto"``: where the
+            interpreter allows it and the models take at least 16 MB; True: always, or ``NotSupported``.
+        on_hazard: ``"fix"``: refuse what no child could survive, let children repair what they can, warn of the rest.
+            ``"refuse"``: refuse every hazard. ``"warn"``: warn of all and repair nothing.
+        warm_timeout: How long a warm-up may take in the trial child before it counts as hung; and how long a reload
+            that is under way may take to end.
+
+    Returns:
+        What was found and done.
+
+    Raises:
+        InvalidOption: An option is invalid, or there is no guard.
+        ForkOrder: Called in a forked child, or a second time although no model has been replaced.
+        ForkUnsafe: A hazard that cannot be repaired, or a warm-up that hangs or raises in a child. The process can
+            continue to serve as before.
+        LoadFailed: A model could not be loaded.
+        NotSupported: ``immortalize=True`` on an interpreter that has no immortal objects.
+    """
+    _check_options(immortalize, on_hazard)
+    timeout = _units.seconds(warm_timeout, "warm_timeout")
+    started = time.monotonic()
+    chosen = _chosen(guards)
+    process = _hazards.ThisProcess()
+    if process.runs_event_loop():
+        raise ForkUnsafe(_hazards.find_hazards(process))
+    if immortalize is True and (why := _immortal.immortalize_unsupported()) is not None:
+        raise NotSupported("immortalize=True", reason=why)
+    for guard in chosen:
+        guard.load()
+        _wait_for_release(guard, timeout)
+    generations = tuple(guard.status().generation for guard in chosen)
+    again = _refuse_wrong_order(chosen, generations)
+    THREADS.end_idle()
+    found = _hazards.find_hazards(process)
+    _judge(found, on_hazard)
+    before = _state
+    _install(_State(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn"))
+    try:
+        tried = _try_all(chosen, timeout, on_hazard)
+    except ForkUnsafe:
+        _install(before)  # a server that prepared earlier continues to fork as before
+        raise
+    collected, frozen = _freeze(again=again) if freeze else (0, 0)
+    made, why = _immortalize(chosen, immortalize)
+    return ForkReport(
+        guards=tuple(guard.name for guard in chosen),
+        hazards=found,
+        tried=tried,
+        collected=collected,
+        frozen=frozen,
+        immortal=made,
+        why_mortal=why,
+        private=_memory.private(fresh=True),
+        seconds=time.monotonic() - started,
+    )
+
+
+def in_child() -> None:
+    """Repair a forked worker: threads, random seeds, allocator threads, and each guard's warm-up, once.
+
+    Children of a prepared process do this by themselves when they are forked. A server's hook calls this as well, to
+    get the errors. Calling it again does nothing.
+
+    Raises:
+        ForkOrder: The parent was never prepared, or this is the parent.
+        Exception: What a guard's ``warmup`` raised.
+    """
+    if _state is None:
+        raise ForkOrder(
+            "in_child", why="nothing was prepared", fix="Call prefork.prepare() in the parent, before it forks."
+        )
+    if os.getpid() == _state.pid:
+        why = "this is the parent"
+        raise ForkOrder(
+            "in_child", why=why, fix="Call it in the worker, as in gunicorn's post_fork or uWSGI's postfork."
+        )
+    _repair(_state)
+    if _state.failure is not None:
+        raise _state.failure
+
+
+def _check_options(immortalize: object, on_hazard: object) -> None:
+    if on_hazard not in get_args(OnHazard):
+        names = ", ".join(map(repr, get_args(OnHazard)))
+        raise InvalidOption("on_hazard", on_hazard, why="there is no such choice", fix=f"Choose one of {names}.")
+    if immortalize not in (True, False, "auto"):
+        why = "it must be True, False or 'auto'"
+        raise InvalidOption("immortalize", immortalize, why=why, fix="'auto' is the right choice for most services.")
+
+
+def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:
+    for guard in guards:
+        if not isinstance(guard, ModelGuard):
+            why = f"it is a {type(guard).__name__}, not a guard"
+            raise InvalidOption("guards", guard, why=why, fix="Give what modelguard.guard() returned.")
+    chosen = tuple(dict.fromkeys(guards)) or _marked()
+    if not chosen:
+        fix = "Give a guard, or make it with guard(..., prefork=True) in a module that is imported before."
+        raise InvalidOption("guards", (), why="there is no guard to prepare", fix=fix)
+    return chosen
+
+
+def _marked() -> tuple[ModelGuard[Any], ...]:
+    """The guards of this process that were made with ``prefork=True``, by name."""
+    return tuple(sorted((guard for guard in all_guards() if guard.prefork), key=lambda guard: guard.name))
+
+
+def _wait_for_release(guard: ModelGuard[Any], timeout: float) -> None:
+    """A reload returns when the new model serves; the old one may still be in release, and would be frozen."""
+    end = time.monotonic() + timeout
+    while guard.engine.loading:
+        if time.monotonic() > end:
+            seen = f"a load or a release has not ended within {timeout:g} s"
+            bad = Hazard("python thread", f"guard {guard.name!r}", seen, "Prepare when it has ended.", "fatal")
+            raise ForkUnsafe((bad,))
+        time.sleep(_POLL)
+
+
+def _refuse_wrong_order(chosen: tuple[ModelGuard[Any], ...], generations: tuple[int, ...]) -> bool:
+    """Whether this process was prepared before, for models that have been replaced since."""
+    if _state is None:
+        return False
+    if _state.pid != os.getpid():
+        why = "this is a child of the process that was prepared"
+        raise ForkOrder("prepare", why=why, fix="Prepare in the parent; workers call in_child().")
+    if (_state.guards, _state.generations) == (chosen, generations):
+        why = "this process is prepared already, and no model has been replaced since"
+        raise ForkOrder("prepare", why=why, fix="Call it once, or again after a reload.")
+    return True
+
+
+def _judge(found: tuple[Hazard, ...], on_hazard: OnHazard) -> None:
+    worst = [one for one in found if one.severity == "fatal"] if on_hazard == "fix" else found
+    if worst and on_hazard != "warn":
+        raise ForkUnsafe(found)
+    for hazard in found:
+        if hazard.severity != "fixed" or on_hazard == "warn":
+            warnings.warn(str(hazard), ForkHazard, stacklevel=3)
+
+
+def _try_all(chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnHazard) -> dict[str, float]:
+    tried = {}
+    for guard in chosen:
+        if guard.engine.guard.options.warmup is None:
+            continue
+        result = _try(guard, timeout)
+        if not result.ok:
+            bad = _failed_trial(guard, result, timeout)
+            if on_hazard != "warn":
+                raise ForkUnsafe((bad,))
+            warnings.warn(str(bad), ForkHazard, stacklevel=3)
+        tried[guard.name] = result.seconds
+    return tried
+
+
+def _failed_trial(guard: ModelGuard[Any], result: _trial.TrialResult, timeout: float) -> Hazard:
+    owner = f"guard {guard.name!r}"
+    if result.hung:
+        seen = f"its warm-up hung for {timeout:g} s in a child:\n{result.report}"
+        fix = "Look at the stacks of the child: it waits for something that exists only in the parent."
+        return Hazard("hang", owner, seen, fix, "fatal")
+    return Hazard("warm-up", owner, f"its warm-up failed in a child:\n{result.report}", "Fix the warm-up.", "fatal")
+
+
+def _try(guard: ModelGuard[Any], timeout: float) -> _trial.TrialResult:
+    global _trying
+    _trying = True  # the child warms up this guard alone, and reports how that ended
+    try:
+        return _trial.run(guard.engine.warm_up, timeout)
+    finally:
+        _trying = False
+
+
+def _freeze(*, again: bool) -> tuple[int, int]:
+    if again:  # otherwise the replaced model's garbage would stay frozen for ever
+        gc.unfreeze()
+    collected = gc.collect()
+    gc.freeze()
+    return collected, gc.get_freeze_count()
+
+
+def _immortalize(chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize) -> tuple[ImmortalReport | None, str | None]:
+    if wanted is False:
+        return None, "not asked for"
+    if wanted == "auto":
+        why = _immortal.immortalize_unsupported()
+        if why is not None:
+            return None, why
+        size = sum(guard.status().model_bytes or 0 for guard in chosen)
+        if size < _WORTH_IT:
+            return None, f"{_units.format_bytes(size)} of models is not worth it"
+    current = (guard.engine.state.current for guard in chosen)
+    made = _immortal.immortalize(*(generation.model for generation in current if generation is not None))
+    with suppress(NotSupported):
+        _allocator.trim()  # the walk over a model leaves free heap behind: 52 MB for ja_ginza
+    return made, None
+
+
+# In the child
+
+
+def _install(state: _State | None) -> None:
+    global _state, _registered
+    _state = state
+    if not _registered:
+        os.register_at_fork(after_in_child=_after_fork)
+        _registered = True
+
+
+def _after_fork() -> None:
+    state = _state
+    if state is None or os.getppid() != state.pid:  # the children of a worker are not ours
+        return
+    if _trying:
+        _restore.restore(state.hazards if state.fixes else ())
+        return
+    _repair(state)
+
+
+def _repair(state: _State) -> None:
+    if state.ready_pid == os.getpid():
+        return
+    state.ready_pid = os.getpid()
+    try:
+        _restore.restore(state.hazards if state.fixes else ())
+        for guard in state.guards:
+            guard.engine.warm_up()
+    except BaseException as error:  # noqa: BLE001 - a fork hook cannot raise; in_child() does
+        state.failure = error

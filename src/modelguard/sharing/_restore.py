@@ -1,0 +1,45 @@
+"""What a forked child has to repair before it does anything else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+
+from modelguard.environment import _allocator, _openmp
+from modelguard.sharing._hazards import Hazard
+
+__all__ = ["restore"]
+
+_SEED_BYTES = 4
+
+
+def restore(found: Iterable[Hazard]) -> None:
+    """Repair what the fork broke.
+
+    Args:
+        found: The hazards that were found in the parent.
+    """
+    kinds = {hazard.kind for hazard in found}
+    if "thread pool" in kinds:
+        _use_one_thread()
+    if "allocator threads" in kinds:
+        _allocator.restart_threads()
+    _reseed()
+
+
+def _use_one_thread() -> None:
+    """One thread needs no pool, and the pool that the forking thread had is gone."""
+    _openmp.cap_openmp(1)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # MKL inside torch has a count of its own, which this sets too
+
+
+def _reseed() -> None:
+    """Give each child random numbers of its own. Python's ``random`` does this by itself."""
+    for module in ("numpy.random", "torch"):
+        library = sys.modules.get(module)
+        if library is not None:
+            seed = int.from_bytes(os.urandom(_SEED_BYTES))
+            (library.manual_seed if module == "torch" else library.seed)(seed)

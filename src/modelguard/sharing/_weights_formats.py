@@ -1,0 +1,115 @@
+"""The formats of published weights: one for each library, imported on first use."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeAlias
+
+from modelguard import _extras
+from modelguard.errors import InvalidOption, WeightsRefused
+
+__all__ = ["Create", "WeightsFormat", "format_named", "format_of", "unknown_source"]
+
+#: Opens a new file. Its name is made of letters, digits and one dot.
+Create: TypeAlias = Callable[[str], AbstractContextManager[IO[bytes]]]
+
+
+class WeightsFormat(Protocol):
+    """How the weights of one library are written and mapped."""
+
+    @property
+    def kind(self) -> str:
+        """Its name in manifests."""
+        ...
+
+    def write(self, source: Any, create: Create) -> Mapping[str, Any]:
+        """Write ``source`` into files.
+
+        Returns:
+            What :meth:`load` needs besides the files; plain JSON.
+
+        Raises:
+            InvalidOption: ``source`` cannot be mapped.
+            OSError: It could not be written.
+        """
+        ...
+
+    def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:
+        """Map the files and make the model from them.
+
+        Raises:
+            WeightsRefused: The model does not fit them, or does not lie in them.
+        """
+        ...
+
+
+# Kind -> the module with its `FORMAT`, by name, so that nothing is imported here.
+_MODULES = {
+    "torch": "modelguard.adapters._torch_weights",
+    "numpy": "modelguard.adapters._numpy_weights",
+    "pickle": "modelguard.adapters._joblib_weights",
+}
+# Full names of classes -> kind of the format that writes them, or mappings of names to them.
+_MODELS = {"torch.nn.modules.module.Module": "torch", "numpy.ndarray": "numpy"}
+_VALUES = {"torch.Tensor": "torch", "numpy.ndarray": "numpy"}
+
+_SAFE = "a torch module, a state dict, a numpy array or a mapping of names to arrays"
+
+
+def format_of(source: object, *, allow_pickle: bool) -> WeightsFormat | None:
+    """Find the format that can publish ``source``; None if there is none.
+
+    Raises:
+        NotSupported: The library that writes it is not installed.
+    """
+    kind = _kind(source)
+    if kind is None and allow_pickle:
+        kind = "pickle"
+    return None if kind is None else _import(kind)
+
+
+def format_named(kind: str, path: Path, *, allow_pickle: bool) -> WeightsFormat:
+    """Find the format that a manifest names.
+
+    Raises:
+        WeightsRefused: It is a pickle and pickles were not allowed, or the kind is unknown.
+        NotSupported: The library that reads it is not installed.
+    """
+    if kind not in _MODULES:
+        fix = "Load them with the modelguard that published them."
+        raise WeightsRefused(path, why=f"the kind {kind!r} is unknown", fix=fix)
+    if kind == "pickle" and not allow_pickle:
+        why = "they are a pickle, and loading one runs whatever code it holds"
+        fix = f"Publish {_SAFE}; or, if you trust its author, give allow_pickle=True."
+        raise WeightsRefused(path, why=why, fix=fix)
+    return _import(kind)
+
+
+def unknown_source(source: object) -> InvalidOption:
+    """Make the error for an object that no format writes."""
+    why = f"a {type(source).__name__} cannot be mapped safely"
+    fix = f"Give {_SAFE}, or a function that makes one; or allow_pickle=True for an object that holds arrays."
+    return InvalidOption("source", type(source).__name__, why=why, fix=fix)
+
+
+def _kind(source: object) -> str | None:
+    if isinstance(source, Mapping):
+        kinds = {_find(value, _VALUES) for value in source.values()}
+        return kinds.pop() if len(kinds) == 1 else None
+    return _find(source, _MODELS)
+
+
+def _find(value: object, table: Mapping[str, str]) -> str | None:
+    names = (f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__)
+    return next((table[name] for name in names if name in table), None)
+
+
+def _import(kind: str) -> WeightsFormat:
+    try:
+        found: WeightsFormat = importlib.import_module(_MODULES[kind]).FORMAT
+    except ModuleNotFoundError as error:
+        raise _extras.not_installed(error, f"publishing and loading weights of the kind {kind!r}") from error
+    return found

@@ -1,0 +1,198 @@
+"""What is published at a path, and whether its files can be trusted and are unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from modelguard.errors import WeightsMissing, WeightsRefused
+
+__all__ = ["Manifest", "Seal", "check_trust", "digest_of", "parse", "read", "seal"]
+
+#: Raised when older versions of modelguard cannot read what newer ones write.
+LAYOUT = 1
+
+# They become parts of paths, so only names that modelguard writes are accepted.
+_FOLDER = re.compile(r"[0-9]{6,}-[0-9a-f]{12}")
+_FILE = re.compile(r"[a-z0-9]+\.[a-z]+")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+_REPUBLISH = "Publish the weights again."
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The state of a file when it was published.
+
+    Attributes:
+        size: Bytes.
+        sha256: Hash of its content.
+        mtime_ns: Time of the last change of its content.
+        ctime_ns: Time of the last change of the file in any way. No program can set it: as long as it is the same,
+            nobody has written to the file, and its content does not have to be read again. A copy has another one.
+    """
+
+    size: int
+    sha256: str
+    mtime_ns: int
+    ctime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is published at a path.
+
+    Attributes:
+        version: Its number; each publication has a higher one.
+        sha256: Hash of everything that makes up the content.
+        kind: The format that reads it.
+        key: The publisher's name for it.
+        folder: The folder's name below the path's data folder.
+        details: What the format needs besides the files.
+        files: Name and seal of each file in the folder.
+    """
+
+    version: int
+    sha256: str
+    kind: str
+    key: str | None
+    folder: str
+    details: Mapping[str, Any]
+    files: Mapping[str, Seal]
+
+    def to_json(self) -> str:
+        """The text of its file."""
+        return json.dumps({"modelguard": LAYOUT, **asdict(self)}, indent=1)
+
+    def check(self, folder: Path) -> None:
+        """Reject files that differ, or may differ, from what was published.
+
+        Raises:
+            WeightsRefused: A file is missing, truncated or changed, or others could have written to it.
+        """
+        _check_folder(folder.parent)
+        _check_folder(folder)
+        for name, sealed in self.files.items():
+            _check_file(folder / name, sealed)
+
+
+def read(path: Path) -> Manifest:
+    """Read what is published at ``path``.
+
+    Raises:
+        WeightsMissing: Nothing is.
+        WeightsRefused: The file cannot be trusted, or was not written by modelguard.
+    """
+    try:
+        # A link is not followed, and the open does not wait for a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        why, fix = "nothing has been published there", "Call weights.publish(model, path) first."
+        raise WeightsMissing(path, why=why, fix=fix) from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    with os.fdopen(descriptor, "rb") as file:
+        check_trust(path, os.fstat(descriptor), stat.S_ISREG)
+        text = file.read()
+    try:
+        return parse(text)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        why = "this is not a file that weights.publish() has written, or a newer modelguard has written it"
+        raise WeightsRefused(path, why=why, fix="Give the path that was given to weights.publish().") from error
+
+
+def parse(text: str | bytes) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: It is not a manifest.
+    """
+    found = json.loads(text)
+    if found.pop("modelguard") != LAYOUT:
+        raise ValueError("another layout")
+    found["files"] = {_as(_FILE, name): Seal(**sealed) for name, sealed in found["files"].items()}
+    for sealed in found["files"].values():
+        _as(_DIGEST, sealed.sha256)
+    _as(_FOLDER, found["folder"])
+    return Manifest(**found)
+
+
+def check_trust(path: Path, found: os.stat_result, kind: Any) -> None:
+    """Reject what another user has made or can write to.
+
+    Args:
+        path: The file or folder, for the message.
+        found: Its status.
+        kind: Checks by its mode that it is of the right kind, such as ``stat.S_ISREG``.
+
+    Raises:
+        WeightsRefused: It is of another kind, it belongs to another user (root is trusted), or others may write to
+            it.
+    """
+    if not kind(found.st_mode):
+        raise WeightsRefused(path, why="it is a link or of another kind", fix=f"Remove it. {_REPUBLISH}")
+    if found.st_uid not in (os.geteuid(), 0):
+        why = f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+        raise WeightsRefused(path, why=why, fix="Publish the weights as the user who serves them.")
+    if found.st_mode & _OTHERS:
+        why = f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+        raise WeightsRefused(path, why=why, fix=f"If you trust them: chmod go-w {str(path)!r}. Otherwise remove it.")
+
+
+def seal(path: Path) -> Seal:
+    """Record the state of a finished file."""
+    found = path.stat()
+    return Seal(size=found.st_size, sha256=_hash(path), mtime_ns=found.st_mtime_ns, ctime_ns=found.st_ctime_ns)
+
+
+def digest_of(kind: str, details: Mapping[str, Any], files: Mapping[str, Seal]) -> str:
+    """Hash everything that makes up the content."""
+    content = [kind, details, {name: sealed.sha256 for name, sealed in files.items()}]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _as(pattern: re.Pattern[str], text: str) -> str:
+    if not pattern.fullmatch(text):
+        raise ValueError("modelguard does not write such a name")
+    return text
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        check_trust(folder, folder.lstat(), stat.S_ISDIR)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _check_file(path: Path, sealed: Seal) -> None:
+    try:
+        found = path.lstat()
+        check_trust(path, found, stat.S_ISREG)
+        if found.st_size != sealed.size:
+            kind = "truncated" if found.st_size < sealed.size else "changed"
+            why = f"it is {kind}: {sealed.size} bytes were published and {found.st_size} are there"
+            raise WeightsRefused(path, why=why, fix=_REPUBLISH)
+        untouched = (found.st_mtime_ns, found.st_ctime_ns) == (sealed.mtime_ns, sealed.ctime_ns)
+        if not untouched and _hash(path) != sealed.sha256:
+            raise WeightsRefused(path, why="its content has changed since it was published", fix=_REPUBLISH)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _unreadable(path: Path, error: OSError) -> WeightsRefused:
+    if isinstance(error, PermissionError):
+        return WeightsRefused(path, why="this user may not read it", fix="Publish it as the user who serves.")
+    return WeightsRefused(path, why=f"it cannot be read ({error.strerror})", fix=_REPUBLISH)

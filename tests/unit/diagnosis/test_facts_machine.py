@@ -1,0 +1,62 @@
+"""This machine and this environment, from files only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from modelguard.diagnosis import examine
+from modelguard.diagnosis._facts import Interpreter, Machine
+from modelguard.diagnosis._facts_machine import facts_of_machine, machine, this_interpreter
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "status").write_text("Name:\tpython\nCpus_allowed_list:\t0-3,32-39\n")
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nSwapTotal: 100000 kB\nSwapFree: 40000 kB\n")
+    return tmp_path
+
+
+def test_what_the_machine_offers(root: Path) -> None:
+    """CPUs follow the affinity, swap is what is not free, and without a cgroup there is no limit."""
+    found = machine(root)
+    assert (12, 60_000 * 1024, False) == (found.affinity, found.swapped, found.cuda)
+    assert found.limit is not None
+    assert None is found.limit.bytes
+
+
+def test_an_nvidia_device(root: Path) -> None:
+    """Its control node alone does not count."""
+    (root / "dev").mkdir()
+    (root / "dev" / "nvidiactl").touch()
+    assert not machine(root).cuda
+    (root / "dev" / "nvidia0").touch()
+    assert machine(root).cuda
+
+
+def test_an_empty_proc(tmp_path: Path) -> None:
+    """What cannot be read is unknown, and nothing is raised."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    found = machine(tmp_path)
+    assert (None, None) == (found.affinity, found.swapped)
+
+
+def test_no_proc_at_all(tmp_path: Path) -> None:
+    """On other systems a limit would not show, so none is reported."""
+    assert Machine(None, None, None) == Machine(limit=machine(tmp_path).limit)
+
+
+def test_this_environment(root: Path) -> None:
+    """Its variables are examined, and only those that modelguard knows are kept."""
+    facts = facts_of_machine({"LRU_CACHE_CAPACITY": "8", "API_KEY": "hunter2"}, root=root)
+    assert "hunter2" not in repr(facts)
+    assert {"MG201", "MG301", "MG302"} <= {finding.number for finding in examine(facts).findings}
+
+
+def test_the_real_environment() -> None:
+    """Every machine can be examined."""
+    report = examine(facts_of_machine())
+    assert report.checks >= 18
+    assert isinstance(this_interpreter(), Interpreter)

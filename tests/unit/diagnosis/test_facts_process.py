@@ -1,0 +1,216 @@
+"""A running service is read from /proc only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from modelguard.diagnosis import examine
+from modelguard.diagnosis._facts import Facts, Interpreter
+from modelguard.diagnosis._facts_process import facts_of_process
+from modelguard.diagnosis._report import as_json, as_text
+from modelguard.environment import _remote
+from modelguard.errors import InvalidOption, NotSupported
+
+LIBRARIES = "7f00-7f10 r-xp 00000000 08:01 11 /usr/lib/libc.so.6\n"
+PYTHON = "7f20-7f30 r-xp 00000000 08:01 12 /usr/lib/libpython3.12.so.1.0\n"
+TORCH = "7f40-7f50 r-xp 00000000 08:01 13 /venv/torch/lib/libtorch_cpu.so\n"
+#: 80 MB of machine code that comes from no file, and what the kernel itself maps.
+COMPILED = "10000000-14c4b400 rwxp 00000000 00:00 0 \n7fff0000-7fff2000 r-xp 00000000 00:00 0                 [vdso]\n"
+NVIDIA = "7f60-7f70 rw-s 00000000 00:06 14 /dev/nvidiactl\n"
+
+
+class Machine:
+    """A tree of ``/proc`` below a folder, and an app."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.app = root / "srv"
+        self.app.mkdir()
+        (self.app / "app.py").write_text("import torch\n")
+        (root / "proc" / "self").mkdir(parents=True)
+        for name, text in {"smaps": "", "smaps_rollup": "", "cgroup": "0::/", "mountinfo": "", "status": ""}.items():
+            (root / "proc" / "self" / name).write_text(text)
+        (root / "proc" / "meminfo").write_text("SwapTotal: 1000 kB\nSwapFree: 1000 kB\n")
+
+    def process(
+        self,
+        pid: int,
+        *words: str,
+        parent: int = 1,
+        environ: str = "",
+        private: int = 0,
+        swap: int = 0,
+        maps: str = "",
+    ) -> None:
+        folder = self.root / "proc" / str(pid)
+        folder.mkdir()
+        rollup = f"1-2 ---p 0 00:00 0 [rollup]\nRss: 9 kB\nPrivate_Dirty: {private} kB\nShared_Dirty: 7 kB\n"
+        files = {
+            "cmdline": "".join(f"{word}\0" for word in words),
+            "environ": environ,
+            "maps": LIBRARIES + PYTHON + maps,
+            "smaps_rollup": rollup,
+            "stat": f"{pid} (a (strange) name) S {parent} {' '.join(['0'] * 48)}",
+            "status": f"Name:\tpython\nThreads:\t3\nVmSwap:\t{swap} kB\nCpus_allowed_list:\t0-1\n",
+            "cgroup": "0::/",
+        }
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        (folder / "cwd").symlink_to(self.app)
+        (folder / "root").symlink_to(self.root)
+
+    def facts(self, pid: str | int = 10) -> Facts:
+        return facts_of_process(pid, root=self.root)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+GUNICORN = ("/venv/bin/python", "/venv/bin/gunicorn", "-w", "8", "app:app")
+
+
+def service(machine: Machine, *, environ: str = "", maps: str = "") -> None:
+    """A gunicorn with two workers, one of which runs a tool, and an unrelated process."""
+    machine.process(10, *GUNICORN, environ=environ)
+    machine.process(11, *GUNICORN, parent=10, private=300_000, maps=maps)
+    machine.process(12, *GUNICORN, parent=10, private=310_000, swap=20_000, maps=maps)
+    machine.process(13, "ffmpeg", parent=12)
+    machine.process(99, *GUNICORN, parent=1)
+
+
+def test_a_master_and_its_workers_are_one_service(machine: Machine) -> None:
+    """Everything that it has started is read, and running workers count more than the command line."""
+    service(machine, maps=TORCH + COMPILED)
+    facts = machine.facts()
+    assert [(10, "main"), (11, "forked"), (12, "forked"), (13, "other")] == [(p.pid, p.role) for p in facts.processes]
+    assert facts.server is not None
+    assert ("gunicorn", 2, "the running processes") == (
+        facts.server.kind,
+        facts.server.workers,
+        facts.server.workers_by,
+    )
+    worker = facts.processes[2]
+    assert (330_000 * 1024, 7 * 1024, 20_000 * 1024, 3) == (worker.private, worker.shared, worker.swap, worker.threads)
+    assert (True, False, 80_000_000) == (worker.torch, worker.cuda, worker.compiled)
+    assert (Interpreter((3, 12)), 2) == (facts.interpreter, facts.machine.affinity)
+
+
+def test_the_source_is_found_through_the_command_line(machine: Machine) -> None:
+    """The app is searched in the folder that the process runs in."""
+    service(machine)
+    assert "app.py line 1 imports torch" == machine.facts().imported(["torch"])
+
+
+def test_workers_that_each_hold_a_model(machine: Machine) -> None:
+    """The memory of the workers proves it."""
+    service(machine, maps=TORCH + COMPILED)
+    findings = {finding.number: finding for finding in examine(machine.facts()).findings}
+    assert {"MG203", "MG302", "MG402"} <= findings.keys()
+    assert "process 11 alone holds 307.2 MB, and shares 7.2 kB with others" in findings["MG402"].seen
+
+
+def test_a_device_is_seen(machine: Machine) -> None:
+    """A process that has an NVIDIA device mapped uses it."""
+    service(machine, maps=TORCH + NVIDIA)
+    facts = machine.facts()
+    assert [False, True] == [process.cuda for process in facts.processes[:2]]
+    assert "MG203" not in [finding.number for finding in examine(facts).findings]
+
+
+def test_spawned_workers(machine: Machine) -> None:
+    """Uvicorn starts its workers afresh; helpers of multiprocessing are not workers."""
+    machine.process(10, "/venv/bin/python", "-m", "uvicorn", "app:app", "--workers", "2")
+    machine.process(
+        11, "/venv/bin/python", "-c", "from multiprocessing.resource_tracker import main;main(3)", parent=10
+    )
+    for pid in (12, 13):
+        words = ("/venv/bin/python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=5)")
+        machine.process(pid, *words, parent=10, private=400_000)
+    facts = machine.facts()
+    assert ["main", "other", "spawned", "spawned"] == [process.role for process in facts.processes]
+    assert "MG404" in [finding.number for finding in examine(facts).findings]
+
+
+def test_a_title_that_hides_the_command_line(machine: Machine) -> None:
+    """With setproctitle options and environment are gone, but roles are still recognised."""
+    machine.process(10, "gunicorn: master [app:app]")
+    machine.process(11, "gunicorn: worker [app:app]", parent=10)
+    facts = machine.facts()
+    assert ["main", "forked"] == [process.role for process in facts.processes]
+    assert facts.server is not None
+    assert (1, None) == (facts.server.workers, facts.server.preload)
+    assert any("overwritten its command line" in sentence for sentence in facts.unknown)
+    assert any("environment" in sentence and "overwritten" in sentence for sentence in facts.unknown)
+
+
+def test_a_worker_refers_to_its_master(machine: Machine) -> None:
+    """The report on a worker names the process id of the whole service."""
+    service(machine)
+    assert any("--pid 10" in sentence for sentence in machine.facts(11).unknown)
+
+
+def test_a_preload_that_is_not_in_force(machine: Machine) -> None:
+    """It was set when the process started, and no such library is mapped."""
+    (machine.root / "lib").mkdir()
+    (machine.root / "lib" / "libjemalloc.so.2").touch()
+    service(machine, environ="LD_PRELOAD=/lib/libjemalloc.so.2\0")
+    assert "MG101" in [finding.number for finding in examine(machine.facts()).findings]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "/venv/lib/python3.13t/lib-dynload/_json.cpython-313t-x86_64-linux-gnu.so",
+            Interpreter((3, 13), free_threaded=True),
+        ),
+        ("/usr/lib/python3.11/lib-dynload/_json.cpython-311-x86_64-linux-gnu.so", Interpreter((3, 11))),
+        ("/opt/bin/python3.14", Interpreter((3, 14))),
+    ],
+)
+def test_the_python_that_runs(machine: Machine, name: str, expected: Interpreter) -> None:
+    """It is recognised by the mapped files."""
+    machine.process(10, "python")
+    (machine.root / "proc" / "10" / "maps").write_text(f"1000-2000 r-xp 00000000 08:01 9 {name}\n")
+    assert expected == machine.facts().interpreter
+
+
+def test_secrets_of_a_process_are_never_shown(machine: Machine) -> None:
+    """Neither variables nor the command line reveal one, in text or JSON."""
+    machine.process(10, *GUNICORN, "--env", "DB_PASSWORD=hunter2", environ="API_KEY=hunter2\0LRU_CACHE_CAPACITY=9\0")
+    facts = machine.facts()
+    report = examine(facts)
+    shown = as_json(report) + "".join(line for _, line in as_text(report))
+    assert "hunter2" not in shown + repr(facts)
+    assert "LRU_CACHE_CAPACITY=9" in shown
+    assert json.loads(as_json(report))["subject"].startswith("process 10: /venv/bin/python /venv/bin/gunicorn")
+
+
+@pytest.mark.parametrize("pid", ["4711", "0", "-1", "self", "1e3", "", "99999999999"])
+def test_invalid_process_ids(machine: Machine, pid: str) -> None:
+    """The error says what to give instead."""
+    with pytest.raises(InvalidOption, match="pgrep"):
+        machine.facts(pid)
+
+
+def test_a_process_of_someone_else(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says so, and what to do."""
+    machine.process(10, "python")
+
+    def denied(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_remote, "observe", denied)
+    with pytest.raises(InvalidOption, match="as its owner, or as root"):
+        machine.facts()
+
+
+def test_without_proc(tmp_path: Path) -> None:
+    """The error says that the command can be examined instead."""
+    with pytest.raises(NotSupported, match="examine the command"):
+        facts_of_process(10, root=tmp_path)

@@ -1,0 +1,303 @@
+"""``frameworks.asgi``: clients that disconnect, and which of their calls are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.unit.frameworks.asgi_by_hand import (
+    DISCONNECT,
+    TIMEOUT,
+    Client,
+    a_turn,
+    alone,
+    behind,
+    calling,
+    disconnect,
+    fine,
+    piece,
+    read,
+    scope,
+    seen,
+    serve,
+)
+
+from modelguard import batched
+from modelguard.errors import CallerGone
+from modelguard.frameworks.asgi import ModelGuardMiddleware
+
+if TYPE_CHECKING:
+    from tests.unit.serving.gated import Gated
+
+
+@pytest.mark.parametrize("body", ["unread", "read", "in pieces"])
+def test_a_disconnect_cancels_what_waits(model: Gated, body: str) -> None:
+    """The item is not computed, whether the application has read the body or not."""
+    f = batched(max_size=1)(model)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if body != "unread":
+            await read(receive)
+        await f.aio(1)
+
+    async def main() -> None:
+        await behind(f, model)
+        pieces = [piece(b"a", more=True), piece(b"b", more=True), piece()] if body == "in pieces" else [piece()]
+        await disconnect(ModelGuardMiddleware(app), Client(*pieces), f)
+
+    asyncio.run(main())
+    model.gate.set()
+    f.close()
+    assert [["first"]] == model.batches
+
+
+def test_a_disconnect_before_the_body_is_complete_cancels_what_waits(model: Gated) -> None:
+    """The application streams the body, and calls the model on the way."""
+    f = batched(max_size=1)(model)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await f.aio(1)
+
+    async def main() -> None:
+        await behind(f, model)
+        await disconnect(ModelGuardMiddleware(app), Client(piece(b"a", more=True)), f)
+
+    asyncio.run(main())
+    model.gate.set()
+    f.close()
+    assert [["first"]] == model.batches
+
+
+def test_each_call_on_the_way_through_a_body_can_be_cancelled(model: Gated) -> None:
+    """Not only the first: watching goes on when the application has read what the watcher had received."""
+    quick = batched(max_size=1)(lambda items: items)
+    f = batched(max_size=1)(model)
+    client = Client(piece(b"a", more=True), piece(b"b", more=True))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await quick.aio(1)
+        await seen(lambda: len(client.received) == 2)
+        await receive()
+        await f.aio(2)
+
+    async def main() -> None:
+        await behind(f, model)
+        await disconnect(ModelGuardMiddleware(app), client, f)
+
+    asyncio.run(main())
+    model.gate.set()
+    f.close()
+    assert [["first"]] == model.batches
+
+
+def test_a_body_is_not_read_ahead_of_the_application(model: Gated) -> None:
+    """At most one piece is held that the application has not read: a slow application still slows its client."""
+    f = batched(max_size=64)(model)
+    client = Client(*(piece(b"x", more=True) for _ in range(50)), piece())
+    ahead: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for asked in range(51):
+            await f.aio(asked)
+            await a_turn()
+            ahead.append(len(client.received) - asked)
+            assert (asked < 50) == (await receive())["more_body"]
+        await fine(scope, receive, send)
+
+    model.gate.set()
+    asyncio.run(serve(ModelGuardMiddleware(app), client))
+    assert 200 == client.status
+    assert max(ahead) <= 1
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_an_application_can_call_before_it_reads_the_body(model: Gated, pieces: int) -> None:
+    """It gets what the watcher has received, in order, even if both were waiting for it."""
+    f = batched(max_size=1)(model)
+    model.gate.set()
+    client = Client(piece(b"0", more=True))
+    client.received.append(client._inbox.get_nowait())
+    body: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await f.aio(1)
+        body.append(await read(receive))
+        await fine(scope, receive, send)
+
+    async def main() -> None:
+        served = asyncio.create_task(ModelGuardMiddleware(app)(scope("POST"), client.receive, client.send))
+        await seen(lambda: f.status().answered == 1)
+        for n in range(pieces):
+            await a_turn()
+            client.say(piece(b"%d" % n, more=n < pieces - 1))
+        await asyncio.wait_for(served, 2)
+        await alone()
+
+    asyncio.run(main())
+    assert ([b"012"[:pieces]], 200) == (body, client.status)
+
+
+def test_the_application_receives_the_disconnect_too(model: Gated) -> None:
+    """As often as it asks; and it may still answer, although nobody reads that."""
+    f = batched(max_size=1)(model)
+    heard: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await f.aio(1)
+        except CallerGone:
+            heard.extend([(await receive())["type"] for _ in range(3)])
+            raise
+
+    async def main() -> None:
+        await behind(f, model)
+        await disconnect(ModelGuardMiddleware(app), Client(), f)
+
+    asyncio.run(main())
+    assert ["http.request", "http.disconnect", "http.disconnect"] == heard
+
+
+def test_a_handler_can_go_on_without_its_client(model: Gated) -> None:
+    """It gets the error where it waits; nothing else is cancelled, and its later calls are refused."""
+    f = batched(max_size=1)(model)
+    other = batched(max_size=1)(lambda items: items)
+    heard: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        beside = asyncio.create_task(asyncio.to_thread(model.gate.wait, TIMEOUT))
+        with pytest.raises(CallerGone):
+            await f.aio(1)
+        with pytest.raises(CallerGone):
+            await other.aio(2)
+        model.gate.set()
+        heard.append(await beside)
+
+    async def main() -> None:
+        await behind(f, model)
+        await disconnect(ModelGuardMiddleware(app), Client(), f)
+
+    asyncio.run(main())
+    assert [True] == heard
+
+
+def test_what_is_being_computed_is_not_waited_for(model: Gated) -> None:
+    """The handler ends although the model is still computing."""
+    f = batched(max_size=1)(model)
+    client = Client()
+
+    async def main() -> None:
+        app = ModelGuardMiddleware(calling(lambda: f.aio(1)))
+        served = asyncio.create_task(app(scope(), client.receive, client.send))
+        await asyncio.to_thread(model.busy)
+        client.disconnect()
+        await asyncio.wait_for(served, TIMEOUT)
+        await alone()
+
+    asyncio.run(main())
+    assert 1 == f.status().cancelled
+
+
+def test_all_calls_of_a_request_are_cancelled(model: Gated) -> None:
+    """Calls side by side, and of several functions."""
+    f, g = batched(max_size=1)(model), batched(max_size=1)(model)
+
+    async def both() -> None:
+        with pytest.raises(CallerGone):
+            await g.aio(1)
+        with pytest.raises(CallerGone):
+            await f.aio(2)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.gather(f.aio(1), both(), return_exceptions=True)
+
+    async def main() -> None:
+        await behind(f, model)
+        await behind(g, model)
+        await disconnect(ModelGuardMiddleware(app), Client(), g)
+
+    asyncio.run(main())
+    assert [1, 1] == [f.status().cancelled, g.status().cancelled]  # the later call was not admitted at all
+    model.gate.set()
+    f.close()
+    g.close()
+    assert [["first"], ["first"]] == model.batches
+
+
+def test_a_neighbour_is_not_cancelled(model: Gated) -> None:
+    """One client disconnects, the others are answered."""
+    f = batched(max_size=8)(model)
+    app = ModelGuardMiddleware(calling(lambda: f.aio(1)))
+    others = [Client() for _ in range(3)]
+
+    async def main() -> None:
+        await behind(f, model)
+        gone = Client()
+        served = [asyncio.create_task(app(scope(), one.receive, one.send)) for one in (*others, gone)]
+        await seen(lambda: f.status().waiting == 4)
+        gone.disconnect()
+        await asyncio.wait_for(served[-1], TIMEOUT)
+        model.gate.set()
+        await asyncio.wait_for(asyncio.gather(*served), TIMEOUT)
+        await alone()
+
+    asyncio.run(main())
+    assert [200, 200, 200] == [one.status for one in others]
+    assert [["first"], [1, 1, 1]] == model.batches
+
+
+def test_an_application_can_wait_for_the_disconnect_itself(model: Gated) -> None:
+    """It reads while its call waits; when it receives the disconnect, the call is cancelled."""
+    f = batched(max_size=1)(model)
+    heard: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        listening = asyncio.create_task(receive())
+        with pytest.raises(CallerGone):
+            await f.aio(1)
+        heard.append(await listening)
+
+    async def main() -> None:
+        await behind(f, model)
+        client = Client()
+        await disconnect(ModelGuardMiddleware(app), client, f)
+        assert [piece(), DISCONNECT] == client.received
+
+    asyncio.run(main())
+    assert [DISCONNECT] == heard
+
+
+def test_watching_begins_when_an_application_stops_receiving(model: Gated) -> None:
+    """If its receiving task is cancelled, as Starlette does it, the client is watched."""
+    f = batched(max_size=1)(model)
+    client = Client()
+    stopped = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        listening = asyncio.create_task(receive())
+        await a_turn()
+        waiting = asyncio.create_task(f.aio(1))
+        await seen(lambda: f.status().waiting == 1)
+        await a_turn()
+        listening.cancel()
+        await asyncio.wait([listening])
+        stopped.set()
+        await waiting
+
+    async def main() -> None:
+        await behind(f, model)
+        served = asyncio.create_task(ModelGuardMiddleware(app)(scope(), client.receive, client.send))
+        await stopped.wait()
+        await a_turn()
+        client.disconnect()
+        await asyncio.wait([served], timeout=2)
+        model.gate.set()
+        await served
+        await alone()
+
+    asyncio.run(main())
+    assert 1 == f.status().cancelled

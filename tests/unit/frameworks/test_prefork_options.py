@@ -1,0 +1,75 @@
+"""PreforkOptions by environment variables, and whose models are shared."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelguard import TTL, Uses, guard, prefork
+from modelguard.errors import InvalidOption
+from modelguard.frameworks import _prefork_options
+from modelguard.frameworks._prefork_options import PreforkOptions
+
+
+def test_nothing_set_means_the_defaults_of_prepare() -> None:
+    """Without variables it is as if ``prepare`` was called without options."""
+    assert PreforkOptions() == PreforkOptions.read({})
+
+
+def test_each_variable_is_read() -> None:
+    """Words in any case, and durations with or without a unit."""
+    assert PreforkOptions(
+        freeze=False, immortalize=True, on_hazard="refuse", warm_timeout=120.0
+    ) == PreforkOptions.read(
+        {
+            "MODELGUARD_FREEZE": "No",
+            "MODELGUARD_IMMORTALIZE": " yes ",
+            "MODELGUARD_ON_HAZARD": "REFUSE",
+            "MODELGUARD_WARM_TIMEOUT": "2m",
+        }
+    )
+    assert 90.0 == PreforkOptions.read({"MODELGUARD_WARM_TIMEOUT": "90"}).warm_timeout
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("MODELGUARD_FREEZE", "auto"),
+        ("MODELGUARD_IMMORTALIZE", "maybe"),
+        ("MODELGUARD_ON_HAZARD", ""),
+        ("MODELGUARD_WARM_TIMEOUT", "soon"),
+        ("MODELGUARD_WARM_TIMEOUT", "0"),
+        ("MODELGUARD_WARM_TIMEOUT", "nan"),
+        ("MODELGUARD_WARM_TIMEOUT", ""),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_the_variables_name(name: str, text: str) -> None:
+    """The error names the variable and what to write instead."""
+    with pytest.raises(InvalidOption, match=name):
+        PreforkOptions.read({name: text})
+
+
+def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mark singles out; without one every guard is meant; without a guard there is nothing to do."""
+    first, second = (guard(dict, reload_on=None, name=name) for name in ("b", "a"))
+    marked = guard(dict, reload_on=None, name="c", prefork=True)
+    for alive, expected in (((first, second), (second, first)), ((first, marked), (marked,))):
+        monkeypatch.setattr(_prefork_options, "all_guards", lambda alive=alive: alive)
+        assert expected == _prefork_options.guards_to_share()
+    monkeypatch.setattr(_prefork_options, "all_guards", tuple)
+    with pytest.raises(InvalidOption, match="made no guard"):
+        _prefork_options.guards_to_share()
+
+
+@pytest.mark.parametrize(
+    ("policy", "option", "expected"),
+    [(Uses(5), "auto", "auto"), (None, "auto", "auto"), (TTL("1h") | Uses(5), "auto", False), (TTL("1h"), True, True)],
+)
+def test_models_that_are_renewed_stay_mortal(
+    policy: object, option: object, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An immortal model would stay for ever after its renewal, so only who insists gets that."""
+    seen: list[object] = []
+    monkeypatch.setattr(prefork, "prepare", lambda *_guards, immortalize, **_rest: seen.append(immortalize))
+    made = guard(dict, reload_on=policy)  # type: ignore[call-overload]
+    PreforkOptions(immortalize=option).prepare([made])  # type: ignore[arg-type]
+    assert [expected] == seen

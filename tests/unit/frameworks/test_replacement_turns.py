@@ -1,0 +1,156 @@
+"""``_turns``: of many processes one leaves at a time, whatever happens to any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelguard.frameworks._replacement_turns import Turns
+
+
+class Shared:
+    """The store of a whole cluster, in a dict; another process can come in between any two steps."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, str] = {}
+        self.between: Callable[[], object] | None = None
+
+    def put_if_absent(self, key: str, value: str) -> bool:
+        self._pause()
+        return self.entries.setdefault(key, value) is value
+
+    def get(self, key: str) -> str | None:
+        self._pause()
+        return self.entries.get(key)
+
+    def delete(self, key: str) -> None:
+        self._pause()
+        self.entries.pop(key, None)
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self.entries if key.startswith(prefix)]
+
+    def _pause(self) -> None:
+        between, self.between = self.between, None
+        if between is not None:
+            between()
+
+
+class World:
+    """Processes that take turns, each with the same clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.store = Shared()
+
+    def process(self, name: str) -> Turns:
+        return Turns(self.store, "app/count", name, patience=60, clock=lambda: self.now)
+
+
+def test_one_leaves_at_a_time() -> None:
+    """The process that has the turn keeps it, and the others wait."""
+    world = World()
+    a, b = world.process("a"), world.process("b")
+    assert [True, False, True] == [a.take(), b.take(), a.take()]
+
+
+def test_the_next_may_leave_when_a_successor_has_arrived() -> None:
+    """The successor of the process that left passes the turn on."""
+    world = World()
+    a, b = world.process("a"), world.process("b")
+    assert a.take()
+    world.process("successor of a").arrive()
+    assert b.take()
+    assert not a.take()
+
+
+def test_arrivals_without_anybody_leaving_change_nothing() -> None:
+    """The first replicas of a deployment succeed nobody."""
+    world = World()
+    world.process("a").arrive()
+    assert {} == world.store.entries
+
+
+def test_a_successor_that_never_comes_does_not_block_the_turn() -> None:
+    """After the patience of the process that waits, by its own clock, the turn is free."""
+    world = World()
+    a, b = world.process("a"), world.process("b")
+    assert a.take()
+    assert not b.take()
+    world.now = 59.9
+    assert not b.take()
+    world.now = 60
+    assert b.take()
+    assert not a.take()
+
+
+def test_patience_counts_from_when_the_turn_was_taken() -> None:
+    """If another process took the turn meanwhile, the wait starts again."""
+    world = World()
+    a, b, c = (world.process(name) for name in "abc")
+    assert a.take()
+    assert not c.take()
+    world.now = 30
+    world.process("successor of a").arrive()
+    assert b.take()
+    world.now = 61
+    assert not c.take()
+    world.now = 121
+    assert c.take()
+
+
+def test_two_that_come_at_the_same_time_do_not_both_get_it() -> None:
+    """The other one takes it between reading and writing."""
+    world = World()
+    a, b = world.process("a"), world.process("b")
+    got = []
+    world.store.between = lambda: got.append(b.take())
+    assert ([True], False) == (got, a.take())  # evaluated in order: b is inside of a's
+
+
+def test_an_entry_that_is_deleted_before_it_is_read_is_no_problem() -> None:
+    """The later entry that replaced it counts."""
+    world = World()
+    a, b, c = (world.process(name) for name in "abc")
+    assert a.take()
+    world.store.between = lambda: (world.process("successor of a").arrive(), b.take())
+    assert not c.take()
+    assert b.take()
+
+
+def test_a_deleted_number_is_not_used_again() -> None:
+    """A process that read long ago does not get the turn with an entry older than the last."""
+    world = World()
+    a, b, c = (world.process(name) for name in "abc")
+
+    def meanwhile() -> None:
+        assert a.take()
+        world.process("successor of a").arrive()
+        assert b.take()
+
+    world.store.between = meanwhile
+    assert not c.take()
+    assert ["b"] == list(world.store.entries.values())
+
+
+def test_groups_are_independent() -> None:
+    """Each deployment has turns of its own, even if one name is a prefix of another."""
+    world = World()
+    assert Turns(world.store, "app/count", "a", patience=60).take()
+    assert Turns(world.store, "app/count2", "b", patience=60).take()
+    assert Turns(world.store, "app", "c", patience=60).take()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["take", "arrive"]), st.booleans()), max_size=30))
+def test_nothing_piles_up(steps: list[tuple[str, str, bool]]) -> None:
+    """However often the turn changes, one entry is left, and at most one process has the turn."""
+    world = World()
+    processes = {name: world.process(name) for name in "abc"}
+    for name, step, late in steps:
+        world.now += 61 if late else 1
+        getattr(processes[name], step)()
+        assert len(world.store.entries) <= 1
+        holders = [value for value in world.store.entries.values() if value]
+        assert len(holders) <= 1

@@ -1,0 +1,54 @@
+"""Queues and requests for tests, and what the batcher does with them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from modelguard.serving._batches import Batch, Limits
+from modelguard.serving._queue import BatchQueue
+from modelguard.serving._requests import Request
+from modelguard.serving.breaker import Breaker, Circuit
+
+
+def request(item: object = 0, *, deadline: float = math.inf, weight: float = 1, group: Any = None) -> Request:
+    made = Request(item)
+    made.deadline, made.weight, made.group = deadline, weight, group
+    return made
+
+
+def queue_of(breaker: Breaker | None = None, **limits: Any) -> BatchQueue:
+    settings = {"name": "f", "max_size": 4, "max_queue": 8, **limits}
+    return BatchQueue(Limits(**settings), None if breaker is None else Circuit(breaker))
+
+
+def filled(count: int, **limits: Any) -> tuple[BatchQueue, list[Request]]:
+    queue = queue_of(**limits)
+    requests = [request(number) for number in range(count)]
+    for one in requests:
+        queue.admit(one, 0.0)
+    return queue, requests
+
+
+def run(queue: BatchQueue, batch: Batch, seconds: float, now: float, verdict: Any = "succeeded") -> None:
+    """End a batch, as the batcher does."""
+    if verdict == "succeeded":
+        queue.record_run(batch, seconds, now)
+    queue.finish(batch, [one.item for one in batch.requests])
+    queue.record_verdict(batch, verdict, now)
+
+
+def taken(queue: BatchQueue, now: float) -> list[Any]:
+    batch = queue.next_batch(now)
+    assert isinstance(batch, Batch)
+    return [one.item for one in batch.requests]
+
+
+def measure(queue: BatchQueue, size: int, seconds: float, now: float = 0.0) -> None:
+    """Compute three batches of that size, which is enough for an estimate."""
+    for _ in range(3):
+        for number in range(size):
+            queue.admit(request(number), now)
+        batch = queue.next_batch(now)
+        assert isinstance(batch, Batch)
+        run(queue, batch, seconds, now)

@@ -1,0 +1,259 @@
+"""``_functions``: what can be batched, what is rejected when it is decorated, and what the result looks like."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+from fastapi import Depends, FastAPI
+from flask import Flask
+
+from modelguard import Batched, batched, guard
+from modelguard.errors import InvalidOption
+
+nlp = guard(dict, reload_on=None, name="nlp")
+
+
+def double(items: list[int], *, by: int = 2) -> list[int]:
+    """Doubles."""
+    return [item * by for item in items]
+
+
+def rejection(function: Any) -> InvalidOption:
+    with pytest.raises(InvalidOption) as rejected:
+        batched(max_size=4)(function)
+    assert "function" == rejected.value.argument
+    return rejected.value
+
+
+# What is rejected
+
+
+async def coroutine(items: list[int]) -> list[int]:
+    return items
+
+
+def generator(items: list[int]) -> Any:
+    yield from items
+
+
+async def async_generator(items: list[int]) -> Any:
+    for item in items:
+        yield item
+
+
+def nothing() -> list[int]:
+    return []
+
+
+def named(*, items: list[int]) -> list[int]:
+    return items
+
+
+def bounded(items: list[int], timeout: float = 1.0) -> list[int]:
+    return items
+
+
+@pytest.mark.parametrize(
+    "function",
+    [coroutine, generator, async_generator, nothing, named, bounded, 3, None, "f", int, staticmethod(double)],
+    ids=str,
+)
+def test_what_cannot_be_batched_is_rejected(function: Any) -> None:
+    """When it is decorated, with what to write instead."""
+    assert rejection(function).fix
+
+
+def test_batching_twice_is_rejected() -> None:
+    """The error says to use one decorator with all options."""
+    error = rejection(batched(max_size=4)(double))
+    assert "it is batched already" in str(error)
+    assert "once" in error.fix
+
+
+def of_one(text: str) -> str:
+    return text
+
+
+def of_one_or_none(text: str | None) -> str:
+    return text or ""
+
+
+def of_one_dict(record: dict[str, int]) -> int:
+    return len(record)
+
+
+@pytest.mark.parametrize("function", [of_one, of_one_or_none, of_one_dict])
+def test_a_function_of_one_item_is_rejected(function: Any) -> None:
+    """By its annotation: a batch function gets a list."""
+    assert "not a list of items" in str(rejection(function))
+
+
+def untyped(texts):  # noqa: ANN001, ANN201 - what is tested
+    return texts
+
+
+def of_any(items: Any) -> Any:
+    return items
+
+
+def unresolvable(items: NameForTypeCheckersOnly) -> Any:  # noqa: F821 - what is tested
+    return items
+
+
+def of_tuple(items: tuple[str, ...]) -> Any:
+    return items
+
+
+def with_more(items: list[str], language: str, *stops: str, limit: int = 3) -> Any:
+    return [(item, language, stops, limit) for item in items]
+
+
+@pytest.mark.parametrize("function", [untyped, of_any, unresolvable, of_tuple, with_more, sorted, double], ids=str)
+def test_annotations_that_say_nothing_certain_are_accepted(function: Any) -> None:
+    """Only a certain mistake is an error at definition."""
+    assert isinstance(batched(max_size=4)(function), Batched)
+
+
+def with_item(items: list[str], *, item: str) -> Any:
+    return items
+
+
+def swapped(model: dict[str, int], texts: list[str]) -> list[int]:
+    return [len(text) + len(model) for text in texts]
+
+
+class Service:
+    @batched(max_size=4)
+    def with_more(self, items: list[str], language: str, *stops: str, limit: int = 3) -> Any:
+        return with_more(items, language, *stops, limit=limit)
+
+    def swapped(self, model: dict[str, int], texts: list[str]) -> list[int]:
+        return swapped(model, texts)
+
+
+@pytest.mark.parametrize("function", [swapped, Service.swapped], ids=["function", "method"])
+def test_a_batched_function_below_its_guard_is_rejected(function: Any) -> None:
+    """With ``@nlp`` above ``@batched``, or without ``@nlp``, the first parameter is the model and not the list."""
+    error = rejection(function)
+    assert "its first parameter is 'model', and the list of items 'texts' comes after it" in str(error)
+    assert "put @batched(...) above the guard's decorator" in error.fix
+
+
+# Web frameworks
+
+
+fastapi_app = FastAPI()
+flask_app = Flask("app")
+
+
+@fastapi_app.post("/fastapi")
+def fastapi_route(texts: list[str]) -> list[str]:
+    return texts
+
+
+@flask_app.get("/flask")
+def flask_route(texts: list[str]) -> list[str]:
+    return texts
+
+
+@pytest.mark.parametrize("function", [fastapi_route, flask_route])
+def test_a_route_is_rejected(function: Any) -> None:
+    """``@batched`` above ``@app.post`` would leave the route without batches."""
+    error = rejection(function)
+    assert "it is a route of a web application already" in str(error)
+    assert f"return await {function.__name__}.aio(text)" in error.fix
+
+
+@pytest.mark.parametrize("make", [FastAPI, lambda: Flask("app")])
+def test_a_route_in_an_application_factory_is_rejected(make: Callable[[], Any]) -> None:
+    """The application may be a local variable."""
+    app = make()
+
+    with pytest.raises(InvalidOption, match="it is a route of a web application already"):
+
+        @batched(max_size=4)
+        @app.post("/")
+        def route(texts: list[str]) -> list[str]:
+            return texts
+
+
+def test_a_batched_function_as_a_route_of_fastapi_is_rejected() -> None:
+    """``@app.post`` above ``@batched`` fails when it is written, instead of answering 422; so does ``Depends``."""
+    f = batched(max_size=4)(double)
+    with pytest.raises(InvalidOption, match=r"cannot be a route or a dependency.*return await double\.aio\(text\)"):
+        FastAPI().post("/")(f)
+
+    def depending(found: int = Depends(f)) -> int:
+        return found
+
+    with pytest.raises(InvalidOption, match="cannot be a route or a dependency"):
+        FastAPI().post("/")(depending)
+
+
+# What it looks like
+
+
+def test_it_looks_like_the_function() -> None:
+    """Name, module and documentation are the function's own."""
+    made = batched(max_size=4)(double)
+    assert isinstance(made, Batched)
+    assert ("double", "Doubles.", double.__module__) == (made.__name__, made.__doc__, made.__module__)
+    assert f"{double.__module__}.double" == made.name
+    assert "tokens" == batched(max_size=4, name="tokens")(double).name
+
+
+def test_its_signature_is_that_of_a_call() -> None:
+    """One item by position; the timeout and the function's other parameters by keyword."""
+
+    def parameters(function: Any) -> list[tuple[str, str]]:
+        return [(one.name, one.kind.description) for one in inspect.signature(function).parameters.values()]
+
+    assert [("item", "positional-only"), ("timeout", "keyword-only"), ("by", "keyword-only")] == parameters(
+        batched(max_size=4)(double)
+    )
+    names = ["item", "timeout", "language", "limit"]
+    assert names == [name for name, _ in parameters(batched(max_size=4)(with_more))]
+    assert ["item_", "timeout", "item"] == [name for name, _ in parameters(batched(max_size=4)(with_item))]
+    assert names == [name for name, _ in parameters(Service().with_more)]
+    assert int is get_args(inspect.signature(batched(max_size=4)(double)).parameters["item"].annotation)[0]
+
+
+def test_nothing_runs_before_the_first_item() -> None:
+    """No thread is started by a decorator."""
+    import threading
+
+    before = {*threading.enumerate()}
+    made = batched(max_size=4)(double)
+    assert before == {*threading.enumerate()}
+    assert ("open", 0) == (made.status().state, made.status().batches)
+
+
+def test_built_in_functions_can_be_batched() -> None:
+    """Anything works that takes a list and returns as many results."""
+    assert 3 == batched(max_size=4)(sorted)(3)
+
+
+module_level = batched(max_size=4)(double)
+module_level.__qualname__ = "module_level"
+
+
+def test_it_is_pickled_by_its_name() -> None:
+    """As functions are, so that spawned workers find it."""
+    assert pickle.loads(pickle.dumps(module_level)) is module_level
+
+
+def test_a_guard_goes_below_it() -> None:
+    """The batch function is called without the model, and each batch is one call of the guard."""
+    pipeline = guard(dict, reload_on=None)
+
+    @batched(max_size=4)
+    @pipeline
+    def lengths(model: dict[str, int], items: list[str]) -> list[int]:
+        return [len(item) + len(model) for item in items]
+
+    assert 3 == lengths("abc")
+    assert 1 == pipeline.status().uses

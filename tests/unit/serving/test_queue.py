@@ -1,0 +1,273 @@
+"""``_queue``: what is admitted, batched, expired and refused. No threads, no clock."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.serving.queues import filled, measure, queue_of, request, run, taken
+
+from modelguard.errors import CallerGone, DeadlineExceeded, DeadlineUnreachable, GuardClosed, QueueFull
+from modelguard.serving._batches import Batch, Limits
+
+# A free thread
+
+
+def test_a_lone_request_never_waits() -> None:
+    """If no other request is there, it is the next batch."""
+    queue, requests = filled(1)
+    batch = queue.next_batch(0.0)
+    assert isinstance(batch, Batch)
+    assert requests == batch.requests
+    assert queue.next_batch(0.0) is None
+
+
+def test_a_free_thread_takes_all_that_waits_up_to_the_size() -> None:
+    """In the order of arrival."""
+    queue, _ = filled(6)
+    assert [0, 1, 2, 3] == taken(queue, 0.0)
+    assert [4, 5] == taken(queue, 0.0)
+
+
+def test_different_keyword_arguments_do_not_share_a_batch() -> None:
+    """Each group has batches of its own; the one with the oldest item is first."""
+    queue = queue_of()
+    german, french = (("language", str, "de"),), (("language", str, "fr"),)
+    for number, group in enumerate([german, french, german, None]):
+        queue.admit(request(number, group=group), float(number))
+    assert [[0, 2], [1], [3]] == [taken(queue, 9.0) for _ in range(3)]
+    assert queue.next_batch(9.0) is None
+
+
+def test_the_extras_of_a_batch_are_those_of_its_items() -> None:
+    """As keyword arguments."""
+    queue = queue_of()
+    queue.admit(request(group=(("k", int, 2), ("language", str, "de"))), 0.0)
+    batch = queue.next_batch(0.0)
+    assert isinstance(batch, Batch)
+    assert {"k": 2, "language": "de"} == batch.extras
+
+
+# Waiting for a fuller batch
+
+
+def test_max_wait_counts_from_the_oldest_request() -> None:
+    """Counting from the last request could postpone the batch for ever."""
+    queue = queue_of(max_wait=1.0)
+    queue.admit(request(0), 0.0)
+    queue.admit(request(1), 0.9)
+    assert queue.next_batch(0.9) == pytest.approx(0.1)
+    assert [0, 1] == taken(queue, 1.0)
+
+
+def test_a_full_batch_does_not_wait() -> None:
+    """It starts at once, whatever ``max_wait`` is."""
+    queue, _ = filled(4, max_wait=1.0)
+    assert [0, 1, 2, 3] == taken(queue, 0.0)
+
+
+def test_max_wait_is_cut_to_the_nearest_deadline() -> None:
+    """The batch starts early enough for its measured run time; at once if that size was not measured."""
+    queue = queue_of(max_wait=1.0)
+    queue.admit(request(0, deadline=0.5), 0.0)
+    assert [0] == taken(queue, 0.0)
+    queue = queue_of(max_wait=1.0, max_queue=100)
+    queue._limits = Limits(name="f", max_size=4, max_queue=100)
+    measure(queue, 1, 0.2)
+    queue._limits = Limits(name="f", max_size=4, max_queue=100, max_wait=1.0)
+    queue.admit(request(0, deadline=0.5), 0.0)
+    assert queue.next_batch(0.0) == pytest.approx(0.3)
+    assert [0] == taken(queue, 0.3)
+
+
+def test_a_deadline_far_away_does_not_cut_the_wait() -> None:
+    """The batch starts after ``max_wait``, not earlier."""
+    queue = queue_of(max_wait=1.0)
+    queue.admit(request(0, deadline=60.0), 0.0)
+    assert queue.next_batch(0.25) == pytest.approx(0.75)
+
+
+# Bounds
+
+
+def test_a_full_queue_refuses_at_once() -> None:
+    """``retry_after`` is the time until there is room, by the measured rate."""
+    queue = queue_of()
+    measure(queue, 4, 2.0)  # two items a second
+    for number in range(8):
+        queue.admit(request(number), 0.0)
+    with pytest.raises(QueueFull) as refused:
+        queue.admit(request(), 0.0)
+    assert (8, 4.0) == (refused.value.queued, refused.value.retry_after)
+    assert 8 == queue.waiting
+
+
+def test_what_expired_makes_room() -> None:
+    """A queue full of expired requests refuses nothing."""
+    queue = queue_of()
+    for _ in range(8):
+        queue.admit(request(deadline=1.0), 0.0)
+    queue.admit(request(), 1.0)
+    assert 1 == queue.waiting
+    assert 8 == sum(isinstance(failure.error, DeadlineExceeded) for _, failure in queue.undelivered)
+
+
+def test_what_was_cancelled_makes_room_and_is_not_computed() -> None:
+    """Its place goes to the next request."""
+    queue, requests = filled(8)
+    assert queue.cancel(requests[0])
+    assert not queue.cancel(requests[0]), "once"
+    queue.admit(request(8), 0.0)
+    assert [1, 2, 3, 4] == taken(queue, 0.0)
+    assert [5, 6, 7, 8] == taken(queue, 0.0)
+
+
+def test_cancelled_requests_do_not_pile_up_behind_a_stuck_model() -> None:
+    """Queues and deadlines stay small, however many requests come and go while nothing is computed."""
+    queue = queue_of()
+    for number in range(10_000):
+        one = request(number, deadline=1e6)
+        queue.admit(one, 0.0)
+        queue.cancel(one)
+    assert len(queue._ungrouped) < 200
+    assert len(queue._deadlines) < 200
+
+
+def test_answered_items_do_not_stay_until_their_deadline() -> None:
+    """A deadline of an hour does not keep the items of an hour in memory."""
+    queue = queue_of()
+    for number in range(1_000):
+        queue.admit(request(number, deadline=3600.0), 0.0)
+        batch = queue.next_batch(0.0)
+        assert isinstance(batch, Batch)
+        run(queue, batch, 0.0, 0.0)
+    assert len(queue._deadlines) < 200
+
+
+# Deadlines
+
+
+def test_a_deadline_that_has_passed_is_not_queued() -> None:
+    """The caller gets ``DeadlineExceeded`` at once."""
+    queue = queue_of()
+    with pytest.raises(DeadlineExceeded):
+        queue.admit(request(deadline=1.0), 1.0)
+    assert queue.idle
+
+
+def test_an_item_that_is_being_computed_expires_too() -> None:
+    """Its caller gets an error at the deadline, and the late result is dropped."""
+    queue = queue_of()
+    one, other = request(1, deadline=1.0), request(2)
+    queue.admit(one, 0.0)
+    queue.admit(other, 0.0)
+    batch = queue.next_batch(0.0)
+    assert isinstance(batch, Batch)
+    assert 1.0 == queue.next_deadline()
+    queue.expire(1.0)
+    assert [one] == [answered for answered, _ in queue.undelivered]
+    assert ([other], ["b"]) == queue.finish(batch, ["a", "b"])
+
+
+def test_nothing_is_refused_on_a_guess() -> None:
+    """Measurements of single items are not used for full batches."""
+    queue = queue_of(max_queue=100)
+    measure(queue, 1, 1.0)
+    for number in range(50):
+        queue.admit(request(number, deadline=0.5), 0.0)
+    assert 50 == queue.waiting
+
+
+def test_with_measurements_what_would_be_late_is_refused_at_once() -> None:
+    """A full batch takes a second, so the second batch has its answers after two."""
+    queue = queue_of(max_queue=100)
+    measure(queue, 4, 1.0)
+    for number in range(4):
+        queue.admit(request(number, deadline=1.5), 0.0)
+    with pytest.raises(DeadlineUnreachable) as refused:
+        queue.admit(request(deadline=1.5), 0.0)
+    assert (2.0, 1.5, 0.5) == (refused.value.estimate, refused.value.left, refused.value.retry_after)
+    queue.admit(request(deadline=2.5), 0.0)
+
+
+def test_what_runs_already_counts_for_the_time_it_has_left() -> None:
+    """A batch that takes a second and began 0.75 s ago has 0.25 s left."""
+    queue = queue_of(max_queue=100)
+    measure(queue, 4, 1.0)
+    for number in range(8):
+        queue.admit(request(number), 0.0)
+    assert isinstance(queue.next_batch(0.0), Batch)
+    with pytest.raises(DeadlineUnreachable) as refused:
+        queue.admit(request(deadline=1.0), 0.75)
+    assert 2.25 == refused.value.estimate
+
+
+def test_measurements_grow_old() -> None:
+    """After a slow time nothing is refused because of it."""
+    queue = queue_of(max_queue=100)
+    measure(queue, 4, 1.0)
+    for number in range(8):
+        queue.admit(request(number, deadline=11.5), 11.0)
+    assert 8 == queue.waiting
+
+
+def test_the_next_in_line_is_admitted_whatever_was_measured() -> None:
+    """So new measurements are made after a slow time."""
+    queue = queue_of()
+    measure(queue, 1, 10.0)
+    queue.admit(request(deadline=0.5), 0.0)
+    assert 1 == queue.waiting
+
+
+def test_what_is_bound_to_be_late_leaves_its_place_to_others() -> None:
+    """It is not computed if the batch is full without it."""
+    queue = queue_of(max_queue=100)
+    for number in range(6):
+        queue.admit(request(number, deadline=0.5 if number < 3 else 9.0), 0.0)
+    for _ in range(3):
+        queue.estimator.record(1.0, 4, 1.0, 0.0)
+    assert [2, 3, 4, 5] == taken(queue, 0.0)
+    assert [0, 1] == [expired.item or number for number, (expired, _) in enumerate(queue.undelivered)]
+
+
+# Weights
+
+
+def test_a_batch_weighs_no_more_than_it_may() -> None:
+    """An item that does not fit waits for the next batch, in order."""
+    queue = queue_of(max_weight=10.0, weighed=True)
+    for number, weight in enumerate([4, 5, 3, 1]):
+        queue.admit(request(number, weight=weight), 0.0)
+    assert [1, 0] == taken(queue, 0.0)
+    assert [2, 3] == taken(queue, 0.0)
+    assert 0 == queue._weight
+
+
+def test_the_heaviest_comes_first() -> None:
+    """Items of similar weight stand next to each other in a batch."""
+    queue = queue_of(weighed=True)
+    for number, weight in enumerate([1, 3, 2]):
+        queue.admit(request(number, weight=weight), 0.0)
+    assert [1, 2, 0] == taken(queue, 0.0)
+
+
+# The end
+
+
+def test_closing_computes_what_waits_and_admits_nothing() -> None:
+    """What still waits at the end of the timeout is refused."""
+    queue, requests = filled(6)
+    queue.close()
+    with pytest.raises(GuardClosed):
+        queue.admit(request(), 0.0)
+    assert [0, 1, 2, 3] == taken(queue, 0.0)
+    queue.refuse_waiting(GuardClosed("f"))
+    assert requests[4:] == [refused for refused, _ in queue.undelivered]
+    assert queue.next_batch(0.0) is None
+
+
+def test_a_cancelled_call_that_still_waits_gets_an_error() -> None:
+    """A handler that goes on without its client gets ``CallerGone`` instead of no answer at all."""
+    queue, (one,) = filled(1)
+    queue.cancel(one, notify=True)
+    ((cancelled, failure),) = queue.undelivered
+    assert one is cancelled
+    assert isinstance(failure.error, CallerGone)

@@ -1,0 +1,198 @@
+"""``_queue`` under any order of events. No threads, no clock."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.unit.serving.queues import request
+
+from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
+from modelguard.serving._batches import Batch, Limits
+from modelguard.serving._queue import BatchQueue
+from modelguard.serving._requests import Failure, Request
+from modelguard.serving.breaker import Breaker, Circuit
+
+VERDICTS = st.sampled_from(["succeeded", "succeeded", "failed", "inconclusive"])
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Any order of admissions, batches, ends, expiries and cancellations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.number = 0
+        self.admitted: dict[int, Request] = {}
+        self.answers: dict[int, Any] = {}
+        self.cancelled: set[int] = set()
+
+    @initialize(
+        max_size=st.integers(1, 4),
+        max_queue=st.integers(4, 9),
+        threads=st.integers(1, 3),
+        max_wait=st.sampled_from([0.0, 0.0, 2.0]),
+        max_weight=st.sampled_from([math.inf, 6.0]),
+        failures=st.sampled_from([None, 1, 3]),
+    )
+    def begin(
+        self,
+        *,
+        max_size: int,
+        max_queue: int,
+        threads: int,
+        max_wait: float,
+        max_weight: float,
+        failures: int | None,
+    ) -> None:
+        self.limits = Limits(
+            name="f",
+            max_size=max_size,
+            max_queue=max_queue,
+            threads=threads,
+            max_wait=max_wait,
+            max_weight=max_weight,
+            weighed=max_weight != math.inf,
+        )
+        circuit = None if failures is None else Circuit(Breaker(failures=failures, cooldown=3.0, max_cooldown=6.0))
+        self.queue = BatchQueue(self.limits, circuit)
+        self.batches: list[Batch] = []
+
+    @rule(
+        bound=st.sampled_from([None, None, 0.0, 1.0, 3.0, 50.0]),
+        weight=st.integers(1, 6),
+        group=st.sampled_from([None, None, (("k", int, 1),)]),
+    )
+    def admit(self, bound: float | None, weight: int, group: Any) -> None:
+        self.number += 1
+        one = request(self.number, deadline=math.inf if bound is None else self.now + bound, group=group)
+        one.weight = weight if self.limits.weighed else 1
+        try:
+            self.queue.admit(one, self.now)
+        except (Overloaded, DeadlineExceeded, GuardClosed):
+            self.collect()
+            return
+        self.admitted[self.number] = one
+        self.collect()
+
+    @rule()
+    def take(self) -> None:
+        if len(self.batches) >= self.limits.threads:
+            return
+        found = self.queue.next_batch(self.now)
+        self.collect()
+        if isinstance(found, Batch):
+            self.check(found)
+            self.batches.append(found)
+        elif found is None:
+            assert 0 == self.queue.waiting
+        else:
+            assert self.limits.max_wait
+            assert 0 < found <= self.limits.max_wait
+
+    def check(self, batch: Batch) -> None:
+        numbers = [one.item for one in batch.requests]
+        assert numbers
+        assert not {*numbers} & {*self.answers}
+        assert not {*numbers} & self.cancelled
+        assert len(numbers) <= self.limits.max_size
+        assert len(numbers) == 1 or sum(one.weight for one in batch.requests) <= self.limits.max_weight
+        assert 1 == len({one.group for one in batch.requests})
+        assert all(one.deadline > self.now for one in batch.requests)
+        if not self.limits.weighed:
+            assert numbers == sorted(numbers), "in the order of arrival"
+        same = [n for n, one in self.alive().items() if one.group == batch.requests[0].group and n not in numbers]
+        running = {one.item for other in self.batches for one in other.requests}
+        assert all(n > min(numbers) for n in same if n not in running), "the oldest of its kind is in it"
+
+    @precondition(lambda self: self.batches)
+    @rule(data=st.data(), verdict=VERDICTS, seconds=st.floats(0.0, 5.0))
+    def finish(self, data: st.DataObject, verdict: Any, seconds: float) -> None:
+        batch = self.batches.pop(data.draw(st.integers(0, len(self.batches) - 1)))
+        if verdict == "succeeded":
+            self.queue.record_run(batch, seconds, self.now)
+        requests, outcomes = self.queue.finish(batch, [("result of", one.item) for one in batch.requests])
+        for one, outcome in zip(requests, outcomes, strict=True):
+            assert ("result of", one.item) == outcome, "another's result"
+            self.answer(one, outcome)
+        self.queue.record_verdict(batch, verdict, self.now)
+        self.collect()
+
+    @precondition(lambda self: self.admitted)
+    @rule(data=st.data(), notify=st.booleans())
+    def cancel(self, data: st.DataObject, *, notify: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.admitted)))
+        before = number in self.answers or number in self.cancelled
+        assert before != self.queue.cancel(self.admitted[number], notify=notify)
+        if not before and not notify:
+            self.cancelled.add(number)
+        self.collect()
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 40.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.queue.expire(self.now)
+        self.collect()
+        assert self.queue.next_deadline() > self.now
+
+    @precondition(lambda self: len(self.admitted) > 10 and not self.queue.closed)  # else most runs would close at once
+    @rule()
+    def close(self) -> None:
+        self.queue.close()
+
+    @precondition(lambda self: self.queue.closed and self.queue.waiting)
+    @rule()
+    def give_up(self) -> None:
+        self.queue.refuse_waiting(GuardClosed("f"))
+        self.collect()
+
+    def collect(self) -> None:
+        settled, self.queue.undelivered = self.queue.undelivered, []
+        for one, failure in settled:
+            self.answer(one, failure)
+
+    def answer(self, one: Request, outcome: Any) -> None:
+        number = next(n for n, known in self.admitted.items() if known is one)
+        assert number not in self.answers, "answered twice"
+        assert number not in self.cancelled, "answered after its caller had cancelled"
+        self.answers[number] = outcome
+        if isinstance(outcome, Failure) and isinstance(outcome.error, DeadlineExceeded):
+            assert one.deadline != math.inf
+
+    def alive(self) -> dict[int, Request]:
+        return {n: one for n, one in self.admitted.items() if n not in self.answers and n not in self.cancelled}
+
+    @invariant()
+    def counts(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        running = {one.item for batch in self.batches for one in batch.requests}
+        waiting = [one for n, one in self.alive().items() if n not in running]
+        assert len(waiting) == self.queue.waiting <= self.limits.max_queue
+        assert all((one.state == "done") != (n in self.alive()) for n, one in self.admitted.items())
+        if self.limits.weighed:
+            assert sum(one.weight for one in waiting) == self.queue._weight
+
+    def teardown(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        self.queue.close()
+        while self.queue.waiting or self.batches:
+            self.now += 3.0
+            while self.batches:
+                batch = self.batches.pop()
+                for pair in zip(
+                    *self.queue.finish(batch, [("result of", one.item) for one in batch.requests]), strict=True
+                ):
+                    self.answer(*pair)
+            self.take()
+        assert self.queue.idle
+        assert {*self.admitted} == {*self.answers} | self.cancelled, "a request was lost"
+
+
+Interleavings.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.__doc__ = "No item is lost, answered twice or answered with another's result, in any order of events."
