@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
+import re
 import signal
 import tempfile
 
@@ -46,10 +47,15 @@ INDEPENDENT = {
     "test_uwsgi.py",
 }
 
+#: What a `repr` says of most functions and objects.
+ADDRESS = re.compile(r" at 0x[0-9a-f]{6}")
+
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Name the tests that have to run in the same process, where there is more than one."""
+    if varying := [item.nodeid for item in items if ADDRESS.search(item.nodeid)]:
+        raise pytest.UsageError(f"names that differ from process to process; give ids: {', '.join(varying)}")
     if not hasattr(config, "workerinput"):  # this is not a process of xdist's
         return
     for item in items:
