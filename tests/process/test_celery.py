@@ -18,7 +18,7 @@ from modelguard.sharing import report
 
 pytest.importorskip("celery")
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 REDIS = shutil.which("redis-server") if importlib.util.find_spec("redis") else None
 MODEL_BYTES = 60_000_000
@@ -94,7 +94,7 @@ TASKS = """
 CLIENT = """
     import json, tasks
     sent = [tasks.{name}.delay(*call) for call in {calls!r}]
-    print(json.dumps([one.get(timeout=60, interval=0.02) for one in sent]))
+    print(json.dumps([one.get(timeout=150, interval=0.02) for one in sent]))
 """
 
 
@@ -119,7 +119,7 @@ class Worker(Server):
 
     def call(self, name: str, *calls: tuple[Any, ...]) -> list[list[Any]]:
         """Send tasks all at once; their results, in that order."""
-        return run_python(CLIENT.format(name=name, calls=calls), 80, **self._environment)
+        return run_python(CLIENT.format(name=name, calls=calls), 160, **self._environment)
 
     def work(self, count: int, seconds: float = 0.0) -> list[list[Any]]:
         """Send so many tasks that each take so long."""

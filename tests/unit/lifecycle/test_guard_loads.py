@@ -210,7 +210,6 @@ class TestNoThread:
         """The old generation serves on."""
         guard = world.guard()
         guard.load()
-        world.join()  # or the load's own thread, which is about to end, would take the reload on
         self.starve(world)
         with pytest.raises(LoadFailed, match="can't start new thread"):
             guard.reload()
@@ -220,7 +219,6 @@ class TestNoThread:
         """A call whose end makes a reload due returns what it would return otherwise."""
         guard = world.guard(reload_on=Uses(1))
         guard.load()
-        world.join()
         self.starve(world)
         assert 1 == number(guard)
         assert (1, "can't start new thread") == (world.last(LoadErrored).current, guard.status().last_error)

@@ -40,7 +40,6 @@ class TestMemory:
         """A guard whose generation has settled at 100 MB."""
         made = world.guard(reload_on=MemoryGrowth("50 MB"))
         made.load()
-        world.join()
         use(made, 10)
         assert not look(world, made, 3)
         return made
@@ -171,7 +170,6 @@ class TestFiles:
     def guard(self, world: World, path: Path, **options: Any) -> ModelGuard[Any]:
         made = world.guard(reload_on=Modified(path, **options))
         made.load()
-        world.join()
         assert not look(world, made)
         return made
 
