@@ -1,5 +1,5 @@
 # Everything a contributor runs. Each target makes its own environment first; only Python and make have to be there.
-# Another interpreter: make test PYTHON=python3.12      One test: make test ARGS="-k wheel"
+# Another interpreter: make test PYTHON=python3.12      One test: make test ARGS="-k wheel"      One process: JOBS=1
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -19,6 +19,10 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 ARGS ?=
+# All tests run in several processes, one more than there are processors: tests of servers wait half of their time. What
+# takes longest comes first.
+JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+ALL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder tests/process tests/contract tests/unit
 PINS ?=
 LOWEST = $(shell $(PYTHON) -c 'import tomllib; \
 	print(*(line.replace(">=", "==") for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))')
@@ -27,16 +31,18 @@ SPHINX := $(BIN)/python -m sphinx -E -n -W --keep-going -q -b html -d build/doct
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest check docs coverage format bench bench-quick build clean
+.PHONY: help demo environment test test-lowest check docs coverage format bench bench-quick build clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: $(VENV)/.demo ## Run the guarded service beside the unguarded one; two minutes, a table and a PNG
-	$(BIN)/python -m modelguard demo --out build/demo
+	$(BIN)/python -m examples.demo --out build/demo
 
-test: $(VENV)/.dev ## Run the tests
-	$(BIN)/python -m pytest $(ARGS)
+environment: $(VENV)/.dev ## Make the environment that the targets below need, and run nothing
+
+test: $(VENV)/.dev ## Run the tests; with ARGS in one process, as pytest does
+	$(BIN)/python -m pytest $(or $(ARGS),$(ALL))
 
 test-lowest: ## Run the unit tests with the oldest core dependencies that pyproject.toml allows, in .venv-lowest
 	$(MAKE) test VENV=.venv-lowest EXTRAS=cli,plot,spacy GROUP=tests PINS="$(LOWEST)" ARGS="tests/unit $(ARGS)"
@@ -54,7 +60,7 @@ docs: $(VENV)/.dev ## Make a site of the documentation, with the API reference: 
 
 coverage: $(VENV)/.dev ## Run the tests with branch coverage, child processes included; lifecycle must reach 95 %
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage run -m pytest $(or $(ARGS),$(ALL))
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 	$(BIN)/coverage report --include='src/modelguard/lifecycle/*' --fail-under=95

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT_OUT = Path("build/benchmarks")
+
+# Scripts that start servers import examples._driver, from whatever folder they are run.
+sys.path.append(str(Path(__file__).parents[1]))
 
 OURS, PEER, THIRD, FOURTH, FIFTH, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#666666"
 
@@ -245,12 +247,6 @@ def fresh(script: str, *words: str, **environment: str) -> Any:
 def answer(result: Any) -> None:
     """Hand the result of a job back to :func:`fresh`."""
     print(json.dumps(result))
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 # Arithmetic

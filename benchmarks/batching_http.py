@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import _common
+from examples._driver import Server, free_port
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,6 +29,7 @@ OURS, LITSERVE = "modelguard", "LitServe"
 CROWD, LONE = 64, 1
 #: Seconds that a server may take to start.
 PATIENCE = 60.0
+JSON = {"Content-Type": "application/json"}
 
 PROGRAMS = {
     OURS: """
@@ -51,6 +50,7 @@ PROGRAMS = {
             return JSONResponse({"out": await add_one.aio((await request.json())["item"])})
 
         app = ModelGuardMiddleware(Starlette(routes=[Route("/predict", predict, methods=["POST"])]), deadline="10s")
+        print(f"127.0.0.1:{sys.argv[1]}")
         uvicorn.run(app, port=int(sys.argv[1]), log_level="error", access_log=False)
     """,
     LITSERVE: """
@@ -77,6 +77,7 @@ PROGRAMS = {
                 return {"out": output}
 
         if __name__ == "__main__":
+            print(f"127.0.0.1:{sys.argv[1]}")
             server = litserve.LitServer(AddOne(max_batch_size=64, batch_timeout=0), accelerator="cpu")
             options = {"generate_client_file": False, "num_api_servers": 1, "log_level": "error", "access_log": False}
             server.run(host="127.0.0.1", port=int(sys.argv[1]), **options)
@@ -101,31 +102,21 @@ class Answers:
 
 @contextlib.contextmanager
 def serving(name: str, folder: Path) -> Iterator[str]:
-    """A server in a process group of its own; gives its address."""
-    port = _common.free_port()
+    """A server that answers; gives its address."""
     program = folder / f"serve_{name}.py"
     program.write_text(textwrap.dedent(PROGRAMS[name]), encoding="utf-8")
-    command = [sys.executable, str(program), str(port)]
-    with (folder / f"{name}.log").open("wb") as log:  # LitServe writes a traceback for each client that hangs up
-        process = subprocess.Popen(command, start_new_session=True, stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}/predict"
-    request = urllib.request.Request(url, b'{"item": 3}', {"Content-Type": "application/json"})
+    server = Server([sys.executable, program, str(free_port())], folder=folder, name=name)
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            return server.port is not None and b"4" in server.ask("/predict", '{"item": 3}', headers=JSON).body
+        return False
+
     try:
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=5) as answer:
-                assert b"4" in answer.read()
-                break
-            assert process.poll() is None, (folder / f"{name}.log").read_text()
-            assert time.monotonic() < deadline, f"{name} does not answer"
-            time.sleep(0.2)
-        yield url
+        server.wait_until(answers, "an answer", PATIENCE)
+        yield f"{server.url}/predict"
     finally:
-        os.killpg(process.pid, 15)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
+        server.stop(10)
 
 
 def wrk(url: str, connections: int, seconds: int, script: Path) -> Answers:

@@ -18,7 +18,6 @@ import contextlib
 import http.client
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import _common
+from examples._driver import Server
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,48 +78,43 @@ WAYS = {
 COLOURS = {"fork": _common.OURS, "reload": _common.THIRD, "respawn": _common.PEER}
 
 
-class Service:
+class Service(Server):
     """One gunicorn with one worker."""
 
     def __init__(self, way: str, folder: Path) -> None:
-        self.port = _common.free_port()
         self._way = way
         (folder / "service.py").write_text(textwrap.dedent(PLAIN if way == "respawn" else GUARDED), encoding="utf-8")
         sharing = ["-c", "python:modelguard.frameworks.gunicorn"] if way == "fork" else ["--no-control-socket"]
-        command = [sys.executable, "-m", "gunicorn", *sharing, "-w", "1", "-b", f"127.0.0.1:{self.port}", "service:app"]
-        self._log = folder / "log"
-        with self._log.open("wb") as log:
-            environment = {**os.environ, "MODELGUARD_RUNTIME_DIR": str(folder)}
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        command = [sys.executable, "-m", "gunicorn", *sharing, "-w", "1", "-b", "127.0.0.1:0", "service:app"]
+        super().__init__(command, folder=folder, environment={"MODELGUARD_RUNTIME_DIR": str(folder)}, name=way)
+        self.wait_until(lambda: self.port is not None, "its port", PATIENCE)
         self.wait_for("")
 
-    def ask(self, path: str = "/") -> str | None:
+    def copy(self, path: str = "/") -> str | None:
         """Which copy answered, as process and generation; None if none did."""
-        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
-        with contextlib.closing(client), contextlib.suppress(OSError, http.client.HTTPException):
-            client.request("GET", path)
-            return client.getresponse().read().decode()
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self.ask(path, timeout=PATIENCE).text
         return None
 
     def wait_for(self, old: str) -> tuple[str, int]:
         """Ask until another copy than ``old`` answers; returns which, and how many requests nobody answered."""
         deadline, lost = time.monotonic() + PATIENCE, 0
-        while (copy := self.ask()) in (None, old):
-            assert self.process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, f"no fresh copy: {self._log.read_text()}"
+        while (copy := self.copy()) in (None, old):
+            self.check()
+            assert time.monotonic() < deadline, f"no fresh copy: {self.log}"
             lost += copy is None
             time.sleep(0.002)
         return str(copy), lost
 
     def renew(self) -> tuple[float, int]:
         """Order a fresh copy; returns the seconds until its first answer, and how many requests nobody answered."""
-        old = self.ask()
+        old = self.copy()
         assert old is not None
         started = time.perf_counter()
         if self._way == "respawn":
             os.kill(int(old.split()[0]), signal.SIGTERM)
         else:
-            self.ask("/fail")
+            self.copy("/fail")
         _, lost = self.wait_for(old)
         return time.perf_counter() - started, lost
 
@@ -131,8 +126,7 @@ def service(way: str) -> Iterator[Service]:
         try:
             yield one
         finally:
-            one.process.terminate()
-            one.process.wait(30)
+            one.stop()
 
 
 def main() -> None:

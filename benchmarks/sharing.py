@@ -26,11 +26,8 @@ import gc
 import importlib.util
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 import types
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -272,23 +269,20 @@ def create() -> Callable[..., Awaitable[None]]:
 
 def uvicorn(count: int, workers: int, *, mapped: bool) -> dict[str, Any]:
     """What uvicorn and its workers hold, in MB, once each worker has read the model."""
+    from examples._driver import Server  # here, so that no tree that is measured has imported it
+
     with tempfile.TemporaryDirectory() as folder:
         settings = {"SHARING_LAYERS": str(count), "SHARING_FOLDER": folder, "SHARING_MAPPED": "1" if mapped else ""}
         command = [sys.executable, "-m", "uvicorn", "--factory", f"{Path(__file__).stem}:create", "--port", "0"]
         options = ["--workers", str(workers), "--app-dir", str(Path(__file__).parent), "--log-level", "error"]
         patience = ["--timeout-worker-healthcheck", "100"]  # that many imports of torch at once take their time
-        server = subprocess.Popen([*command, *options, *patience], env=os.environ | settings)
+        server = Server([*command, *options, *patience], folder=Path(folder), environment=settings)
         try:
-            deadline = time.monotonic() + 100
-            while len(ready := list(Path(folder).glob("*.ready"))) < workers:
-                if time.monotonic() > deadline or server.poll() is not None:
-                    raise RuntimeError("uvicorn's workers did not start")
-                time.sleep(0.1)
-            pids = (server.pid, *(int(file.stem) for file in ready))
+            server.wait_until(lambda: len(list(Path(folder).glob("*.ready"))) == workers, "every worker has read", 100)
+            pids = (server.process.pid, *(int(file.stem) for file in Path(folder).glob("*.ready")))
             return {"read": sum(memory.usage(pid).pss or 0 for pid in pids) / MB}
         finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)
+            server.stop(60)
 
 
 # The table
@@ -361,7 +355,7 @@ def main() -> None:
             missing.append(subject.title)
             continue
         found[name] = {}
-        for way in ("prepare",) if benchmark.quick else FORKED:
+        for way in ("preload", "prepare") if benchmark.quick else FORKED:
             print(f"{subject.title}, {WAYS[way]} ...", flush=True)
             count = requests[name] if way == "prepare" else 0
             found[name][way] = _common.fresh(__file__, name, way, str(workers), str(count))

@@ -27,10 +27,8 @@ version = release = modelguard.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
-exclude_patterns = ["_site"]
 html_theme = "furo"
 html_title = f"modelguard {release}"
-html_extra_path = ["_site"]  # index.html, which leads to README.html
 
 myst_heading_anchors = 4  # as where Markdown is hosted: a link to a heading is its words, joined by hyphens
 
@@ -67,6 +65,15 @@ MODULES = [
 
 #: Stands for a colon in between.
 COVERED = "\N{NULL}"
+
+#: Where a browser or a web server begins: it leads to the first page.
+INDEX = f"""\
+<!doctype html>
+<meta charset="utf-8">
+<title>{project}</title>
+<meta http-equiv="refresh" content="0; url={root_doc}.html">
+<a href="{root_doc}.html">{project}</a>
+"""
 
 TREE = """
 
@@ -121,6 +128,11 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: Element, contnode: Element
     return make_refnode(app.builder, node["refdoc"], page, name, contnode, name)
 
 
+def add_index(app: Sphinx, _: Exception | None) -> None:
+    """Write index.html, which Sphinx makes only of a page of that name."""
+    (Path(app.outdir) / "index.html").write_text(INDEX, encoding="utf-8")
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     for module in map(importlib.import_module, MODULES):
@@ -130,3 +142,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", cover, priority=100)  # napoleon comes at 500
     app.connect("autodoc-process-docstring", uncover, priority=900)
     app.connect("missing-reference", resolve)
+    app.connect("build-finished", add_index)

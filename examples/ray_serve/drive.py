@@ -1,4 +1,7 @@
-"""Put the same load on both services, each on a Ray of its own, and compare: python drive.py"""
+"""Put the same load on both services, each on a Ray of its own, and compare.
+
+From the root of the source tree: python -m examples.ray_serve.drive
+"""
 
 import argparse
 import contextlib
@@ -6,9 +9,9 @@ import http.client
 import importlib
 import json
 import logging
+import math
 import os
 import random
-import socket
 import sys
 import threading
 import time
@@ -19,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from examples import _driver
+from examples._driver import free_port, megabytes, send_all
 
 HERE = Path(__file__).parent
 SERVICES = {"unguarded": "unguarded", "guarded": "app"}
-#: Clients of the steady traffic, each of whom sends so many texts a second, of so many words, all of them new.
+#: Clients of the steady traffic, texts that each sends in a second, and new words in each text.
 CLIENTS, RATE, WORDS = 4, 5, 300
-#: Texts of the burst, and of how many words; an answer is in time within so many seconds.
+#: Texts of the burst, words in each, and the seconds within which an answer is in time.
 BURST, LONG, IN_TIME = 300, 1500, 3.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 OK, BUSY, LATE = 200, 503, 504
@@ -36,9 +41,7 @@ def serving(name: str) -> Iterator[int]:
     import ray
     from ray import serve
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # Replicas import the services from here.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     sys.path.insert(0, str(HERE))
@@ -67,18 +70,12 @@ def text(rng: random.Random, words: int) -> str:
 
 
 def ask(port: int, what: str) -> tuple[int, float]:
-    """The status, 0 for no answer within a minute; and the seconds that it took."""
-    began = time.perf_counter()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    """Send a text; the status, 0 for no answer within a minute, and the seconds that it took."""
     try:
-        with contextlib.closing(connection):
-            connection.request("POST", "/", json.dumps(what))
-            answer = connection.getresponse()
-            answer.read()
-            status = answer.status
+        answer = _driver.ask(port, data=json.dumps(what))
     except (OSError, http.client.HTTPException):
-        status = 0
-    return status, time.perf_counter() - began
+        return 0, math.inf
+    return answer.status, answer.seconds
 
 
 def replicas() -> dict[int, int]:
@@ -128,8 +125,7 @@ def burst(port: int) -> dict[str, Any]:
     """Many long texts at once."""
     rng = random.Random(0)
     texts = [text(rng, LONG) for _ in range(BURST)]
-    with ThreadPoolExecutor(BURST) as pool:
-        answers = list(pool.map(lambda one: ask(port, one), texts))
+    answers = send_all(lambda one: ask(port, one), texts, BURST)
     took = [seconds for status, seconds in answers if status == OK]
     statuses = Counter(status for status, _ in answers)
     return {
@@ -161,7 +157,7 @@ def main() -> None:
             told[name] = {"steady": steady(port, options.seconds), "burst": burst(port)}
         one, many = told[name]["steady"], told[name]["burst"]
         print(f"{name}: {one['answered']} answered, {one['refused']} refused, {one['lost']} lost;", end=" ")
-        print(f"{one['replicas']} replicas in all, the largest grew by {one['grown'] / 1e6:.0f} MB")
+        print(f"{one['replicas']} replicas in all, the largest grew by {megabytes(one['grown'])}")
         print(f"  {BURST} long texts at once: {many['in_time']} answered within {IN_TIME:.0f} s,", end=" ")
         print(f"{many['answered'] - many['in_time']} later, {many['refused']} refused, {many['lost']} lost;", end=" ")
         print(f"the last heard after {many['longest']:.1f} s", flush=True)

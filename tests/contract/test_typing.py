@@ -24,7 +24,9 @@ def mypy(file: Path) -> dict[int, str]:
     """Check one file with the project's settings: the first error of each line."""
     found: dict[int, str] = {}
     # A silenced note on some library leaves an empty line.
-    for line in filter(None, _run("mypy", "--follow-imports", "silent", "--output", "json", file).splitlines()):
+    # A cache of its own: that of `make check`, which may run beside the tests, is of other options.
+    options = ("--cache-dir", ".mypy_cache/tests", "--follow-imports", "silent", "--output", "json")
+    for line in filter(None, _run("mypy", *options, file).splitlines()):
         error = json.loads(line)
         if error["severity"] == "error":
             assert file == Path(error["file"]), error

@@ -1,28 +1,18 @@
-"""A real gunicorn on loopback, and clients that count what they sent and what was answered."""
+"""gunicorn with a small model behind it, which knows its version and where it was made."""
 
 from __future__ import annotations
 
 import contextlib
-import http.client
-import os
-import signal
-import socket
-import subprocess
-import sys
-import textwrap
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import psutil
+from tests.process.harness import Server, write_app
 
 CONFIG = "python:modelguard.frameworks.gunicorn"
 
-#: The model is a dictionary that knows its version, read from a file. `/` answers with worker, version and the
-#: process that made the model; paths ask for more.
+#: The model is a dictionary that knows its version, read from a file. `/` answers with worker, version, whether the
+#: model was made in the master, and whether the worker was warm; paths ask for more.
 APP = """
     import os, time
     from pathlib import Path
@@ -79,154 +69,42 @@ APP = """
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class Gunicorn(Server):
+    """gunicorn with modelguard's configuration, or with another one that is among the options."""
 
-
-def until(told: Callable[[], object], seconds: float = 40, what: str = "") -> None:
-    """Wait until something is so; a test that waits in vain has failed."""
-    deadline = time.monotonic() + seconds
-    while not told():
-        assert time.monotonic() < deadline, f"it did not come true: {what or told}"
-        time.sleep(0.05)
-
-
-class Server:
-    """gunicorn in a process of its own, with its log in a file."""
-
-    def __init__(self, folder: Path, *args: str, app: str = APP, policy: str = "None", **environ: str) -> None:
-        self.folder = folder
-        self.port = free_port()
-        self.size = int(args[args.index("-w") + 1])
+    def __init__(self, folder: Path, *options: str, app: str = APP, policy: str = "None", **environment: str) -> None:
         (folder / "weights").write_text("1")
-        (folder / "app.py").write_text(textwrap.dedent(app).replace("POLICY", policy))
-        command = [sys.executable, "-m", "gunicorn", "-b", f"127.0.0.1:{self.port}"]
-        options = args if "-c" in args else ("-c", CONFIG, *args)
-        self._log = (folder / "log").open("w")
-        self.process = subprocess.Popen(
-            [*command, *options, "app:aapp" if "asgi" in args else "app:app"],
-            cwd=folder,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **environ},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        write_app(folder, app.replace("POLICY", policy))
+        self.size = int(options[options.index("-w") + 1])
+        config = () if "-c" in options else ("-c", CONFIG)
+        command = (
+            "-m",
+            "gunicorn",
+            "-b",
+            "127.0.0.1:0",
+            *config,
+            *options,
+            "app:aapp" if "asgi" in options else "app:app",
         )
+        super().__init__(folder, *command, environment=environment)
 
-    @property
-    def log(self) -> str:
-        return (self.folder / "log").read_text()
-
-    def ask(self, path: str = "/", timeout: float = 20) -> list[str]:
+    def words(self, path: str = "/") -> list[str]:
         """What the application says: worker, version, whether the model is the master's, whether it was warm."""
-        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        with contextlib.closing(client):
-            client.request("GET", path)
-            return client.getresponse().read().decode().split(" ")
+        return self.ask(path, timeout=20).text.split(" ")
 
-    def up(self) -> None:
-        def answers() -> bool:
-            assert self.process.poll() is None, self.log
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                return len(self.ask()) == 4
-            return False
-
-        until(answers, what="it answers")
-        # A worker has warmed up before it says this.
-        until(lambda: self.log.count("Booting worker") >= self.size, what="all workers are there")
-
-    def workers(self) -> set[int]:
-        return {child.pid for child in psutil.Process(self.process.pid).children()}
+    def wait_until_up(self) -> None:
+        """Wait until all workers are there; each has warmed up before it says so."""
+        self.wait_until_serving()
+        self.wait_until(lambda: self.log.count("Booting worker") >= self.size, "all workers")
 
     def replaced(self) -> int:
+        """How many workers have been replaced because a policy was due."""
         return self.log.count("is replaced: ")
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
-        self._log.close()
-
-
-class Load:
-    """Clients that ask without a break, in threads, until the block ends. A second block begins where it ended."""
-
-    def __init__(self, server: Server, *, clients: int = 4, keep_alive: bool = False) -> None:
-        self.sent = self.answered = self.stale = 0
-        self.failures: list[str] = []
-        self.versions: Counter[str] = Counter()
-        self.pids: set[str] = set()
-        self._server = server
-        self._keep_alive = keep_alive
-        self._over = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join(60)
-
-    def __str__(self) -> str:
-        return f"sent {self.sent}, answered {self.answered}, closed before use {self.stale}, failed {self.failures[:3]}"
-
-    def _run(self) -> None:
-        client = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=30)
-        while not self._over.is_set():
-            with self._lock:
-                self.sent += 1
-            try:
-                words = self._ask(client)
-            except (OSError, http.client.HTTPException) as error:
-                with self._lock:
-                    self.failures.append(f"{type(error).__name__}: {error}")
-                client.close()
-                continue
-            with self._lock:
-                self.answered += 1
-                self.versions[words[1]] += 1
-                self.pids.add(words[0])
-        client.close()
-
-    def _ask(self, client: http.client.HTTPConnection) -> list[str]:
-        reused = client.sock is not None
-        try:
-            return self._once(client)
-        except (ConnectionError, http.client.RemoteDisconnected):
-            # A server may close an idle connection while the next request is on its way, and every client library
-            # sends it again on a fresh one (RFC 9112, 9.3.1). On a fresh one there is no excuse.
-            client.close()
-            if not reused:
-                raise
-            with self._lock:
-                self.stale += 1
-            return self._once(client)
-
-    def _once(self, client: http.client.HTTPConnection) -> list[str]:
-        client.request("GET", "/", headers={} if self._keep_alive else {"Connection": "close"})
-        response = client.getresponse()
-        text = response.read().decode()
-        assert 200 == response.status, text
-        if not self._keep_alive:
-            client.close()
-        return text.split(" ")
 
 
 @contextlib.contextmanager
-def running(folder: Path, *args: str, **options: Any) -> Iterator[Server]:
-    """A server that answers."""
-    with Server(folder, *args, **options) as server:
-        server.up()
+def running(folder: Path, *options: str, **more: Any) -> Iterator[Gunicorn]:
+    """A gunicorn all of whose workers are there."""
+    with Gunicorn(folder, *options, **more) as server:
+        server.wait_until_up()
         yield server

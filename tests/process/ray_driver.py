@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from typing import Any
 
 import ray
 import ray_services
+from examples._driver import ask, free_port
 from ray import serve
 from ray.serve.exceptions import BackPressureError
 
@@ -26,6 +26,7 @@ from modelguard.frameworks import ray as served
 
 STORE = 80_000_000
 ACTOR = {"num_cpus": 0.1}
+PORT = free_port()
 
 
 @contextlib.contextmanager
@@ -47,27 +48,14 @@ def local() -> Iterator[None]:
         ray.shutdown()
 
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    PORT = free.getsockname()[1]
-
-
 def post(path: str, body: str, **headers: str) -> tuple[int, dict[str, str], str]:
-    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
-    with contextlib.closing(connection):
-        connection.request("POST", path, body, {key.replace("_", "-"): value for key, value in headers.items()})
-        answer = connection.getresponse()
-        told = {key.lower(): value for key, value in answer.getheaders()}
-        return answer.status, told, answer.read().decode()
+    answer = ask(PORT, path, body, headers={key.replace("_", "-"): value for key, value in headers.items()})
+    return answer.status, dict(answer.headers), answer.text
 
 
 def get(path: str) -> tuple[int, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
-    with contextlib.closing(connection):
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        answer.read()
-        return answer.status, {key.lower(): value for key, value in answer.getheaders()}
+    answer = ask(PORT, path)
+    return answer.status, dict(answer.headers)
 
 
 def hung_up(clients: int) -> None:

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
-from tests.process.gunicorn_server import until
+from tests.process.harness import Server, run_python, wait_until, write_app
 
 from modelguard.sharing import report
 
 pytest.importorskip("celery")
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 REDIS = shutil.which("redis-server") if importlib.util.find_spec("redis") else None
 MODEL_BYTES = 60_000_000
@@ -96,110 +92,63 @@ TASKS = """
 
 #: A client in a process of its own: it sends what it is told to, and prints the results.
 CLIENT = """
-    import json, sys, tasks
-    name, calls = json.loads(sys.argv[1])
-    sent = [getattr(tasks, name).delay(*call) for call in calls]
-    print(json.dumps([one.get(timeout=60, interval=0.02) for one in sent]))
+    import json, tasks
+    sent = [tasks.{name}.delay(*call) for call in {calls!r}]
+    print(json.dumps([one.get(timeout=150, interval=0.02) for one in sent]))
 """
 
 
-class Server:
-    """A broker and a Celery worker in processes of their own, with their log in a file."""
+class Worker(Server):
+    """A Celery worker, and the broker that it listens to."""
 
     def __init__(self, folder: Path, broker: str, *options: str, policy: str = "Uses(10**9)") -> None:
-        self.folder = folder
         for name in ("queue", "control", "results"):
             (folder / name).mkdir()
         (folder / "weights").write_text("1")
-        (folder / "tasks.py").write_text(textwrap.dedent(TASKS).replace("POLICY", policy))
-        self._log = (folder / "log").open("w")
-        self._started: list[subprocess.Popen[bytes]] = []
-        address = self._start_redis() if broker == "redis" else "filesystem://"
-        results = address if broker == "redis" else (folder / "results").as_uri()
-        self._environ = {
-            **os.environ,
+        write_app(folder, TASKS.replace("POLICY", policy), "tasks.py")
+        self._redis = start_redis(folder) if broker == "redis" else None
+        address = f"redis+socket://{folder / 'redis.sock'}" if self._redis else "filesystem://"
+        self._environment = {
             "BROKER": address,
-            "RESULTS": results,
+            "RESULTS": address if self._redis else (folder / "results").as_uri(),
             "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)]),
             "PYTHONWARNINGS": "ignore",
         }
-        command = ["-m", "celery", "-A", "tasks", "worker", "-l", "INFO", "--without-mingle", "--without-gossip"]
-        self.process = self._start(sys.executable, *command, *options)
-
-    def _start_redis(self) -> str:
-        socket = self.folder / "redis.sock"
-        self._start(str(REDIS), "--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no")
-        until(socket.exists, what="Redis listens")
-        return f"redis+socket://{socket}"
-
-    def _start(self, *command: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=getattr(self, "_environ", None),
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._started.append(process)
-        return process
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "log").read_text()
+        command = ("-m", "celery", "-A", "tasks", "worker", "-l", "INFO", "--without-mingle", "--without-gossip")
+        super().__init__(folder, *command, *options, environment=self._environment)
 
     def call(self, name: str, *calls: tuple[Any, ...]) -> list[list[Any]]:
         """Send tasks all at once; their results, in that order."""
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(CLIENT), json.dumps([name, calls])],
-            env=self._environ,
-            capture_output=True,
-            text=True,
-            timeout=80,
-            check=False,
-        )
-        assert 0 == done.returncode, f"{done.stderr[-2000:]}\n{self.log}"
-        return json.loads(done.stdout.splitlines()[-1])
+        return run_python(CLIENT.format(name=name, calls=calls), 160, **self._environment)
 
     def work(self, count: int, seconds: float = 0.0) -> list[list[Any]]:
+        """Send so many tasks that each take so long."""
         return self.call("work", *((number, seconds) for number in range(count)))
 
-    def workers(self) -> set[int]:
-        done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, check=False)
-        return set(map(int, done.stdout.split()))
+    def kill(self) -> None:
+        """Kill the broker as well."""
+        super().kill()
+        if self._redis is not None:
+            self._redis.kill()
 
-    def up(self) -> None:
-        def ready() -> bool:
-            assert self.process.poll() is None, self.log
-            return " ready." in self.log
 
-        until(ready, what="the worker is ready")
-
-    def write(self, version: str) -> None:
-        """Replace the weights atomically."""
-        (self.folder / "new").write_text(version)
-        (self.folder / "new").rename(self.folder / "weights")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for process in self._started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-        self._log.close()
+def start_redis(folder: Path) -> Server:
+    """A Redis that listens on a socket in the folder."""
+    path = folder / "redis.sock"
+    redis = Server(folder, str(REDIS), "--port", "0", "--unixsocket", path, "--save", "", "--appendonly", "no")
+    redis.wait_until(path.exists, "Redis listens")
+    return redis
 
 
 @contextlib.contextmanager
-def running(folder: Path, broker: str, *options: str, policy: str = "Uses(10**9)") -> Iterator[Server]:
+def running(folder: Path, broker: str, *options: str, policy: str = "Uses(10**9)") -> Iterator[Worker]:
     """A worker that takes tasks."""
-    with Server(folder, broker, *options, policy=policy) as server:
-        server.up()
+    with Worker(folder, broker, *options, policy=policy) as server:
+        server.wait_until(lambda: " ready." in server.log, "the worker is ready")
         yield server
 
 
-def assert_one_copy(server: Server) -> None:
+def assert_one_copy(server: Worker) -> None:
     """The parent and its two processes hold the model once; Celery itself takes about as much again."""
     tree = report(server.process.pid)
 
@@ -210,7 +159,7 @@ def assert_one_copy(server: Server) -> None:
         return 3 == len(tree.processes) and few and MODEL_BYTES < tree.pss < 3 * MODEL_BYTES
 
     with contextlib.suppress(AssertionError):
-        until(is_one_copy, seconds=20)
+        wait_until(is_one_copy, "one copy", seconds=20)
     assert is_one_copy(), tree
 
 
@@ -220,7 +169,7 @@ def test_processes_share_the_parents_model_and_are_warm_before_the_first_task(br
     with running(tmp_path, broker, "-c", "2") as server:
         results = server.work(20, 0.02)
         assert [[number, "1", True, True] for number in range(20)] == [[one[0], *one[2:]] for one in results]
-        assert {one[1] for one in results} <= server.workers()
+        assert {one[1] for one in results} <= server.children()
         assert_one_copy(server)
         assert "modelguard prepared nlp in" in server.log
 
@@ -234,7 +183,7 @@ def test_no_task_is_lost_while_processes_are_replaced(broker: str, tmp_path: Pat
             results = server.work(60)
             assert [[number, "1", True, True] for number in range(60)] == [[one[0], *one[2:]] for one in results]
             processes |= {one[1] for one in results}
-        until(lambda: len(processes | server.workers()) >= 4, what="two processes are replaced")
+        wait_until(lambda: len(processes | server.children()) >= 4, what="two processes are replaced")
         assert_one_copy(server)
         assert 1 == server.log.count("prepared nlp"), "the parent loaded once"
         assert "exited with" not in server.log
@@ -244,8 +193,8 @@ def test_no_task_is_lost_while_processes_are_replaced(broker: str, tmp_path: Pat
 def test_a_replaced_process_gives_back_what_it_had_grown_by(tmp_path: Path) -> None:
     """Memory growth ends with a fresh process that shares the parent's copy, and with no load."""
     with running(tmp_path, "filesystem", "-c", "2", policy="MemoryGrowth('50 MB')") as server:
-        first = server.workers()
-        until(lambda: bool(server.call("leak", ())) and not first <= server.workers(), what="one is replaced")
+        first = server.children()
+        wait_until(lambda: bool(server.call("leak", ())) and not first <= server.children(), what="one is replaced")
         assert {True} == {word for result in server.work(4) for word in result[3:]}
         assert 1 == server.log.count("prepared nlp")
 
@@ -254,10 +203,10 @@ def test_a_replaced_process_gives_back_what_it_had_grown_by(tmp_path: Path) -> N
 def test_new_weights_reach_every_process_without_a_lost_task(broker: str, tmp_path: Path) -> None:
     """The parent loads a changed file and prepares again, then each process is replaced. A broken file does nothing."""
     with running(tmp_path, broker, "-c", "2", policy="Modified(WEIGHTS, atomic=True)") as server:
-        server.write("broken")
-        until(lambda: "no weights in there" in server.log, what="the load fails")
+        server.replace_file("weights", "broken")
+        wait_until(lambda: "no weights in there" in server.log, what="the load fails")
         assert {"1"} == {one[2] for one in server.work(10)}
-        server.write("2")
+        server.replace_file("weights", "2")
         seen: set[str] = set()
 
         def rolled_out() -> bool:
@@ -266,7 +215,7 @@ def test_new_weights_reach_every_process_without_a_lost_task(broker: str, tmp_pa
             seen.update(one[2] for one in results)
             return {"2"} == {one[2] for one in results}
 
-        until(rolled_out, what="all results are of the new weights")
+        wait_until(rolled_out, what="all results are of the new weights")
         assert seen <= {"1", "2"}
         assert [True, True] == server.work(1)[0][3:]
         assert_one_copy(server)
@@ -285,7 +234,7 @@ def test_a_worker_that_cannot_share_does_not_start(options: tuple[str, ...], say
     if options == ("cold",):
         (tmp_path / "cold").touch()
         options = ()
-    with Server(tmp_path, "filesystem", "-c", "2", *options) as server:
+    with Worker(tmp_path, "filesystem", "-c", "2", *options) as server:
         assert 1 == server.process.wait(40), server.log
         assert says in server.log
 

@@ -1,4 +1,4 @@
-"""`modelguard demo` as a user runs it: from the command line, with real servers, ended in every way."""
+"""The demo as a user runs it: from the command line, with real servers, ended in every way."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "fastapi_spacy"
 NEEDED = ("spacy", "ja_ginza", "fastapi", "uvicorn", "matplotlib")
 
 pytestmark = [
@@ -61,33 +61,35 @@ def services(folder: Path, *, guarded: str = GOOD) -> Path:
 
 def command(app_dir: Path, out: Path, *more: str) -> list[str]:
     """The command line of a demo."""
-    return [sys.executable, "-m", "modelguard", "demo", "--app-dir", str(app_dir), "--out", str(out), *more]
+    return [sys.executable, "-m", "examples.demo", "--app-dir", str(app_dir), "--out", str(out), *more]
 
 
 def demo(app_dir: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run a demo to its end."""
-    return subprocess.run(command(app_dir, out, *more), capture_output=True, text=True, check=False)
+    """Run a demo to its end, by default of services that need no model."""
+    quick = ("--seconds", "5", "--reloads", "0", *more)
+    return subprocess.run(command(app_dir, out, *quick), cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def figures(out: Path) -> Any:
+    """What a demo has left behind for other programs."""
+    return json.loads((out / "demo.json").read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager
 def running(app_dir: Path, out: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A demo that sends words to its servers by now, and the processes of those."""
-    process = subprocess.Popen(command(app_dir, out, "--seconds", "100"), stderr=subprocess.PIPE, text=True)
-    children: list[psutil.Process] = []
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "ever-new words" in line:
-                break
-        children = psutil.Process(process.pid).children(recursive=True)
-        yield process, children
-    finally:
-        for left in [process, *children]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()
-        process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
+    options = command(app_dir, out, "--seconds", "100")
+    with subprocess.Popen(options, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        children: list[psutil.Process] = []
+        try:
+            assert process.stderr is not None
+            assert any("ever-new words" in line for line in process.stderr)
+            children = psutil.Process(process.pid).children(recursive=True)
+            yield process, children
+        finally:
+            for left in [process, *children]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    left.kill()
 
 
 def survivors(children: Sequence[psutil.Process]) -> list[psutil.Process]:
@@ -99,18 +101,17 @@ def survivors(children: Sequence[psutil.Process]) -> list[psutil.Process]:
 def test_the_real_demo(tmp_path: Path) -> None:
     """A short run of the example's own services ends well, and leaves a picture, figures and a report behind."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    done = demo(EXAMPLE, tmp_path / "out", "--seconds", "30", "--growth", "2 MB", "--json")
+    done = demo(ROOT / "examples" / "fastapi_spacy", tmp_path, "--seconds", "8", "--growth", "2 MB", "--reloads", "1")
     assert 0 == done.returncode, done.stderr
     assert before == {child.pid for child in psutil.Process().children(recursive=True)}
-    assert b"\x89PNG\r\n\x1a\n" == (tmp_path / "out" / "demo.png").read_bytes()[:8]
-    assert "](demo.png)" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert b"\x89PNG\r\n\x1a\n" == (tmp_path / "demo.png").read_bytes()[:8]
+    assert "](demo.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
-    figures = json.loads(done.stdout)
-    assert figures == json.loads((tmp_path / "out" / "demo.json").read_text(encoding="utf-8"))
-    guarded, unguarded = figures["servers"]["guarded"], figures["servers"]["unguarded"]
+    told = figures(tmp_path)
+    guarded, unguarded = told["servers"]["guarded"], told["servers"]["unguarded"]
     assert guarded["requests"] == unguarded["requests"] > 0
     assert [] == guarded["errors"]
-    assert 0 == figures["differing_answers"]
+    assert 0 == told["differing_answers"]
     assert [] == unguarded["reloads"]
     assert unguarded["growth"] > 2_000_000
     assert "MemoryGrowth" in guarded["reloads"][0]["reasons"][0]
@@ -118,8 +119,8 @@ def test_the_real_demo(tmp_path: Path) -> None:
 
 
 def test_a_table_for_people(tmp_path: Path) -> None:
-    """Without --json the run ends with a table, and tells where the rest is."""
-    done = demo(services(tmp_path), tmp_path / "out", "--seconds", "5")
+    """A run ends with a table, and says where the rest is."""
+    done = demo(services(tmp_path), tmp_path / "out")
     assert 0 == done.returncode, done.stderr
     assert "| requests " in done.stdout
     assert str(tmp_path / "out" / "demo.png") in done.stdout
@@ -137,18 +138,18 @@ def test_a_server_that_cannot_start(tmp_path: Path) -> None:
 
 def test_a_server_that_dies_under_way(tmp_path: Path) -> None:
     """A death during the run ends the demo at once, not after two minutes."""
-    done = demo(services(tmp_path, guarded=DIES), tmp_path / "out")
+    done = demo(services(tmp_path, guarded=DIES), tmp_path / "out", "--seconds", "100")
     assert 1 == done.returncode
     assert "The guarded server died with status 3" in done.stderr
 
 
 def test_a_request_that_fails(tmp_path: Path) -> None:
     """One failed request of the guarded server is a failed demo, and the figures are there to look into."""
-    done = demo(services(tmp_path, guarded=FAILS), tmp_path / "out", "--seconds", "5")
+    done = demo(services(tmp_path, guarded=FAILS), tmp_path / "out")
     assert 1 == done.returncode
-    assert "failed 1 of 40 requests" in done.stderr
-    figures = json.loads((tmp_path / "out" / "demo.json").read_text(encoding="utf-8"))
-    assert 1 == len(figures["servers"]["guarded"]["errors"])
+    guarded = figures(tmp_path / "out")["servers"]["guarded"]
+    assert f"failed 1 of {guarded['requests']} requests" in done.stderr
+    assert 1 == len(guarded["errors"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.process.harness import Server
 
 from modelguard.diagnosis import Facts, examine, facts_of_gunicorn, facts_of_process
 from modelguard.errors import InvalidOption
@@ -44,27 +43,10 @@ def found(facts: Facts) -> dict[str, Any]:
 @contextmanager
 def running(*words: str, cwd: Path, ready: Callable[[Facts], bool], **environ: str) -> Iterator[int]:
     """Start a server, wait until the facts are as expected, and end it."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", *words],
-        cwd=cwd,
-        env={**os.environ, **environ},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        for _ in range(300):
-            if server.poll() is not None:
-                pytest.fail(f"the server ended: {server.communicate()[1].decode()[-2000:]}")
-            if ready(facts_of_process(server.pid)):
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail("the server did not come up")
-        yield server.pid
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.communicate()
+    with Server(cwd, "-m", *words, environment=environ) as server:
+        pid = server.process.pid
+        server.wait_until(lambda: ready(facts_of_process(pid)), "facts as expected", seconds=60)
+        yield pid
 
 
 def holding(role: str, count: int) -> Callable[[Facts], bool]:

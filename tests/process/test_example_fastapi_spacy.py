@@ -5,23 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import re
-import signal
-import subprocess
-import sys
-import threading
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.process.harness import Server
 
 FOLDER = Path(__file__).parents[2] / "examples" / "fastapi_spacy"
 NEEDED = ("spacy", "ja_ginza", "fastapi", "uvicorn")
 SENTENCE = "山田太郎は銀座でランチを食べた。"
-PORT = re.compile(r"Uvicorn running on http://127\.0\.0\.1:(\d+)")
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -32,93 +26,58 @@ pytestmark = [
 ]
 
 
-class Service:
-    """One of the example's two services under uvicorn."""
-
-    def __init__(self, app: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "uvicorn", app, "--port", "0"], cwd=FOLDER, stderr=subprocess.PIPE, text=True
-        )
-        assert self.process.stderr is not None
-        self.log: list[str] = []
-        for line in self.process.stderr:
-            self.log.append(line)
-            if found := PORT.search(line):
-                self.url = f"http://127.0.0.1:{found[1]}"
-                break
-        else:
-            pytest.fail("".join(self.log))
-        # Read on, so that the service never waits for room in the pipe.
-        self.reader = threading.Thread(target=self.log.extend, args=(self.process.stderr,))
-        self.reader.start()
-
-    def ask(self, path: str, text: str | None = None) -> Any:
-        """Send a text, or ask for a page, and give the answer."""
-        body = None if text is None else json.dumps({"text": text}).encode()
-        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response)
-
-    def stop(self) -> None:
-        """Ask the service to end, and wait until it has."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            self.reader.join()
-            assert self.process.stderr is not None
-            self.process.stderr.close()
-
-
 @contextlib.contextmanager
-def serving(app: str) -> Iterator[Service]:
-    """A running service, ended afterwards."""
-    service = Service(app)
-    try:
-        yield service
-    finally:
-        service.stop()
+def serving(app: str) -> Iterator[Server]:
+    """One of the example's two services under uvicorn."""
+    with Server(FOLDER, "-m", "uvicorn", app, "--port", "0") as server:
+        server.wait_until_serving("/openapi.json")
+        yield server
+
+
+def ask(server: Server, path: str, text: str) -> Any:
+    """Send a text, and give the answer."""
+    return server.ask(path, json.dumps({"text": text}), headers={"Content-Type": "application/json"}).json
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[Service]:
+def guarded() -> Iterator[Server]:
     """The guarded service."""
-    with serving("app:app") as service:
-        yield service
+    with serving("app:app") as server:
+        yield server
 
 
-def test_answers_are_plain_strings(guarded: Service) -> None:
+def test_answers_are_plain_strings(guarded: Server) -> None:
     """Entities and tokens come back as lists of strings."""
-    assert ["山田太郎", "銀座"] == guarded.ask("/entities", SENTENCE)
-    assert SENTENCE == "".join(guarded.ask("/tokens", SENTENCE))
+    assert ["山田太郎", "銀座"] == ask(guarded, "/entities", SENTENCE)
+    assert SENTENCE == "".join(ask(guarded, "/tokens", SENTENCE))
 
 
-def test_status_tells_of_the_guard(guarded: Service) -> None:
+def test_status_tells_of_the_guard(guarded: Server) -> None:
     """The guard's own account is a page of the service, and no request finds the model unloaded."""
-    guarded.ask("/tokens", SENTENCE)
-    status = guarded.ask("/status")
+    ask(guarded, "/tokens", SENTENCE)
+    status = guarded.ask("/status").json
     assert ("ja_ginza", "ready", 1) == (status["name"], status["state"], status["generation"])
     assert status["uses"] >= 1
 
 
-def test_many_at_once(guarded: Service) -> None:
+def test_many_at_once(guarded: Server) -> None:
     """Requests that come together are all answered, and alike."""
     with ThreadPoolExecutor(16) as many:
-        answers = set(map(tuple, many.map(lambda _: guarded.ask("/tokens", SENTENCE * 20), range(64))))
+        answers = set(map(tuple, many.map(lambda _: ask(guarded, "/tokens", SENTENCE * 20), range(64))))
     assert 1 == len(answers)
 
 
-def test_the_same_without_a_guard(guarded: Service) -> None:
+def test_the_same_without_a_guard(guarded: Server) -> None:
     """The unguarded service is the same service: its answers are."""
     with serving("unguarded:app") as unguarded:
         for path in ("/entities", "/tokens"):
-            assert guarded.ask(path, SENTENCE) == unguarded.ask(path, SENTENCE)
+            assert ask(guarded, path, SENTENCE) == ask(unguarded, path, SENTENCE)
 
 
 def test_ends_in_order() -> None:
     """A request to end closes the guard and stops the service, without a complaint."""
-    with serving("app:app") as service:
-        pass
-    assert [] == [line for line in service.log if "ERROR" in line or "Traceback" in line]
+    with serving("app:app") as server:
+        server.stop()
+    assert "Application shutdown complete" in server.log
+    assert "ERROR" not in server.log, server.log
+    assert "Traceback" not in server.log, server.log

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import json
 import sys
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from examples.gunicorn_flask import drive
 
-FOLDER = Path(__file__).parents[2] / "examples" / "gunicorn_flask"
+from modelguard import sharing
+
+if TYPE_CHECKING:
+    from examples._driver import Server
+
 NEEDED = ("jieba", "flask", "gunicorn")
 WORKERS = 3
 
@@ -28,48 +31,54 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def drive() -> ModuleType:
-    """The example's own driver."""
-    spec = importlib.util.spec_from_file_location("drive", FOLDER / "drive.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def texts(drive: ModuleType) -> list[str]:
+def texts() -> list[str]:
     """What is sent: 30,000 words, so that workers read all over the model."""
     made: list[str] = drive.texts("jieba", 300)
     return made
 
 
+@dataclass
+class Service:
+    """A service after all texts and a collection in each worker."""
+
+    server: Server
+    answers: list[dict[str, Any]]
+
+    def holds(self) -> sharing.TreeReport:
+        """What gunicorn and its workers hold."""
+        return sharing.report(self.server.process.pid)
+
+
+@contextlib.contextmanager
+def asked(way: str, texts: list[str]) -> Iterator[Service]:
+    """A service that has seen all texts."""
+    with drive.serving(way, workers=WORKERS) as server:
+        answers = drive.send(server, texts)
+        drive.reach_all(server, "", drive.COLLECT, workers=WORKERS)
+        yield Service(server, answers)
+
+
 @pytest.fixture(scope="module")
-def naive(drive: ModuleType, texts: list[str]) -> Iterator[Any]:
-    """The service as it was first written, after all texts and a collection."""
-    with drive.serving("naive", workers=WORKERS) as service:
-        service.answers = service.send(texts)
-        service.reach_all("", "/collect")
+def naive(texts: list[str]) -> Iterator[Service]:
+    """The service as it was first written."""
+    with asked("naive", texts) as service:
         yield service
 
 
 @pytest.fixture(scope="module")
-def guarded(drive: ModuleType, texts: list[str]) -> Iterator[Any]:
-    """The guarded service, after all texts and a collection."""
-    with drive.serving("guarded", workers=WORKERS) as service:
-        service.answers = service.send(texts)
-        service.reach_all("", "/collect")
+def guarded(texts: list[str]) -> Iterator[Service]:
+    """The guarded service."""
+    with asked("guarded", texts) as service:
         yield service
 
 
-def test_both_say_the_same(texts: list[str], naive: Any, guarded: Any) -> None:
+def test_both_say_the_same(texts: list[str], naive: Service, guarded: Service) -> None:
     """The guard changes nothing about the answers, and every worker gives them."""
     assert [answer["words"] for answer in naive.answers] == [answer["words"] for answer in guarded.answers]
     assert texts == ["".join(answer["words"]) for answer in guarded.answers]
 
 
-def test_the_guarded_tree_holds_one_copy(naive: Any, guarded: Any) -> None:
+def test_the_guarded_tree_holds_one_copy(naive: Service, guarded: Service) -> None:
     """Each naive worker has the model for itself; guarded ones have little of their own, the more so from 3.12 on."""
     separate, shared = naive.holds(), guarded.holds()
     assert WORKERS + 1 == len(separate.processes) == len(shared.processes)
@@ -79,25 +88,24 @@ def test_the_guarded_tree_holds_one_copy(naive: Any, guarded: Any) -> None:
         assert shared.copies < 1.7, shared
 
 
-def test_top_shows_the_tree(guarded: Any) -> None:
+def test_top_shows_the_tree(guarded: Service) -> None:
     """``modelguard top`` has a line for each process, and says how many copies all hold."""
     pids = {str(process.pid) for process in guarded.holds().processes}
-    lines = guarded.top().splitlines()
+    lines = drive.top(guarded.server).splitlines()
     assert pids == {line.split()[0] for line in lines if line} & pids
     assert any(f"{1 + WORKERS} processes hold" in line for line in lines), lines
 
 
-def test_status_tells_of_the_guard(guarded: Any) -> None:
+def test_status_tells_of_the_guard(guarded: Service) -> None:
     """The guard's own account is a page of the service: a worker serves what the parent has loaded."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{guarded.port}/status", timeout=60) as response:
-        status = json.load(response)
+    status = guarded.server.ask("/status").json
     assert ("words", "ready", 1, 0) == (status["name"], status["state"], status["generation"], status["reloads"])
 
 
-def test_all_end_in_order(drive: ModuleType) -> None:
+def test_all_end_in_order() -> None:
     """A request to end stops the service, without a complaint."""
-    for way in drive.WAYS:
-        with drive.serving(way, workers=1) as service:
+    for way in drive.COMMANDS:
+        with drive.serving(way, workers=1) as server:
             pass
-        assert 0 == service.process.returncode, service.log
-        assert "Traceback" not in "".join(service.log), service.log
+        assert 0 == server.process.returncode, server.log
+        assert "Traceback" not in server.log, server.log

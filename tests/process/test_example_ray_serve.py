@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "examples" / "ray_serve"
+ROOT = Path(__file__).parents[2]
 NEEDED = ("ray", "spacy")
 
 pytestmark = [
@@ -33,7 +33,7 @@ def guarded() -> Iterator[Any]:
     folder = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))  # short: Ray's sockets lie in there
     (folder / "ray").mkdir()
     report = folder / "report.json"
-    command = [sys.executable, str(FOLDER / "drive.py"), "--service", "guarded", "--json", str(report)]
+    command = [sys.executable, "-m", "examples.ray_serve.drive", "--service", "guarded", "--json", str(report)]
     environment = os.environ | {"RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
     if "PYTHONPATH" in environment:  # replicas run in another folder
         environment["PYTHONPATH"] = str(Path(environment["PYTHONPATH"]).resolve())
@@ -41,6 +41,7 @@ def guarded() -> Iterator[Any]:
         done = subprocess.run(
             [*command, "--seconds", "30", "--uses", "60"],
             check=False,
+            cwd=ROOT,
             capture_output=True,
             text=True,
             env=environment,

@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 import pytest
-from tests.process.fresh import fresh_process
+from tests.process.harness import run_python
 
 from modelguard import prefork
 
@@ -83,10 +83,10 @@ print(json.dumps([alone, together / alone]))
 def test_forked_readers_share_an_immortal_model(make: str) -> None:
     """Two children that read a whole 60 MB graph, and collect, copy almost nothing; with freezing alone, much."""
     program = MODEL + SHARED.replace("MAKE", make)
-    alone, frozen = fresh_process(program.replace("IMMORTAL", "False"), 60)
+    alone, frozen = run_python(program.replace("IMMORTAL", "False"), 60)
     assert 50_000 < alone
     assert 1.6 < frozen
-    assert fresh_process(program.replace("IMMORTAL", "True"), 60)[1] <= 1.15
+    assert run_python(program.replace("IMMORTAL", "True"), 60)[1] <= 1.15
 
 
 def ends_cleanly(program: str, **variables: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 from tests.contract.test_docs import snippets
-from tests.process.gunicorn_server import Server, until
+from tests.process.gunicorn_server import Gunicorn, running
+from tests.process.harness import wait_until
 
 pytest.importorskip("gunicorn")
 pytest.importorskip("prometheus_client", reason="needs prometheus-client")
@@ -66,13 +66,9 @@ def snippet(word: str) -> str:
     return found
 
 
-def samples(server: Server) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def samples(server: Gunicorn) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """One scrape, through whichever worker answers it."""
-    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
-    with contextlib.closing(client):
-        client.request("GET", "/metrics")
-        text = client.getresponse().read().decode()
-    families = text_string_to_metric_families(text)
+    families = text_string_to_metric_families(server.ask("/metrics").text)
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in families
@@ -80,25 +76,24 @@ def samples(server: Server) -> dict[tuple[str, frozenset[tuple[str, str]]], floa
     }
 
 
-def value(server: Server, name: str, **labels: str) -> float | None:
+def value(server: Gunicorn, name: str, **labels: str) -> float | None:
     return samples(server).get((f"modelguard_{name}", frozenset(labels.items())))
 
 
-def asked(server: Server, path: str, times: int) -> set[int]:
+def asked(server: Gunicorn, path: str, times: int) -> set[int]:
     """Ask so often, and give the workers that answered."""
-    return {int(server.ask(path)[0]) for _ in range(times)}
+    return {int(server.words(path)[0]) for _ in range(times)}
 
 
 @contextlib.contextmanager
-def serving(folder: Path, policy: str) -> Iterator[Server]:
+def serving(folder: Path, policy: str) -> Iterator[Gunicorn]:
     """Two workers; configuration and endpoint are those of the documentation."""
     metrics = folder / "metrics"
     metrics.mkdir()
     (folder / "gunicorn.conf.py").write_text(snippet("child_exit"))
     (folder / "endpoint.py").write_text(snippet("metrics"))
     options: dict[str, Any] = {"app": APP, "policy": policy, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-    with Server(folder, "-c", "gunicorn.conf.py", "-w", "2", **options) as server:
-        server.up()
+    with running(folder, "-c", "gunicorn.conf.py", "-w", "2", **options) as server:
         yield server
 
 
@@ -111,7 +106,7 @@ def test_one_scrape_tells_of_all_workers(tmp_path: Path) -> None:
     """Whichever worker answers, the figures are the sum over both, and the load is the master's one."""
     with serving(tmp_path, "None") as server:
         # An item is counted after it is answered: the one with which the server showed that it is up as well.
-        until(lambda: value(server, "batch_size_sum", function="predict"), what="the first item is counted")
+        wait_until(lambda: value(server, "batch_size_sum", function="predict"), what="the first item is counted")
         before = value(server, "batch_size_sum", function="predict") or 0.0
         workers: set[int] = set()
         sent = 0
@@ -122,8 +117,10 @@ def test_one_scrape_tells_of_all_workers(tmp_path: Path) -> None:
             sent += 10
             return len(workers) == 2
 
-        until(both, what="both workers have answered")
-        until(lambda: value(server, "batch_size_sum", function="predict") == before + sent, what="each item is counted")
+        wait_until(both, what="both workers have answered")
+        wait_until(
+            lambda: value(server, "batch_size_sum", function="predict") == before + sent, what="each item is counted"
+        )
         told = [samples(server) for _ in range(4)]
         assert [told[0]] * 4 == told, "every scrape is the same, whoever answers it"
         assert 1 == value(server, "loads_total", guard="nlp", swap="first")
@@ -137,22 +134,22 @@ def test_a_recycled_workers_counts_stay_and_its_gauges_go(tmp_path: Path) -> Non
     with serving(tmp_path, "Errors(3)") as server:
         asked(server, "/", 20)
         counted = value(server, "batch_size_sum", function="predict") or 0.0
-        old = server.workers()
+        old = server.children()
 
         def recycled() -> bool:
             server.ask("/fail")
             return bool(value(server, "recycles_asked_total", guard="nlp", reason="errors"))
 
-        until(recycled, what="a worker asks for its end")
-        until(lambda: server.replaced() >= 1 and len(server.workers() - old) >= 1, what="it is replaced")
-        until(lambda: len(server.workers()) == 2, what="the old one is gone")
-        until(
-            lambda: live_files(tmp_path) <= {server.process.pid, *server.workers()},
+        wait_until(recycled, what="a worker asks for its end")
+        wait_until(lambda: server.replaced() >= 1 and len(server.children() - old) >= 1, what="it is replaced")
+        wait_until(lambda: len(server.children()) == 2, what="the old one is gone")
+        wait_until(
+            lambda: live_files(tmp_path) <= {server.process.pid, *server.children()},
             what="the files of the dead one's gauges are gone",
         )
-        gone = next(iter(old - server.workers()))
+        gone = next(iter(old - server.children()))
         assert not psutil.pid_exists(gone)
-        until(
+        wait_until(
             lambda: (value(server, "batch_size_sum", function="predict") or 0.0) >= max(counted, 20.0),
             what="its counts are still there",
         )

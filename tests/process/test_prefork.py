@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.fresh import fresh_process
+from tests.process.harness import run_python
 
 JEMALLOC = next(Path("/usr/lib").glob("*/libjemalloc.so.2"), None)
 
@@ -53,7 +53,7 @@ SETTING = """
 
 def told(program: str, seconds: float = 60) -> Any:
     """The last line that a program prints after the setup."""
-    return fresh_process(textwrap.dedent(SETTING) + textwrap.dedent(program), seconds)
+    return run_python(textwrap.dedent(SETTING) + textwrap.dedent(program), seconds)
 
 
 @pytest.mark.timeout(90)

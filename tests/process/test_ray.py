@@ -38,7 +38,7 @@ def driven(what: str) -> Any:
     try:
         (folder / "ray").mkdir()
         (folder / "weights").mkdir()
-        found = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        found = [str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in found),
             "RAY_TMPDIR": str(folder),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-from tests.process.fresh import fresh_process
+from tests.process.harness import run_python
 
 MB = 1_000_000
 
@@ -16,7 +16,7 @@ def test_ja_ginza_reloaded_20_times_returns_its_memory() -> None:
     # glibc's threshold is fixed, as by the preset low-memory: left to itself it grows, and then up to 64 MB stay at the
     # top of the loading thread's heap, which malloc_trim does not cut (docs/decisions.md).
     pytest.importorskip("ja_ginza")
-    told = fresh_process(
+    told = run_python(
         """
         import json
         import spacy, ginza, sudachipy
@@ -54,7 +54,7 @@ def test_ja_ginza_reloaded_20_times_returns_its_memory() -> None:
 def test_a_blank_pipeline_through_6000_unseen_texts_stays_flat() -> None:
     """Story 1: 600,000 new words would cost 270 MB; under a policy private memory goes up and down, and stays."""
     pytest.importorskip("spacy")
-    told = fresh_process(
+    told = run_python(
         """
         import json, random, string
         import spacy
@@ -93,7 +93,7 @@ def test_a_blank_pipeline_through_6000_unseen_texts_stays_flat() -> None:
 def test_a_load_leaves_no_pool_of_native_threads_behind() -> None:
     """The thread that has loaded is kept, and the OpenMP threads that its warm-up started are not."""
     pytest.importorskip("torch")
-    told = fresh_process(
+    told = run_python(
         """
         import json, os, threading
         import torch

@@ -6,19 +6,17 @@ import contextlib
 import functools
 import json
 import os
-import re
 import shutil
 import signal
 import stat
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.process.harness import Server, write_app
 
 from modelguard import allocator
 
@@ -295,40 +293,22 @@ def test_print_is_a_command_that_does_the_same() -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "preload"])
-def test_gunicorns_workers_have_it(tmp_path: Path, how: str) -> None:
+def test_gunicorns_workers_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """A real gunicorn is the process that was started, and jemalloc serves in it and in every worker."""
     pytest.importorskip("gunicorn", reason="gunicorn is not installed")
     library("jemalloc")
-    (tmp_path / "app.py").write_text(APP)
+    for name in os.environ.keys() - CLEAN.keys():
+        monkeypatch.delenv(name)
+    write_app(tmp_path, APP)
     options = ["--preset", "torch-cpu", "--allocator", "jemalloc"]
-    server = [sys.executable, "-m", "gunicorn", "-b", "127.0.0.1:0", "-w", "2", *(["--preload"] * (how == "preload"))]
-    log = (tmp_path / "log").open("w+b")
-    with log, start(*options, "--", *server, "app:app", cwd=tmp_path, stderr=log) as process:
-        try:
-            port = listening(tmp_path / "log")
-            answers = [ask(port) for _ in range(20)]
-        finally:
-            process.terminate()
-            assert 0 == process.wait(30)
-    assert {process.pid} == {parent for _, parent, *_ in answers}
+    gunicorn = [sys.executable, "-m", "gunicorn", "-b", "127.0.0.1:0", "-w", "2", *(["--preload"] * (how == "preload"))]
+    with Server(tmp_path, *RUN, *options, "--", *gunicorn, "app:app") as server:
+        server.wait_until_serving()
+        answers = [server.ask().json for _ in range(20)]
+        assert 0 == server.stop()
+    assert {server.process.pid} == {parent for _, parent, *_ in answers}
     assert {"jemalloc"} == {kind for *_, kind, _ in answers}
     assert None not in {threads for *_, threads in answers}
-
-
-def listening(log: Path) -> int:
-    """The port on which gunicorn says that it listens."""
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        if found := re.search(r"Listening at: http://127\.0\.0\.1:(\d+)", log.read_text()):
-            return int(found[1])
-        time.sleep(0.05)
-    pytest.fail(f"gunicorn does not listen:\n{log.read_text()}")
-
-
-def ask(port: int) -> Any:
-    """The answer of a worker; the socket is open before any of them is ready, and the request waits."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=30) as answer:
-        return json.load(answer)
 
 
 # What it refuses

@@ -10,8 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.process.gunicorn_server import until
-from tests.process.web_server import MODEL, NEEDS_SERVERS, QUEUE, UVICORN, Answer, Server, burst, gunicorn
+from tests.process.harness import read, wait_until
+from tests.process.web_server import MODEL, NEEDS_SERVERS, QUEUE, UVICORN, WebServer, burst, gunicorn, is_problem
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SERVERS]
 
@@ -76,11 +76,11 @@ STARLETTE = (
 )
 
 
-def uvicorn(folder: Path, **environ: str) -> Server:
-    return Server(folder, *UVICORN, app=STARLETTE, **environ)
+def uvicorn(folder: Path, **environ: str) -> WebServer:
+    return WebServer(folder, *UVICORN, app=STARLETTE, **environ)
 
 
-def disconnect_half(server: Server, path: str, method: str) -> None:
+def disconnect_half(server: WebServer, path: str, method: str) -> None:
     """Every other waiting client disconnects: their items are not computed, and the rest is answered."""
     with server.busy(path) as first:
         items = [f"item-{n}" for n in range(36)]
@@ -94,7 +94,7 @@ def disconnect_half(server: Server, path: str, method: str) -> None:
         with contextlib.closing(line):
             response = http.client.HTTPResponse(line)
             response.begin()
-            answer = Answer(response)
+            answer = read(response)
             assert (200, item) == (answer.status, answer.text.split()[0])
     assert 200 == first.result(30).status
     assert sorted(["first", *staying]) == sorted(server.computed)
@@ -123,15 +123,15 @@ def test_refusals_and_deadlines_behind_uvicorn(kind: str, tmp_path: Path) -> Non
     with uvicorn(tmp_path) as server:
         with server.busy("/async") as first:
             late = server.ask(f"/{kind}?item=late", headers={"Request-Timeout": "0.2"})
-            assert late.is_problem(504), late.text
+            assert is_problem(late, 504), late.text
             waiting = [server.begin(f"/async?item=waits-{n}") for n in range(QUEUE)]
             server.seen(waiting=QUEUE)
             for _ in range(5):
                 refused = server.ask(f"/{kind}?item=refused")
-                assert refused.is_problem(503), refused.text
+                assert is_problem(refused, 503), refused.text
             assert [200, 200] == [server.ask(path).status for path in ("/livez", "/readyz")]
             for nonsense in ("soon", "-1", "nan", "1e999", ""):
-                assert server.ask(f"/{kind}?item=no", headers={"Request-Timeout": nonsense}).is_problem(400)
+                assert is_problem(server.ask(f"/{kind}?item=no", headers={"Request-Timeout": nonsense}), 400)
         assert {200} == {asked.result(30).status for asked in [first, *waiting]}
         assert not {"late", "refused", "no"} & set(server.computed)
         told = burst(server, f"/{kind}", clients=60)
@@ -148,7 +148,7 @@ def test_a_burst_that_is_too_much_is_refused_in_part(tmp_path: Path) -> None:
         answers = [one.result(30) for one in asked]
         told = Counter(answer.status for answer in answers)
         assert {200} < set(told) <= {200, 503, 504}, told
-        assert all(answer.status == 200 or answer.is_problem(answer.status) for answer in answers)
+        assert all(answer.status == 200 or is_problem(answer, answer.status) for answer in answers)
 
 
 def test_requests_that_wait_when_uvicorn_ends_are_answered(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_requests_that_wait_when_uvicorn_ends_are_answered(tmp_path: Path) -> No
             waiting = [server.begin(f"/{kind}?item={kind}-{n}") for n in range(6) for kind in ("async", "sync")]
             server.seen(waiting=12)
             server.process.terminate()
-            until(lambda: "Shutting down" in server.log, what="it has begun to end")
+            wait_until(lambda: "Shutting down" in server.log, what="it has begun to end")
         assert {200} == {asked.result(30).status for asked in [first, *waiting]}
         # uvicorn ends by the signal that it was sent, once all is done.
         assert server.process.wait(30) in (0, -signal.SIGTERM)
@@ -173,12 +173,12 @@ def test_a_body_that_comes_after_the_model_was_called(kind: str, tmp_path: Path)
     with uvicorn(tmp_path) if kind == "uvicorn" else gunicorn(tmp_path, "-k", "asgi", app=STARLETTE) as server:
         with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), timeout=10)) as line:
             line.sendall(b"POST /early?item=1 HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\n")
-            until(lambda: server.computed == ["1"], seconds=20, what="the model is asked")
+            wait_until(lambda: server.computed == ["1"], seconds=20, what="the model is asked")
             server.seen(running=0, waiting=0)
             line.sendall(b"text ")
             response = http.client.HTTPResponse(line)
             response.begin()
-            assert ["text", "1"] == Answer(response).text.split()[:2]
+            assert ["text", "1"] == read(response).text.split()[:2]
         assert "Traceback" not in server.log, server.log
 
 
@@ -188,7 +188,9 @@ def test_calls_of_background_tasks_are_computed(kind: str, tmp_path: Path) -> No
     with uvicorn(tmp_path) if kind == "uvicorn" else gunicorn(tmp_path, "-k", "asgi", app=STARLETTE) as server:
         assert "later" == server.ask("/later?item=1").text
         assert ["2"] == server.ask("/twice?item=2").text.split()[:1]
-        until(lambda: {"1", "2", "2-again"} == set(server.computed), seconds=5, what=f"all is computed: {server.log}")
+        wait_until(
+            lambda: {"1", "2", "2-again"} == set(server.computed), seconds=5, what=f"all is computed: {server.log}"
+        )
         server.seen(running=0, waiting=0, cancelled=0)
         assert "Traceback" not in server.log, server.log
 
@@ -201,11 +203,11 @@ def test_starlette_behind_gunicorn(tmp_path: Path) -> None:
         assert {200} <= set(told) <= {200, 503, 504}, told
         (tmp_path / "computed").write_text("")
         with server.busy("/async") as first:
-            assert server.ask("/async?item=late", headers={"Request-Timeout": "0.2"}).is_problem(504)
+            assert is_problem(server.ask("/async?item=late", headers={"Request-Timeout": "0.2"}), 504)
             waiting = [server.begin(f"/async?item={n}") for n in range(10)]
             server.seen(waiting=10)
             server.process.terminate()
-            until(lambda: "Handling signal: term" in server.log, what="it has begun to end")
+            wait_until(lambda: "Handling signal: term" in server.log, what="it has begun to end")
         assert {200} == {asked.result(30).status for asked in [first, *waiting]}
         assert 0 == server.process.wait(30), server.log
         assert (tmp_path / "closed").exists()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
-from tests.process.gunicorn_server import CONFIG, until
-from tests.process.web_server import MODEL, NEEDS_SERVERS, QUEUE, Server, burst, gunicorn
+from tests.process.gunicorn_server import CONFIG
+from tests.process.harness import wait_until
+from tests.process.web_server import MODEL, NEEDS_SERVERS, QUEUE, burst, gunicorn, is_problem
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SERVERS]
 
@@ -60,11 +60,11 @@ def test_flask_behind_gunicorn(tmp_path: Path) -> None:
         head = server.ask("/readyz", method="HEAD")
         assert (200, "") == (head.status, head.text)
         with server.busy("/sync") as first:
-            assert server.ask("/sync?item=late", headers={"Request-Timeout": "0.2"}).is_problem(504)
+            assert is_problem(server.ask("/sync?item=late", headers={"Request-Timeout": "0.2"}), 504)
             waiting = [server.begin(f"/sync?item=waits-{n}") for n in range(QUEUE)]
             server.seen(waiting=QUEUE)
-            assert server.ask("/sync?item=refused").is_problem(503)
-            assert server.ask("/sync?item=no", headers={"Request-Timeout": "soon"}).is_problem(400)
+            assert is_problem(server.ask("/sync?item=refused"), 503)
+            assert is_problem(server.ask("/sync?item=no", headers={"Request-Timeout": "soon"}), 400)
         assert {200} == {asked.result(30).status for asked in [first, *waiting]}
         assert not {"late", "refused", "no"} & set(server.computed)
         told = burst(server, "/sync", clients=60)
@@ -80,7 +80,7 @@ def test_requests_that_wait_when_gunicorn_ends_are_answered(tmp_path: Path) -> N
             waiting = [server.begin(f"/sync?item={n}") for n in range(10)]
             server.seen(waiting=10)
             server.process.terminate()
-            until(lambda: "Handling signal: term" in server.log, what="it has begun to end")
+            wait_until(lambda: "Handling signal: term" in server.log, what="it has begun to end")
         assert {200} == {asked.result(30).status for asked in [first, *waiting]}
         assert 0 == server.process.wait(30), server.log
 
@@ -89,8 +89,8 @@ def test_a_batcher_that_worked_before_the_fork_works_in_every_worker(tmp_path: P
     """Its thread stays in the master, and each worker has its own; a guarded function runs on the master's model."""
     options = ("-c", CONFIG, "-w", "2", "-k", "gthread", "--threads", "16")
     with gunicorn(tmp_path, *options, app=PRELOADED) as server:
-        until(lambda: len(children(server)) == 2, what="both workers are there")
-        workers = children(server)
+        wait_until(lambda: len(server.children()) == 2, what="both workers are there")
+        workers = server.children()
         pids: set[int] = set()
 
         def all_have() -> bool:
@@ -102,14 +102,10 @@ def test_a_batcher_that_worked_before_the_fork_works_in_every_worker(tmp_path: P
                 pids.add(int(pid))
             return pids == workers
 
-        until(all_have, what="both workers have answered")
+        wait_until(all_have, what="both workers have answered")
         words = [server.ask(f"/guarded?item={n}").text.split() for n in range(10)]
         assert {str(server.process.pid)} == {made_by for _, _, made_by in words}
         assert {int(pid) for _, pid, _ in words} <= workers
         assert 200 == server.ask("/readyz").status
         assert 0 == server.end(), server.log
         assert "Traceback" not in server.log, server.log
-
-
-def children(server: Server) -> set[int]:
-    return {child.pid for child in psutil.Process(server.process.pid).children()}

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import IO
 
 import pytest
-from tests.process.fresh import fresh_process
+from tests.process.harness import run_python
 
 from modelguard.sharing._reports import ProcessReport, TreeWatch, python_trees, report
 
@@ -215,7 +215,7 @@ def test_another_users_process_is_refused() -> None:
     os.close(write)
     print(json.dumps(os.read(read, 1000).decode()))
     """
-    assert "belongs to someone else; look at it as its owner or as root" in fresh_process(program, 30)
+    assert "belongs to someone else; look at it as its owner or as root" in run_python(program, 30)
 
 
 def top(*words: str) -> subprocess.CompletedProcess[str]:

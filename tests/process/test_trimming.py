@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 
 import pytest
-from tests.process.fresh import fresh_process
+from tests.process.harness import run_python
 
 MB = 10**6
 
@@ -35,11 +35,11 @@ HOLES = """
 @pytest.mark.parametrize("every", ["300ms", "50 MB"])
 def test_what_glibc_keeps_is_given_back_beside_the_calls(every: str) -> None:
     """200 MB are freed in the middle of the heap: the keeper's thread has them given back within the interval."""
-    assert fresh_process(HOLES.format(every=every, patience=30), 50) < 50 * MB
+    assert run_python(HOLES.format(every=every, patience=30), 50) < 50 * MB
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc keeps is judged here")
 @pytest.mark.timeout(60)
 def test_without_the_option_glibc_keeps_it() -> None:
     """The same without ``trim_every``: else the test above would show nothing."""
-    assert fresh_process(HOLES.format(every=None, patience=1), 50) > 150 * MB
+    assert run_python(HOLES.format(every=None, patience=1), 50) > 150 * MB

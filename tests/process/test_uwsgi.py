@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import pytest
-from tests.process.gunicorn_server import Load, free_port, until
+from tests.process.harness import Clients, Server, wait_until, write_app
 
 from modelguard.sharing import report
 
@@ -77,87 +73,45 @@ APP = """
 """
 
 
-class Server:
-    """uWSGI in a process of its own, with its log in a file."""
+class Uwsgi(Server):
+    """uWSGI with the model behind it."""
 
     def __init__(self, folder: Path, *options: str, policy: str = "Uses(10**9)", app: str = APP) -> None:
-        self.folder = folder
-        self.port = free_port()
         (folder / "weights").write_text("1")
-        (folder / "app.py").write_text(textwrap.dedent(app).replace("POLICY", policy))
-        self._log = (folder / "log").open("w")
-        self.process = subprocess.Popen(
-            [str(UWSGI), "--http-socket", f"127.0.0.1:{self.port}", "--module", "app", "--disable-logging", *options],
-            cwd=folder,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        write_app(folder, app.replace("POLICY", policy))
+        command = (str(UWSGI), "--http-socket", "127.0.0.1:0", "--module", "app", "--disable-logging", *options)
+        super().__init__(folder, *command, environment={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 
-    @property
-    def log(self) -> str:
-        return (self.folder / "log").read_text()
-
-    def ask(self, path: str = "/") -> list[str]:
+    def words(self, path: str = "/") -> list[str]:
         """What the application says: worker, version, whether the model is the master's, whether it was warm."""
-        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        with contextlib.closing(client):
-            client.request("GET", path)
-            return client.getresponse().read().decode().split(" ")
-
-    def up(self) -> None:
-        def answers() -> bool:
-            assert self.process.poll() is None, self.log
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                return len(self.ask()) == 4
-            return False
-
-        until(answers, what="it answers")
-
-    def workers(self) -> set[int]:
-        done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, check=False)
-        return set(map(int, done.stdout.split()))
+        return self.ask(path, timeout=20).text.split(" ")
 
     def replaced(self) -> int:
+        """How many workers uWSGI has replaced, for whatever reason."""
         return self.log.count("Respawned uWSGI worker")
-
-    def write(self, version: str) -> None:
-        """Replace the weights atomically."""
-        (self.folder / "new").write_text(version)
-        (self.folder / "new").rename(self.folder / "weights")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
-        self._log.close()
 
 
 @contextlib.contextmanager
-def running(folder: Path, *options: str, policy: str = "Uses(10**9)") -> Iterator[Server]:
+def running(folder: Path, *options: str, policy: str = "Uses(10**9)") -> Iterator[Uwsgi]:
     """A server that answers."""
-    with Server(folder, *FIT, *options, policy=policy) as server:
-        server.up()
+    with Uwsgi(folder, *FIT, *options, policy=policy) as server:
+        server.wait_until_serving()
         yield server
 
 
-def all_answer(server: Server, workers: int) -> set[int]:
+def all_answer(server: Uwsgi, workers: int) -> set[int]:
     """The workers, of which none is starting any more: one that answers tells nothing of the others."""
     asked: set[int] = set()
 
     def so_many() -> bool:
-        asked.add(int(server.ask()[0]))
-        return len(server.workers()) == workers and server.workers() <= asked
+        asked.add(int(server.words()[0]))
+        return len(server.children()) == workers and server.children() <= asked
 
-    until(so_many, what="every worker has answered")
-    return server.workers()
+    wait_until(so_many, what="every worker has answered")
+    return server.children()
 
 
-def assert_one_copy(server: Server, workers: int) -> None:
+def assert_one_copy(server: Uwsgi, workers: int) -> None:
     """Every worker has read the whole model, and there is one of it."""
     all_answer(server, workers)
     tree = report(server.process.pid)
@@ -169,7 +123,7 @@ def assert_one_copy(server: Server, workers: int) -> None:
 def test_workers_share_the_masters_model_and_are_warm_before_the_first_request(tmp_path: Path) -> None:
     """Three workers and the master hold one copy, and no answer comes from a worker that has not warmed up."""
     with running(tmp_path, "--processes", "3") as server:
-        assert {("1", "True", "True")} == {tuple(server.ask()[1:]) for _ in range(20)}
+        assert {("1", "True", "True")} == {tuple(server.words()[1:]) for _ in range(20)}
         assert_one_copy(server, workers=3)
         assert "prepared nlp in" in server.log
 
@@ -178,21 +132,21 @@ def test_workers_share_the_masters_model_and_are_warm_before_the_first_request(t
 def test_no_request_is_lost_while_workers_are_recycled(threads: str, tmp_path: Path) -> None:
     """A due policy has workers replaced by fresh ones that share; every request that was sent is answered."""
     with running(tmp_path, "--processes", "2", "--threads", threads, policy="Uses(20)") as server:
-        with Load(server) as load:
-            until(lambda: server.replaced() >= 4, what="four workers are replaced")
-        assert (load.sent, []) == (load.answered, load.failures), f"{load}\n{server.log}"
-        assert {"1": load.answered} == load.versions
-        assert len(load.pids) >= 4
+        with Clients(server) as clients:
+            wait_until(lambda: server.replaced() >= 4, what="four workers are replaced")
+        assert (clients.sent, []) == (clients.answered, clients.failures), f"{clients}\n{server.log}"
+        assert {"1": clients.answered} == clients.versions
+        assert len(clients.pids) >= 4
         assert 1 == server.log.count("prepared nlp"), "the master loaded once"
-        assert ["1", "True", "True"] == server.ask()[1:]
+        assert ["1", "True", "True"] == server.words()[1:]
 
 
 def test_a_recycled_worker_gives_back_what_it_had_grown_by(tmp_path: Path) -> None:
-    """Memory growth ends with a fresh worker that shares the master's copy, and with no load."""
+    """Memory growth ends with a fresh worker that shares the master's copy, and with no clients."""
     with running(tmp_path, "--processes", "1", policy="MemoryGrowth('40 MB')") as server:
-        first = server.workers()
-        until(lambda: bool(server.ask("/leak")) and not first & server.workers(), what="the worker is replaced")
-        server.up()
+        first = server.children()
+        wait_until(lambda: bool(server.words("/leak")) and not first & server.children(), what="the worker is replaced")
+        server.wait_until_serving()
         assert_one_copy(server, workers=1)
         assert 1 == server.log.count("prepared nlp")
 
@@ -201,23 +155,23 @@ def test_a_long_request_is_finished_before_its_worker_goes(tmp_path: Path) -> No
     """The request that makes the policy due is answered by the worker that ends after it."""
     with running(tmp_path, "--processes", "1", "--threads", "2", policy="Uses(1)") as server:
         for _ in range(2):
-            assert ["1", "True", "True"] == server.ask("/slow")[1:], server.log
-        until(lambda: server.replaced() >= 1, what="a worker is replaced")
+            assert ["1", "True", "True"] == server.words("/slow")[1:], server.log
+        wait_until(lambda: server.replaced() >= 1, what="a worker is replaced")
 
 
 def test_new_weights_are_rolled_out_without_a_lost_request(tmp_path: Path) -> None:
     """The master loads a changed file and prepares again, then each worker is replaced. A broken file does nothing."""
     with running(tmp_path, "--processes", "2", policy="Modified(WEIGHTS, atomic=True)") as server:
-        with Load(server) as load:
-            old = server.workers()
-            server.write("broken")
-            until(lambda: "no weights in there" in server.log, what="the load fails")
-            assert old == server.workers(), "a failed load leaves all as it was"
-            server.write("2")
-            until(lambda: not old & server.workers() and server.replaced() == 2, what="both workers are replaced")
-        assert (load.sent, []) == (load.answered, load.failures), f"{load}\n{server.log}"
-        assert {"1", "2"} == set(load.versions)
-        assert ["2", "True", "True"] == server.ask()[1:]
+        with Clients(server) as clients:
+            old = server.children()
+            server.replace_file("weights", "broken")
+            wait_until(lambda: "no weights in there" in server.log, what="the load fails")
+            assert old == server.children(), "a failed load leaves all as it was"
+            server.replace_file("weights", "2")
+            wait_until(lambda: not old & server.children() and server.replaced() == 2, what="both workers are replaced")
+        assert (clients.sent, []) == (clients.answered, clients.failures), f"{clients}\n{server.log}"
+        assert {"1", "2"} == set(clients.versions)
+        assert ["2", "True", "True"] == server.words()[1:]
         assert_one_copy(server, workers=2)
 
 
@@ -227,14 +181,14 @@ def test_a_worker_that_cannot_warm_up_does_not_accept(tmp_path: Path) -> None:
         killed, other = sorted(all_answer(server, workers=2))
         (tmp_path / "cold").touch()
         os.kill(killed, signal.SIGKILL)
-        until(lambda: server.replaced() >= 1, what="uWSGI has noticed")
+        wait_until(lambda: server.replaced() >= 1, what="uWSGI has noticed")
         answers: set[tuple[str, ...]] = set()
 
         def three_failed() -> bool:
-            answers.add(tuple(server.ask()))
+            answers.add(tuple(server.words()))
             return server.log.count("failed loading app in worker") >= 3
 
-        until(three_failed, what="uWSGI tries again")
+        wait_until(three_failed, what="uWSGI tries again")
         assert {(str(other), "1", "True", "True")} == answers, server.log
         assert "OSError: no warmth" in server.log
         (tmp_path / "cold").unlink()
@@ -255,15 +209,15 @@ def test_a_configuration_that_cannot_share_is_refused_by_name(
     options: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     """With need-app uWSGI does not start, and its log says which option is wrong and what to write."""
-    with Server(tmp_path, *options, "--processes", "2") as server:
-        until(lambda: says in server.log, what="the refusal")
+    with Uwsgi(tmp_path, *options, "--processes", "2") as server:
+        wait_until(lambda: says in server.log, what="the refusal")
         server.process.wait(20)
         assert 0 != server.process.returncode
 
 
 def test_what_uwsgi_should_be_told_besides_is_advised(tmp_path: Path) -> None:
     """Two options that are needed for good service, though not for sharing, are named in the log."""
-    with Server(tmp_path, *FIT[:2], "--processes", "1") as server:
-        server.up()
+    with Uwsgi(tmp_path, *FIT[:2], "--processes", "1") as server:
+        server.wait_until_serving()
         assert "uWSGI: set 'need-app = true'" in server.log
         assert "uWSGI: set 'skip-atexit-teardown = true'" in server.log

@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.process.harness import Server, wait_until
 
 from modelguard import memory, weights
 from modelguard.environment import _proc
@@ -35,15 +32,6 @@ needs_torch = pytest.mark.skipif(
     any(importlib.util.find_spec(module) is None for module in ("torch", "fastapi", "uvicorn")),
     reason="the service needs torch, fastapi and uvicorn",
 )
-
-
-def until(found: Callable[[], Any], what: str) -> Any:
-    """Wait until something is there."""
-    deadline = time.monotonic() + TIMEOUT
-    while not (value := found()):
-        assert time.monotonic() < deadline, f"{what} did not come about in {TIMEOUT:.0f} s"
-        time.sleep(0.05)
-    return value
 
 
 def program(text: str, *arguments: object) -> subprocess.Popen[str]:
@@ -246,31 +234,26 @@ def ask():
 """
 
 
-class Service:
+class Service(Server):
     """The service under uvicorn with three workers."""
 
     def __init__(self, folder: Path, *, mapped: bool) -> None:
-        self.folder = folder
         self.answers = folder / "answers"
         self.answers.mkdir(parents=True)
         (folder / "service.py").write_text(SERVICE)
-        environment = os.environ | {"FOLDER": str(folder)} | ({"MAPPED": "1"} if mapped else {})
-        command = [sys.executable, "-m", "uvicorn", "service:app", "--workers", "3", "--port", "0"]
-        self.log = folder / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stderr=log, stdout=log)
-        self.pids = until(self._pids, "three workers that serve")
-        self.url = re.findall(r"running on (http://127\.0\.0\.1:\d+)", self.log.read_text())[0]
+        environment = {"FOLDER": str(folder)} | ({"MAPPED": "1"} if mapped else {})
+        command = ("-m", "uvicorn", "service:app", "--workers", "3", "--port", "0")
+        super().__init__(folder, *command, environment=environment)
 
-    def _pids(self) -> list[int]:
-        log = self.log.read_text()
-        assert self.process.poll() is None, log
-        started = [int(pid) for pid in re.findall(r"Started server process \[(\d+)\]", log)]
-        return started if 3 == len(started) == log.count("Application startup complete") else []
+    @property
+    def pids(self) -> list[int]:
+        """The workers."""
+        return [int(pid) for pid in re.findall(r"Started server process \[(\d+)\]", self.log)]
 
-    def ask(self) -> Any:
-        with urllib.request.urlopen(self.url, timeout=TIMEOUT) as response:
-            return json.load(response)
+    def wait_until_up(self) -> None:
+        """Wait until each worker serves."""
+        started = "Application startup complete"
+        self.wait_until(lambda: 3 == len(self.pids) == self.log.count(started), "three workers that serve", TIMEOUT)
 
     def written(self) -> list[Any]:
         """The answers of each worker's model."""
@@ -282,22 +265,12 @@ class Service:
         found = [one for pid in self.pids for one in _proc.smaps(pid) if f"/net.d/{version}" in one.name]
         return sum(one.sizes.get(name, 0) for one in found)
 
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(TIMEOUT)
-        finally:
-            self.process.kill()
-            self.process.wait()
-
 
 @contextlib.contextmanager
 def serving(folder: Path, *, mapped: bool) -> Iterator[Service]:
-    service = Service(folder, mapped=mapped)
-    try:
+    with Service(folder, mapped=mapped) as service:
+        service.wait_until_up()
         yield service
-    finally:
-        service.stop()
 
 
 @needs_torch
@@ -306,11 +279,11 @@ def test_three_uvicorn_workers_live_on_one_copy_and_follow_new_versions(tmp_path
     import torch
 
     with serving(tmp_path / "unmapped", mapped=False) as service:
-        expected = service.ask()
+        expected = service.ask().json
         unmapped = [memory.usage(pid) for pid in service.pids]
     with serving(tmp_path / "mapped", mapped=True) as service:
         assert "." == (service.folder / "made").read_text(), "one worker made the model, the others waited"
-        assert [expected] * 4 == [service.ask(), *service.written()]
+        assert [expected] * 4 == [service.ask().json, *service.written()]
         size = weights.current(service.folder / "net").bytes
         mapped = [memory.usage(pid) for pid in service.pids]
         assert size == pytest.approx(service.file("000001", "Pss"), rel=0.1)
@@ -328,13 +301,15 @@ def test_three_uvicorn_workers_live_on_one_copy_and_follow_new_versions(tmp_path
         weights.publish(newer, service.folder / "net", key="2")
         with torch.inference_mode():
             wanted = newer(torch.ones(1, width))[0, :8]
-        until(lambda: expected not in service.written() and None not in service.written(), "a reload in each worker")
+        wait_until(
+            lambda: expected not in service.written() and None not in service.written(), "a reload in each worker"
+        )
         # A model is warmed up before it serves: an answer may be the old one's for another moment.
-        until(lambda: service.ask() != expected, "an answer by the new weights")
+        wait_until(lambda: service.ask().json != expected, "an answer by the new weights")
         for found in service.written():
             # This process may run with more threads, so the last digits may differ.
             assert torch.allclose(wanted, torch.tensor(found), atol=1e-5)
-        until(lambda: service.file("000001", "Rss") == 0, "the end of the old version's mappings")
+        wait_until(lambda: service.file("000001", "Rss") == 0, "the end of the old version's mappings")
         assert size == pytest.approx(service.file("000002", "Pss"), rel=0.1)
 
 
@@ -371,7 +346,7 @@ def test_a_guard_gives_an_old_version_back(tmp_path: Path) -> None:
         assert {1.0} == values()
         for version in range(2, 6):
             weights.publish(model(version), path)
-            until(lambda: values() == {float(version)}, f"version {version}")  # noqa: B023 - it is called at once
-        until(lambda: mapped() == {"5"}, "the end of the old mappings")
+            wait_until(lambda: values() == {float(version)}, f"version {version}")  # noqa: B023 - it is called at once
+        wait_until(lambda: mapped() == {"5"}, "the end of the old mappings")
     finally:
         net.close()

@@ -74,12 +74,14 @@ class Trimmer:
 
     def _trim(self, uses: tuple[int, int]) -> None:
         runtime = self._guard.runtime
-        before = runtime.private()
+        before, in_use = runtime.private(), runtime.in_use() or 0
         started = runtime.clock()
         trim = runtime.try_trim()
         seconds = runtime.clock() - started
         after = runtime.private()
-        self._uses, self._floor = uses, after - (runtime.in_use() or 0)
+        # Calls go on meanwhile. What they free during the trim must not count as the floor, or it would never be
+        # returned; so of the two figures the one that gives the lower floor counts.
+        self._uses, self._floor = uses, after - max(in_use, runtime.in_use() or 0)
         telemetry.emit(
             telemetry.MemoryTrimmed(
                 guard=self._guard.name,

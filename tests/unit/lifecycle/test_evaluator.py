@@ -131,6 +131,7 @@ def test_a_guard_without_a_policy_needs_no_keeping(world: World) -> None:
     """With ``reload_on=None`` nothing is ever due, whatever happens."""
     guard = world.guard()
     use(guard, 5)
+    world.join()
     world.tick(10**9)
     assert (False, math.inf, 1) == (guard.check(), guard.engine.check_interval(), guard.status().generation)
 

@@ -275,7 +275,7 @@ class TestInAForkedChild:
 class TestInAProcessThatIsReplaced:
     """Where a server replaces whole processes, each of which has loaded its own model."""
 
-    def test_a_due_policy_asks_for_a_fresh_process(self, world: World) -> None:
+    def test_a_due_policy_asks_for_a_run_python(self, world: World) -> None:
         """It asks once, also for new weights, which a fresh process would load; and the model serves on."""
         asked: list[tuple[Reason, ...]] = []
         guard = world.guard(reload_on=TTL("1h") | Uses(9))

@@ -200,21 +200,23 @@ class TestContexts:
         guard = world.guard()
         number = guard(lambda model: model.number)
 
-        async def call(reloaded: asyncio.Event) -> list[int]:
+        async def call(inside: asyncio.Event, reloaded: asyncio.Event) -> list[int]:
             async with guard.lease() as model:
+                inside.set()
                 await reloaded.wait()
                 return [model.number, number()]
 
         async def main() -> list[list[int]]:
-            reloaded = asyncio.Event()
-            old = [asyncio.create_task(call(reloaded)) for _ in range(5)]
+            began, reloaded = [asyncio.Event() for _ in range(5)], asyncio.Event()
+            old = [asyncio.create_task(call(inside, reloaded)) for inside in began]
+            for inside in began:
+                await inside.wait()
             await guard.areload()
-            new = [asyncio.create_task(call(reloaded)) for _ in range(5)]
+            new = [asyncio.create_task(call(inside, reloaded)) for inside in began]
             reloaded.set()
             return [*await asyncio.gather(*old), *await asyncio.gather(*new)]
 
         guard.load()
-        # Tasks begin before the reload is asked for, because the loop runs them in the order they were made.
         assert [[1, 1]] * 5 + [[2, 2]] * 5 == asyncio.run(main())
 
     def test_a_cancelled_block_gives_its_lease_back(self, world: World) -> None:

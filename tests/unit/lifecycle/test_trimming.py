@@ -108,6 +108,22 @@ class TestGrowth:
             guard.check()
         assert 2 == trims(world)
 
+    def test_is_also_of_what_a_call_frees_during_a_trim(self, world: World) -> None:
+        """What comes free between a trim and the reading after it is given back later."""
+
+        def trim() -> str:
+            world.in_use = 20 * MB
+            return world.trim()
+
+        guard = world.guard(trim_every="100 MB", runtime=replace(world.runtime, trim=trim))
+        call(guard)
+        world.memory, world.in_use = 300 * MB, 200 * MB
+        for _ in range(2):
+            call(guard)
+            world.tick(1)
+            guard.check()
+        assert 2 == trims(world)
+
     def test_readings_take_a_hundredth_of_the_time(self, world: World) -> None:
         """A reading that took 10 ms is not repeated within the next second."""
         taken = []

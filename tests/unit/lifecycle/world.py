@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -123,7 +124,16 @@ class World:
     ) -> ModelGuard[Any]:
         """Make a guard of this world. By default it loads numbered models and reloads only when told to."""
         with use(lambda: runtime or self.runtime):
-            return guard(self.loader if load is None else load, **{"reload_on": None, "name": "model", **options})
+            made = guard(self.loader if load is None else load, **{"reload_on": None, "name": "model", **options})
+        made.load = partial(self._load, made, made.load)  # type: ignore[method-assign]
+        return made
+
+    def _load(self, made: ModelGuard[Any], load: Callable[..., None], timeout: float | None = None) -> None:
+        """Load, and let the load's own thread end: it has to set the policies up after it has told those who wait."""
+        ready = made.ready
+        load(timeout)
+        for thread in () if ready else [one for one in self.threads if one.name == f"modelguard-load-{made.name}"]:
+            thread.join(TIMEOUT)
 
     def pool(self, load: Callable[[Any], Any] | None = None, **options: Any) -> ModelPool[Any, Any]:
         """Make a pool of this world, with room for ten models of 10 MB."""

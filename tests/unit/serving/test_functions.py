@@ -60,7 +60,6 @@ def bounded(items: list[int], timeout: float = 1.0) -> list[int]:
 @pytest.mark.parametrize(
     "function",
     [coroutine, generator, async_generator, nothing, named, bounded, 3, None, "f", int, staticmethod(double)],
-    ids=str,
 )
 def test_what_cannot_be_batched_is_rejected(function: Any) -> None:
     """When it is decorated, with what to write instead."""
@@ -112,7 +111,7 @@ def with_more(items: list[str], language: str, *stops: str, limit: int = 3) -> A
     return [(item, language, stops, limit) for item in items]
 
 
-@pytest.mark.parametrize("function", [untyped, of_any, unresolvable, of_tuple, with_more, sorted, double], ids=str)
+@pytest.mark.parametrize("function", [untyped, of_any, unresolvable, of_tuple, with_more, sorted, double])
 def test_annotations_that_say_nothing_certain_are_accepted(function: Any) -> None:
     """Only a certain mistake is an error at definition."""
     assert isinstance(batched(max_size=4)(function), Batched)

@@ -20,6 +20,9 @@ class _Own(Policy):
     def due(self, now: Snapshot) -> bool:
         return True
 
+    def __repr__(self) -> str:
+        return "_Own()"
+
 
 def test_every_event_counts() -> None:
     """No kind of event is left out, so a new one has to be given a metric."""

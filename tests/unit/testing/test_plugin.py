@@ -70,7 +70,10 @@ def test_what_a_test_leaves_counts(pytester: pytest.Pytester) -> None:
     """)
     result = pytester.runpytest(*RUN)
     result.assert_outcomes(failed=1, passed=2)
-    result.stdout.fnmatch_lines(["*the test leaves 30* MB more private memory than it found, and 10 MB may be left*"])
+    # Of a process with a history some pages come back, or go, meanwhile.
+    result.stdout.re_match_lines(
+        [r"the test leaves (29|30|31)(\.\d)? MB more private memory .*, and 10 MB may be left"]
+    )
 
 
 def test_a_marked_test_that_fails_shows_its_own_failure(pytester: pytest.Pytester) -> None:

@@ -1,11 +1,11 @@
-"""The words and moments of `modelguard demo`."""
+"""The words and moments of the demo."""
 
 from __future__ import annotations
 
 import itertools
 import json
 
-from modelguard.cli.demo.traffic import BURST, GAP, SPACING, made_up_text, plan
+from examples.demo.traffic import BURST, GAP, SPACING, made_up_text, shots
 
 
 def words_of(text: str) -> list[str]:
@@ -36,17 +36,13 @@ def test_number_of_words() -> None:
 
 def test_bursts_and_gaps() -> None:
     """Requests follow each other closely in a burst, and no burst begins before the gap is over."""
-    moments = [shot.due for shot in plan(2 * (BURST + GAP), words=1)]
+    per_burst = round(BURST / SPACING)
+    moments = [shot.due for shot in itertools.islice(shots(words=1), 2 * per_burst)]
     steps = [later - sooner for sooner, later in itertools.pairwise(moments)]
     assert 1 == sum(step > GAP for step in steps)
-    assert 2 * round(BURST / SPACING) == len(moments)
-
-
-def test_no_request_after_the_end() -> None:
-    """A burst that would not fit is left out."""
-    assert max(shot.due for shot in plan(BURST + GAP + BURST / 2, words=1)) < BURST
+    assert BURST + GAP == moments[per_burst]
 
 
 def test_requests_carry_the_text() -> None:
     """The body is what the service takes: JSON with one text."""
-    assert {"text": made_up_text(3, 0, words=2)} == json.loads(plan(BURST, seed=3, words=2)[0].body)
+    assert {"text": made_up_text(3, 0, words=2)} == json.loads(next(shots(seed=3, words=2)).body)

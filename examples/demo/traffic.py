@@ -5,16 +5,16 @@ no server has seen before. That compresses days into minutes: real texts bring a
 nothing else.
 """
 
-from __future__ import annotations
-
+import itertools
 import json
+import math
 import random
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
+from typing import NamedTuple
 
 PATH = "/tokens"
 
@@ -30,6 +30,8 @@ CONNECTIONS = 3
 #: Seconds after which a request counts as lost.
 TIMEOUT = 30.0
 
+OK = 200
+
 # Katakana without the small letters, with which no word begins.
 _LETTERS = (
     "アイウエオカキクケコサシスセソタチツテトナニヌネノハヒフヘホマミムメモヤユヨラリルレロ"
@@ -40,26 +42,19 @@ _LENGTH = 6
 
 def made_up_text(seed: int, index: int, words: int = WORDS) -> str:
     """A sentence of made-up names: the same for the same arguments, with other words for any other."""
-    draw = random.Random(f"{seed} {index}")  # noqa: S311 - nothing here is secret
+    draw = random.Random(f"{seed} {index}")
     names = ("".join(draw.choices(_LETTERS, k=_LENGTH)) for _ in range(words))
     return "と".join(names) + "を買った。"
 
 
-@dataclass(frozen=True, slots=True)
-class Shot:
-    """One request to come.
-
-    Attributes:
-        due: Seconds after the start at which it is sent.
-        body: What is sent.
-    """
+class Shot(NamedTuple):
+    """One request to come: the seconds after the start at which it is sent, and what is sent."""
 
     due: float
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Outcome(NamedTuple):
     """What came of one request.
 
     Attributes:
@@ -76,67 +71,63 @@ class Answer:
     error: str | None
 
 
-def plan(seconds: float, *, seed: int = 0, words: int = WORDS) -> list[Shot]:
-    """The whole run, made before it begins, so that making it costs nothing while others are timed."""
-    return [Shot(due, _body(made_up_text(seed, index, words))) for index, due in enumerate(_moments(seconds))]
-
-
-def _moments(seconds: float) -> Iterator[float]:
+def shots(seed: int = 0, words: int = WORDS) -> Iterator[Shot]:
+    """All requests to come, without end."""
     per_burst = round(BURST / SPACING)
-    start = 0.0
-    while start + BURST <= seconds:
-        yield from (start + number * SPACING for number in range(per_burst))
-        start += BURST + GAP
+    for index in itertools.count():
+        burst, number = divmod(index, per_burst)
+        yield Shot(burst * (BURST + GAP) + number * SPACING, _body(made_up_text(seed, index, words)))
 
 
-class Driver:
-    """Sends the shots to one server, each at its time, over a few connections.
+class Clients:
+    """Send the requests to one server, each at its time, over a few connections, until they are told to stop.
 
     Args:
-        connect: Opens a connection.
-        shots: What to send, in the order of time.
+        port: Where the server listens.
         began: Reading of ``time.perf_counter`` at which the run starts.
+        seed: Chooses the words.
     """
 
-    def __init__(self, connect: Callable[[float], HTTPConnection], shots: Sequence[Shot], began: float) -> None:
-        self.answers: list[Answer] = []
-        self._connect = connect
-        self._shots = iter(shots)
-        self._taking = threading.Lock()
+    def __init__(self, port: int, began: float, seed: int = 0) -> None:
+        self.outcomes: list[Outcome] = []
+        self._port = port
         self._began = began
-        self._stop = threading.Event()
+        self._end = math.inf
+        self._shots = shots(seed)
+        self._taking = threading.Lock()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(CONNECTIONS)]
         for thread in self._threads:
             thread.start()
 
     @property
     def done(self) -> bool:
-        """Whether every shot has been answered or lost."""
+        """Whether every request that was due has been answered or lost."""
         return not any(thread.is_alive() for thread in self._threads)
 
-    def stop(self) -> None:
-        """Send nothing more."""
-        self._stop.set()
+    def stop(self, end: float) -> None:
+        """Send nothing that is due later than ``end``, in seconds after the start."""
+        self._end = end
 
     def _work(self) -> None:
-        connection = self._connect(TIMEOUT)
-        try:
-            while (shot := self._next()) is not None:
-                if self._stop.wait(max(0.0, self._began + shot.due - time.perf_counter())):
-                    return
-                digest, error = _ask(connection, shot.body)
-                latency = time.perf_counter() - self._began - shot.due
-                self.answers.append(Answer(shot.due, latency, digest, error))
-        finally:
-            connection.close()
+        connection = HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT)
+        while (shot := self._next()) is not None:
+            digest, error = _ask(connection, shot.body)
+            latency = time.perf_counter() - self._began - shot.due
+            self.outcomes.append(Outcome(shot.due, latency, digest, error))
+        connection.close()
 
     def _next(self) -> Shot | None:
-        with self._taking:
-            return next(self._shots, None)
+        """Take the next request, at its time; None after the end."""
+        with self._taking:  # the others wait here, for a request that is due still later
+            shot = next(self._shots)
+            if shot.due <= self._end:
+                time.sleep(max(0.0, self._began + shot.due - time.perf_counter()))
+            return shot if shot.due <= self._end else None
 
 
-def warm_up(connection: HTTPConnection, *, requests: int = 20) -> None:
+def warm_up(port: int, *, requests: int = 20) -> None:
     """Send a few requests that are not counted: the first ones pay for what a web framework builds on first use."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
     for index in range(requests):
         _ask(connection, _body(made_up_text(-1, index, words=2)))
     connection.close()
@@ -154,6 +145,6 @@ def _ask(connection: HTTPConnection, body: bytes) -> tuple[int | None, str | Non
     except (OSError, HTTPException) as error:
         connection.close()  # the next request opens it again
         return None, f"{type(error).__name__}: {error}"
-    if response.status != 200:  # noqa: PLR2004 - HTTP's OK
+    if response.status != OK:
         return None, f"status {response.status}: {content[:200].decode(errors='replace')}"
     return zlib.crc32(content), None

@@ -1,19 +1,17 @@
-"""The figures that `modelguard demo` draws from what it has seen."""
+"""The figures that the demo draws from what it has seen."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
+from examples.demo.record import Record, Reload, Sample, differing, percentile
+from examples.demo.traffic import Outcome
 
-from modelguard.cli.demo.record import Record, Reload, Sample, differing, percentile, slowest_beside
-from modelguard.cli.demo.traffic import Answer
 
-
-def answer(due: float, latency: float = 0.01, *, digest: int | None = 1, error: str | None = None) -> Answer:
-    """Make an answer, by default a good one."""
-    return Answer(due, latency, digest, error)
+def outcome(due: float, latency: float = 0.01, *, digest: int | None = 1, error: str | None = None) -> Outcome:
+    """Make the outcome of a request, by default a good one."""
+    return Outcome(due, latency, digest, error)
 
 
 def finished(generation: int, time: float, swap: str, *, seconds: float = 1.0, waited: float = 0.0) -> dict[str, Any]:
@@ -25,7 +23,7 @@ def finished(generation: int, time: float, swap: str, *, seconds: float = 1.0, w
         "swap": swap,
         "seconds": seconds,
         "waited_seconds": waited,
-        "reasons": ["Uses(3)"],
+        "reasons": [["uses", "Uses(3)"]],
     }
 
 
@@ -45,10 +43,10 @@ def test_percentile_is_a_value_that_was_seen(values: list[float], percent: float
 
 def test_percentile_of_nothing() -> None:
     """Without requests there is no latency, not a latency of zero."""
-    assert math.isnan(percentile([], 50))
+    assert percentile([], 50) is None
 
 
-def test_the_first_load_is_no_reload() -> None:
+def test_the_first_load_is_not_a_reload() -> None:
     """What a server loads at its start replaces nothing."""
     record = Record("guarded", events=[finished(1, 99.0, "first")], epoch=100.0)
     assert [] == record.reloads()
@@ -62,13 +60,13 @@ def test_a_reload_that_drains_first_begins_when_nobody_serves() -> None:
 
 
 def test_a_reload_that_loads_first_frees_the_old_generation() -> None:
-    """Bytes given back are found under the generation that was replaced, even when told later."""
+    """Bytes given back are found under the generation that was replaced, even when reported later."""
     events = [finished(2, 130.0, "load_first", seconds=2.0), released(1, freed=200)]
     record = Record("guarded", events=events, epoch=100.0)
     assert [Reload(began=28.0, ended=30.0, freed=200, reasons=("Uses(3)",))] == record.reloads()
 
 
-def test_a_reload_whose_release_was_not_told() -> None:
+def test_a_reload_whose_release_was_not_reported() -> None:
     """An unknown amount is unknown, not zero."""
     record = Record("guarded", events=[finished(2, 130.0, "load_first")], epoch=100.0)
     assert [None] == [reload.freed for reload in record.reloads()]
@@ -81,43 +79,48 @@ def test_a_reload_whose_release_was_not_told() -> None:
 def test_a_reload_meets_what_was_under_way(due: float, latency: float, *, expected: bool) -> None:
     """A request counts against a reload when any part of it fell into it."""
     reload = Reload(began=10.0, ended=11.0, freed=None, reasons=())
-    assert expected == reload.met(answer(due, latency))
+    assert expected is (reload.slowest([outcome(due, latency)]) is not None)
 
 
 def test_slowest_beside_a_reload() -> None:
     """Only requests that met the reload are charged to it."""
     reload = Reload(began=10.0, ended=11.0, freed=None, reasons=())
-    assert 0.7 == slowest_beside(reload, [answer(5.0, 3.0), answer(10.2, 0.7), answer(10.9, 0.2)])
-    assert math.isnan(slowest_beside(reload, [answer(5.0, 3.0)]))
+    assert 0.7 == reload.slowest([outcome(5.0, 3.0), outcome(10.2, 0.7), outcome(10.9, 0.2)])
+    assert reload.slowest([outcome(5.0, 3.0)]) is None
 
 
-def test_summary() -> None:
+def test_figures() -> None:
     """Start and end are medians, growth is their difference, failed requests have no latency."""
     samples = [Sample(float(second), size) for second, size in enumerate([10, 11, 99, 11, 12, 40, 50, 51, 52, 53])]
-    answers = [answer(0.0, 0.1), answer(1.0, 0.3), answer(2.0, 9.0, digest=None, error="status 500")]
-    summary = Record("unguarded", samples=samples, answers=answers).summary()
-    assert (11, 51, 40, 99) == (summary.start, summary.end, summary.growth, summary.highest)
-    assert (3, 1) == (summary.requests, summary.errors)
-    assert (0.1, 0.3, 0.3) == (summary.p50, summary.p99, summary.slowest)
+    outcomes = [outcome(0.0, 0.1), outcome(1.0, 0.3), outcome(2.0, 9.0, digest=None, error="status 500")]
+    figures = Record("unguarded", samples=samples, outcomes=outcomes).figures()
+    assert (11, 51, 40, 99) == (
+        figures["private_start"],
+        figures["private_end"],
+        figures["growth"],
+        figures["private_highest"],
+    )
+    assert (3, 1) == (figures["requests"], figures["failed"])
+    assert (0.1, 0.3, 0.3) == (figures["p50"], figures["p99"], figures["slowest"])
 
 
 def test_a_run_that_ends_in_a_reload() -> None:
     """The memory at the end is that of a server with a model, not of one that is between two."""
     samples = [Sample(float(second), 500) for second in range(10)] + [Sample(10.5, 200), Sample(11.0, 250)]
     events = [finished(2, 111.0, "drain_first", waited=1.0)]
-    assert 500 == Record("guarded", samples=samples, events=events, epoch=100.0).summary().end
+    assert 500 == Record("guarded", samples=samples, events=events, epoch=100.0).figures()["private_end"]
 
 
 def test_errors_in_the_order_of_time() -> None:
-    """The first error told is the first that happened."""
-    answers = [answer(2.0, error="later"), answer(1.0, error="sooner"), answer(0.0)]
-    assert ["at 1.0 s: sooner", "at 2.0 s: later"] == Record("guarded", answers=answers).errors()
+    """The first error reported is the first that happened."""
+    outcomes = [outcome(2.0, error="later"), outcome(1.0, error="sooner"), outcome(0.0)]
+    assert ["at 1.0 s: sooner", "at 2.0 s: later"] == Record("guarded", outcomes=outcomes).errors()
 
 
 def test_differing_answers() -> None:
-    """Answers to the same request are compared; a request that one server failed is no difference."""
+    """Answers to the same request are compared; a request that one server failed is not a difference."""
     left = Record(
-        "left", answers=[answer(0.0, digest=1), answer(1.0, digest=2), answer(2.0, digest=None, error="lost")]
+        "left", outcomes=[outcome(0.0, digest=1), outcome(1.0, digest=2), outcome(2.0, digest=None, error="lost")]
     )
-    right = Record("right", answers=[answer(1.0, digest=3), answer(0.0, digest=1), answer(2.0, digest=4)])
+    right = Record("right", outcomes=[outcome(1.0, digest=3), outcome(0.0, digest=1), outcome(2.0, digest=4)])
     assert 1 == differing(left, right)
