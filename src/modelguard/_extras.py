@@ -44,7 +44,9 @@ def not_installed(error: ModuleNotFoundError, feature: str) -> Exception:
         A :class:`~modelguard.errors.NotSupported` with the command that installs the library; ``error`` itself if
         another module is missing.
     """
-    library = (error.name or "").partition(".")[0]
+    library = error.name or ""
+    if library.startswith("opentelemetry."):  # a namespace package, which other distributions may have installed
+        library = "opentelemetry"
     if library not in _COMMANDS:
         return error
     return NotSupported(feature, reason=f"{library} is not installed; {_COMMANDS[library]}")

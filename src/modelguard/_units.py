@@ -251,4 +251,4 @@ def _why_unreadable(text: str, units: Collection[str], kind: str) -> str:
     if re.fullmatch(_NUMBER, text.strip()):
         return "has no unit"
     unknown = next((word for word in re.findall(r"[^\W\d_]+|%", text) if word.lower() not in units), None)
-    return f"is not a {kind}" if unknown is None else f"has {unknown!r}, which is not a unit of a {kind}"
+    return f"is not a valid {kind}" if unknown is None else f"has the unknown unit {unknown!r}"

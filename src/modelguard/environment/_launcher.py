@@ -100,8 +100,8 @@ def become(plan: Plan) -> NoReturn:
     """Replace this process by the program of a plan. This must be called in the main thread.
 
     No ``finally`` block, no ``atexit`` function and no other thread of this process continues, and nothing is flushed.
-    ``SIGPIPE`` and ``SIGXFSZ``, which Python ignores from its start, are reset to their default: it is not known whether
-    this process inherited them as ignored, as from systemd. All other signals stay as inherited.
+    ``SIGPIPE`` and ``SIGXFSZ``, which Python ignores from its start, are reset to their default: whether this process
+    inherited them as ignored, as from systemd, is not known. All other signals stay as inherited.
 
     Args:
         plan: The result of :func:`plan`.
@@ -137,7 +137,7 @@ def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROO
 
 def _require_command(command: Sequence[str]) -> None:
     if not command:
-        raise InvalidOption("command", "", why="must not be empty", fix="Write the command after --, with its arguments.")
+        raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
     for word in command:
         if "\0" in word:
             raise InvalidOption("command", word, why="must not contain a NUL byte", fix="Remove it.")

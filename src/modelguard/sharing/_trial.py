@@ -89,7 +89,7 @@ def _child(work: Callable[[], None], writer: int, timeout: float) -> None:
 
 
 def read_until(reader: int, deadline: float) -> tuple[bytes, bool]:
-    """Read what a child writes into the pipe until ``deadline`` (monotonic seconds), and whether the child closed it."""
+    """Read from a child's pipe until ``deadline`` (monotonic seconds), and report whether the child has closed it."""
     output = b""
     while (left := deadline - time.monotonic()) > 0:
         if select.select([reader], [], [], left)[0]:

@@ -167,7 +167,7 @@ def _path(path: str | os.PathLike[str]) -> Path:
 
 def _check_key(key: object) -> None:
     if key is not None and (not isinstance(key, str) or not key):
-        raise InvalidOption("key", key, why="must be a string that is not empty", fix="Give a string such as '2026-11'.")
+        raise InvalidOption("key", key, why="must be a string and not empty", fix="Give a string such as '2026-11'.")
 
 
 def _with_key(store: WeightsStore, key: str | None) -> Manifest | None:

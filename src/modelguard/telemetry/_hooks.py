@@ -1,4 +1,4 @@
-"""Who receives the events. A hook is any callable of one event; a hook that raises does no harm."""
+"""Hooks, which receive the events. A hook is a callable with one event as its argument; its errors are only logged."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _hooks: tuple[Hook, ...] | None = None  # None: the defaults, chosen at the firs
 
 
 def add_hook(hook: Hook) -> Callable[[], None]:
-    """Call ``hook`` with every event from now on, in addition to the present hooks.
+    """Call ``hook`` with every event from now on, in addition to the existing hooks.
 
-    Hooks run in the thread in which the event happens, never while a guard holds its lock. They should be quick.
+    Hooks run in the thread in which the event happens, but never while a guard holds its lock. They should be fast.
 
     Returns:
         A callable that removes the hook again.
@@ -38,7 +38,7 @@ def add_hook(hook: Hook) -> Callable[[], None]:
         with _lock:
             left = list(_current())
             if added and hook in left:
-                left.remove(hook)  # once: it may have been added elsewhere too
+                left.remove(hook)  # only once: it may have been added elsewhere too
                 _hooks = tuple(left)
             added = False
 
@@ -46,14 +46,14 @@ def add_hook(hook: Hook) -> Callable[[], None]:
 
 
 def set_hooks(hooks: Iterable[Hook] | None) -> None:
-    """Replace all hooks; ``[]`` silences modelguard, None brings the default (logging) back."""
+    """Replace all hooks; ``[]`` silences modelguard, None restores the default (logging)."""
     global _hooks
     with _lock:
         _hooks = None if hooks is None else tuple(hooks)
 
 
 def emit(event: Event) -> None:
-    """Hand ``event`` to every hook."""
+    """Pass ``event`` to every hook."""
     for hook in _current():
         try:
             hook(event)
@@ -62,7 +62,7 @@ def emit(event: Event) -> None:
 
 
 def listening() -> bool:
-    """Whether somebody wants the events that come with every batch."""
+    """Whether a hook or the log receives the events of every batch."""
     return _hooks is not None or logger.isEnabledFor(logging.DEBUG)
 
 
