@@ -1,4 +1,4 @@
-"""Keeps a model inside a web service from eating the machine.
+"""Keep a model inside a web service from exhausting the machine's memory.
 
 Names are imported when they are first used, so ``import modelguard`` costs next to nothing.
 """

@@ -1,4 +1,4 @@
-"""Libraries that modelguard works with and does not depend on, and how to install each."""
+"""Optional libraries, and how to install each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from modelguard.errors import NotSupported
 
 __all__ = ["load", "not_installed"]
 
-#: By the name of the package that is imported.
+#: The install command for each package, by its import name.
 _COMMANDS = {
     "joblib": "pip install joblib",
     "numpy": "pip install numpy",
@@ -22,10 +22,10 @@ _COMMANDS = {
 
 
 def load(module: str, feature: str) -> Any:
-    """Import a module for the feature that needs it.
+    """Import a module for a feature that needs it.
 
     Raises:
-        NotSupported: Its library is not installed.
+        NotSupported: The module's library is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -37,14 +37,16 @@ def not_installed(error: ModuleNotFoundError, feature: str) -> Exception:
     """Make the error for a library that is not installed.
 
     Args:
-        error: What the import raised.
-        feature: What needs the library.
+        error: The error that the import raised.
+        feature: The feature that needs the library.
 
     Returns:
-        A :class:`~modelguard.errors.NotSupported` with the command that installs the library; ``error`` itself where
-        something else is missing.
+        A :class:`~modelguard.errors.NotSupported` with the command that installs the library; ``error`` itself if
+        another module is missing.
     """
-    library = (error.name or "").partition(".")[0]
+    library = error.name or ""
+    if library.startswith("opentelemetry."):  # a namespace package, which other distributions may have installed
+        library = "opentelemetry"
     if library not in _COMMANDS:
         return error
     return NotSupported(feature, reason=f"{library} is not installed; {_COMMANDS[library]}")

@@ -1,4 +1,4 @@
-"""The public name of what is written in a private module."""
+"""Public names for objects that are defined in private modules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["set_module"]
 
 
 def set_module(namespace: dict[str, Any], name: str | None = None) -> None:
-    """Make everything that a module exports show the name of the module that users import it from.
+    """Set ``__module__`` of all exported classes and functions to the module that users import them from.
 
-    Tracebacks, ``repr``, pickles and the documentation then name the module that users import, and not the private
-    one that holds the code. Constants and type aliases have no ``__module__`` and stay as they are.
+    Tracebacks, ``repr``, pickles and the documentation then name that module instead of the private one that holds
+    the code. Constants and type aliases have no ``__module__`` and are not changed.
 
     Args:
         namespace: The ``globals()`` of a module, with its ``__all__``.
-        name: The module that users import from. Default: this one.
+        name: The module that users import from. Default: the module of ``namespace``.
     """
     for exported in namespace["__all__"]:
         value = namespace[exported]

@@ -1,9 +1,9 @@
-"""Waiting at the interpreter's exit until none of our threads is inside native code.
+"""Wait at interpreter exit until none of modelguard's threads is inside native code.
 
 Up to CPython 3.13 a daemon thread that returns from native code while the interpreter exits is ended by
 ``pthread_exit``. If there is C++ on its stack, such as torch's, that aborts the whole process: "terminate called
 without an active exception", exit status 134 (https://github.com/python/cpython/issues/87135). So the exit waits for
-loads and batches that are under way, but only for a while: work that hangs must not keep the interpreter from exiting.
+running loads and batches, but only for a limited time: a hanging load must not prevent the exit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-#: Seconds that the exit waits for all work together: half of what Docker gives a container to stop.
+#: Seconds that the exit waits for all running work together: half of the time that Docker gives a container to stop.
 GRACE = 5.0
 
 #: In this order: a batch may need a load.
@@ -23,7 +23,7 @@ _waits: dict[str, Callable[[float], object]] = {}
 
 
 def before_exit(what: Literal["batches", "loads"], wait: Callable[[float], object]) -> None:
-    """Call ``wait`` at the interpreter's exit, with the seconds that it may take."""
+    """Call ``wait`` at interpreter exit, with the seconds that it may take."""
     if not _waits:
         atexit.register(_wait)
     _waits[what] = wait

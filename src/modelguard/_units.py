@@ -1,4 +1,4 @@
-"""Arguments as people write them (``"500 MB"``, ``"80%"``, ``"1h30m"``), and figures as messages show them."""
+"""Parse sizes, percentages and durations (``"500 MB"``, ``"80%"``, ``"1h30m"``), and format figures for messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _AMOUNT = rf"({_NUMBER})\s*([A-Za-z%]*)"
 # From large to small, each unit once, so that a slip such as "1h30h" is rejected.
 _DURATION = r"\s*".join(rf"(?:(?P<{unit}>{_NUMBER})\s*{unit}(?![A-Za-z]))?" for unit in _SECONDS)
 
-#: Longer than anyone waits, and still within what every lock and clock accepts.
+#: Longer than any wait, and still within what every lock and clock accepts.
 _LONGEST = 100 * 365 * _SECONDS["d"]
 
 _DURATION_FIX = "Give seconds as a number, a timedelta, or text such as '90s', '1h30m', '1.5h', '250ms' or '2d'."
@@ -53,7 +53,7 @@ _PERCENTAGE_FIX = f"{_SIZE_FIX[:-1]}, or a percentage of the memory limit such a
 
 @dataclass(frozen=True, slots=True)
 class Percentage:
-    """A percentage of the memory limit that is in force.
+    """A percentage of the memory limit.
 
     Attributes:
         fraction: More than 0 and at most 1, where 1 is the whole limit.
@@ -84,13 +84,13 @@ def seconds(value: Duration, argument: str, *, zero: bool = False) -> float:
     amount = _seconds(value, argument)
     why = None
     if math.isnan(amount):
-        why = "it is not a number"
+        why = "must be a number"
     elif amount < 0:
-        why = "a duration cannot be negative"
+        why = "must not be negative"
     elif amount > _LONGEST:
-        why = "a duration must be at most a hundred years"
+        why = "must be at most a hundred years"
     elif amount == 0 and not zero:
-        why = "the duration must not be zero here"
+        why = "must not be zero"
     if why is not None:
         raise InvalidOption(argument, value, why=why, fix=_DURATION_FIX)
     return amount
@@ -164,7 +164,7 @@ def format_seconds(amount: float) -> str:
         amount: Seconds, not negative.
 
     Returns:
-        Text with at most two units: the seconds of a day matter to nobody.
+        Text with at most two units: next to days, seconds do not matter.
     """
     if amount < _SECONDS["s"]:
         return f"{amount / _SECONDS['ms']:.0f}ms"
@@ -179,13 +179,13 @@ def format_seconds(amount: float) -> str:
 
 
 def _seconds(value: object, argument: str) -> float:
-    """The number of seconds, which may still be out of range."""
+    """Convert a duration to seconds, which may still be out of range."""
     if isinstance(value, str):
         return _parse_seconds(value, argument)
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidOption(argument, value, why=f"a {type(value).__name__} is not a duration", fix=_DURATION_FIX)
+        raise InvalidOption(argument, value, why=f"must be a duration, not a {type(value).__name__}", fix=_DURATION_FIX)
     try:
         return float(value)
     except OverflowError:
@@ -205,11 +205,11 @@ def _size(value: object, argument: str, fix: str) -> int:
     if isinstance(value, str):
         count = _parse_size(value, argument, fix)
     elif isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidOption(argument, value, why="a size is a whole number of bytes", fix=fix)
+        raise InvalidOption(argument, value, why="must be a whole number of bytes", fix=fix)
     else:
         count = value
     if count < 1:
-        why = "a size cannot be negative" if count < 0 else "the size must not be zero"
+        why = "must not be negative" if count < 0 else "must not be zero"
         raise InvalidOption(argument, value, why=why, fix=fix)
     return count
 
@@ -231,7 +231,7 @@ def _percentage(text: str, argument: str) -> Percentage:
         raise InvalidOption(argument, text, why=_why_unreadable(text, ("%",), "percentage"), fix=_PERCENTAGE_FIX)
     fraction = float(found[1]) / 100
     if not 0 < fraction <= 1:
-        why = "a percentage of the memory limit is more than 0% and at most 100%"
+        why = "must be more than 0% and at most 100%"
         raise InvalidOption(argument, text, why=why, fix=_PERCENTAGE_FIX)
     return Percentage(fraction)
 
@@ -245,10 +245,10 @@ def _percentage_fix(value: object) -> str:
 
 def _why_unreadable(text: str, units: Collection[str], kind: str) -> str:
     if not text.strip():
-        return "it is empty"
+        return "must not be empty"
     if text.strip().startswith(("-", "\N{MINUS SIGN}")):
-        return f"a {kind} cannot be negative"
+        return "must not be negative"
     if re.fullmatch(_NUMBER, text.strip()):
-        return "the unit is missing"
+        return "has no unit"
     unknown = next((word for word in re.findall(r"[^\W\d_]+|%", text) if word.lower() not in units), None)
-    return f"it cannot be read as a {kind}" if unknown is None else f"{unknown!r} is not a unit of a {kind}"
+    return f"is not a valid {kind}" if unknown is None else f"has the unknown unit {unknown!r}"

@@ -1,4 +1,4 @@
-"""The library that serves ``malloc`` in this process: what it is, what it holds, and how to trim it."""
+"""The library that serves ``malloc`` in this process: which it is, what it holds, and how to trim it."""
 
 from __future__ import annotations
 

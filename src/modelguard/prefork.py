@@ -1,4 +1,4 @@
-"""Many worker processes that share one copy of a model by ``fork``."""
+"""Worker processes that share one copy of a model by ``fork``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment variables that belong together, and whether they took effect."""
+"""Sets of environment variables for model servers, and whether they took effect."""
 
 from __future__ import annotations
 

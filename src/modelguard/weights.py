@@ -1,4 +1,4 @@
-"""Model weights in a file that every process maps, for servers that start their workers afresh."""
+"""Model weights in a file that all processes map, for servers that start their workers without a fork."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import spacy
 from spacy.language import Language
 
 from modelguard import guard, telemetry
-from modelguard.adapters._spacy_zone import Stay, _zone_of
+from modelguard.adapters._spacy_zone import ZoneContext, _zone_of
 from modelguard.adapters.spacy import Zoned, zoned
 
 pytestmark = [
@@ -181,7 +181,7 @@ def test_a_fork_inside_a_zone(zone: Zoned[Any]) -> None:
 def test_a_block_that_the_forking_code_is_not_inside_of(zone: Zoned[Any]) -> None:
     """The child has closed its zone already, so its end there takes nothing from those who are inside by then."""
     with zone._guard.lease() as nlp:
-        stay = Stay(nlp, timeout=TIMEOUT, guard="en")
+        stay = ZoneContext(nlp, timeout=TIMEOUT, guard="en")
     contextvars.copy_context().run(stay.__enter__)
 
     def in_child() -> None:

@@ -1,1 +1,1 @@
-"""One module per model library. Each is imported when a model of its library turns up, or by you."""
+"""One module per model library. Each is imported when a model of its library is loaded, or by the user."""

@@ -1,7 +1,7 @@
-"""Published objects that hold numpy arrays: a pickle by joblib, whose arrays are mapped.
+"""Published objects that contain numpy arrays: pickles written by joblib. Their arrays are mapped.
 
-A pickle runs whatever code it holds when it is loaded. So both sides have to give ``allow_pickle=True``, and the file
-is opened only after its owner and its hash were checked.
+Loading a pickle runs any code that it contains. So both sides must pass ``allow_pickle=True``, and the file is opened
+only after its owner and its hash have been checked.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__ = ["FORMAT"]
 
 _FILE = "object.joblib"
 
-#: If a smaller part of the file is mapped, the object has copied its arrays, as scikit-learn's trees do.
+#: If a smaller part of the file is mapped, the object has copied its arrays, like scikit-learn's trees.
 _MAPPED_PART = 0.5
 
-_FORK = "Share it between forked workers instead, or publish its arrays alone."
+_FORK = "Share it between forked workers instead, or publish only its arrays."
 
 
 class JoblibFormat:
-    """Any object that can be pickled and holds numpy arrays."""
+    """Any object that can be pickled and contains numpy arrays."""
 
     kind = "pickle"
 
     def write(self, source: Any, create: Create) -> Mapping[str, Any]:
-        """Write the object by ``joblib.dump``, uncompressed."""
+        """Write the object with ``joblib.dump``, uncompressed."""
         with create(_FILE) as file:
             joblib.dump(source, file, compress=0)
         return {}
@@ -52,7 +52,7 @@ FORMAT = JoblibFormat()
 
 
 def _require(file: Path) -> None:
-    # Which arrays an object holds is unknown; how much of the file it has mapped is known to the kernel.
+    # It is unknown which arrays an object contains, but the kernel knows how much of the file is mapped.
     mapped, size = _mapped.mapped_bytes(file), file.stat().st_size
     if mapped is not None and mapped < size * _MAPPED_PART:
         why = f"only {format_bytes(mapped)} of {format_bytes(size)} are mapped: the rest was copied, or is not an array"

@@ -1,4 +1,4 @@
-"""Published numpy arrays: one ``.npy`` file each, which needs no pickle."""
+"""Published numpy arrays: one ``.npy`` file each, without pickle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NumpyFormat:
     kind = "numpy"
 
     def write(self, source: Any, create: Create) -> Mapping[str, Any]:
-        """Write each array into a file; files are numbered, because names may be anything."""
+        """Write each array into a numbered file, because the names of arrays may not be valid file names."""
         named = {None: source} if isinstance(source, np.ndarray) else source
         for name, array in named.items():
             _check(name, array)
@@ -47,7 +47,7 @@ FORMAT = NumpyFormat()
 
 
 class _Sink:
-    """Hides from numpy that it writes to a file: into real files it writes by itself, and hides why that failed."""
+    """Hides from numpy that it writes to a real file: there it uses its own code, which hides why a write failed."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.write = file.write
@@ -60,11 +60,11 @@ def _file(number: int) -> str:
 def _check(name: object, array: Any) -> None:
     why = None
     if name is not None and not isinstance(name, str):
-        why = f"the name {name!r} is a {type(name).__name__}, and names are text"
+        why = f"must have strings as names, and {name!r} is a {type(name).__name__}"
     elif array.dtype.hasobject:
-        why = f"{name or 'the array'} holds Python objects, which cannot be mapped"
+        why = f"must not contain Python objects, which cannot be mapped: see {name or 'the array'}"
     elif type(array) not in (np.ndarray, np.memmap):
-        why = f"{name or 'the array'} is a {type(array).__name__}, and a file would hold only the plain array"
+        why = f"must be plain arrays, and {name or 'the array'} is a {type(array).__name__}"
     if why is not None:
         raise InvalidOption("source", "arrays", why=why, fix="Give plain arrays of numbers or of fixed-length text.")
 

@@ -1,4 +1,4 @@
-"""Results that would outlive the memory they point into."""
+"""Find results that would outlive the memory that they point into."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from spacy.vocab import Vocab
 from modelguard.errors import EscapedResult
 from modelguard.lifecycle._lazy_results import is_lazy
 
-#: How far a result is looked through: so many objects, so many items of each, and so deep.
-MOST = 10_000
-DEEPEST = 20
+#: The limits of the search: the number of objects, and of items in each container; and the depth.
+MAX_OBJECTS = 10_000
+MAX_DEPTH = 20
 
 _POINTING = (
     Doc,
@@ -43,13 +43,13 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray
 
 
 def refuse_escaped(function: Any, result: Any) -> None:
-    """Look through a result for what must not leave the zone.
+    """Search a result for objects that must not leave the zone.
 
-    It looks into lists, tuples, sets, deques, dicts and their views, dataclasses and namespaces: at most 10,000
-    objects, 10,000 items of each, 20 levels deep; plain values among them are not counted.
+    The search covers lists, tuples, sets, deques, dicts and their views, dataclasses and namespaces: at most 10,000
+    objects, 10,000 items of each, 20 levels deep; plain values are not counted.
 
     Raises:
-        EscapedResult: Something in it points into the zone, or does its work later.
+        EscapedResult: An object in the result points into the zone, or would do its work later.
     """
     if type(result) in _PLAIN:
         return
@@ -58,23 +58,23 @@ def refuse_escaped(function: Any, result: Any) -> None:
         return
     path, escaped = found
     if isinstance(escaped, CoroutineType):
-        escaped.close()  # nobody can await it any more
+        escaped.close()  # the caller does not get it, so nothing can await it
     kind = type(escaped).__qualname__
-    # The error's traceback holds this frame, which must not keep what has escaped.
+    # The error's traceback holds this frame, which must not keep the escaped object alive.
     del result, found, escaped
     raise EscapedResult(getattr(function, "__qualname__", repr(function)), path=path, kind=kind)
 
 
 def _find(result: Any) -> tuple[str, Any] | None:
-    """Where something sits that must not leave, and what it is; the first such thing."""
+    """The path and the value of the first object that must not leave the zone."""
     todo, seen = [("result", result, 0)], set()
-    for _ in range(MOST):
+    for _ in range(MAX_OBJECTS):
         if not todo:
             break
         path, value, depth = todo.pop()
         if _escapes(value):
             return path, value
-        if depth < DEEPEST and id(value) not in seen:
+        if depth < MAX_DEPTH and id(value) not in seen:
             seen.add(id(value))
             todo += reversed([(place, child, depth + 1) for place, child in _children(path, value)])
     return None
@@ -86,10 +86,12 @@ def _escapes(value: Any) -> bool:
 
 
 def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container holds beside plain values, and where."""
+    """The items of a container that are not plain values, with their paths."""
     if isinstance(value, dict):
         yield from _items(f"list({path})", value)
-        yield from ((f"{path}[{key!r}]", item) for key, item in islice(value.items(), MOST) if _open_to_question(item))
+        yield from (
+            (f"{path}[{key!r}]", item) for key, item in islice(value.items(), MAX_OBJECTS) if _needs_check(item)
+        )
     elif isinstance(value, list | tuple | deque) and not hasattr(value, "_fields"):
         yield from _items(path, value)
     elif isinstance(value, set | frozenset | KeysView | ValuesView | ItemsView):
@@ -99,16 +101,16 @@ def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _items(path: str, items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    few = enumerate(islice(items, MOST))
-    return ((f"{path}[{place}]", item) for place, item in few if _open_to_question(item))
+    few = enumerate(islice(items, MAX_OBJECTS))
+    return ((f"{path}[{place}]", item) for place, item in few if _needs_check(item))
 
 
-def _open_to_question(item: Any) -> bool:
+def _needs_check(item: Any) -> bool:
     return type(item) not in _PLAIN
 
 
 def _fields(value: Any) -> Iterable[str]:
-    """The names of what a record holds; nothing for any other object."""
+    """The field names of a record; empty for any other object."""
     if isinstance(value, tuple):
         return getattr(value, "_fields", ())
     if isinstance(value, SimpleNamespace):

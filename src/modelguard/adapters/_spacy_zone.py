@@ -1,10 +1,10 @@
-"""Turns in a pipeline's memory zone: one call at a time, each in a zone of its own.
+"""Exclusive access to a pipeline's memory zone: one call at a time, each in its own zone.
 
-Why calls do not share a zone: spaCy makes a lexeme by running Python code, so two threads in one zone can make the
-same lexeme twice. At the zone's end it is cleared twice, and each time that uses up one empty cell of spaCy's hash
-table without counting it. When no cell is left, the next look-up of a new word never ends, and it holds the GIL: four
-threads with the same 400 new words in shared zones froze the whole process after four minutes (spaCy 3.8.18,
-preshed 3.0.15). A zone of its own costs a call 17 microseconds.
+Calls do not share a zone for this reason: spaCy makes a lexeme by running Python code, so two threads in one zone can
+make the same lexeme twice. At the end of the zone it is cleared twice, and each time this uses up one empty cell of
+spaCy's hash table without counting it. When no cell is left, the next look-up of a new word never ends, and it holds
+the GIL: four threads with the same 400 new words in shared zones froze the whole process after four minutes (spaCy
+3.8.18, preshed 3.0.15). A separate zone for each call costs 17 microseconds per call.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
     from spacy.language import Language
 
-Turn = Future[None]
+#: A call that waits for the zone. It is done when the call may enter.
+Waiter = Future[None]
 
 
-class Zone:
-    """The turns of one pipeline. It keeps the pipeline alive only while a call is inside.
+class ZoneLock:
+    """Admits one call after the other to the zone of a pipeline. It refers to the pipeline only while a call is inside.
 
     Attributes:
-        epoch: How often this process was born by a fork since the zone was made.
+        epoch: The number of forks between the process that made this object and the current process.
     """
 
     def __init__(self) -> None:
@@ -43,39 +44,39 @@ class Zone:
         self._renew()
 
     def _renew(self) -> None:
-        # Reentrant, because a coroutine that the garbage collector finds dropped leaves from wherever it runs.
+        # Reentrant, because the garbage collector may end a coroutine inside the zone in any thread at any time.
         self._lock = threading.RLock()
-        self._waiting: deque[Turn] = deque()
-        self._turn: Turn | None = None
+        self._waiting: deque[Waiter] = deque()
+        self._admitted: Waiter | None = None
         self._inside = 0
         self._thread: int | None = None
 
-    def line_up(self) -> Turn:
-        """Queue for a turn. It is the caller's when it is done."""
-        turn: Turn = Future()
-        turn.set_running_or_notify_cancel()  # so that a cancelled waiter cannot cancel it
+    def enqueue(self) -> Waiter:
+        """Queue for the zone. The caller may open the zone when the result is done."""
+        waiter: Waiter = Future()
+        waiter.set_running_or_notify_cancel()  # so that a cancelled task cannot cancel it
         with self._lock:
-            self._waiting.append(turn)
-            self._call_next()
-        return turn
+            self._waiting.append(waiter)
+            self._admit_next()
+        return waiter
 
     def join(self, *, waits: bool) -> bool:
-        """Go inside beside the call that has the turn, if this is a part of it.
+        """Enter together with the call that is inside, if the caller is a part of that call.
 
         Args:
-            waits: Whether the caller would block its thread. On the thread of the event loop whose coroutine is inside
-                it may join as well: that coroutine stands still, and could not leave before the caller is done.
+            waits: Whether the caller would block its thread. If so, it may also join on the thread of the event loop
+                whose coroutine is inside: that coroutine is suspended, and could not leave before the caller is done.
         """
         with self._lock:
             if not self._inside:
                 return False
-            part = any(stay.zone is self for stay in _stays())
+            part = any(context.zone is self for context in _entered())
             part = part or (waits and self._thread == threading.get_ident() and _on_event_loop())
             self._inside += part
             return part
 
     def open(self, language: Language) -> Any:
-        """Open the zone, for the one whose turn it is; returns the pool that its lexemes and strings live in."""
+        """Open the zone, for the admitted waiter; returns the pool that holds its lexemes and strings."""
         manager = language.memory_zone()
         self._opened = language, manager
         pool = manager.__enter__()
@@ -84,19 +85,19 @@ class Zone:
         return pool
 
     def leave(self) -> None:
-        """Go outside; the last to do so closes the zone."""
+        """Leave the zone; the last one to leave closes it."""
         with self._lock:
             self._inside -= 1
             if self._inside:
                 return
         self._close()
 
-    def give_up(self, turn: Turn) -> None:
-        """Return a turn that was not used, whether it has come or not."""
+    def withdraw(self, waiter: Waiter) -> None:
+        """Remove a waiter that has not opened the zone, whether it was admitted or not."""
         with self._lock:
-            if self._turn is not turn:
-                with suppress(ValueError):  # a child that was forked meanwhile has a queue of its own
-                    self._waiting.remove(turn)
+            if self._admitted is not waiter:
+                with suppress(ValueError):  # a child that was forked in the meantime has its own queue
+                    self._waiting.remove(waiter)
                 return
         self._close()
 
@@ -107,45 +108,45 @@ class Zone:
         finally:
             self._opened = None
             with self._lock:
-                self._inside, self._turn = 0, None
-                self._call_next()
+                self._inside, self._admitted = 0, None
+                self._admit_next()
 
-    def _call_next(self) -> None:
-        if self._turn is None and self._waiting:
-            self._turn = self._waiting.popleft()
-            self._turn.set_result(None)
+    def _admit_next(self) -> None:
+        if self._admitted is None and self._waiting:
+            self._admitted = self._waiting.popleft()
+            self._admitted.set_result(None)
 
     def after_fork_in_child(self) -> None:
-        """Only the forking thread lives on: what it is inside of stays open, and what others had open is closed."""
+        """Keep the zone open if the forking thread is inside; close it if another thread was."""
         self._renew()
         self.epoch += 1
-        mine = [stay for stay in _stays() if stay.zone is self]
-        for stay in mine:
-            stay.epoch = self.epoch
+        mine = [context for context in _entered() if context.zone is self]
+        for context in mine:
+            context.epoch = self.epoch
         if mine:
-            self._inside, self._thread, self._turn = len(mine), threading.get_ident(), Future()
+            self._inside, self._thread, self._admitted = len(mine), threading.get_ident(), Future()
         elif self._opened is not None:
             language, manager = self._opened
             self._opened = None
             with suppress(Exception):  # the other thread may have been in the middle of opening or closing it
                 manager.__exit__(None, None, None)
             with language.memory_zone():
-                pass  # its end clears all that is transient, whoever made it
+                pass  # its end clears all transient entries, whoever made them
 
 
-class Stay:
-    """One call's time inside a pipeline's zone. Serves once, for ``with`` or ``async with``.
+class ZoneContext:
+    """A call's use of a pipeline's zone, for one ``with`` or ``async with``.
 
     Attributes:
-        zone: The zone.
-        outer: The stay that it is nested in, of whatever zone.
+        zone: The lock of the zone.
+        outer: The context that it is nested in, of any zone.
         inside: Whether it has begun and not ended.
-        epoch: The zone's epoch in which it began.
+        epoch: The lock's epoch in which it began.
     """
 
     def __init__(self, language: Language, *, timeout: float, guard: str) -> None:
         self.zone = _zone_of(language)
-        self.outer: Stay | None = None
+        self.outer: ZoneContext | None = None
         self.inside = False
         self.epoch = 0
         self._language = language
@@ -155,32 +156,32 @@ class Stay:
 
     def __enter__(self) -> None:
         if not self.zone.join(waits=True):
-            turn = self.zone.line_up()
+            waiter = self.zone.enqueue()
             try:
-                turn.result(self._timeout)
+                waiter.result(self._timeout)
                 self._pool = self.zone.open(self._language)
             except BaseException as error:
-                self._give_up(turn, error)
+                self._withdraw(waiter, error)
                 raise
         self._begin()
 
     async def __aenter__(self) -> None:
         if not self.zone.join(waits=False):
-            turn = self.zone.line_up()
+            waiter = self.zone.enqueue()
             try:
-                if not turn.done():
-                    await asyncio.wait_for(asyncio.wrap_future(turn), self._timeout)
+                if not waiter.done():
+                    await asyncio.wait_for(asyncio.wrap_future(waiter), self._timeout)
                 self._pool = self.zone.open(self._language)
             except BaseException as error:
-                self._give_up(turn, error)
+                self._withdraw(waiter, error)
                 raise
         self._begin()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The frames of a traceback hold on to documents, and error reporters print what frames hold. As long as such
-        # a frame lives, so does this stay, and with it the memory that the documents point into.
+        # The frames of a traceback refer to documents, and error reporters print the variables of frames. As long as
+        # such a frame lives, so does this object, and with it the memory that the documents point into.
         if error is None:
             self._pool = None
         self._end()
@@ -190,41 +191,41 @@ class Stay:
     ) -> None:
         self.__exit__(kind, error, trace)
 
-    def _give_up(self, turn: Turn, error: BaseException) -> None:
-        self.zone.give_up(turn)
+    def _withdraw(self, waiter: Waiter, error: BaseException) -> None:
+        self.zone.withdraw(waiter)
         if isinstance(error, TimeoutError):
             raise Overloaded(
                 f"guard {self._guard!r}: other calls were in the pipeline's memory zone for {self._timeout:g} s, "
-                "and one call runs there at a time"
+                "and only one call at a time can run there"
             ) from None
 
     def _begin(self) -> None:
-        del self._language  # a context that was copied inside keeps this stay, and must not keep the pipeline
+        del self._language  # a contextvars context that is copied inside keeps this object, but not the pipeline
         self.outer = _current.get()
         self.epoch = self.zone.epoch
         self.inside = True
-        self._token: Token[Stay | None] = _current.set(self)
+        self._token: Token[ZoneContext | None] = _current.set(self)
 
     def _end(self) -> None:
         self.inside = False
-        with suppress(ValueError):  # ended in another context than it began in, as dependency injectors do
+        with suppress(ValueError):  # it may end in another contextvars context than it began in (dependency injection)
             _current.reset(self._token)
         if self.epoch == self.zone.epoch:
             self.zone.leave()
 
 
-_current: ContextVar[Stay | None] = ContextVar("modelguard stay", default=None)
+_current: ContextVar[ZoneContext | None] = ContextVar("modelguard zone", default=None)
 
-_zones: WeakKeyDictionary[Language, Zone] = WeakKeyDictionary()
+_zones: WeakKeyDictionary[Language, ZoneLock] = WeakKeyDictionary()
 
 
-def _stays() -> Iterator[Stay]:
-    """The stays that the running code is inside of. A task that was started inside may have outlived some."""
-    stay = _current.get()
-    while stay is not None:
-        if stay.inside:
-            yield stay
-        stay = stay.outer
+def _entered() -> Iterator[ZoneContext]:
+    """The contexts that the running code is inside of. A task that was started inside may have outlived some."""
+    context = _current.get()
+    while context is not None:
+        if context.inside:
+            yield context
+        context = context.outer
 
 
 def _on_event_loop() -> bool:
@@ -235,9 +236,9 @@ def _on_event_loop() -> bool:
     return True
 
 
-def _zone_of(language: Language) -> Zone:
+def _zone_of(language: Language) -> ZoneLock:
     zone = _zones.get(language)
-    return _zones.setdefault(language, Zone()) if zone is None else zone
+    return _zones.setdefault(language, ZoneLock()) if zone is None else zone
 
 
 def _after_fork_in_child() -> None:

@@ -1,4 +1,4 @@
-"""A decorator for functions of tensors whose length varies: they meet few lengths, and nobody notices."""
+"""A decorator for functions of tensors with varying length: they get few lengths, and return unpadded results."""
 
 from __future__ import annotations
 
@@ -34,50 +34,51 @@ def bucketed(
     lengths: str | None = None,
     cut: int | Mapping[str | int, int] | Literal["same"] | None = "same",
 ) -> Callable[[F], F]:
-    """Decorate a function so that its inputs are padded up to a bucket, and its result is cut back.
+    """Decorate a function so that its inputs are padded to the length of a bucket, and its result is cut back.
 
-    For functions, methods and coroutines, above or below a guard's decorator. The function's signature stays as it is.
+    It works for functions, methods and coroutines, above or below a guard's decorator. The function's signature does
+    not change.
 
-    Whether results are the same as without padding is for the model to say. They are, but for the rounding of floats,
-    where it looks at the mask wherever positions meet (attention, convolutions, pooling), and where no position looks
-    ahead, as in causal models. They are not where convolutions without a mask run into the padding: there the end of
-    the result differs, as far as the convolutions reach together.
+    It depends on the model whether results are the same as without padding. Except for the rounding of floats, they
+    are the same if the model uses the mask wherever it combines positions (attention, convolutions, pooling), and if no
+    position depends on later ones, as in causal models. They are not the same if convolutions without a mask reach into
+    the padding: then the end of the result differs, over the combined reach of the convolutions.
 
     Args:
-        inputs: The names of the parameters to pad. All that are given in a call have one length in common; None is
-            left alone.
+        inputs: The names of the parameters to pad. All that are given in a call must have the same length; None is not
+            changed.
         multiple: As for :func:`pad_to_bucket`.
         sizes: As for :func:`pad_to_bucket`.
         growth: As for :func:`pad_to_bucket`.
         dim: The dimension of each input to pad.
         value: As for :func:`pad_to_bucket`.
-        mask: The name of the parameter that takes the mask. A call that leaves it out, or gives None, gets one made; a
+        mask: The name of the parameter that takes the mask. If a call leaves it out or gives None, a mask is made. A
             mask that marks data with 1 or True is padded with 0.
-        lengths: The name of the parameter that takes the lengths before padding. A call that leaves it out, or gives
-            None, gets a whole number for each row of the batch; what a call gives is left alone.
-        cut: The dimension of the result that has the length, by default ``dim``. It must be as long as the padded
-            input or a whole number of times as long, as the samples of a vocoder are, and is cut in proportion. In a
-            tuple or list each tensor is cut. To cut some entries only, of a tuple, a mapping or a transformers
-            output, give their dimensions by index or name: ``cut={"last_hidden_state": 1}``. None for a result without
-            a length, such as a score for each class.
+        lengths: The name of the parameter that takes the lengths before padding. If a call leaves it out or gives
+            None, it gets a tensor with one integer for each row of the batch; a given value is not changed.
+        cut: The dimension of the result that has the length, by default ``dim``. Its size must be the padded length or
+            a multiple of it, like the samples of a vocoder, and is cut in proportion. In a tuple or list each tensor is
+            cut. To cut only some entries of a tuple, a mapping or a transformers output, give their dimensions by index
+            or name: ``cut={"last_hidden_state": 1}``. None for a result without a length, such as a score for each
+            class.
 
     Raises:
-        InvalidOption: Where it is written: the buckets cannot be meant, a parameter has no such name, or what is
-            decorated is no function, or a generator function, whose pieces have no known length. In a call: an input
-            is no tensor, inputs differ in length, or the result cannot be cut as ``cut`` says.
+        InvalidOption: On decoration: the buckets are invalid, there is no parameter of a given name, or the decorated
+            object is not a function, or is a generator function, whose pieces have no known length. In a call: an input
+            is not a tensor, inputs differ in length, or the result cannot be cut as ``cut`` requires.
     """
     if not inputs or not all(isinstance(name, str) for name in inputs):
-        why = "the names of the parameters to pad are needed"
+        why = "must be the names of the parameters to pad"
         raise InvalidOption("inputs", inputs, why=why, fix='Write @bucketed("x").')
     up = _torch_buckets.rounding(multiple, sizes, growth)
     where = dim if cut == "same" else cut
     _check_options(dim, value, where)
-    shape = _Shape(inputs, up, dim, value, mask, lengths, where)
+    bucketing = _Bucketing(inputs, up, dim, value, mask, lengths, where)
 
     def decorate(function: F) -> F:
-        _check(function, shape)
+        _check(function, bucketing)
         asynchronous = inspect.iscoroutinefunction(plain_function(function))
-        call = shape.acall if asynchronous else shape.call
+        call = bucketing.acall if asynchronous else bucketing.call
         return cast("F", _Bucketed(cast("Callable[..., Any]", function), call))
 
     return decorate
@@ -88,7 +89,7 @@ def bucketed(
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """From what length to what length one result is cut."""
+    """Cuts one result from its padded length to its original length."""
 
     length: int
     padded: int
@@ -108,7 +109,7 @@ class _Cut:
         raise InvalidOption(
             "cut",
             dim,
-            why=f"the result has a {type(result).__name__}, which has no dimensions",
+            why=f"cannot be applied: the result has a {type(result).__name__}, which has no dimensions",
             fix='Give cut=None for a result without a length, or name what to cut: cut={"last_hidden_state": 1}.',
         )
 
@@ -118,10 +119,11 @@ class _Cut:
             raise InvalidOption(
                 "cut",
                 dim,
-                why=f"a result of shape {tuple(result.shape)} has no multiple of the padded length {self.padded} there",
+                why=f"is not a dimension with a multiple of the padded length {self.padded}: "
+                f"the result's shape is {tuple(result.shape)}",
                 fix="Give the dimension that has the length, or cut=None and cut the result yourself.",
             )
-        # Contiguous, as the model would have made it, and without keeping the padding in memory.
+        # Contiguous, like the model's own result, and without keeping the padding in memory.
         return result.narrow(dim, 0, size // self.padded * self.length).contiguous()
 
     def _entries(self, result: Any, where: Mapping[str | int, int]) -> Any:
@@ -132,7 +134,7 @@ class _Cut:
 
 
 def _like(result: Any, items: list[Any]) -> Any:
-    """The items in a tuple, named tuple or list of the result's type."""
+    """Put the items into a tuple, named tuple or list of the result's type."""
     return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
 
 
@@ -147,7 +149,7 @@ else:
 
 class _BoundBucketed(_BoundFunctionWrapper):
     @property
-    def __func__(self) -> Any:  # which inspect.signature() asks, and a guard's decorator answers
+    def __func__(self) -> Any:  # for inspect.signature(), and defined by a guard's decorator
         method: Any = self.__wrapped__
         return method.__func__
 
@@ -165,7 +167,7 @@ class _Bucketed(_FunctionWrapper):
 
     __bound_function_wrapper__ = _BoundBucketed
 
-    # By reference, as functions are pickled, so that spawned workers find it by its name.
+    # Pickled by reference, like functions, so that spawned workers find it by its name.
     def __reduce__(self) -> Any:
         return str(self.__qualname__)
 
@@ -176,13 +178,13 @@ class _Bucketed(_FunctionWrapper):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A module's own forward(), decorated, has to be the copy's.
+        # If a module's forward() is decorated, the copy of the module needs its own forward().
         return type(self)(deepcopy(self.__wrapped__, memo), self._self_wrapper)
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """What :func:`bucketed` was told."""
+class _Bucketing:
+    """The options of :func:`bucketed`, and how a call is padded with them."""
 
     inputs: tuple[str, ...]
     up: RoundUp
@@ -194,23 +196,23 @@ class _Shape:
 
     @property
     def names(self) -> dict[str, str]:
-        """Every parameter that a call may have replaced, and the option that names it."""
+        """Every parameter that a call may replace, and the option that names it."""
         extra = {"mask": self.mask, "lengths": self.lengths}
         return dict.fromkeys(self.inputs, "inputs") | {name: option for option, name in extra.items() if name}
 
     def call(self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = _Given(wrapped, args, kwargs)
+        given = _Arguments(wrapped, args, kwargs)
         cut = self._pad(given)
         result = wrapped(*given.args, **given.kwargs)
         return cut(result, self.cut) if cut else result
 
     async def acall(self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = _Given(wrapped, args, kwargs)
+        given = _Arguments(wrapped, args, kwargs)
         cut = self._pad(given)
         result = await wrapped(*given.args, **given.kwargs)
         return cut(result, self.cut) if cut else result
 
-    def _pad(self, given: _Given) -> _Cut | None:
+    def _pad(self, given: _Arguments) -> _Cut | None:
         """Replace the inputs, mask and lengths of one call; None if there is nothing to pad."""
         tensors = {name: given.get(name) for name in self.inputs if given.get(name) is not None}
         length = self._length(tensors)
@@ -229,16 +231,17 @@ class _Shape:
     def _length(self, tensors: Mapping[str, Any]) -> int:
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):
-                why = "only tensors can be padded"
+                why = "must be a tensor: nothing else can be padded"
                 raise InvalidOption(name, type(tensor), why=why, fix="Give a tensor, or leave it out of bucketed().")
         lengths = {name: tensor.size(self.dim) for name, tensor in tensors.items()}
         if len(set(lengths.values())) > 1:
-            why = "the inputs of one call have one length in common"
-            raise InvalidOption("inputs", lengths, why=why, fix="Pad what differs with pad_to_bucket() inside.")
+            why = "must have the same length in one call"
+            fix = "Pad inputs of other lengths with pad_to_bucket() inside the function."
+            raise InvalidOption("inputs", lengths, why=why, fix=fix)
         return next(iter(lengths.values()), 0)
 
 
-class _Given:
+class _Arguments:
     """The arguments of one call, by name."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -265,33 +268,33 @@ def _positional(function: Callable[..., Any]) -> list[str]:
 
 def _check_options(dim: object, value: object, cut: object) -> None:
     if not _is_number(dim, int):
-        raise InvalidOption("dim", dim, why="it is not the number of a dimension", fix="Give one such as -1.")
+        raise InvalidOption("dim", dim, why="must be the number of a dimension", fix="Give a number such as -1.")
     if not _is_number(value, int | float):
-        raise InvalidOption("value", value, why="it is not a number", fix="Give one such as 0.")
+        raise InvalidOption("value", value, why="must be a number", fix="Give a number such as 0.")
     dims = cut.values() if isinstance(cut, Mapping) else () if cut is None else (cut,)
-    if not all(_is_number(one, int) for one in dims):
+    if not all(_is_number(each, int) for each in dims):
         fix = 'Give a number such as -1, several by name such as {"last_hidden_state": 1}, or None.'
-        raise InvalidOption("cut", cut, why="it does not say a dimension", fix=fix)
+        raise InvalidOption("cut", cut, why="must be the number of a dimension, or several by name", fix=fix)
 
 
 def _is_number(value: object, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _check(function: Any, shape: _Shape) -> None:
+def _check(function: Any, bucketing: _Bucketing) -> None:
     plain = plain_function(function)
     if isinstance(plain, type | torch.nn.Module) or not callable(plain):
         fix = "Decorate a function that calls it, or its method: model.forward = bucketed(...)(model.forward)."
-        raise InvalidOption("function", type(plain), why="only functions and methods can be decorated", fix=fix)
+        raise InvalidOption("function", type(plain), why="must be a function or a method", fix=fix)
     if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
-        why = "it is a generator function, and the length of each piece is not known"
+        why = "is a generator function, and the length of each piece is not known"
         raise InvalidOption("function", plain, why=why, fix="Use pad_to_bucket() inside, and cut each piece.")
-    # A guard's decorator tells its own, without the model.
+    # A guard's decorator defines a signature without the model.
     signature = getattr(function, "__signature__", None) or inspect.signature(plain)
     parameters = signature.parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    for name, option in shape.names.items():
+    for name, option in bucketing.names.items():
         if name not in parameters:
-            why = f"{plain.__name__}() has no parameter of that name"
+            why = f"is not a parameter of {plain.__name__}()"
             raise InvalidOption(option, name, why=why, fix=f"It has: {', '.join(parameters) or 'none'}.")

@@ -1,4 +1,4 @@
-"""Lengths that vary, padded up to a few: each new shape costs oneDNN a new kernel, and memory to keep it."""
+"""Pad varying lengths to a few: for each new shape oneDNN makes a new kernel, and needs memory to keep it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["batch", "masked", "pad", "pad_to_bucket", "rounding"]
 #: From a length to the length of its bucket.
 RoundUp: TypeAlias = Callable[[int], int]
 
-#: Each bucket an eighth longer than the one before: about six of them from one length to its double, and 6 % of padding
-#: on average, for short lengths as for long ones. Texts of 5 to 120 tokens took BERT 4 % longer with it, and three
-#: times as long with multiples of 256; lengths from 50 to 4,000 cost Conv1d as much with either
-#: (benchmarks/torch_dynamic_shapes.py).
+#: Each bucket is an eighth longer than the one before: there are about six from one length to its double, and 6 % of
+#: padding on average, for short and long lengths alike. With texts of 5 to 120 tokens BERT took 4 % longer with these
+#: buckets, and three times as long with multiples of 256; with lengths from 50 to 4,000 Conv1d took the same time with
+#: either (benchmarks/torch_dynamic_shapes.py).
 _GROWTH = 1.125
-#: Lengths that grow by a factor begin here, and are multiples of ``_STEP``, which suits the kernels.
+#: Buckets that grow by a factor begin here, and are multiples of ``_STEP``, which suits the kernels.
 _SHORTEST, _STEP = 16, 8
 
 
@@ -57,27 +57,29 @@ def pad_to_bucket(
     value: float = 0,
     mask: bool | torch.Tensor = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Pad one dimension at its end, up to the length of its bucket.
+    """Pad one dimension at its end, to the length of its bucket.
 
-    ``multiple``, ``sizes`` and ``growth`` each say what the buckets are; one of them may be given.
+    ``multiple``, ``sizes`` and ``growth`` each define the buckets; at most one of them may be given.
 
     Args:
-        tensor: What has a length that varies.
-        multiple: Buckets are the multiples of this many positions, such as 256: few, where the longest length is known.
-        sizes: Buckets are these lengths, rising; past the last one, its multiples.
+        tensor: A tensor with a varying length.
+        multiple: Buckets are the multiples of this many positions, such as 256. Gives few buckets if the longest length
+            is known.
+        sizes: Buckets are these lengths, in rising order; beyond the last one, its multiples.
         growth: Each bucket is this many times as long as the one before, rounded up to a multiple of 8; the first is
             16. Default: 1.125, so that padding is at most about an eighth of any length.
         dim: The dimension to pad.
-        value: What the padding is made of.
-        mask: True to get a mask too, of 1 where there is data and 0 where there is padding, as whole numbers; its shape
-            is (batch, length), or (length,) if ``dim`` is the first dimension. A mask of your own, with its length in
-            its last dimension, is padded with 0 instead.
+        value: The value of the padding.
+        mask: True to return a mask too: integers that are 1 for data and 0 for padding. Its shape is (batch, length),
+            or (length,) if ``dim`` is the first dimension. A given mask, with its length in its last dimension, is
+            padded with 0 instead.
 
     Returns:
-        The padded tensor, and with ``mask`` also the mask. A tensor whose length is a bucket's comes back as it is.
+        The padded tensor, and with ``mask`` also the mask. A tensor that already has the length of a bucket is returned
+        unchanged.
 
     Raises:
-        InvalidOption: The buckets cannot be meant, or ``mask`` has another length than the tensor.
+        InvalidOption: The buckets are invalid, or the lengths of ``mask`` and the tensor differ.
     """
     up = rounding(multiple, sizes, growth)
     length = tensor.size(dim)
@@ -91,11 +93,11 @@ def pad_to_bucket(
 
 
 def rounding(multiple: int | None, sizes: Sequence[int] | None, growth: float | None) -> RoundUp:
-    """Make the buckets that one of the three says; see :func:`pad_to_bucket`."""
+    """Make the buckets that one of the arguments defines; see :func:`pad_to_bucket`."""
     given = {"multiple": multiple, "sizes": sizes, "growth": growth}
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) > 1:
-        why = f"{' and '.join(chosen)} each say what the buckets are"
+        why = f"must not be given together with {chosen[0]}: each of them defines the buckets"
         raise InvalidOption(chosen[1], given[chosen[1]], why=why, fix="Give one of them.")
     if sizes is not None:
         return _up_to_sizes(sizes)
@@ -106,7 +108,7 @@ def rounding(multiple: int | None, sizes: Sequence[int] | None, growth: float | 
 
 def _up_to_multiple(multiple: int) -> RoundUp:
     if not _is_length(multiple):
-        why = "it is not a number of positions"
+        why = "must be a positive number of positions"
         raise InvalidOption("multiple", multiple, why=why, fix="Give a positive whole number such as 256.")
     return lambda length: -(-length // multiple) * multiple
 
@@ -117,7 +119,7 @@ def _up_to_sizes(sizes: Sequence[int]) -> RoundUp:
     except TypeError:
         buckets = ()
     if not buckets or not all(map(_is_length, buckets)) or list(buckets) != sorted(set(buckets)):
-        why = "it is not a rising sequence of lengths"
+        why = "must be a rising sequence of lengths"
         raise InvalidOption("sizes", sizes, why=why, fix="Give positive whole numbers, rising: (128, 256, 512).")
     last = buckets[-1]
 
@@ -131,7 +133,7 @@ def _up_to_sizes(sizes: Sequence[int]) -> RoundUp:
 
 def _up_by_growth(growth: float) -> RoundUp:
     if isinstance(growth, bool) or not isinstance(growth, int | float) or not 1 < growth <= 2:  # noqa: PLR2004
-        why = "each bucket is longer than the one before, and at most twice as long"
+        why = "must be above 1 and at most 2"
         raise InvalidOption("growth", growth, why=why, fix="Give a number above 1 and up to 2, such as 1.25.")
 
     def up(length: int) -> int:
@@ -151,7 +153,7 @@ def _is_length(value: object) -> bool:
 
 
 def pad(tensor: torch.Tensor, padded: int, dim: int, value: float) -> torch.Tensor:
-    """Pad one dimension at its end, up to the length ``padded``."""
+    """Pad one dimension at its end, to the length ``padded``."""
     missing = padded - tensor.size(dim)
     if not missing:
         return tensor
@@ -165,7 +167,7 @@ def masked(tensor: torch.Tensor, dim: int, padded: int, mask: torch.Tensor | Non
     if mask is None:
         mask = torch.ones((*batch(tensor, dim), length), dtype=torch.long, device=tensor.device)
     elif mask.size(-1) != length:
-        why = f"its length is {mask.size(-1)}, and the tensor's {length}"
+        why = f"has length {mask.size(-1)}, and the tensor has length {length}"
         raise InvalidOption(
             "mask", tuple(mask.shape), why=why, fix="Give a mask with the length in its last dimension."
         )
@@ -173,5 +175,5 @@ def masked(tensor: torch.Tensor, dim: int, padded: int, mask: torch.Tensor | Non
 
 
 def batch(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """The shape of what there is one of for each sequence in ``tensor``, whose length is ``dim``."""
+    """The shape of a value per sequence: (batch,), or () if ``dim``, the dimension of the length, is the first one."""
     return tuple(tensor.shape[:1]) if dim % tensor.dim() else ()

@@ -1,4 +1,4 @@
-"""Published weights of torch modules: written as a state dict, mapped into a module without weights of its own."""
+"""Published weights of torch modules: written as a state dict, and mapped into a module without its own weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["FORMAT"]
 
 _FILE = "weights.pt"
 _NAMED = 3
-_FIX = "Let build() make the module as it was when its weights were published."
+_FIX = "build() must make the same module as the one whose weights were published."
 
 
 class TorchFormat:
-    """State dicts by ``torch.save``, always unpickled with ``weights_only``."""
+    """State dicts written by ``torch.save``, and always loaded with ``weights_only``."""
 
     kind = "torch"
 
@@ -41,15 +41,15 @@ class TorchFormat:
             with create(_FILE) as file:
                 torch.save(plain, file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # a full disk, for which torch raises an error of its own
+            if isinstance(error.__context__, OSError):  # a full disk, for which torch raises its own error
                 raise error.__context__ from None
             raise
         return {}
 
     def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:  # noqa: ARG002
-        """Make a module whose parameters and buffers lie in the file."""
+        """Make a module whose parameters and buffers are in the mapped file."""
         file = folder / _FILE
-        # Not MAP_SHARED, whatever the application has chosen: what a forward pass writes must never reach the file.
+        # Never MAP_SHARED, even if the application has chosen it: a forward pass must not write into the file.
         with torch.serialization.set_default_mmap_options(mmap.MAP_PRIVATE):
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         module = _built(build, state)
@@ -62,7 +62,7 @@ class TorchFormat:
             raise WeightsMismatch(folder, why=" ".join(str(error).split()), fix=_FIX) from error
         _tie(module, ties)
         if left := sorted(_on_meta(module)):
-            why = f"build() leaves tensors without content, which are not in the file: {_list(left)}"
+            why = f"build() leaves tensors without content that are not in the file: {_list(left)}"
             raise WeightsMismatch(folder, why=why, fix="Create them outside of torch.device('meta').")
         _mapped.require(_blocks(module), [file], fix=f"A hook of the module copies them. {_FIX}")
         return module
@@ -72,7 +72,7 @@ FORMAT = TorchFormat()
 
 
 def _checked(name: object, value: object) -> torch.Tensor:
-    """The plain tensor, if a file can hold it as it lies in memory."""
+    """The plain tensor, if it can be mapped from a file."""
     what = f"is a {type(value).__name__}"
     if isinstance(value, torch.Tensor):
         if torch.nn.parameter.is_lazy(value):
@@ -83,16 +83,16 @@ def _checked(name: object, value: object) -> torch.Tensor:
             what = f"is a tensor of the kind {value.layout if not value.is_quantized else value.qscheme()}"
         elif type(plain := value.detach()) is torch.Tensor:
             return plain
-    why = f"{name!r} {what}, and only plain tensors can be mapped"
+    why = f"must contain only plain tensors, and {name!r} {what}"
     raise InvalidOption("source", "state dict", why=why, fix="Publish a flat dict of names to plain tensors.")
 
 
 def _built(build: Callable[[], Any], state: Mapping[str, Any]) -> torch.nn.Module:
-    """The module, with its parameters on the meta device if it can be made so."""
+    """Make the module, with its parameters on the meta device if possible."""
     try:
         made = _PARAMETERS.on_meta(build)
     except (RuntimeError, TypeError, ValueError):
-        made = build()  # the constructor looks at the values of its parameters, or fails anyway
+        made = build()  # the constructor reads the values of its parameters, or fails anyway
     module = _module(made)
     if _on_meta(module) <= state.keys() | _names(module):
         return module
@@ -101,7 +101,7 @@ def _built(build: Callable[[], Any], state: Mapping[str, Any]) -> torch.nn.Modul
 
 def _module(made: object) -> torch.nn.Module:
     if not isinstance(made, torch.nn.Module):
-        why = f"it made a {type(made).__name__}, and the weights are those of a torch module"
+        why = "must return a torch module: the published weights belong to one"
         raise InvalidOption("build", type(made).__name__, why=why, fix="Give a function that makes the module.")
     return made
 
@@ -109,11 +109,11 @@ def _module(made: object) -> torch.nn.Module:
 class _Parameters(threading.local):
     """Makes modules whose parameters are on the meta device, where they take neither memory nor time.
 
-    Unlike under ``torch.device("meta")``, everything else is made as usual: buffers that are not in state dicts, and
-    what constructors compute. Other threads are not affected.
+    Unlike with ``torch.device("meta")``, everything else is made as usual: buffers that are not in state dicts, and
+    values that constructors compute. Other threads are not affected.
     """
 
-    #: Parameters of the module that this thread makes, and their replacements; None while it makes none.
+    #: Parameters of the module that this thread is making, and their replacements; None while it makes none.
     seen: dict[int, tuple[weakref.ref[Any], torch.nn.Parameter]] | None = None
 
     def on_meta(self, build: Callable[[], Any]) -> Any:
@@ -125,11 +125,11 @@ class _Parameters(threading.local):
             self.seen = None
 
     def registered(self, _module: object, _name: str, parameter: Any) -> Any:
-        """The replacement of ``parameter``; None for itself. Torch calls this for each parameter of each module."""
+        """Replace ``parameter``; None keeps it. Torch calls this for each parameter of each module."""
         if self.seen is None or type(parameter) is not torch.nn.Parameter or parameter.is_meta:
             return None
         known, on_meta = self.seen.get(id(parameter), (None, None))
-        if known is None or known() is not parameter:  # otherwise it is one parameter under two names, and stays one
+        if known is None or known() is not parameter:  # otherwise a parameter with two names, which must stay the same
             on_meta = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             vars(on_meta).update(vars(parameter))
             self.seen[id(parameter)] = weakref.ref(parameter), on_meta
@@ -137,8 +137,8 @@ class _Parameters(threading.local):
 
 
 _PARAMETERS = _Parameters()
-# Once and never removed: removing it could break the loop of another thread over torch's hooks.
-_register: Any = register_module_parameter_registration_hook  # its stub wants a hook that returns nothing
+# Registered once and never removed: removing it could break another thread's loop over torch's hooks.
+_register: Any = register_module_parameter_registration_hook  # its stub expects a hook that returns nothing
 _register(_PARAMETERS.registered)
 
 
@@ -158,7 +158,7 @@ def _on_meta(module: torch.nn.Module) -> set[str]:
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are plain attributes, or in a list or dict that is one."""
+    """Tensors that are plain attributes, or in a list or dict that is an attribute."""
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
             values: list[Any] = [value]
@@ -166,13 +166,13 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 values = list(value)
             elif isinstance(value, dict) and name not in ("_parameters", "_buffers"):
                 values = list(value.values())
-            for one in values:
-                if isinstance(one, torch.Tensor):
-                    yield f"{prefix}.{name}".removeprefix("."), one
+            for tensor in values:
+                if isinstance(tensor, torch.Tensor):
+                    yield f"{prefix}.{name}".removeprefix("."), tensor
 
 
 def _ties(module: torch.nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """The names of each parameter that has several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -180,7 +180,7 @@ def _ties(module: torch.nn.Module) -> list[list[str]]:
 
 
 def _fill_ties(state: dict[str, Any], ties: list[list[str]]) -> None:
-    """Some state dicts hold a tied parameter under one of its names only."""
+    """Add missing names: some state dicts contain a tied parameter under only one of its names."""
     for tied in ties:
         present = next((name for name in tied if name in state), None)
         if present is not None:
@@ -188,7 +188,7 @@ def _fill_ties(state: dict[str, Any], ties: list[list[str]]) -> None:
 
 
 def _tie(module: torch.nn.Module, ties: list[list[str]]) -> None:
-    """Tie parameters again: the state dict has made one parameter of each name."""
+    """Tie parameters again: loading the state dict has made a separate parameter for each name."""
     for first, *others in ties:
         parameter = module.get_parameter(first)
         for name in others:
@@ -197,7 +197,7 @@ def _tie(module: torch.nn.Module, ties: list[list[str]]) -> None:
 
 
 def _check_types(folder: Path, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    # `assign` adopts the file's types, and the module would then mix them with its other tensors.
+    # With `assign` the module takes over the file's types, and would mix them with the types of its other tensors.
     own = module.state_dict()
     wrong = [
         f"{name} is {state[name].dtype} in the file and {own[name].dtype} in the module"
@@ -206,7 +206,8 @@ def _check_types(folder: Path, module: torch.nn.Module, state: Mapping[str, Any]
     ]
     if wrong:
         fix = (
-            "Let build() make the module in the file's type, such as Net().to(torch.bfloat16), or publish in the other."
+            "Let build() make the module in the file's type, such as Net().to(torch.bfloat16), "
+            "or publish the weights in the module's type."
         )
         raise WeightsMismatch(folder, why=_list(wrong), fix=fix)
 

@@ -1,4 +1,4 @@
-"""What modelguard knows about torch models."""
+"""Support for torch models."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["ADAPTER", "bucketed", "pad_to_bucket"]
 
 
 class TorchAdapter:
-    """Sizes by parameters and buffers; gives cached GPU memory back when a model is gone."""
+    """Measures a model by its parameters and buffers, and releases cached GPU memory after a model was freed."""
 
     def size(self, model: Any) -> int | None:
-        """Bytes of all parameters and buffers, each storage counted once (tied weights share one)."""
+        """Bytes of all parameters and buffers; storage that tied weights share is counted once."""
         if not isinstance(model, torch.nn.Module):
             return None
         storages = {}
@@ -38,7 +38,7 @@ class TorchAdapter:
         return MappingProxyType({})
 
     def released(self) -> None:
-        """Empty CUDA's caching allocator, which otherwise keeps a dropped model's memory for itself."""
+        """Empty CUDA's caching allocator, which otherwise keeps the memory of a freed model."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's stub
             torch.cuda.empty_cache()
 

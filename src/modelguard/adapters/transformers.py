@@ -1,4 +1,4 @@
-"""A pipeline of transformers as a batched callable, with little padding.
+"""A transformers pipeline as a batched function, with little padding.
 
 ::
 
@@ -8,7 +8,7 @@
     embed = batched_pipeline(nlp, max_size=32, deadline="2s")
     vectors = await embed.aio("text")
 
-transformers itself is not imported here: the pipeline or the guard's loader has imported it.
+transformers itself is not imported here: the code that makes the pipeline imports it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from modelguard.serving import Batched, batched
 __all__ = ["batched_pipeline"]
 
 #: The cost of one more run of the model, in tokens. MiniLM on one CPU takes 5 ms for a run and 0.27 ms for a token. Of
-#: 16, 32, 64 and 128 this was the best for batches of 32 mixed texts: 91 texts per second. One run without sorting did
-#: 27, sorted runs of 8 did 67, and so did one text at a time.
+#: 16, 32, 64 and 128 this value was the best for batches of 32 mixed texts: 91 texts per second. One run without
+#: sorting reached 27, sorted runs of 8 reached 67, and so did one text at a time.
 _RUN_ON_CPU = 32
-#: On other devices a run costs more than any padding: a batch is cut only where ``tokens`` requires it.
+#: On other devices a run costs more than any padding: a batch is cut only if ``tokens`` requires it.
 _RUN_ELSEWHERE = 10**9
 
 
@@ -44,27 +44,28 @@ def batched_pipeline(
 ) -> Batched[Any, Any]:
     """Turn a pipeline into a function of one item that is computed in batches; see :func:`modelguard.batched`.
 
-    A batch is sorted by length and passed to the pipeline in portions of similar length, each in one run of the model,
-    since on a CPU padding costs as much as text. The portions are chosen so that padding and runs together cost least.
+    A batch is sorted by length and passed to the pipeline in portions of similar length, because on a CPU padding costs
+    as much as text. The model runs once for each portion. Portions are chosen to minimise the total cost of padding and
+    runs.
 
-    An item's result is what the pipeline returns for it in a list. That of ``"feature-extraction"`` has as many
-    positions as the item: the pipeline itself leaves the positions of the padding in, so that the result for a text
-    depends on its neighbours. Apart from that, padding changes only the rounding of floats, if the model respects its
-    attention mask.
+    The result of an item is the pipeline's result for this item in a list. With ``"feature-extraction"`` it has as many
+    positions as the item: the pipeline itself does not remove the positions of the padding, so the result for a text
+    would depend on its neighbours. Otherwise padding only changes the rounding of floats, provided that the model
+    respects its attention mask.
 
-    A pipeline that cannot pad, because its tokenizer has no pad token, computes the items of a batch one at a time. To
-    change that, set ``pipe.tokenizer.pad_token_id`` in the loader.
+    If a pipeline cannot pad, because its tokenizer has no pad token, the items of a batch are computed one at a time.
+    To change this, set ``pipe.tokenizer.pad_token_id`` in the loader.
 
     Args:
-        pipe: A pipeline, or a guard of one; each batch then runs on one generation.
-        max_size: Most items in a batch.
-        tokens: Most tokens in one run of the model, padding included; a longer item runs alone. Default: no bound. With
-            ``length``, in its unit. Items that are not text need ``length`` as well.
-        length: The length of an item, at least 0; also the default of ``weight``. Default: the tokens of a text,
-            counted on the batch's thread; items that are not text are not sorted.
-        call: Keyword arguments of every call of the pipeline, such as ``{"truncation": True}``. Those of one item,
-            ``f(item, top_k=3)``, are added to them; items with different ones do not share a batch.
-        options: ``max_wait``, ``max_queue``, ``deadline`` and all others of :func:`modelguard.batched`. Leave
+        pipe: A pipeline, or a guard of one. With a guard, each batch runs on one generation.
+        max_size: The largest number of items in a batch.
+        tokens: The largest number of tokens in one run of the model, including padding; a longer item runs alone.
+            Default: no limit. If ``length`` is given, its unit is used. Items that are not text also need ``length``.
+        length: The length of an item, at least 0; also the default of ``weight``. Default: the number of tokens of a
+            text, counted on the batch's thread; items that are not text are not sorted.
+        call: Keyword arguments for every call of the pipeline, such as ``{"truncation": True}``. Those of a single
+            item, ``f(item, top_k=3)``, are added to them; items with different arguments do not share a batch.
+        options: ``max_wait``, ``max_queue``, ``deadline`` and all other options of :func:`modelguard.batched`. Leave
             ``threads`` at 1: tokenizers are not thread-safe. Default of ``name``: the guard's name, or the pipeline's
             task.
 
@@ -72,7 +73,7 @@ def batched_pipeline(
         A :class:`modelguard.Batched`.
 
     Raises:
-        InvalidOption: An argument is invalid; the message gives its value and the fix.
+        InvalidOption: An argument is invalid; the message contains its value and the fix.
     """
     guarded = isinstance(pipe, ModelGuard)
     if not guarded and (isinstance(pipe, type) or not (callable(pipe) and hasattr(pipe, "preprocess"))):
@@ -81,11 +82,11 @@ def batched_pipeline(
     if length is not None and not callable(length):
         why = "must be a function of one item"
         raise InvalidOption("length", length, why=why, fix="Write length=len, for the characters of a text.")
-    most = math.inf if tokens is None else _units.whole_number(tokens, "tokens")
+    max_tokens = math.inf if tokens is None else _units.whole_number(tokens, "tokens")
     options.setdefault("name", pipe.name if guarded else getattr(pipe, "task", None) or type(pipe).__name__)
     if length is not None:
         options.setdefault("weight", length)
-    compute = _Compute(options["name"], most, length, _checked(call))
+    compute = _Compute(options["name"], max_tokens, length, _checked(call))
 
     def run(model: Any, items: list[Any], **extras: Any) -> list[Any]:
         return compute(model, items, extras)
@@ -112,16 +113,16 @@ class _Compute:
     """The options of :func:`batched_pipeline`, and how a batch is computed with them."""
 
     name: str
-    most: float
+    max_tokens: float
     length: Callable[[Any], float] | None
     call: dict[str, Any]
 
     def __call__(self, pipe: Any, items: list[Any], extras: dict[str, Any]) -> list[Any]:
-        """One result for each item, in their order."""
+        """Compute one result for each item, in the order of the items."""
         given = {**self.call, **extras}
         if not _can_pad(pipe):
             return self._run(pipe, items, 1, given)
-        # Results that are cut back need the number of all positions; otherwise the tokens suffice for sorting.
+        # To cut results back, the number of all positions is needed; to sort, the number of tokens is enough.
         positions = _positions(pipe, items, given) if pipe.task == "feature-extraction" else None
         lengths = self._lengths(pipe, items, positions)
         if lengths is None:
@@ -129,19 +130,20 @@ class _Compute:
         order = sorted(range(len(items)), key=lengths.__getitem__, reverse=True)
         cost = _RUN_ON_CPU if pipe.device.type == "cpu" else _RUN_ELSEWHERE
         results: list[Any] = [None] * len(items)
-        for first, end in portions([lengths[at] for at in order], cost, self.most):
+        for first, end in portions([lengths[at] for at in order], cost, self.max_tokens):
             portion = order[first:end]
             found = self._run(pipe, [items[at] for at in portion], len(portion), given)
             if positions is not None:
                 padded = max(positions[at] for at in portion)
                 left = pipe.tokenizer.padding_side == "left"
-                found = [_cut(one, positions[at], padded, left=left) for at, one in zip(portion, found, strict=True)]
+                pairs = zip(portion, found, strict=True)
+                found = [_cut(result, positions[at], padded, left=left) for at, result in pairs]
             for at, result in zip(portion, found, strict=True):
                 results[at] = result
         return results
 
     def _run(self, pipe: Any, items: list[Any], size: int, given: dict[str, Any]) -> list[Any]:
-        # Some pipelines unpack the result of a list of one item; none unpacks that of a generator.
+        # Some pipelines unpack the result of a list with one item, but none unpacks that of a generator.
         inputs = items if len(items) > 1 else (item for item in items)
         results = list(pipe(inputs, batch_size=size, **_fresh(given)))
         if len(results) != len(items):
@@ -158,20 +160,20 @@ class _Compute:
             tokenizer = pipe.tokenizer
             # Not verbose: the model rejects a text that is too long, without a warning from the tokenizer.
             return [len(tokenizer(item, verbose=False)["input_ids"]) if tokenizer else len(item) for item in items]
-        if self.most == math.inf:
+        if self.max_tokens == math.inf:
             return None
         raise TypeError("tokens= needs length= for items that are not text")
 
 
-def portions(lengths: Sequence[float], cost: float, most: float) -> list[tuple[int, int]]:
-    """Cut sorted lengths into portions so that all runs together cost least.
+def portions(lengths: Sequence[float], cost: float, max_tokens: float) -> list[tuple[int, int]]:
+    """Cut sorted lengths into portions with the lowest total cost of all runs.
 
-    A run costs ``cost``, plus its number of items times the longest of them.
+    A run costs ``cost``, plus its number of items times the largest length among them.
 
     Args:
-        lengths: The length of each item, the longest first.
+        lengths: The length of each item, longest first.
         cost: The fixed cost of a run, in the unit of the lengths.
-        most: Most items times length in a run of several items.
+        max_tokens: The limit of items times length for a run of several items.
 
     Returns:
         For each portion, the index of its first item and the index after its last.
@@ -180,11 +182,11 @@ def portions(lengths: Sequence[float], cost: float, most: float) -> list[tuple[i
     for end in range(1, len(lengths) + 1):
         begin, found = 0, math.inf
         for first in range(end - 1, -1, -1):
-            holds = (end - first) * lengths[first]
-            if holds > most and first < end - 1:
-                break  # with an earlier start it would hold even more
-            if least[first] + cost + holds < found:
-                begin, found = first, least[first] + cost + holds
+            tokens = (end - first) * lengths[first]
+            if tokens > max_tokens and first < end - 1:
+                break  # with an earlier start there would be even more
+            if least[first] + cost + tokens < found:
+                begin, found = first, least[first] + cost + tokens
         least.append(found)
         begins.append(begin)
     cuts, end = [], len(lengths)
@@ -202,21 +204,21 @@ def _can_pad(pipe: Any) -> bool:
 
 
 def _positions(pipe: Any, items: list[Any], given: dict[str, Any]) -> list[int]:
-    """How many positions each item has by itself, with the arguments of this call."""
+    """The number of positions that each item has alone, with the arguments of this call."""
     how = {**pipe._preprocess_params, **pipe._sanitize_parameters(**_fresh(given))[0]}  # noqa: SLF001 - as its __call__ does
     return [pipe.preprocess(item, **how)["input_ids"].shape[-1] for item in items]
 
 
 def _fresh(given: dict[str, Any]) -> dict[str, Any]:
-    """A copy for one call: pipelines write into ``tokenize_kwargs``, and reject what they wrote the next time."""
+    """Copy for one call: pipelines write into ``tokenize_kwargs``, and reject their own additions in the next call."""
     return {name: dict(value) if isinstance(value, dict) else value for name, value in given.items()}
 
 
 def _cut(result: Any, length: int, padded: int, *, left: bool) -> Any:
-    """A result of shape (1, padded, width), a tensor or lists, without the positions of the padding."""
+    """Remove the positions of the padding from a result of shape (1, padded, width), a tensor or lists."""
     inside = slice(padded - length, None) if left else slice(length)
     if length == padded or len(result[0]) != padded:  # nothing to cut, or positions that are not the input's
         return result
     if isinstance(result, list):
-        return [one[inside] for one in result]
-    return result[:, inside].clone()  # or it would keep the whole batch in memory
+        return [rows[inside] for rows in result]
+    return result[:, inside].clone()  # a view would keep the whole batch in memory

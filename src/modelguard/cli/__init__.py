@@ -21,10 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the command's name. Default: those of this process.
 
     Returns:
-        The exit status: 0 for success, 1 if the command has failed, 2 if it could not be tried.
+        The exit status: 0 for success, 1 if the command has failed, 2 if it could not run.
     """
     parser = argparse.ArgumentParser(
-        prog="modelguard", description="Keeps the model inside a web service from eating the machine."
+        prog="modelguard", description="Keep a model inside a web service from exhausting the machine's memory."
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""``modelguard docs``: the pages of the documentation, which are installed with the package."""
+"""``modelguard docs``: prints the pages of the documentation, which are installed with the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from modelguard.errors import InvalidOption
 
 USAGE = 2
 
-#: The front page lists the others, which this command does itself.
+#: The front page, which only lists the others.
 _FRONT = "README"
 
 
@@ -24,8 +24,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "docs",
         usage="modelguard docs [NAME[#SECTION]]",
         help="print a page of the documentation, or one section of it",
-        description="Without a name lists the pages. With a name prints the page, with NAME#SECTION one section of "
-        "it, as the doctor's findings name them: modelguard docs doctor#mg101.",
+        description="Without a name, list the pages. With a name, print the page; with NAME#SECTION, print one section "
+        "of it, as named in the doctor's findings: modelguard docs doctor#mg101.",
         epilog="exit status: 0 success, 2 there is no such page or section",
     )
     parser.add_argument("page", nargs="?", metavar="NAME[#SECTION]", help="a page from the list, and a heading on it")
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"modelguard docs: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
     try:
-        sys.stdout.buffer.write(text.encode())  # the pages are UTF-8, whatever the terminal's locale is
+        sys.stdout.buffer.write(text.encode())  # the pages are UTF-8, independent of the terminal's locale
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -59,7 +59,7 @@ def read(reference: str) -> str:
     """Read a page, or one section of it.
 
     Args:
-        reference: Its name, and for a section ``#`` and the heading's words in small letters, joined by hyphens.
+        reference: Its name; for a section also ``#`` and the words of the heading in lower case, joined by hyphens.
 
     Raises:
         InvalidOption: There is no such page or section.
@@ -74,16 +74,16 @@ def read(reference: str) -> str:
 
 
 def folder() -> Path:
-    """Where the pages are: in the installed package, or in the source tree that it runs from.
+    """The folder of the pages: in the installed package, or in the source tree.
 
     Raises:
-        InvalidOption: They are in neither.
+        InvalidOption: They are in neither of them.
     """
     package = Path(modelguard.__file__).parent
     for candidate in (package / "docs", package.parents[1] / "docs"):
         if (candidate / f"{_FRONT}.md").is_file():
             return candidate
-    why = "this installation of modelguard has no pages"
+    why = "has no pages of the documentation"
     raise InvalidOption("docs", str(package), why=why, fix="Install the wheel, or run from a source tree.")
 
 
@@ -97,7 +97,7 @@ def _title(page: Path) -> str:
 
 
 def _section(text: str, wanted: str) -> str:
-    """From a heading to the next one of the same rank, or of a higher one."""
+    """The text from a heading to the next one of the same or a higher rank."""
     lines = text.splitlines(keepends=True)
     headings = list(_headings(lines))
     for place, (start, rank, anchor) in enumerate(headings):
@@ -108,7 +108,7 @@ def _section(text: str, wanted: str) -> str:
 
 
 def _headings(lines: Iterable[str]) -> Iterator[tuple[int, int, str]]:
-    """The line, rank and anchor of each heading; lines of code are none."""
+    """The line, rank and anchor of each heading outside of code blocks."""
     fenced = False
     seen: dict[str, int] = {}
     for number, line in enumerate(lines):
@@ -123,7 +123,7 @@ def _headings(lines: Iterable[str]) -> Iterator[tuple[int, int, str]]:
 
 
 def _anchor(heading: str) -> str:
-    """A heading's anchor, as the sites make it that show Markdown: its words in small letters, joined by hyphens."""
+    """A heading's anchor as on GitHub: its words in lower case, joined by hyphens."""
     words = heading.strip().lower().replace(" ", "-")
     return "".join(char for char in words if char.isalnum() or char in "-_")
 
@@ -132,5 +132,5 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> InvalidOption:
     choices = list(known)
     near = get_close_matches(name.lower(), choices, n=3, cutoff=0.5)
     listed = " or ".join(map(repr, near))
-    fix = f"Did you mean {listed}?" if near else f"There are: {', '.join(choices)}."
-    return InvalidOption(what, name, why=f"there is no such {what}", fix=fix)
+    fix = f"Did you mean {listed}?" if near else f"The {what}s are: {', '.join(choices)}."
+    return InvalidOption(what, name, why=f"is not a known {what}", fix=fix)

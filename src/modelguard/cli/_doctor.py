@@ -1,4 +1,4 @@
-"""``modelguard doctor``: what is wrong with a service's environment, and how to fix it."""
+"""``modelguard doctor``: finds problems in a service's environment, and says how to fix them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "doctor",
         usage="modelguard doctor [--json] [--pid PID | --gunicorn CONF | -- COMMAND ...]",
-        help="find what is wrong with the environment of a service",
-        description="Examines this environment, a running process with everything that it has started, a gunicorn "
-        "configuration (which it runs), or a command (which it does not run). Each finding says what was seen, why it "
-        "matters and how to fix it. Secrets are never printed.",
+        help="find problems in the environment of a service",
+        description="Examine this environment, a running process with all its descendants, a gunicorn configuration "
+        "(which is executed), or a command (which is not executed). Each finding says what was seen, why it matters "
+        "and how to fix it. Secrets are never printed.",
         epilog="exit status: 0 no faults (there may be notes), 1 faults, 2 the examination failed, 127 there is no "
         "such command",
     )
-    parser.add_argument("--pid", metavar="PID", help="a running process; with gunicorn the master")
-    parser.add_argument("--gunicorn", metavar="CONF", help="a configuration as for gunicorn's -c; it is run")
+    parser.add_argument("--pid", metavar="PID", help="a running process; for gunicorn, the master")
+    parser.add_argument("--gunicorn", metavar="CONF", help="a configuration as for gunicorn's -c; it is executed")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command that would be started"
+        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command that starts the service"
     )
     parser.set_defaults(run=run)
 
@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         report = examine(_gather(options))
     except CannotRun as error:
-        return _refuse(error, error.status)
+        return _fail(error, error.status)
     except ModelGuardError as error:
-        return _refuse(error, USAGE)
+        return _fail(error, USAGE)
     if options.json:
         print(as_json(report))  # noqa: T201 - the output of the command
     else:
@@ -63,10 +63,10 @@ def run(options: argparse.Namespace) -> int:
 def _gather(options: argparse.Namespace) -> Facts:
     from modelguard import diagnosis
 
-    asked = [name for name in ("pid", "gunicorn") if getattr(options, name) is not None]
-    if len(asked) + bool(options.command) > 1:
-        why = "only one thing can be examined at a time"
-        raise InvalidOption(f"--{asked[0]}", getattr(options, asked[0]), why=why, fix="Remove the others.")
+    given = [name for name in ("pid", "gunicorn") if getattr(options, name) is not None]
+    if len(given) + bool(options.command) > 1:
+        why = "must be given alone: only one thing can be examined at a time"
+        raise InvalidOption(f"--{given[0]}", getattr(options, given[0]), why=why, fix="Remove the others.")
     if options.pid is not None:
         return diagnosis.facts_of_process(options.pid)
     if options.gunicorn is not None:
@@ -77,7 +77,7 @@ def _gather(options: argparse.Namespace) -> Facts:
     return diagnosis.facts_of_machine()
 
 
-def _refuse(error: ModelGuardError, status: int) -> int:
+def _fail(error: ModelGuardError, status: int) -> int:
     from modelguard.diagnosis import _redact
 
     line = " ".join(_redact.redact(str(error), os.environ).split())
@@ -103,7 +103,7 @@ def _show(report: DoctorReport, stream: TextIO) -> None:
 
 
 def _colours(stream: TextIO) -> Callable[[str, str], None] | None:
-    """A function that prints a line in a style; None where rich is not installed."""
+    """Make a function that prints a line in a style; None if rich is not installed."""
     try:
         from rich.console import Console
         from rich.text import Text

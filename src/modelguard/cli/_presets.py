@@ -1,4 +1,4 @@
-"""``modelguard presets``: the variables of the presets, also in the format of a service's configuration."""
+"""``modelguard presets``: shows the variables of presets, or writes them in the format of a configuration file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from modelguard.errors import InvalidOption
 
 USAGE = 2
 
-# The numbers that size a preset, and their types.
+# The options with the numbers of a preset, and their types.
 _SIZES: dict[str, Callable[[str], float]] = {"workers": int, "distinct_shapes": int, "cpus": float}
 
 
@@ -23,9 +23,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "presets",
-        help="list and explain settings that belong together, or write them for a Dockerfile, a unit, ...",
-        description="Without a name lists the presets. With names explains every variable that they set: its value, "
-        "when it is read, what it does and what it costs. Where two presets set the same variable, the later one wins.",
+        help="list and explain presets of environment variables, or write them for a Dockerfile, a unit, ...",
+        description="Without a name, list the presets. With names, explain every variable that they set: its value, "
+        "when it is read, what it does and what it costs. If two presets set the same variable, the later one wins.",
         epilog="exit status: 0 success, 2 there is no such preset or format, or a number is out of range",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="presets, combined in this order")
@@ -54,13 +54,13 @@ def _answer(options: argparse.Namespace) -> str:
         preset = functools.reduce(operator.or_, [_presets.get(name, **sizes) for name in options.names])
         return f"{preset.explain()}\n" if options.format is None else preset.render(options.format)
     if options.format is not None:
-        why = "it needs the name of a preset"
+        why = "requires the name of a preset"
         raise InvalidOption("--format", options.format, why=why, fix="Add one, such as torch-cpu.")
     return _table()
 
 
 def _number(text: str, kind: Callable[[str], float]) -> Any:
-    """The number; the preset rejects anything else, in one line."""
+    """Convert a number; other text is returned unchanged, and the preset rejects it with a message of one line."""
     try:
         return kind(text)
     except ValueError:

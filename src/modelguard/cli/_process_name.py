@@ -1,4 +1,4 @@
-"""A short name for a process, from its command line: the server and the app that it serves."""
+"""A short name for a process, from its command line: the server and its app."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["process_name"]
 
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*t?(?:\.exe)?")
 
-#: Options of Python that take a value of their own.
+#: Options of Python that take a value.
 _PYTHON_VALUES = ("-W", "-X", "--check-hash-based-pycs")
 
-#: Programs that serve an app, each with its options that name the app. Of other programs no argument is shown.
+#: Programs that serve an app, each with the options that name the app. For other programs no argument is shown.
 _SERVERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("celery", "flask"), ("-A", "--app")),
     **dict.fromkeys(("daphne", "granian", "gunicorn", "hypercorn", "uvicorn"), ()),
     "uwsgi": ("-w", "--module", "--wsgi", "--wsgi-file"),
 }
 
-#: ``package.module:app``; unlike an address, what follows the colon is a name.
+#: ``package.module:app``; unlike in an address, a name follows the colon.
 _APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(?:\(\))?")
 
 
@@ -33,9 +33,9 @@ def process_name(command: Sequence[str]) -> str:
         command: The words of its command line.
 
     Returns:
-        The program, or the module behind ``python -m``, and the app if it is a known server: ``"gunicorn app:app"``,
-        ``"train.py"``, ``"python -c"``. The title of a program that has written one over its command line. ``"?"``
-        where the command line is empty. Secrets are hidden.
+        The program, or the module after ``python -m``, and for a known server its app: ``"gunicorn app:app"``,
+        ``"train.py"``, ``"python -c"``. If a program has overwritten its command line with a title, the title. ``"?"``
+        if the command line is empty. Secrets are hidden.
     """
     if len(command) == 1 and " " in command[0]:
         return _printable(_redact.redact(command[0], {})) or "?"
@@ -46,7 +46,7 @@ def process_name(command: Sequence[str]) -> str:
 
 
 def _program(command: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The program that runs in the end, behind Python, and its arguments."""
+    """The program, or the script or module that Python runs, and its arguments."""
     if not command:
         return "", ()
     name = PurePath(command[0]).name
@@ -60,7 +60,7 @@ def _behind_python(python: str, arguments: Sequence[str]) -> tuple[str, Sequence
         if word == "-m" and waiting:
             return waiting[0], waiting[1:]
         if word == "-c":
-            # How multiprocessing, and with it uvicorn, starts workers afresh.
+            # multiprocessing, and with it uvicorn, starts workers like this.
             return ("python (spawned worker)" if "spawn_main" in "".join(waiting[:1]) else f"{python} -c"), ()
         if word in _PYTHON_VALUES and waiting:
             waiting.pop(0)
@@ -79,4 +79,4 @@ def _app(arguments: Sequence[str], options: tuple[str, ...]) -> str | None:
 
 
 def _printable(text: str) -> str:
-    return " ".join("".join(one if one.isprintable() else " " for one in text).split())
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())

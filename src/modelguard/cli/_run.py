@@ -1,4 +1,4 @@
-"""``modelguard run``: become another command that has the right environment from its start."""
+"""``modelguard run``: becomes another command, with the right environment from its start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 USAGE = 2
 
-#: The numbers that size a preset. Read here and not by argparse, whose errors are longer than a line.
+#: The options with the numbers of a preset. Parsed here and not by argparse, which prints errors of several lines.
 _SIZES = {"--workers": "workers", "--distinct-shapes": "distinct_shapes"}
 
 
@@ -27,9 +27,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "run",
         usage="modelguard run [--preset NAME]... [--allocator NAME] [options] -- COMMAND ...",
-        help="start a command with presets and an allocator that are in force from its start",
-        description="Sets the variables that a program needs at its start, and becomes the command: the process id "
-        "stays, and signals and the exit status are the command's own. Variables that are set already win.",
+        help="start a command with presets and an allocator in force from its start",
+        description="Set the variables that a program needs at its start, and become the command: the process id "
+        "stays, and signals and the exit status are the command's own. Variables that are already set win.",
         epilog="exit status: the command's own, or 2 usage, 126 the command cannot be executed, 127 it was not found",
     )
     parser.add_argument(
@@ -39,27 +39,27 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--allocator",
         default="none",
         metavar="NAME",
-        help="auto (the best that is installed), jemalloc, mimalloc, tcmalloc, glibc (set to give memory back), "
-        "or none (leave it alone), default: %(default)s",
+        help="auto (the best that is installed), jemalloc, mimalloc, tcmalloc, glibc (made to return freed memory), "
+        "or none (no change), default: %(default)s",
     )
     parser.add_argument("--workers", metavar="N", help="processes that share the CPUs, default: 1")
     parser.add_argument(
         "--distinct-shapes", metavar="N", help="how many different input shapes the traffic has, if known"
     )
-    parser.add_argument("--print", action="store_true", help="print the command as a line for a shell, and exit")
+    parser.add_argument("--print", action="store_true", help="print the command as a shell command, and exit")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the command")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns only if this process has not become another one."""
+    """Run the command; returns only if this process has not become another program."""
     from modelguard.environment import _launcher
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
         preset = _preset(options)
         plan = _launcher.plan(command, preset=preset, allocator=options.allocator)
-        for note in plan.notes or _nothing_asked(options):
+        for note in plan.notes or _note_on_nothing_set(options):
             _say(note)
         if not options.print:
             _launcher.become(plan)
@@ -79,7 +79,7 @@ def _preset(options: argparse.Namespace) -> Preset | None:
     sizes = {_SIZES[option]: _whole_number(option, text) for option, text in given.items()}
     if not options.presets:
         for option, text in given.items():
-            why = "it sizes a preset, and there is none"
+            why = "requires a preset"
             raise InvalidOption(option, text, why=why, fix="Add one, such as --preset torch-cpu.")
         return None
     from modelguard.environment import _presets
@@ -87,18 +87,18 @@ def _preset(options: argparse.Namespace) -> Preset | None:
     return functools.reduce(operator.or_, [_presets.get(name, **sizes) for name in options.presets])
 
 
-def _nothing_asked(options: argparse.Namespace) -> list[str]:
+def _note_on_nothing_set(options: argparse.Namespace) -> list[str]:
     if options.presets or options.allocator != "none":
         return []
-    return ["nothing is set, because there is neither --preset nor --allocator"]
+    return ["nothing is set, because neither --preset nor --allocator is given"]
 
 
 def _whole_number(option: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise InvalidOption(option, text, why="it is not a whole number", fix="Give one, such as 4.")
+        raise InvalidOption(option, text, why="must be a whole number", fix="Give a number such as 4.")
     return int(text)
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):  # stderr may be closed, and the command should start nevertheless
+    with suppress(OSError):  # if stderr is closed, the command should still start
         print(f"modelguard run: {line}", file=sys.stderr, flush=True)  # noqa: T201

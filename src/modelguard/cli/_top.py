@@ -1,4 +1,4 @@
-"""``modelguard top``: what process trees really hold, read from outside."""
+"""``modelguard top``: shows how much memory process trees actually use, read from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 USAGE = 2
 
-#: Seconds between two looks; one takes 50 - 150 ms for each process with torch or spaCy.
+#: Seconds between readings; a reading takes 50 - 150 ms for each process with torch or spaCy.
 INTERVAL = 2.0
 SHORTEST = 0.1
 
@@ -28,20 +28,20 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "top",
-        help="show what the processes of a server really hold, and in how many copies",
-        description="Shows for each process of a tree: its share of the memory (PSS), its private memory (USS), how "
-        "much that has grown since the process started and since the first look, and where private memory sits. "
-        "python: arenas of its objects, as far as they can be recognised; heap: what malloc serves; mixed: large "
-        "blocks such as tensors, and arenas that lie beside them; stacks; files. Reads /proc only. RSS counts what "
-        "workers share once for each of them; it is shown last.",
+        help="show how much memory the processes of a server actually use, and in how many copies",
+        description="Show for each process of a tree: its share of the memory (PSS), its private memory (USS), how "
+        "much this has grown since the process started and since the first reading, and where private memory is. "
+        "python: arenas of Python objects, as far as they can be recognised; heap: memory for malloc; mixed: large "
+        "blocks such as tensors, and arenas next to them; stacks; files. Only /proc is read. RSS, which counts shared "
+        "memory once for each worker, is shown last.",
         epilog="exit status: 0 success, also when interrupted, 2 there is nothing to show",
     )
     parser.add_argument(
-        "pid", nargs="?", metavar="PID", help="the top of the tree, default: every tree of Python processes of yours"
+        "pid", nargs="?", metavar="PID", help="the top of the tree, default: all trees of your Python processes"
     )
-    parser.add_argument("--once", action="store_true", help="look once and exit")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each look, sizes in bytes")
-    parser.add_argument("--interval", metavar="S", help=f"seconds between two looks, default: {INTERVAL:g}")
+    parser.add_argument("--once", action="store_true", help="print one reading and exit")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each reading, sizes in bytes")
+    parser.add_argument("--interval", metavar="S", help=f"seconds between readings, default: {INTERVAL:g}")
     parser.add_argument("--model-bytes", metavar="SIZE", help="size of one copy of the model, such as '500 MB'")
     parser.set_defaults(run=run)
 
@@ -51,12 +51,12 @@ def run(options: argparse.Namespace) -> int:
     try:
         _run(options)
     except ModelGuardError as error:
-        return _refuse(str(error))
+        return _fail(str(error))
     except (ProcessLookupError, PermissionError) as error:
-        return _refuse(str(error.strerror))
+        return _fail(str(error.strerror))
     except BrokenPipeError:  # the reader has closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:  # the usual end of a watch
+    except KeyboardInterrupt:  # the usual end
         pass
     return 0
 
@@ -65,16 +65,16 @@ def _run(options: argparse.Namespace) -> None:
     from modelguard.cli import _top_view
 
     interval = _interval(options.interval)
-    look = looker(_pid(options.pid), _model_bytes(options.model_bytes))
+    read = make_reader(_pid(options.pid), _model_bytes(options.model_bytes))
     if options.json:
-        _repeat(look, _print_json, None if options.once else interval)
+        _repeat(read, _print_json, None if options.once else interval)
     else:
         with _top_view.choose(sys.stdout, live=not options.once) as show:
-            _repeat(look, show, None if options.once else interval)
+            _repeat(read, show, None if options.once else interval)
 
 
-def looker(pid: int | None, model_bytes: int | str | None) -> Callable[[], list[TreeReport]]:
-    """Make a function that looks at the tree of a process, or at every tree of Python processes of this user."""
+def make_reader(pid: int | None, model_bytes: int | str | None) -> Callable[[], list[TreeReport]]:
+    """Make a function that reads the tree of a process, or all trees of this user's Python processes."""
     from modelguard.sharing import _reports
 
     if pid is not None:
@@ -82,32 +82,32 @@ def looker(pid: int | None, model_bytes: int | str | None) -> Callable[[], list[
         return lambda: [watch.look()]
     watches: dict[int, TreeWatch] = {}
 
-    def look() -> list[TreeReport]:
+    def read() -> list[TreeReport]:
         found = _reports.python_trees(without=(os.getpid(),))
-        for gone in watches.keys() - found:
-            del watches[gone]
+        for ended in watches.keys() - found:
+            del watches[ended]
         trees = []
         for top in found:
             if top not in watches:
                 watches[top] = _reports.TreeWatch(top, model_bytes=model_bytes)
             try:
                 trees.append(watches[top].look())
-            except (ProcessLookupError, PermissionError):  # it has just ended, or hides itself
+            except (ProcessLookupError, PermissionError):  # it has just ended, or is hidden
                 del watches[top]
         if not trees:
-            raise ProcessLookupError(0, "you run no Python process except this one; give the PID of a server")
+            raise ProcessLookupError(0, "you have no other running Python process; give the PID of a server")
         return sorted(trees, key=lambda tree: tree.pss, reverse=True)
 
-    return look
+    return read
 
 
 def _repeat(
-    look: Callable[[], list[TreeReport]], show: Callable[[list[TreeReport]], None], interval: float | None
+    read: Callable[[], list[TreeReport]], show: Callable[[list[TreeReport]], None], interval: float | None
 ) -> None:
-    show(look())
+    show(read())
     while interval is not None:
         time.sleep(interval)
-        show(look())
+        show(read())
 
 
 def _print_json(trees: list[TreeReport]) -> None:
@@ -120,8 +120,8 @@ def _pid(text: str | None) -> int | None:
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
-        why = "it is not a process id"
-        raise InvalidOption("PID", text, why=why, fix="Give one, such as that in the server's pidfile.")
+        why = "must be a process id"
+        raise InvalidOption("PID", text, why=why, fix="Give one, such as the number in the server's pidfile.")
     return int(text)
 
 
@@ -135,7 +135,7 @@ def _interval(text: str | None) -> float:
         amount = float(text)
     interval = _units.seconds(amount, "--interval")
     if interval < SHORTEST:
-        why = "one look takes longer than that"
+        why = "is too short: a reading takes longer"
         raise InvalidOption("--interval", text, why=why, fix=f"Give at least {SHORTEST:g} seconds.")
     return interval
 
@@ -148,6 +148,6 @@ def _model_bytes(text: str | None) -> int | None:
     return _units.size(int(text) if re.fullmatch(r"[0-9]{1,18}", text, re.ASCII) else text, "--model-bytes")
 
 
-def _refuse(why: str) -> int:
+def _fail(why: str) -> int:
     print(f"modelguard top: {why}", file=sys.stderr)  # noqa: T201
     return USAGE

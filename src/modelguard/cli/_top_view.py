@@ -1,4 +1,4 @@
-"""Process trees as a table, live on a terminal, and as JSON. Secrets are never shown."""
+"""Process trees as a table, updated live on a terminal, and as JSON. Secrets are never shown."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _LEFT = frozenset({"process", "malloc"})
 
 _GAP = "  "
 
-#: Characters of a process's name, at most and at least; the whole command line is in the JSON.
+#: The maximum and minimum number of characters of a process's name; the JSON contains the whole command line.
 _WIDTH = 36
 _NARROWEST = 12
 
 
 def choose(stream: TextIO, *, live: bool) -> AbstractContextManager[Show]:
-    """The live view where it is wanted, rich is installed and ``stream`` is a terminal, else plain text."""
+    """The live view if it is wanted, rich is installed and ``stream`` is a terminal; otherwise plain text."""
     if live and stream.isatty() and importlib.util.find_spec("rich") is not None:
         return _live(stream)
     return _plain(stream)
@@ -68,10 +68,10 @@ def _live(stream: TextIO) -> Iterator[Show]:
 
     console = Console(file=stream)
     with Live(console=console, auto_refresh=False) as live:
-        yield lambda trees: live.update(_picture(trees, console.width), refresh=True)
+        yield lambda trees: live.update(_rendered(trees, console.width), refresh=True)
 
 
-def _picture(trees: Sequence[TreeReport], width: int) -> Group:
+def _rendered(trees: Sequence[TreeReport], width: int) -> Group:
     from rich.console import Group
     from rich.text import Text
 
@@ -88,8 +88,8 @@ def table(tree: TreeReport, width: int | None = None) -> str:
 
     Args:
         tree: The tree.
-        width: Characters of a line. Default: as many as it takes. Names are shortened first, then the columns at the
-            right are left out.
+        width: Characters of a line. Default: as many as needed. If there is too little space, names are shortened
+            first, then the columns on the right are left out.
     """
     cells = [HEADINGS, *rows(tree)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -132,14 +132,14 @@ def _row(process: ProcessReport, depth: int) -> tuple[str, ...]:
 
 
 def summary(tree: TreeReport) -> str:
-    """What the whole tree holds, in copies, in two or three sentences."""
+    """The memory of the whole tree, and the number of copies, in two or three sentences."""
     count = len(tree.processes)
-    who = "1 process holds" if count == 1 else f"{count} processes hold"
-    one = format_bytes(tree.one_copy)
+    who = "1 process uses" if count == 1 else f"{count} processes use"
+    copy = format_bytes(tree.one_copy)
     copies = (
-        f"{tree.copies:.2f} times what the largest, {tree.largest.pid}, would hold alone ({one})"
+        f"{tree.copies:.2f} times what the largest, {tree.largest.pid}, would use alone ({copy})"
         if tree.model_bytes is None
-        else f"{tree.copies:.2f} times the model ({one}), including everything else that they hold"
+        else f"{tree.copies:.2f} times the model ({copy}), including all their other memory"
     )
     lines = [
         f"{who} {format_bytes(tree.pss)}: {copies}.",
@@ -150,7 +150,7 @@ def summary(tree: TreeReport) -> str:
         lines.append(f"In swap: {format_bytes(swap)}.")
     if tree.unread:
         pids = ", ".join(map(str, tree.unread))
-        lines.append(f"Not counted, because they belong to someone else: {pids}. Run it as root to see all.")
+        lines.append(f"Not counted, because they belong to other users: {pids}. Run this as root to see all.")
     return "\n".join(lines)
 
 
@@ -182,9 +182,9 @@ def _process(process: ProcessReport) -> dict[str, Any]:
 def command(process: ProcessReport) -> str:
     """A process's command line in one line, without secrets."""
     words = process.command
-    # A program that has written a title over its command line leaves one word with blanks in it.
+    # If a program has overwritten its command line with a title, there is a single word with spaces.
     text = _redact.redact(words[0], {}) if len(words) == 1 else _redact.redact_command(words, {})
-    return " ".join("".join(one if one.isprintable() else " " for one in text).split()) or "?"
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split()) or "?"
 
 
 def _growth(count: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a service's environment, and how to fix it; ``modelguard doctor`` on the command line."""
+"""Find problems in a service's environment, and how to fix them; ``modelguard doctor`` on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MG1xx: the allocator that was intended, and the one that serves."""
+"""MG1xx: whether the intended allocator is the one in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CHECKS"]
 
 _RUN = "Set it before the program starts (shell, unit file, image), or use 'modelguard run --allocator auto'."
 
-#: Other variables than LD_PRELOAD that are read only when a program starts.
+#: Variables other than LD_PRELOAD that are read only when a program starts.
 _AT_EXEC = ("MALLOC_ARENA_MAX", "MALLOC_CONF", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "PYTHONMALLOC")
 
 
@@ -32,12 +32,12 @@ def _missing(facts: Facts) -> Evidence | None:
 def _background_threads(facts: Facts) -> Evidence | None:
     if not (facts.server and facts.server.forks) and not facts.running("forked"):
         return None
-    fix = "Remove background_thread:true from MALLOC_CONF where workers are forked."
+    fix = "Remove background_thread:true from MALLOC_CONF if workers are forked."
     if problems := _problems(facts, "background threads"):
         return Evidence(tuple(problem.seen for problem in problems), fix)
     settings, preload = facts.last("MALLOC_CONF"), facts.last("LD_PRELOAD")
-    asked = settings is not None and "background_thread:true" in (settings.value or "")
-    if settings is None or not asked or preload is None or "jemalloc" not in (preload.value or ""):
+    enabled = settings is not None and "background_thread:true" in (settings.value or "")
+    if settings is None or not enabled or preload is None or "jemalloc" not in (preload.value or ""):
         return None
     return Evidence((f"{settings.where} has MALLOC_CONF={settings.value}, and its server forks workers",), fix)
 
@@ -60,7 +60,7 @@ def _two(facts: Facts) -> Evidence | None:
 
 
 def _set_late(facts: Facts, names: Iterable[str]) -> list[Variable]:
-    """The variables that are set after the start, to values that they did not have at the start."""
+    """The variables that are set after the start, to values other than at the start."""
     named = facts.named(*names)
     started_with = {(variable.name, variable.value) for variable in named if variable.moment == "exec"}
     return [v for v in named if v.moment != "exec" and (v.name, v.value) not in started_with]
@@ -80,42 +80,43 @@ def _evidence(problems: list[Problem], level: Level = "fault") -> Evidence | Non
 CHECKS = (
     Check(
         "MG101",
-        "LD_PRELOAD is set, and not in force",
-        "The dynamic linker reads LD_PRELOAD once, when a program starts. Set later, from a configuration such as "
-        "gunicorn's raw_env or from Python, it silently does nothing.",
+        "LD_PRELOAD is set, but not in force",
+        "The dynamic linker reads LD_PRELOAD once, when a program starts. If it is set later, by a configuration such "
+        "as gunicorn's raw_env or by Python, it silently has no effect.",
         _placebo,
     ),
     Check(
         "MG102",
         "LD_PRELOAD names a file that does not exist",
         "The dynamic linker prints a warning, which servers often hide, and continues without the file: the service "
-        "runs on the allocator that was to be replaced.",
+        "uses the allocator that should have been replaced.",
         _missing,
     ),
     Check(
         "MG103",
         "jemalloc runs background threads in a server that forks",
-        "No thread survives a fork. In the workers nothing gives freed memory back in the background, although that "
-        "is the purpose of these threads.",
+        "These threads return freed memory in the background, but threads do not survive a fork: the workers do not "
+        "have them.",
         _background_threads,
     ),
     Check(
         "MG104",
-        "A variable that is read at the start is set after it",
-        "glibc, jemalloc and Python read these variables once, when the program starts. Set later they do nothing.",
+        "A variable that is read at program start is set later",
+        "glibc, jemalloc and Python read these variables once, when the program starts. If they are set later, they "
+        "have no effect.",
         _exec_variables,
     ),
     Check(
         "MG105",
-        "MALLOC_CONF is set, and jemalloc does not serve",
-        "Only jemalloc reads it, so it has no effect.",
+        "MALLOC_CONF is set, but jemalloc is not in use",
+        "Only jemalloc reads this variable, so it has no effect.",
         _unused_settings,
     ),
     Check(
         "MG106",
         "More than one allocator is loaded",
         "Only one of them serves malloc. A package's private copy is harmless, but its presence and its figures say "
-        "nothing about the service; of two preloaded allocators the first one serves.",
+        "nothing about the service. Of two preloaded allocators, the first is used.",
         _two,
     ),
 )

@@ -8,7 +8,7 @@ from modelguard.diagnosis._findings import Check, Evidence
 
 __all__ = ["CHECKS"]
 
-#: Bytes. A few pages in swap that are not needed again do not mean that memory is short.
+#: Bytes. A few pages in swap that are no longer needed do not mean that memory is short.
 _SWAP = 10_000_000
 
 
@@ -16,14 +16,14 @@ def _no_limit(facts: Facts) -> Evidence | None:
     limit = facts.machine.limit
     if limit is None or limit.bytes is not None:
         return None
-    slowed = "" if limit.high is None else f"; memory.high slows it down from {format_bytes(limit.high)} on"
-    seen = f"no cgroup that can be seen from here limits its memory{slowed}"
+    slowed = "" if limit.high is None else f"; memory.high slows it down above {format_bytes(limit.high)}"
+    seen = f"no cgroup that is visible from here limits its memory{slowed}"
     fix = "Give the service a limit: MemoryMax= in its unit, --memory in docker, resources.limits.memory in Kubernetes."
     return Evidence((seen,), fix, "note")
 
 
 def _swapping(facts: Facts) -> Evidence | None:
-    fix = "Find what grew (MG2xx, MG4xx), add memory to the machine, or give the service a limit and MemorySwapMax=0."
+    fix = "Find what has grown (MG2xx, MG4xx), add memory to the machine, or set a limit and MemorySwapMax=0."
     swapped = [process for process in facts.processes if process.swap > _SWAP]
     if swapped:
         seen = (f"process {process.pid} has {format_bytes(process.swap)} in swap" for process in swapped)
@@ -31,7 +31,7 @@ def _swapping(facts: Facts) -> Evidence | None:
     machine = facts.machine.swapped
     if facts.processes or machine is None or machine <= _SWAP:
         return None
-    unassigned = f"the machine has {format_bytes(machine)} in swap; their owner is unknown before the service runs"
+    unassigned = f"the machine has {format_bytes(machine)} in swap; the owner is unknown until the service runs"
     return Evidence((unassigned,), fix, "note")
 
 
@@ -39,15 +39,15 @@ CHECKS = (
     Check(
         "MG301",
         "Nothing limits the service's memory",
-        "Without a limit a service that grows takes the whole machine with it, SSH included, and policies by "
-        "percentage such as MemoryLimit('80%') have no limit to refer to.",
+        "Without a limit, a growing service affects the whole machine, including SSH, and policies with a percentage "
+        "such as MemoryLimit('80%') have nothing to refer to.",
         _no_limit,
     ),
     Check(
         "MG302",
         "Swap is in use",
-        "A model is read from end to end for each answer. What is in swap has to be read back page by page, so answers "
-        "take seconds, and a service that grows becomes slow instead of being killed.",
+        "A whole model is read for each answer. Pages in swap must be read back one by one, so answers take seconds, "
+        "and a growing service becomes slow instead of being killed.",
         _swapping,
     ),
 )

@@ -17,11 +17,11 @@ TORCH = ("torch", "torchaudio", "torchvision", "diffusers", "sentence_transforme
 #: Packages that start a pool of OpenMP or BLAS threads.
 _POOLS = (*TORCH, "numpy", "scipy", "sklearn")
 
-#: oneDNN reads the first of these under an older name, too.
+#: oneDNN also reads the first of these under an older name.
 _ONEDNN = (CAPS[0], "DNNL_PRIMITIVE_CACHE_CAPACITY")
 _IDEEP = CAPS[1]
 
-#: Bytes that one compiled primitive takes at most, and that other compiled code may take. Measured: 0.65 MB for each
+#: The most bytes that one compiled primitive takes, and that other compiled code may take. Measured: 0.65 MB for each
 #: shape of a 1-d convolution (torch 2.13, x86-64); 2 MB with a cap of 8, and 262 MB without one, after 400 shapes.
 _PER_ENTRY, _OTHER_CODE = 2_000_000, 32_000_000
 
@@ -34,11 +34,11 @@ def _one_cap(facts: Facts) -> Evidence | None:
     if given is None or (onednn and ideep) or _applies_something(facts):
         return None
     missing = _IDEEP if onednn else _ONEDNN[0]
-    seen = f"{given.where} sets {_written(given)}; {missing} is not set anywhere that could be seen"
-    # ideep's must not be 0, whatever oneDNN's is: see MG205.
+    seen = f"{given.where} sets {_written(given)}; {missing} is not set in any place that could be read"
+    # ideep's must not be 0, even if oneDNN's is: see MG205.
     wanted = "1" if missing == _IDEEP and given.value == "0" else given.value
     how = f"={wanted}" if wanted else " to the same value"
-    return Evidence((seen,), f"Set {missing}{how} beside it, or use: {_PRESET}")
+    return Evidence((seen,), f"Also set {missing}{how}, or use: {_PRESET}")
 
 
 def _crash(facts: Facts) -> Evidence | None:
@@ -54,7 +54,7 @@ def _written(variable: Variable) -> str:
 
 def _too_late(facts: Facts) -> Evidence | None:
     seen = [
-        f"{variable.where} sets {variable.name} after the import of a library that reads it when it is loaded"
+        f"{variable.where} sets {variable.name} after the import of a library that reads it on load"
         for variable in facts.named(*THREAD_VARIABLES)
         if variable.moment == "after import" and not _in_time(facts.named(variable.name))
     ]
@@ -62,8 +62,8 @@ def _too_late(facts: Facts) -> Evidence | None:
     if cap is not None and cap.moment not in ("exec", "server"):
         allowed = _allowed(cap)
         seen += [
-            f"{cap.where} sets {cap.name}={cap.value}, and process {process.pid} holds "
-            f"{format_bytes(process.compiled)} of compiled code, which such a cap does not allow"
+            f"{cap.where} sets {cap.name}={cap.value}, but process {process.pid} has "
+            f"{format_bytes(process.compiled)} of compiled code, more than this cap allows"
             for process in facts.processes
             if allowed is not None and process.torch and process.compiled > allowed
         ]
@@ -81,9 +81,9 @@ def _no_caps(facts: Facts) -> Evidence | None:
         return None
     seen = [imported] if imported else []
     seen += [_describe(process) for process in running]
-    seen.append(f"neither {CAPS[0]} nor {CAPS[1]} is set anywhere that could be seen")
+    seen.append(f"neither {CAPS[0]} nor {CAPS[1]} is set in any place that could be read")
     grown = any(process.compiled > _OTHER_CODE for process in running)
-    # Where the app's own source was not read, it may set them itself.
+    # If the app's own source was not read, it may set them itself.
     level: Level = "fault" if facts.app is not None or grown else "note"
     return Evidence(tuple(seen), f"Start it with: {_PRESET}", level)
 
@@ -100,7 +100,7 @@ def _threads(facts: Facts) -> Evidence | None:
     seen = f"{workers} worker(s) with {threads} thread(s) each ({by}) on {cpus.count:g} CPU(s) ({cpus.source})"
     fix = f"Start it with: modelguard run --preset torch-cpu --workers {workers} -- COMMAND (OMP_NUM_THREADS={share})"
     if threads == 1:
-        fix = f"Run {max(1, int(cpus.count))} worker(s) where the model is what takes the time."
+        fix = f"Run {max(1, int(cpus.count))} worker(s) if the model takes most of the time."
     return Evidence((seen, pools), fix, "note" if threads == 1 else "fault")
 
 
@@ -111,7 +111,7 @@ def _threads_of_one(facts: Facts) -> tuple[int | None, str]:
         for variable in reversed(_in_time(facts.named(name))):
             if variable.value and variable.value.isdecimal():
                 return int(variable.value), f"{name} by {variable.where}"
-    return facts.machine.affinity, "one for each CPU that it may run on, the default"
+    return facts.machine.affinity, "by default one for each CPU that it may run on"
 
 
 def _in_time(variables: Iterable[Variable]) -> list[Variable]:
@@ -134,7 +134,7 @@ def _allowed(cap: Variable) -> int | None:
 
 
 def _describe(process: ServiceProcess) -> str:
-    code = f" and holds {format_bytes(process.compiled)} of code compiled at run time" if process.compiled else ""
+    code = f" and has {format_bytes(process.compiled)} of code compiled at run time" if process.compiled else ""
     return f"process {process.pid} runs torch{code}"
 
 
@@ -142,29 +142,30 @@ CHECKS = (
     Check(
         "MG201",
         "One of the two oneDNN caches is capped, the other is not",
-        "Either cap alone does not hold: 400 lengths through 8 convolutions grew by 339 MB without a cap, by 77 MB "
-        "with oneDNN's alone, and by 319 MB with ideep's alone.",
+        "Neither cap is enough alone: 400 lengths through 8 convolutions grew by 339 MB without a cap, by 77 MB with "
+        "only oneDNN's, and by 319 MB with only ideep's.",
         _one_cap,
     ),
     Check(
         "MG202",
-        "A setting came too late",
+        "A variable is set too late",
         "OpenMP and BLAS libraries read their variables when they are loaded, oneDNN and ideep at their first use. "
-        "What is set afterwards silently does nothing.",
+        "Variables that are set afterwards silently have no effect.",
         _too_late,
     ),
     Check(
         "MG203",
-        "torch runs on CPU without caps for inputs of ever-new shapes",
-        "torch keeps compiled code for up to 1024 shapes and layers, hundreds of MB of it. Where inputs differ in "
-        "length, memory grows with each new length; where all have one shape, this does no harm.",
+        "torch runs on CPU without caps for inputs of many shapes",
+        "torch keeps compiled code for up to 1024 shapes and layers, which takes hundreds of MB. If inputs differ in "
+        "length, memory grows with each new length; if all have the same shape, this does no harm.",
         _no_caps,
     ),
     Check(
         "MG204",
         "More threads than CPUs",
-        "Each worker's pool counts the machine's CPUs, and neither the quota nor the other workers. Threads then wait "
-        "for each other, and with a quota the kernel stops all of them for most of each tenth of a second.",
+        "Each worker starts a thread for each CPU of the machine, regardless of the quota and the other workers. The "
+        "threads then wait for each other, and with a quota the kernel stops all of them for most of each tenth of a "
+        "second.",
         _threads,
     ),
     Check(

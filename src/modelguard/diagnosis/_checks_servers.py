@@ -1,4 +1,4 @@
-"""MG4xx and MG5xx: how workers are started, and what each of them holds."""
+"""MG4xx and MG5xx: how workers are started, and how much memory each of them has for itself."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from modelguard.diagnosis._findings import Check, Evidence
 
 __all__ = ["CHECKS"]
 
-#: Packages whose import shows that a process holds a model.
+#: Packages that show by their import that a process holds a model.
 _MODELS = (
     *TORCH,
     "catboost", "faster_whisper", "fasttext", "flair", "gensim", "jax", "keras", "lightgbm", "llama_cpp", "onnxruntime",
     "sklearn", "spacy", "stanza", "tensorflow", "transformers", "xgboost",
 )  # fmt: skip
 
-#: Bytes: more than a worker of a web framework holds alone. With FastAPI it is about 30 MB, with torch imported 100.
+#: Bytes: more than the private memory of a worker without a model. FastAPI takes about 30 MB, torch 100 MB.
 _HOLDS_A_MODEL = 150_000_000
 
 _IMMORTAL = (3, 12)
@@ -64,7 +64,7 @@ def _two_ways_to_reload(facts: Facts) -> Evidence | None:
         f"{server.kind} replaces a worker after {server.max_requests} requests ({server.max_requests_by})",
         f"{app.reloads} makes a guard that reloads inside the worker",
     )
-    fix = "Keep one: remove max_requests, or give the guard reload_on=None and leave recycling to the server."
+    fix = "Use only one: remove max_requests, or give the guard reload_on=None and let the server replace workers."
     return Evidence(seen, fix)
 
 
@@ -86,13 +86,13 @@ def _no_immortal_objects(facts: Facts) -> Evidence | None:
         return None
     if python.name == "CPython" and python.version >= _IMMORTAL and not python.free_threaded:
         return None
-    fix = "Run it on CPython 3.12 or newer, with the GIL, where the model is made of many Python objects."
+    fix = "If the model consists of many Python objects, use CPython 3.12 or newer, with the GIL."
     return Evidence((f"the app is forked on {python}", str(facts.imported(_MODELS))), fix, "note")
 
 
 def _one_each(facts: Facts, server: Server, workers: tuple[ServiceProcess, ...], fix: str) -> Evidence | None:
-    """Evidence that each worker holds a model of its own: measured, or from the source."""
-    count = f"{server.kind} runs {server.workers} workers ({server.workers_by}), and each loads the app for itself"
+    """Evidence that each worker holds its own model: measured, or from the source."""
+    count = f"{server.kind} runs {server.workers} workers ({server.workers_by}), and each loads the app itself"
     heavy = [worker for worker in workers if worker.private > _HOLDS_A_MODEL]
     if len(heavy) > 1:
         return Evidence((count, *map(_own_share, heavy)), fix)
@@ -121,7 +121,7 @@ def _files(facts: Facts) -> str:
 
 def _own_share(process: ServiceProcess) -> str:
     return (
-        f"process {process.pid} alone holds {format_bytes(process.private)}, "
+        f"process {process.pid} has {format_bytes(process.private)} for itself, "
         f"and shares {format_bytes(process.shared)} with others"
     )
 
@@ -129,43 +129,43 @@ def _own_share(process: ServiceProcess) -> str:
 CHECKS = (
     Check(
         "MG401",
-        "The app is loaded before the fork, and not frozen",
-        "A worker's first full garbage collection writes to every object that it inherited, so all of those pages "
-        "are copied: 276 of 282 MB for a heap of 600,000 small objects, none of it after gc.freeze() in the parent.",
+        "The app is loaded before the fork, but not frozen",
+        "A worker's first full garbage collection writes to every object that it inherited, so all their pages are "
+        "copied: 276 of 282 MB for a heap of 600,000 small objects, and nothing after gc.freeze() in the parent.",
         _not_frozen,
     ),
     Check(
         "MG402",
-        "Each forked worker holds a model of its own",
-        "Workers that load the app after the fork share nothing of it: N workers take N times the memory.",
+        "Each forked worker holds its own model",
+        "Workers that load the app after the fork do not share it: N workers take N times the memory.",
         _copies,
     ),
     Check(
         "MG403",
-        "Workers are recycled, and reload as well",
-        "A recycled worker loads the model again, and so does the guard inside it. Together they load more often than "
-        "either was set to, and the second load makes the first one useless.",
+        "The server replaces workers, and the guard reloads too",
+        "A new worker loads the model, and so does the guard inside a worker. Together they load more often than "
+        "either is configured to, and some loads are wasted.",
         _two_ways_to_reload,
     ),
     Check(
         "MG404",
-        "Each spawned worker holds a model of its own",
-        "These servers start their workers afresh and have no preload, so nothing of the model is shared: N workers "
+        "Each spawned worker holds its own model",
+        "These servers start their workers without a fork and have no preload, so the model is not shared: N workers "
         "take N times the memory.",
         _spawned_copies,
     ),
     Check(
         "MG405",
         "CUDA is used before the fork",
-        "CUDA does not support fork: in the workers every use of it fails or hangs.",
+        "CUDA does not support fork: every use in the workers fails or hangs.",
         _cuda,
     ),
     Check(
         "MG501",
         "This Python has no immortal objects",
-        "Reading an object counts a reference in it, which copies its page in the worker, frozen or not. From "
-        "CPython 3.12 on, objects can be made immortal, and reading them then writes nothing. Tensors and arrays are "
-        "not affected: their data has no reference counts.",
+        "Reading an object changes its reference count, which copies its page in the worker, even if it is frozen. "
+        "Since CPython 3.12, objects can be made immortal, and reading them then writes nothing. Tensors and arrays "
+        "are not affected: their data has no reference counts.",
         _no_immortal_objects,
     ),
 )

@@ -1,8 +1,8 @@
-"""What is known of a service before it is examined, as plain frozen data.
+"""The facts about a service that the checks examine, as plain frozen data.
 
-Facts come from this machine, a running process, a gunicorn configuration or a command. What could not be seen is left
-out and listed in ``unknown``. Facts never hold secrets: of the environment only the variables that modelguard knows are
-kept, and command lines are redacted first.
+Facts come from this machine, a running process, a gunicorn configuration or a command. What could not be read is left
+out and listed in ``unknown``. Facts never contain secrets: only the environment variables that modelguard knows are
+kept, and command lines are redacted.
 """
 
 from collections.abc import Iterable
@@ -26,14 +26,14 @@ __all__ = [
     "Variable",
 ]
 
-#: When a variable is set: before the program starts; by the server before it imports the app; by the app before, or
-#: after, it imports the library that reads the variable; or inside a function, at an unknown time.
+#: When a variable is set: before the program starts; by the server before it imports the app; by the app before or
+#: after it imports the library that reads the variable; or inside a function, at an unknown time.
 Moment = Literal["exec", "server", "app", "after import", "later"]
 
 Role = Literal["main", "forked", "spawned", "other"]
 
-#: The two caches that grow with the shapes of a model's inputs on CPU: oneDNN's compiled primitives, and ideep's
-#: descriptions of them. oneDNN reads the older name of its own as well.
+#: The variables that limit the two caches that grow with the input shapes of a model on CPU: oneDNN's compiled
+#: primitives, and ideep's descriptions of them. oneDNN also reads an older name of its variable.
 CAPS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
@@ -43,9 +43,9 @@ class Variable:
 
     Attributes:
         name: Its name.
-        value: Its value; None where the source computes it.
+        value: Its value; None if the source computes it.
         moment: When it is set.
-        where: The place that sets it, for people: ``"raw_env in gunicorn.conf.py"``.
+        where: The place that sets it, as text for users: ``"raw_env in gunicorn.conf.py"``.
     """
 
     name: str
@@ -59,10 +59,10 @@ class Machine:
     """The resources that the service may use.
 
     Attributes:
-        cpus: How many CPUs it may keep busy; None where this is unknown.
-        affinity: How many CPUs it may run on, which is what thread pools count; None where this is unknown.
-        limit: Its memory limit; None where a limit would not show (not Linux, or no ``/proc``).
-        swapped: Bytes of the whole machine that are in swap; None where this is unknown.
+        cpus: How many CPUs it may keep busy; None if unknown.
+        affinity: How many CPUs it may run on, the number that thread pools use; None if unknown.
+        limit: Its memory limit; None if a limit could not be seen (not Linux, or no ``/proc``).
+        swapped: Bytes in swap on the whole machine; None if unknown.
         cuda: Whether the machine has an NVIDIA device.
     """
 
@@ -98,15 +98,15 @@ class ServiceProcess:
 
     Attributes:
         pid: Its process id.
-        role: ``"main"`` for the process that was asked for, ``"forked"`` for a copy of it, ``"spawned"`` for a worker
-            that was started afresh, ``"other"`` for any other program that it has started.
-        private: Bytes that it alone has written, those in swap included.
-        shared: Bytes that it shares with others and that were written to since they were mapped.
+        role: ``"main"`` for the given process, ``"forked"`` for a fork of it, ``"spawned"`` for a worker that was
+            started without a fork, ``"other"`` for any other program that it has started.
+        private: Bytes that only this process has written, including those in swap.
+        shared: Bytes that it shares with other processes and that were written to since they were mapped.
         swap: Bytes in swap.
         threads: Its number of threads.
         torch: Whether torch's libraries are mapped.
         cuda: Whether it holds an NVIDIA device.
-        compiled: Bytes of machine code that libraries have made in it at run time, such as oneDNN for each shape.
+        compiled: Bytes of machine code that libraries have compiled at run time, as oneDNN does for each shape.
     """
 
     pid: int
@@ -126,13 +126,13 @@ class Server:
 
     Attributes:
         kind: ``"gunicorn"``, ``"uvicorn"``, ...
-        workers: The number of worker processes; None where this is unknown.
-        workers_by: The setting that says so.
-        forks: Whether workers are copies of the server's own process, rather than programs started afresh.
-        preload: Whether the app is loaded before the workers are forked; None where this is unknown.
-        preload_by: The setting that says so.
-        max_requests: After how many requests a worker is replaced, 0 for never; None where this is unknown.
-        max_requests_by: The setting that says so.
+        workers: The number of worker processes; None if unknown.
+        workers_by: The setting with this number.
+        forks: Whether workers are forks of the server's own process, and not newly started programs.
+        preload: Whether the app is loaded before the workers are forked; None if unknown.
+        preload_by: The setting that determines this.
+        max_requests: After how many requests a worker is replaced, 0 for never; None if unknown.
+        max_requests_by: The setting with this number.
     """
 
     kind: str
@@ -152,19 +152,19 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the source of an app or of a configuration says. It was read, not run.
+    """The facts from the source of an app or a configuration. The source was read, but not executed.
 
     Attributes:
-        files: The files that were read, the app's own first.
+        files: The files that were read, the app's own file first.
         imports: Each package that is imported anywhere in them, and where: ``{"torch": "app.py line 3"}``.
-        variables: Those that it sets.
+        variables: The variables that it sets.
         freezes: Where ``gc.freeze`` is called, by the app or by modelguard.
-        reloads: Where a guard of modelguard is made that reloads in the process.
+        reloads: Where a guard is made that reloads in the process.
         cuda: Where a CUDA device is named.
-        applies: Where a preset is applied whose name the source computes.
-        threads: The number of threads given to ``torch.set_num_threads``.
-        threads_by: Where.
-        unknown: What could not be found out from it.
+        applies: Where a preset is applied with a computed name.
+        threads: The number of threads that is passed to ``torch.set_num_threads``.
+        threads_by: Where this is called.
+        unknown: What could not be determined from it.
     """
 
     files: tuple[str, ...] = ()
@@ -179,26 +179,26 @@ class Source:
     unknown: tuple[str, ...] = ()
 
     def imported(self, packages: Iterable[str]) -> str | None:
-        """Name the first of some packages that is imported, and where."""
+        """Describe the first of these packages that is imported, and where."""
         where = dict(self.imports)
         return next((f"{where[name]} imports {name}" for name in packages if name in where), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that is known of a service.
+    """All known facts about a service.
 
     Attributes:
-        subject: What is examined, for people.
+        subject: What is examined, as text for users.
         machine: The resources that it may use.
         variables: The variables that modelguard knows, in the order in which they are set.
-        interpreter: Its Python; None where this is unknown.
+        interpreter: Its Python; None if unknown.
         problems: The problems of its allocator.
-        server: Its server; None where there is none, or none that modelguard knows.
-        processes: The main process and everything that it has started; empty where nothing runs yet.
-        app: What the app's source says; None where it was not found.
-        config: What the server's configuration says; None where there is none.
-        unknown: What could not be found out, in sentences.
+        server: Its server; None if there is none, or if modelguard does not know it.
+        processes: The main process and all its descendants; empty if nothing is running yet.
+        app: The facts from the app's source; None if it was not found.
+        config: The facts from the server's configuration; None if there is none.
+        unknown: What could not be determined, in sentences.
     """
 
     subject: str
@@ -217,13 +217,13 @@ class Facts:
         return tuple(variable for variable in self.variables if variable.name in names)
 
     def last(self, *names: str) -> Variable | None:
-        """The one of these variables that is set last, which is the one that counts."""
+        """The one of these variables that is set last, and takes effect."""
         return next(reversed(self.named(*names)), None)
 
     def running(self, role: Role) -> tuple[ServiceProcess, ...]:
-        """The processes of one role."""
+        """The processes with this role."""
         return tuple(process for process in self.processes if process.role == role)
 
     def imported(self, packages: Iterable[str]) -> str | None:
-        """Name the first of some packages that the app imports, and where."""
+        """Describe the first of these packages that the app imports, and where."""
         return self.app.imported(packages) if self.app else None

@@ -1,4 +1,4 @@
-"""Checks and what they find."""
+"""Checks, and the findings that they report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from modelguard.diagnosis._facts import Facts
 
 __all__ = ["Check", "Evidence", "Finding", "Level"]
 
-#: A fault does harm, or a setting without effect. A note may be intended, and does not fail the doctor.
+#: A fault does harm, or is a setting without effect. A note may be intended, and does not make the doctor fail.
 Level = Literal["fault", "note"]
 
 
@@ -17,9 +17,9 @@ class Evidence:
     """What a check found.
 
     Attributes:
-        seen: The evidence, each item in one sentence or clause.
+        seen: The evidence, each item a sentence or clause.
         fix: Exactly what to do.
-        level: How bad it is.
+        level: How serious it is.
     """
 
     seen: tuple[str, ...]
@@ -29,12 +29,12 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, or may be.
+    """A problem, or a possible problem.
 
     Attributes:
         number: Such as ``"MG101"``.
         title: What is wrong, in one line.
-        level: How bad it is.
+        level: How serious it is.
         seen: The evidence.
         why: Why it matters.
         fix: Exactly what to do.
@@ -52,23 +52,23 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question about the facts.
+    """A check for one problem.
 
     Attributes:
-        number: Such as ``"MG101"``; numbers are never used again.
-        title: What is wrong if it finds something.
-        why: Why that matters.
-        look: Finds the evidence, or returns None. It looks at nothing but the facts.
+        number: Such as ``"MG101"``; numbers are never reused.
+        title: The problem, in one line.
+        why: Why it matters.
+        find: Finds the evidence in the facts, or returns None.
     """
 
     number: str
     title: str
     why: str
-    look: Callable[[Facts], Evidence | None]
+    find: Callable[[Facts], Evidence | None]
 
     def __call__(self, facts: Facts) -> Finding | None:
-        """Ask."""
-        evidence = self.look(facts)
+        """Run the check."""
+        evidence = self.find(facts)
         if evidence is None:
             return None
         page = f"modelguard docs doctor#{self.number.lower()}"

@@ -1,7 +1,7 @@
-"""Hides what must never be printed: values of variables and options that look like secrets, passwords in addresses.
+"""Hide what must never be printed: values of variables and options that look like secrets, and passwords in addresses.
 
-Reports are pasted into tickets. So everything that comes from outside (a command line, a configuration's error) passes
-through here before it is shown.
+Users paste reports into tickets. So all text from outside (a command line, the error of a configuration) is redacted
+before it is shown.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ __all__ = ["HIDDEN", "is_secret", "redact", "redact_command"]
 
 HIDDEN = "***"
 
-# AUTH also finds AUTHOR: hiding too much is safer.
+# AUTH also matches AUTHOR: hiding too much is safer than too little.
 _NAME = r"[\w.-]*(?:KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE|DSN|SIGNATURE|PRIVATE)[\w.-]*"
-#: These are not passwords: a shell's current folder, and the one before.
+#: Not passwords, but a shell's current and previous folders.
 _FOLDERS = ("PWD", "OLDPWD")
 _USER_INFO = re.compile(r"(?<=://)[^\s'\"]*@")
 _ASSIGNED = re.compile(rf"(\b{_NAME}['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|\S+)", re.IGNORECASE)
@@ -63,7 +63,7 @@ def _redacted_words(words: Sequence[str], environ: Mapping[str, str]) -> Iterabl
 
 
 def _values(environ: Mapping[str, str]) -> Iterable[str]:
-    """Secret values, and the passwords in addresses such as ``postgres://me:word@host/``."""
+    """The values of secret variables, and passwords in addresses such as ``postgres://me:word@host/``."""
     for name, value in environ.items():
         if is_secret(name):
             yield from (part for part in {value, value.strip(), repr(value)[1:-1]} if len(part) >= _SHORTEST)

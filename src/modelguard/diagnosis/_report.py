@@ -1,4 +1,4 @@
-"""Runs every check, and writes the report."""
+"""Run all checks, and write the report."""
 
 import json
 import textwrap
@@ -17,12 +17,12 @@ _INDENT = 8
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
-    """What the doctor found.
+    """The result of all checks.
 
     Attributes:
         subject: What was examined.
         findings: Faults first, then notes, each by number.
-        unknown: What could not be found out, in sentences.
+        unknown: What could not be determined, in sentences.
         checks: The number of checks that were run.
     """
 
@@ -43,10 +43,10 @@ class DoctorReport:
 
 
 def examine(facts: Facts, checks: Iterable[Check] = CHECKS) -> DoctorReport:
-    """Run every check.
+    """Run all checks.
 
     Args:
-        facts: What is known of the service.
+        facts: The facts about the service.
         checks: The checks. Default: all.
     """
     run = tuple(checks)
@@ -56,7 +56,7 @@ def examine(facts: Facts, checks: Iterable[Check] = CHECKS) -> DoctorReport:
 
 
 def as_json(report: DoctorReport) -> str:
-    """Write a report for programs."""
+    """Write a report as JSON, for programs."""
     content = {
         "subject": report.subject,
         "ok": report.ok,
@@ -67,11 +67,11 @@ def as_json(report: DoctorReport) -> str:
 
 
 def as_text(report: DoctorReport, width: int | None = None) -> Iterator[tuple[str, str]]:
-    """Write a report for people.
+    """Write a report as text, for users.
 
     Args:
         report: The report.
-        width: The column at which lines are broken. Default: they are not, so that they can be searched.
+        width: The column at which lines are wrapped. Default: lines are not wrapped, so that they can be searched.
 
     Yields:
         Lines, each with a style: ``"subject"``, ``"fault"``, ``"note"``, ``"detail"``,
@@ -114,5 +114,5 @@ def _count(number: int, word: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text without characters that control a terminal, or that no stream can encode."""
+    """Escape characters that control a terminal, or that a stream cannot encode."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,6 +1,6 @@
-"""What this process runs on: the CPUs and the memory that it may use.
+"""The CPUs and the memory that this process may use.
 
-Its allocator, its memory and its settings have modules of their own: :mod:`modelguard.allocator`,
+Its allocator, its memory readings and its environment variables have their own modules: :mod:`modelguard.allocator`,
 :mod:`modelguard.memory`, :mod:`modelguard.presets`.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["Cpus", "Limit", "available_cpus", "memory_limit"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Importing a module of this package, as `import modelguard` does, should not import all of them.
+    # Importing one module of this package should not import all of them.
     from modelguard import _public
     from modelguard.environment import _cpus, _limits
 

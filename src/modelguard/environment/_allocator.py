@@ -1,9 +1,9 @@
-"""The library that serves ``malloc`` in this process, and how to make it give free memory back.
+"""The library that serves ``malloc`` in this process, and how to make it return free memory to the system.
 
-Names do not show which one it is: ``LD_PRELOAD`` may be set and not in force, and a package may bring a private copy
-of jemalloc that serves nobody else. So the dynamic linker is asked what ``malloc`` resolves to, and an allocator is
-recognised by the functions of that very file. Functions of any other file are never called: ``malloc_trim`` of a glibc
-that does not serve ``malloc`` does nothing at best.
+File names do not show which library it is: ``LD_PRELOAD`` may be set and not in force, and a package may bundle a
+private copy of jemalloc that nothing else uses. So this module asks the dynamic linker what ``malloc`` resolves to, and
+recognises the allocator by the functions of that file. It never calls functions of any other file: ``malloc_trim`` of a
+glibc that does not serve ``malloc`` does nothing at best.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from modelguard.environment import _memory, _proc
 from modelguard.errors import NotSupported
 
-if TYPE_CHECKING:  # a service that guards a model needs none of them
+if TYPE_CHECKING:  # a service that only guards a model needs none of them
     from modelguard.environment._allocator_kinds import Figures, How, Kind, Library, Problem, SmallObjects
 
 __all__ = ["AllocatorInForce", "AllocatorInfo", "detect", "in_force", "restart_threads", "stats", "trim"]
 
 _THREADS = "restarting jemalloc's background threads"
-_TRIMMING = "giving freed memory back to the system"
-_ASKING = "asking which library serves malloc"
+_TRIMMING = "returning freed memory to the system"
+_DETECTING = "finding the library that serves malloc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class AllocatorInForce:
     """The library that serves ``malloc`` in this process.
 
     Attributes:
-        kind: Which allocator it is; ``"unknown"`` is musl, a sanitizer, or another one that modelguard does not know.
+        kind: The allocator; ``"unknown"`` is musl, a sanitizer, or another one that modelguard does not know.
         path: Its file, as the dynamic linker names it. For the executable itself this is often just the command.
     """
 
@@ -46,14 +46,15 @@ class AllocatorInfo:
     """The allocator of this process in detail. ``print()`` shows it as text.
 
     Attributes:
-        kind: Which allocator serves ``malloc``; ``"unknown"`` is musl, a sanitizer, or another one that modelguard
+        kind: The allocator that serves ``malloc``; ``"unknown"`` is musl, a sanitizer, or another one that modelguard
             does not know.
         path: Its file.
         how: ``"preloaded"`` by ``LD_PRELOAD`` or ``/etc/ld.so.preload``, ``"linked"`` to the program as its C library
             is, or ``"static"``: a part of the program's own file.
-        version: As it reports it, such as ``"5.3.0"``; None if it does not.
-        python: What serves Python's objects of up to 512 bytes in front of ``malloc``; ``PYTHONMALLOC`` chooses it.
-        figures: What it reports of itself; None if it reports nothing.
+        version: The version that it reports, such as ``"5.3.0"``; None if it reports none.
+        python: The allocator of Python's objects of up to 512 bytes, in front of ``malloc``; ``PYTHONMALLOC`` chooses
+            it.
+        figures: Its figures; None if it reports none.
         problems: What is not as intended.
     """
 
@@ -85,9 +86,9 @@ def detect(
         environ: The variables of this process as they are now.
 
     Returns:
-        The allocator, how it came in, its version, its figures and its problems. Only the file that serves ``malloc``
-        is ever called. Takes about a millisecond, after some 20 for imports the first time; under glibc longer, the
-        more free blocks it keeps.
+        The allocator, how it was loaded, its version, its figures and its problems. Only functions of the file that
+        serves ``malloc`` are called. This takes about a millisecond, plus about 20 for imports the first time. Under
+        glibc it takes longer, the more free blocks there are.
 
     Raises:
         NotSupported: This is not Linux.
@@ -95,7 +96,7 @@ def detect(
     # The figures import ctypes, which takes 2 - 3 ms.
     from modelguard.environment import _allocator_figures, _allocator_problems, _python_objects
 
-    library = library or _malloc_library(_ASKING)
+    library = library or _malloc_library(_DETECTING)
     kind, function = _kind_and_function(library)
     process = _allocator_problems.this_process(root)
     path = process.file_at(library.base) or library.path
@@ -128,7 +129,7 @@ def stats(library: Library | None = None) -> Figures:
     """
     from modelguard.environment import _allocator_figures
 
-    library = library or _malloc_library(_ASKING)
+    library = library or _malloc_library(_DETECTING)
     kind, function = _kind_and_function(library)
     found = _allocator_figures.figures(kind, library, function)
     if found is None:
@@ -150,26 +151,26 @@ def in_force(library: Library | None = None) -> AllocatorInForce:
     Raises:
         NotSupported: This is not Linux.
     """
-    library = library or _malloc_library(_ASKING)
+    library = library or _malloc_library(_DETECTING)
     return AllocatorInForce(_kind_and_function(library)[0], library.path)
 
 
 def trim(library: Library | None = None, *, private: Callable[[], int] | None = None) -> int:
-    """Give memory that was freed back to the operating system.
+    """Return freed memory to the operating system.
 
-    Allocators keep freed memory for the next request. This makes the one in force return it: glibc by
+    Allocators keep freed memory for the next request. This function makes the allocator in force return it: glibc by
     ``malloc_trim(0)``, jemalloc by a purge of all arenas, tcmalloc by ``MallocExtension_ReleaseFreeMemory``, mimalloc
-    by ``mi_collect`` (what the calling thread has freed, and some of it only a moment later).
+    by ``mi_collect`` (only what the calling thread has freed, and some of it a moment later).
 
     Args:
         library: The file that serves ``malloc``. Default: the one that the dynamic linker names.
         private: Reads private memory in bytes. Default: a fresh :func:`modelguard.memory.private`.
 
     Returns:
-        Bytes given back: private memory before less private memory after, or 0 if other threads took more meanwhile.
+        Bytes returned: private memory before minus private memory after, or 0 if other threads took more meanwhile.
 
     Raises:
-        NotSupported: This is not Linux, the allocator in force is not known, or it refused. Nothing was given back.
+        NotSupported: This is not Linux, the allocator in force is unknown, or it refused. Nothing was returned.
     """
     library = library or _malloc_library(_TRIMMING)
     private = private or _fresh
@@ -182,7 +183,7 @@ def trim(library: Library | None = None, *, private: Callable[[], int] | None = 
 
 
 def restart_threads(library: Library | None = None) -> None:
-    """Make jemalloc start its background threads again: a forked child has none, whatever the setting was.
+    """Make jemalloc start its background threads again: a forked child has none, whatever the setting is.
 
     Args:
         library: The file that serves ``malloc``. Default: the one that the dynamic linker names.
@@ -205,13 +206,13 @@ class _Allocator(NamedTuple):
 
     Attributes:
         kind: Its name.
-        telltale: A function that only this allocator exports.
-        function: The one that gives memory back.
-        release: Calls it.
+        unique_export: A function that only this allocator exports.
+        function: The function that releases memory.
+        release: Calls this function.
     """
 
     kind: Kind
-    telltale: str
+    unique_export: str
     function: str
     release: Callable[[Library, str], None]
 
@@ -239,7 +240,7 @@ def _release_free(library: Library, release_free_memory: str) -> None:
 _ALLOCATORS = (
     _Allocator("glibc", "gnu_get_libc_version", "malloc_trim", _trim_glibc),
     _Allocator("jemalloc", "mallctl", "mallctl", _purge),
-    # Linked into a program, its own functions may have a prefix while malloc has none.
+    # When jemalloc is linked into a program, its own functions may have a prefix although malloc has none.
     _Allocator("jemalloc", "je_mallctl", "je_mallctl", _purge),
     _Allocator("jemalloc", "_rjem_mallctl", "_rjem_mallctl", _purge),
     _Allocator("mimalloc", "mi_collect", "mi_collect", _collect),
@@ -249,20 +250,20 @@ _ALLOCATORS = (
 
 def _recognise(library: Library) -> _Allocator | None:
     for allocator in _ALLOCATORS:
-        if library.exports(allocator.telltale) and library.exports(allocator.function):
+        if library.exports(allocator.unique_export) and library.exports(allocator.function):
             return allocator
     return None
 
 
 def _kind_and_function(library: Library) -> tuple[Kind, str]:
-    """The allocator, and the name of its function that a trim would call."""
+    """The allocator, and the name of the function that trims it."""
     found = _recognise(library)
     return ("unknown", "") if found is None else (found.kind, found.function)
 
 
 def _malloc_library(feature: str) -> Library:
     if not sys.platform.startswith("linux"):
-        raise NotSupported(feature, reason=f"it needs Linux, and this is {sys.platform}")
+        raise NotSupported(feature, reason=f"it requires Linux, and this is {sys.platform}")
     from modelguard.environment import _linker  # imports ctypes, which takes 2 - 3 ms
 
     return _linker.MallocLibrary()

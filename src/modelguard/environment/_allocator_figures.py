@@ -1,7 +1,8 @@
-"""What each allocator reports of itself: its version and its figures.
+"""What each allocator reports about itself: its version and its figures.
 
 Separate from :mod:`modelguard.environment._allocator` because it imports ctypes. A function is called only if the file
-that serves ``malloc`` exports it: that of another file would report memory that this process does not use, or crash.
+that serves ``malloc`` exports it: a function of another file would report memory that this process does not use, or
+crash.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from modelguard.environment._allocator_kinds import Figures, Kind, Library
 
 __all__ = ["background_threads", "figures", "start_background_threads", "version"]
 
-#: The sum of what threads have taken and given back may be below zero, which in C is a huge number.
+#: The sum of what threads have allocated and freed may be negative, which is a huge number as an unsigned integer.
 _BELOW_ZERO = 2**62
 
-# mimalloc writes its version as 209 for 2.0.9, and from 2.2.6 on as 20206.
+# mimalloc reports its version as 209 for 2.0.9, and since 2.2.6 as 20206.
 _LONG_VERSION = 10_000
 
 
@@ -36,7 +37,7 @@ def version(kind: Kind, library: Library, function: str) -> str | None:
 
 
 def figures(kind: Kind, library: Library, function: str) -> Figures | None:
-    """The figures that the allocator reports.
+    """The allocator's figures.
 
     Args:
         kind: The allocator.
@@ -50,12 +51,12 @@ def figures(kind: Kind, library: Library, function: str) -> Figures | None:
 
 
 def background_threads(library: Library, mallctl: str) -> bool:
-    """Whether jemalloc runs threads of its own in this process."""
+    """Whether jemalloc runs background threads in this process."""
     return bool(_control(library, mallctl, b"background_thread", ctypes.c_bool()))
 
 
 def start_background_threads(library: Library, mallctl: str) -> bool:
-    """Make jemalloc run threads of its own; False if it refused."""
+    """Make jemalloc start its background threads; False if it refused."""
     on = ctypes.c_bool(1)
     return not library.call(mallctl, b"background_thread", None, None, ctypes.byref(on), ctypes.sizeof(on))
 
@@ -66,14 +67,14 @@ class _Mallinfo2(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_size_t)
         for name in (
-            "arena",  # taken from the system, without single mappings
+            "arena",  # taken from the system, without hblkhd
             "ordblks",
             "smblks",
             "hblks",
-            "hblkhd",  # in single mappings, one for each large block
+            "hblkhd",  # in separate mappings, one for each large block
             "usmblks",
             "fsmblks",
-            "uordblks",  # in use, of arena
+            "uordblks",  # the part of arena that is in use
             "fordblks",
             "keepcost",
         )
@@ -98,7 +99,7 @@ def _jemalloc_version(library: Library, mallctl: str) -> str | None:
 
 
 def _jemalloc(library: Library, mallctl: str) -> Figures | None:
-    # The figures are those of the last epoch; writing to it starts a new one.
+    # jemalloc updates its figures when a new epoch is written.
     epoch, size = ctypes.c_uint64(1), ctypes.sizeof(ctypes.c_uint64)
     if library.call(mallctl, b"epoch", None, None, ctypes.byref(epoch), size):
         return None
@@ -110,7 +111,7 @@ _STATS = (b"allocated", b"active", b"resident")
 
 
 def _control(library: Library, mallctl: str, name: bytes, value: Any) -> Any:
-    """Read a value by its name; None if this jemalloc was built without it."""
+    """Read a value by name; None if this jemalloc was built without it."""
     size = ctypes.c_size_t(ctypes.sizeof(value))
     failed = library.call(mallctl, name, ctypes.byref(value), ctypes.byref(size), None, 0)
     return None if failed else value.value
@@ -127,8 +128,8 @@ def _mimalloc_version(library: Library, _: str) -> str | None:
 def _mimalloc(library: Library, _: str) -> Figures | None:
     if not (library.exports("mi_process_info") and library.exports("mi_stats_merge")):
         return None
-    # Elapsed, user and system time, resident memory now and at its peak, committed memory now and at its peak, page
-    # faults. On Linux resident memory is the same figure as committed memory.
+    # Elapsed, user and system time, current and peak resident memory, current and peak committed memory, page faults.
+    # On Linux resident memory is the same figure as committed memory.
     found = [ctypes.c_size_t() for _ in range(8)]
     library.call("mi_stats_merge", returns=None)  # adds the calling thread's counters to those of the process
     library.call("mi_process_info", *map(ctypes.byref, found), returns=None)
@@ -164,7 +165,7 @@ def _property(library: Library, name: bytes) -> int | None:
 
 
 def _figures(allocated: int | None, active: int | None, resident: int) -> Figures:
-    # The figures are not from one moment, so with threads at work their difference may be below zero.
+    # The figures are not read at the same moment, so the difference may be negative while other threads work.
     return Figures(allocated, active, resident, None if allocated is None else max(0, resident - allocated))
 
 

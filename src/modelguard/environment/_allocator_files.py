@@ -1,7 +1,7 @@
 """The allocators' libraries on this machine, and whether a library may be preloaded.
 
-A preloaded library runs as the process's own code, before any other code of it. So a file that others could have
-written is refused, and so is one that the dynamic linker would skip with no more than a line on stderr.
+A preloaded library runs inside the process, before any other code. So files that other users could have written are
+rejected. Files that the dynamic linker would skip with only a line on stderr are rejected too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["check_preload", "find"]
 #: grew by 7, 7 and 14 MB, and by 2, 7 and 7 MB after a trim; jemalloc also reports the most figures.
 _KINDS: tuple[Kind, ...] = ("jemalloc", "mimalloc", "tcmalloc")
 
-# The plain builds: a debugging or profiling build is only used by choice.
+# Normal builds only: nobody should get a debugging or profiling build by accident.
 _FILES: tuple[tuple[str, Kind], ...] = (
     ("libjemalloc", "jemalloc"),
     ("libmimalloc", "mimalloc"),
@@ -46,11 +46,11 @@ _SYSTEM = (
     "home/linuxbrew/.linuxbrew/lib",
 )
 
-#: The program that runs now. Libraries must be built for the same kind of machine.
+#: The running program. Libraries must be built for the same kind of machine.
 _PROGRAM = _proc.folder() / "exe"
 
 _SAFER = "Install it where only root may write, or remove write permission for group and others (chmod go-w)."
-_INSTALLED = "modelguard's allocator.find() lists what is installed."
+_INSTALLED = "modelguard.allocator.find() lists the installed libraries."
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -61,32 +61,32 @@ def find(
     environ: Mapping[str, str] = os.environ,
     program: Path = _PROGRAM,
 ) -> tuple[AllocatorFile, ...]:
-    """Find the allocators' libraries that this machine could preload.
+    """Find the allocators' libraries that can be preloaded on this machine.
 
     The search covers the folders of conda and virtual environments, of Debian and Ubuntu (where the file is
     ``/usr/lib/x86_64-linux-gnu/libjemalloc.so.2`` and has no shorter name), of Alpine, Fedora and Arch, and of
-    Homebrew on Linux. Copies that packages bundle for themselves are left out, and so are files for another machine.
+    Homebrew on Linux. It leaves out the private copies that packages bundle, and files for another kind of machine.
 
     Args:
-        kind: The allocator to look for. Default: all of them.
-        root: The folder in which the others are found.
-        environ: Names the environment by ``CONDA_PREFIX`` and ``VIRTUAL_ENV``, and Homebrew by ``HOMEBREW_PREFIX``.
+        kind: The allocator to find. Default: all of them.
+        root: The folder below which to search.
+        environ: The variables ``CONDA_PREFIX``, ``VIRTUAL_ENV`` and ``HOMEBREW_PREFIX``.
         program: A program that was built for this machine, to compare libraries with. Default: the running one.
 
     Returns:
-        What was found, best first: jemalloc, mimalloc, tcmalloc, and of each the file in the environment before the
-        system's. :func:`check_preload` says whether a file is safe to preload. Empty for glibc, which needs no
-        preload, and on systems other than Linux, whose dynamic linkers have no ``LD_PRELOAD``.
+        The libraries, best first: jemalloc, mimalloc, tcmalloc, and for each allocator the file in the environment
+        before the system's. :func:`check_preload` checks whether a file is safe to preload. Empty for glibc, which
+        needs no preload, and on systems other than Linux, whose dynamic linkers have no ``LD_PRELOAD``.
 
     Raises:
-        InvalidOption: There is no such allocator.
+        InvalidOption: ``kind`` is not a known allocator.
     """
     if kind not in (None, *get_args(Kind)):
         import difflib
 
         near = difflib.get_close_matches(str(kind), _KINDS, n=1)
         fix = f"Did you mean {near[0]!r}?" if near else f"Write one of {', '.join(_KINDS)}."
-        raise InvalidOption("kind", kind, why="there is no allocator of this name", fix=fix)
+        raise InvalidOption("kind", kind, why="is not a known allocator", fix=fix)
     wanted: list[tuple[str, Kind]] = [(name, each) for name, each in _FILES if kind in (None, each)]
     found: dict[Path, AllocatorFile] = {}
     for folder in _folders(root, environ):
@@ -95,11 +95,11 @@ def find(
                 if _why_unloadable(file, program) is None:
                     path = str(PurePosixPath("/") / file.relative_to(root))
                     found.setdefault(file.resolve(), AllocatorFile(each, path))
-    return tuple(sorted(found.values(), key=lambda one: _KINDS.index(one.kind)))
+    return tuple(sorted(found.values(), key=lambda file: _KINDS.index(file.kind)))
 
 
 def check_preload(path: str | Path, *, argument: str = "preload", program: Path = _PROGRAM) -> None:
-    """Reject a library that the dynamic linker would skip, or that others could have written.
+    """Reject a library that the dynamic linker would skip, or that other users could have written.
 
     Args:
         path: The library.
@@ -107,13 +107,13 @@ def check_preload(path: str | Path, *, argument: str = "preload", program: Path 
         program: A program that was built for this machine, to compare the library with. Default: the running one.
 
     Raises:
-        InvalidOption: It is not the full path of a shared library for this machine; or someone other than root and
-            this user owns it or may write to it, to its folder or to a folder above. A library that lies directly in
-            a sticky folder such as ``/tmp`` is rejected too.
+        InvalidOption: It is not the full path of a shared library for this machine; or a user other than root and
+            this one owns it or may write to it, to its folder or to a folder above. A library directly in a sticky
+            folder such as ``/tmp`` is rejected too.
     """
-    refusal = _unusable(Path(path), program) or _unsafe(Path(path))
-    if refusal is not None:
-        why, fix = refusal
+    problem = _why_unusable(Path(path), program) or _why_unsafe(Path(path))
+    if problem is not None:
+        why, fix = problem
         raise InvalidOption(argument, str(path), why=why, fix=fix)
 
 
@@ -132,8 +132,8 @@ def _folders(root: Path, environ: Mapping[str, str]) -> Iterator[Path]:
 def _versions(folder: Path, name: str) -> list[Path]:
     """The files of a library in a folder, the newest first.
 
-    Of one version, the name with one number such as ``.so.2`` comes first: programs are linked to it, and it stays
-    over upgrades.
+    Among the names of one version, the one with a single number such as ``.so.2`` comes first: programs are linked to
+    it, and upgrades keep it.
     """
     files = (file for file in folder.glob(f"{name}.so*") if re.fullmatch(r".*\.so(?:\.\d+)*", file.name))
     return sorted(files, key=_rank)
@@ -150,10 +150,10 @@ def _why_unloadable(library: Path, program: Path) -> str | None:
         with _elf.opened(library) as file:
             # Without a program to compare with, the dynamic linker decides.
             if _is_foreign(file, program):
-                return "it was built for another kind of machine"
-            return None if file.type == "shared" else "it is not a shared library"
+                return "was built for another kind of machine"
+            return None if file.type == "shared" else "is not a shared library"
     except (_elf.NotElf, OSError):
-        return "it is not an ELF file, as shared libraries are"
+        return "is not a shared library: it is not an ELF file"
 
 
 def _is_foreign(library: _elf.ElfFile, program: Path) -> bool:
@@ -162,36 +162,36 @@ def _is_foreign(library: _elf.ElfFile, program: Path) -> bool:
     return False
 
 
-def _unusable(path: Path, program: Path) -> tuple[str, str] | None:
+def _why_unusable(path: Path, program: Path) -> tuple[str, str] | None:
     """Why the dynamic linker would not load a file, and what to do."""
     if not path.is_absolute():
-        why = "it is not a full path, so each program would look for it elsewhere"
+        why = "must be a full path: each program would search for another file"
         return why, "Give the full path of the library."
     if re.search(r"[\s:]", str(path)):
-        why = "the dynamic linker takes blanks and colons for the end of a name"
-        return why, "Link to it under a name without them."
+        why = "must not contain spaces or colons, which end a name in LD_PRELOAD"
+        return why, "Make a link to it under a name without them."
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        return f"it cannot be found ({error.strerror})", f"Correct the path; {_INSTALLED}"
+        return f"cannot be found ({error.strerror})", f"Correct the path; {_INSTALLED}"
     if not stat.S_ISREG(mode):
-        return "it is not a regular file", f"Name the library itself; {_INSTALLED}"
+        return "is not a regular file", f"Name the library itself; {_INSTALLED}"
     if not os.access(path, os.R_OK):
-        return "this user may not read it", "Give the user that runs the service permission to read it."
+        return "is not readable by this user", "Give the user that runs the service permission to read it."
     why_unloadable = _why_unloadable(path, program)
     return None if why_unloadable is None else (why_unloadable, f"Name a library for this machine; {_INSTALLED}")
 
 
-def _unsafe(path: Path) -> tuple[str, str] | None:
-    """Who else could have written a file, and what to do."""
+def _why_unsafe(path: Path) -> tuple[str, str] | None:
+    """Why another user could have written a file, and what to do."""
     file = path.resolve()
-    # A name may be a link: whoever can write to the link's folder chooses the file.
+    # The path may be a link: users who can write to the link's folder choose the file.
     nearest = {path.parent, file.parent}
     for each in dict.fromkeys([file, *nearest, *path.parents, *file.parents]):
         state = each.stat()
         if state.st_uid not in (0, os.geteuid()):
-            return f"{each} belongs to another user (number {state.st_uid})", _SAFER
+            return f"{each} belongs to another user (id {state.st_uid})", _SAFER
         sticky = bool(state.st_mode & stat.S_ISVTX) and each not in nearest
         if state.st_mode & _OTHERS_WRITE and not sticky:
-            return f"others may write to {each}", _SAFER
+            return f"other users may write to {each}", _SAFER
     return None

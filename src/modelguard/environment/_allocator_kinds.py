@@ -1,4 +1,4 @@
-"""What is said of allocators, as plain data, and how their files are named."""
+"""The types that describe allocators, and the file names of their libraries."""
 
 import re
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ Kind = Literal["glibc", "jemalloc", "mimalloc", "tcmalloc", "unknown"]
 #: ``"static"``: a part of the program's own file.
 How = Literal["preloaded", "linked", "static"]
 
-#: What serves Python's objects of up to 512 bytes in front of ``malloc``.
+#: The allocator of Python's objects of up to 512 bytes, in front of ``malloc``.
 SmallObjects = Literal["pymalloc", "mimalloc", "malloc"]
 
 #: ``"placebo"``: a preload that is set and not in force. ``"missing"``: a file to preload that does not exist.
-#: ``"private copy"``: an allocator that is loaded and serves ``malloc`` to nobody. ``"two allocators"``: more than one
+#: ``"private copy"``: an allocator that is loaded but does not serve ``malloc``. ``"two allocators"``: more than one
 #: is preloaded. ``"background threads"``: jemalloc's, which no forked child gets. ``"unused setting"``:
 #: ``MALLOC_CONF`` without jemalloc.
 ProblemKind = Literal["placebo", "missing", "private copy", "two allocators", "background threads", "unused setting"]
 
 _FILE_NAMES: tuple[tuple[Kind, str], ...] = (
     ("glibc", r"libc(?:\.so\.6|-2\.\d+\.so)"),
-    # Wheels that bring a library put a hash into its name: libjemalloc-1a2b3c4d.so.2.
+    # Wheels that bundle a library put a hash into its name: libjemalloc-1a2b3c4d.so.2.
     ("jemalloc", r"libjemalloc(?:_pic)?(?:-[0-9a-f]+)?\.so[.\d]*"),
     ("mimalloc", r"libmimalloc(?:-(?:secure|debug|[0-9a-f]+))*\.so[.\d]*"),
     ("tcmalloc", r"libtcmalloc(?:_[a-z_]+)?(?:-[0-9a-f]+)?\.so[.\d]*"),
@@ -41,7 +41,7 @@ class Library(Protocol):
     base: int | None
 
     def exports(self, name: str) -> bool:
-        """Whether a function of this name comes from this very file."""
+        """Whether the function of this name comes from this file."""
         ...
 
     def call(self, name: str, *arguments: Any, returns: Any = ...) -> Any:
@@ -51,14 +51,14 @@ class Library(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What an allocator reports of itself, in bytes. A field is None where the allocator does not report it.
+    """An allocator's figures about itself, in bytes. A field is None if the allocator does not report it.
 
     Attributes:
-        allocated: What the program holds: allocated and not freed yet.
-        active: The pages that hold it, with the holes between what is in use.
-        resident: What the allocator has taken from the system and not given back. glibc and mimalloc count pages that
-            were never touched, and glibc also those that a trim gave back, so there it is an upper bound.
-        retained: ``resident`` less ``allocated``: freed memory that is kept for the next request, holes, and the
+        allocated: Memory that the program has allocated and not freed yet.
+        active: The pages that contain this memory, including the gaps between allocated blocks.
+        resident: Memory that the allocator has taken from the system and not returned. glibc and mimalloc count pages
+            that were never touched, and glibc also those that a trim has returned, so for them it is an upper bound.
+        retained: ``resident`` minus ``allocated``: freed memory that is kept for the next request, gaps, and the
             allocator's own tables. (jemalloc has a figure of the same name for address space without memory; this is
             a different one.)
     """
@@ -79,7 +79,7 @@ class Problem:
 
     Attributes:
         kind: What is wrong: ``"placebo"`` (a preload that is set and not in force), ``"missing"`` (a file to preload
-            that does not exist), ``"private copy"`` (an allocator that is loaded and serves ``malloc`` to nobody),
+            that does not exist), ``"private copy"`` (an allocator that is loaded but does not serve ``malloc``),
             ``"two allocators"`` (more than one is preloaded), ``"background threads"`` (jemalloc's, which no forked
             child gets) or ``"unused setting"`` (``MALLOC_CONF`` without jemalloc).
         seen: The evidence, in one sentence.
@@ -93,10 +93,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorFile:
-    """A file that holds an allocator.
+    """The library file of an allocator.
 
     Attributes:
-        kind: The allocator that its name stands for.
+        kind: The allocator, by the file's name.
         path: The file.
     """
 
@@ -105,13 +105,13 @@ class AllocatorFile:
 
 
 def kind_of(path: str) -> Kind | None:
-    """The allocator that the name of a file stands for.
+    """Recognise an allocator by the name of its file.
 
     Args:
         path: A file, with or without its folder.
 
     Returns:
-        The allocator; None for any other file. A name does not prove that the file serves ``malloc``.
+        The allocator; None for any other file. The name does not prove that the file serves ``malloc``.
     """
     name = PurePath(path).name
     return next((kind for kind, pattern in _FILE_NAMES if re.fullmatch(pattern, name)), None)

@@ -1,6 +1,6 @@
-"""What is wrong with the allocator of a process.
+"""Find problems with the allocator of a process.
 
-A preload that is not in force, an allocator that is loaded and serves nobody, a setting that nothing reads.
+Such as a preload that is not in force, an allocator that is loaded but not used, or a setting that nothing reads.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _SETTINGS = "MALLOC_CONF"
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """What ``/proc`` shows of a process, as far as its allocator is concerned.
+    """What ``/proc`` shows about the allocator of a process.
 
     Attributes:
-        files: The files that are mapped into it, each with the address where it begins.
-        environ: The variables that it was started with. Empty where the program has written its title over them, or
-            has given up the right to read its own.
+        files: The files that are mapped into it, each with its start address.
+        environ: The variables that it was started with. Empty if the program has overwritten them with its title, or
+            has dropped the right to read its own.
         system: The entries of ``/etc/ld.so.preload``, which are preloaded into every program.
-        root: The folder in which its files are found.
-        executable: The program's own file; empty if that cannot be read.
+        root: The root folder that the process sees.
+        executable: The program's own file; empty if it cannot be read.
     """
 
     files: Mapping[str, int]
@@ -43,7 +43,7 @@ class ProcessView:
         return next((file for file, start in self.files.items() if start == address), None)
 
     def loaded(self, entry: str) -> str | None:
-        """The mapped file that an entry of ``LD_PRELOAD`` stands for."""
+        """The mapped file for an entry of ``LD_PRELOAD``; None if it is not loaded."""
         if entry in self.files:
             return entry
         return next((file for file in self.files if self._is_entry(entry, file)), None)
@@ -52,11 +52,11 @@ class ProcessView:
         """Whether there is such a file."""
         with suppress(OSError):
             return (self.root / path.lstrip("/")).exists()
-        return True  # in a folder that this user may not look into
+        return True  # in a folder that this user may not read
 
     def _is_entry(self, entry: str, file: str) -> bool:
         if not entry.startswith("/") or "$" in entry:
-            # A name that the dynamic linker has searched for: libjemalloc.so stands for libjemalloc.so.2, too.
+            # A name that the dynamic linker has searched for: libjemalloc.so also matches libjemalloc.so.2.
             return PurePosixPath(file).name.startswith(PurePosixPath(entry).name)
         with suppress(OSError):
             return (self.root / entry.lstrip("/")).samefile(self.root / file.lstrip("/"))
@@ -64,7 +64,7 @@ class ProcessView:
 
 
 def this_process(root: Path = _proc.ROOT) -> ProcessView:
-    """Read what ``/proc`` shows of this process; what cannot be read is left empty.
+    """Read what ``/proc`` shows about this process; what cannot be read is left empty.
 
     Args:
         root: The folder that holds ``proc`` and ``etc``.
@@ -87,17 +87,17 @@ def system_preloads(root: Path) -> tuple[str, ...]:
 
 
 def preload_entries(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The entries of ``LD_PRELOAD``, which are separated by blanks or colons."""
+    """The entries of ``LD_PRELOAD``, which are separated by spaces or colons."""
     return tuple(_entries(environ.get("LD_PRELOAD", "")))
 
 
 def how(process: ProcessView, environ: Mapping[str, str], path: str) -> How:
-    """How the file that serves ``malloc`` came into a process.
+    """How a process loaded the file that serves ``malloc``.
 
     Args:
         process: The process.
-        environ: Its variables as they are now.
-        path: The file, as it is mapped.
+        environ: Its current variables.
+        path: The mapped file.
     """
     if any(process.loaded(entry) == path for entry in _wanted(process, environ)):
         return "preloaded"
@@ -109,9 +109,9 @@ def problems(process: ProcessView, environ: Mapping[str, str], kind: Kind, path:
 
     Args:
         process: The process.
-        environ: Its variables as they are now, as far as they are known.
+        environ: Its current variables, as far as they are known.
         kind: The allocator that serves ``malloc``.
-        path: Its file, as it is mapped.
+        path: The mapped file of this allocator.
 
     Yields:
         Each problem, preloads first.
@@ -121,7 +121,7 @@ def problems(process: ProcessView, environ: Mapping[str, str], kind: Kind, path:
         if file is None:
             yield _not_loaded(process, entry)
         elif file != path and kind_of(file) not in (None, "glibc"):
-            yield _not_serving(entry, file, path, preloaded=path in files.values())
+            yield _not_in_use(entry, file, path, preloaded=path in files.values())
     for file in process.files:
         if file not in (path, *files.values()) and kind_of(file) not in (None, "glibc"):
             yield _private_copy(file, path)
@@ -129,12 +129,12 @@ def problems(process: ProcessView, environ: Mapping[str, str], kind: Kind, path:
 
 
 def background_threads() -> Problem:
-    """The problem that jemalloc runs threads of its own."""
+    """The problem that jemalloc runs background threads."""
     return Problem(
         "background threads",
         "jemalloc runs background threads (background_thread:true), which no forked child gets: in a child, and with "
-        "preload_app in every worker, freed memory goes back only when the process itself allocates",
-        "Where workers are forked, remove background_thread:true from MALLOC_CONF.",
+        "preload_app in every worker, freed memory is returned only when the process itself allocates",
+        "If workers are forked, remove background_thread:true from MALLOC_CONF.",
     )
 
 
@@ -143,7 +143,7 @@ def _entries(text: str) -> Iterable[str]:
 
 
 def _wanted(process: ProcessView, environ: Mapping[str, str]) -> dict[str, None]:
-    """What should be preloaded. A process may have changed its variable since, or have overwritten the old one."""
+    """The entries that should be preloaded. A process may have changed its variable, or overwritten the old one."""
     return dict.fromkeys((*preload_entries(process.environ), *preload_entries(environ), *process.system))
 
 
@@ -151,41 +151,41 @@ def _not_loaded(process: ProcessView, entry: str) -> Problem:
     if entry.startswith("/") and "$" not in entry and not process.exists(entry):
         return Problem(
             "missing",
-            f"LD_PRELOAD names {entry}, and there is no such file",
+            f"LD_PRELOAD names {entry}, which does not exist",
             "Correct the path, or use 'modelguard run --allocator auto -- COMMAND', which finds an installed one.",
         )
     if entry in (*preload_entries(process.environ), *process.system):
         return Problem(
             "placebo",
-            f"LD_PRELOAD named {entry} when the process started, and the dynamic linker could not load it",
-            "Install the library for this machine and this system's C library; the first lines on stderr say more.",
+            f"LD_PRELOAD named {entry} when the process started, but the dynamic linker could not load it",
+            "Install the library for this machine and its C library; the first lines on stderr say more.",
         )
-    return Problem("placebo", f"LD_PRELOAD names {entry}, and it is not loaded", _set_earlier(kind_of(entry)))
+    return Problem("placebo", f"LD_PRELOAD names {entry}, but it is not loaded", _set_earlier(kind_of(entry)))
 
 
-def _not_serving(entry: str, file: str, path: str, *, preloaded: bool) -> Problem:
+def _not_in_use(entry: str, file: str, path: str, *, preloaded: bool) -> Problem:
     if preloaded:
         return Problem(
             "two allocators",
             f"{entry} is preloaded, and so is {path}, which serves malloc",
-            f"Preload one of them: the first wins, and {file} only takes memory and time.",
+            f"Preload only one of them: the first is used, and {file} only takes memory and time.",
         )
-    return Problem("placebo", f"LD_PRELOAD names {entry}, and malloc is served by {path}", _set_earlier(kind_of(file)))
+    return Problem("placebo", f"LD_PRELOAD names {entry}, but malloc is served by {path}", _set_earlier(kind_of(file)))
 
 
 def _set_earlier(kind: Kind | None) -> str:
     allocator = "" if kind is None else f", or start it with 'modelguard run --allocator {kind} -- COMMAND'"
     return (
-        "The variable is read when a program starts, so setting it from inside, as in gunicorn's raw_env, does "
-        f"nothing. Set it in the shell, the unit file or the image{allocator}."
+        "The variable is read when a program starts, so setting it from inside, as with gunicorn's raw_env, has no "
+        f"effect. Set it in the shell, the unit file or the image{allocator}."
     )
 
 
 def _private_copy(file: str, path: str) -> Problem:
     return Problem(
         "private copy",
-        f"{file} is loaded, and malloc is served by {path}: only the package that brought it uses it",
-        f"Nothing, if that is intended. To make {kind_of(file)} serve the process, preload the system's: "
+        f"{file} is loaded, but malloc is served by {path}: only the package that bundles it uses it",
+        f"If this is intended, do nothing. To make {kind_of(file)} serve the process, preload the system's copy: "
         f"'modelguard run --allocator {kind_of(file)} -- COMMAND'.",
     )
 
@@ -194,14 +194,14 @@ def _settings(process: ProcessView, environ: Mapping[str, str], kind: Kind, path
     if kind != "jemalloc" and (environ.get(_SETTINGS) or process.environ.get(_SETTINGS)):
         yield Problem(
             "unused setting",
-            f"{_SETTINGS} is set, and malloc is served by {path}, which does not read it",
+            f"{_SETTINGS} is set, but malloc is served by {path}, which does not read it",
             f"Preload jemalloc ('modelguard run --allocator jemalloc -- COMMAND'), or remove {_SETTINGS}.",
         )
-    # Only where the variables at the start are known, as those show that are still set.
+    # Compare only if the variables at the start are known. They are if some of them are still set.
     elif process.environ.keys() & environ.keys() and _changed(process.environ, environ):
         yield Problem(
             "unused setting",
-            f"{_SETTINGS} was set or changed after the process had started, and jemalloc reads it only at the start",
+            f"{_SETTINGS} was set or changed after the process had started, but jemalloc reads it only at the start",
             f"Set {_SETTINGS} before the process starts.",
         )
 

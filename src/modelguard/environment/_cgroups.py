@@ -1,7 +1,7 @@
 """The cgroups of a process, from its own up to the highest that can be seen.
 
 A container's limit is rarely on the process's own cgroup alone: the pod, the slice or the session above may have a
-smaller one, or one that neighbours share. So readers of limits read the whole path.
+smaller limit, or one that several containers share. So limits are read along the whole path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["folders", "number", "shown", "text"]
 def folders(root: Path, pid: int | None, controller: str) -> Iterator[tuple[int, list[Path]]]:
     """Find the folders of a process's cgroup and of all cgroups above it.
 
-    On hybrid hosts there are two paths, one in each version. The kernel gives a controller to one of them only; in
+    On hybrid hosts there are two paths, one in each version. The kernel assigns a controller to one of them only; in
     the other its files are missing.
 
     Args:
@@ -28,7 +28,7 @@ def folders(root: Path, pid: int | None, controller: str) -> Iterator[tuple[int,
         controller: The controller in version 1, such as ``"memory"``; version 2 has one hierarchy for all.
 
     Yields:
-        The version, 1 or 2, and the folders, the process's own first. Nothing where its cgroup cannot be seen.
+        The version, 1 or 2, and the folders, the process's own first. Nothing if its cgroup cannot be seen.
     """
     own = pid in (None, os.getpid())
     cgroups = _paths(root, None if own else pid, controller)
@@ -41,27 +41,27 @@ def folders(root: Path, pid: int | None, controller: str) -> Iterator[tuple[int,
         ]
         seen = [(folder, point) for top, point in mounts if (folder := _under(cgroup, top, point)) is not None]
         # In a container the path may be the host's ("/docker/123", "/../x"), while the mount shows the container's
-        # own cgroup. For another process that guess would be wrong: it may run in another container.
+        # own cgroup. For another process this guess could be wrong: it may run in another container.
         guessed = [(point, point) for _, point in mounts] if own else []
         for folder, top in (seen or guessed)[:1]:
             yield version, list(_upwards(folder, top))
 
 
 def text(file: Path) -> str:
-    """The text of a file, empty if it cannot be read: a cgroup may vanish between two reads."""
+    """The text of a file; empty if it cannot be read: a cgroup may be removed between two reads."""
     with suppress(OSError):
         return file.read_text(encoding="utf-8", errors="surrogateescape")
     return ""
 
 
 def number(file: Path) -> int | None:
-    """The number in a file; None if it holds ``max`` or -1, or is missing, as in the root cgroup."""
+    """The number in a file; None if the file contains ``max`` or -1, or is missing, as in the root cgroup."""
     found = text(file).strip()
     return int(found) if found.isdecimal() else None
 
 
 def shown(file: Path, root: Path) -> str:
-    """The name of a file as it is without ``root``."""
+    """The path of a file, without ``root``."""
     return str(PurePosixPath("/") / file.relative_to(root))
 
 
@@ -84,7 +84,7 @@ def _holds(mount: _proc.Mount, version: int, controller: str) -> bool:
 
 
 def _under(cgroup: PurePosixPath, top: PurePosixPath, point: Path) -> Path | None:
-    """The folder of a cgroup under a mount, None if the mount does not show it."""
+    """The folder of a cgroup under a mount; None if the mount does not show it."""
     if ".." in cgroup.parts or not cgroup.is_relative_to(top):
         return None
     folder = point / cgroup.relative_to(top)

@@ -1,7 +1,7 @@
-"""How many CPUs this process may keep busy: its affinity, and no more than the quotas of its cgroups allow.
+"""How many CPUs this process may keep busy, by its affinity and the quotas of its cgroups.
 
-``os.cpu_count()`` counts the machine's CPUs. In a container with a quota of two CPUs on a machine of 64, a pool of 64
-threads is stopped by the kernel for most of each tenth of a second.
+``os.cpu_count()`` counts the machine's CPUs. In a container with a quota of two CPUs on a machine with 64, the kernel
+stops a pool of 64 threads for most of each tenth of a second.
 """
 
 import errno
@@ -20,7 +20,7 @@ class Cpus:
     """How many CPUs a process may keep busy.
 
     Attributes:
-        count: More than 0; whole unless a quota says otherwise, such as 1.5.
+        count: More than 0. A quota may be a fraction, such as 1.5.
         source: Where the number comes from: the file of a quota such as ``"/sys/fs/cgroup/x/cpu.max"``, the file with
             the process's affinity, or ``"os.cpu_count()"``.
     """
@@ -38,14 +38,14 @@ def available_cpus(pid: int | None = None, *, root: Path = _proc.ROOT) -> Cpus:
 
     Returns:
         The smallest of the process's affinity (which a cpuset narrows too) and the CPU quotas of its cgroup and all
-        cgroups above it; the first of equals. Where there is no ``/proc``, the CPUs of the machine.
+        cgroups above it; the first if several are equal. Without ``/proc``, the CPUs of the machine.
 
     Raises:
         ProcessLookupError: There is no such process.
     """
     status = _proc.folder(pid, root) / "status"
     if pid is not None and _proc.is_mounted(root) and not status.exists():
-        raise ProcessLookupError(errno.ESRCH, f"process {pid} is gone")
+        raise ProcessLookupError(errno.ESRCH, f"process {pid} does not exist")
     allowed = affinity(pid, root=root)
     if allowed is None:
         first = Cpus(os.cpu_count() or 1, "os.cpu_count()")
@@ -55,7 +55,7 @@ def available_cpus(pid: int | None = None, *, root: Path = _proc.ROOT) -> Cpus:
 
 
 def affinity(pid: int | None = None, *, root: Path = _proc.ROOT) -> int | None:
-    """The number of CPUs that a process may run on; None where ``/proc`` does not show it."""
+    """The number of CPUs that a process may run on; None if ``/proc`` does not show it."""
     fields = _proc.if_readable(_proc.status, pid, root) or {}
     ranges = fields.get("Cpus_allowed_list")  # such as "0-3,8"
     return None if ranges is None else sum(_length(each) for each in ranges.split(","))
@@ -81,6 +81,6 @@ def _quota_v1(folder: Path) -> float | None:
 
 
 def _quota_v2(source: Path) -> float | None:
-    """The quota in a file such as ``150000 100000``: microseconds of work per microseconds of time; ``max`` is none."""
+    """Read a quota such as ``150000 100000``: microseconds of work per microseconds of time; ``max`` means none."""
     quota, _, period = _cgroups.text(source).strip().partition(" ")
     return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None

@@ -1,6 +1,6 @@
-"""Whether a variable that is set now still takes effect, judged by what the process has really done.
+"""Decide whether a variable that is set now still takes effect, by what the process has actually done.
 
-This module only judges; the facts come from :class:`modelguard.environment._self.ThisProcess`.
+The facts come from :class:`modelguard.environment._self.ThisProcess`.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ if TYPE_CHECKING:
     from modelguard.environment._allocator import AllocatorInForce
     from modelguard.environment._allocator_kinds import Kind
 
-__all__ = ["ProcessHistory", "State", "judge"]
+__all__ = ["ProcessHistory", "State", "effect_of"]
 
 State = Literal["applied", "kept", "too late", "needs exec", "not supported"]
 
 
 class ProcessHistory(Protocol):
-    """What a process has done so far, as far as environment variables are concerned."""
+    """What a process has done so far with the environment variables that presets set."""
 
     def started_with(self) -> Mapping[str, str] | None:
-        """Its variables when the program started; None where they cannot be read any more."""
+        """Its variables when the program started; None if they can no longer be read."""
         ...
 
     def malloc(self) -> AllocatorInForce:
         """The library that serves ``malloc``.
 
         Raises:
-            NotSupported: That cannot be found out here.
+            NotSupported: The library cannot be determined here.
         """
         ...
 
     def primitive_cache(self) -> int | None:
-        """The number of entries that oneDNN's primitive cache was made for; None where there is none yet.
+        """The capacity of oneDNN's primitive cache, in entries; None if it does not exist yet.
 
         Raises:
-            NotSupported: oneDNN is loaded, and this build of it does not show its cache.
+            NotSupported: oneDNN is loaded, but this build has no symbol for its cache.
         """
         ...
 
     def descriptor_cache(self) -> int | None:
-        """The same for the calling thread's cache of convolutions in ideep."""
+        """The capacity of the calling thread's cache of convolutions in ideep; None if it does not exist yet."""
         ...
 
     def threads(self, name: str) -> Mapping[str, int]:
-        """The number of threads of each loaded library that reads the variable of this name, by its file.
+        """The number of threads of each loaded library that reads the variable of this name, by library file.
 
         Raises:
             NotSupported: The loaded libraries cannot be listed here.
@@ -57,18 +57,18 @@ class ProcessHistory(Protocol):
         ...
 
     def grpc_forks(self) -> bool | None:
-        """Whether gRPC was imported with support for forks; None where it has not been imported."""
+        """Whether gRPC was imported with fork support; None if it has not been imported."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What became of a variable so far.
+    """What has happened to a variable so far.
 
     Attributes:
-        seen: The evidence, for people.
-        read: Whether its reader has read it. That cannot be undone.
-        in_force: What the reader got, as it would be written into the variable; None where it got nothing.
+        seen: The evidence, as text for users.
+        read: Whether its reader has read it. This cannot be undone.
+        in_force: The value that the reader uses, in the variable's notation; None if it found none.
     """
 
     seen: str
@@ -76,7 +76,7 @@ class _Reading:
     in_force: str | None = None
 
 
-#: Finds out what became of a knob's variable, given the value that it holds now.
+#: Finds out what has happened to a knob's variable, given its current value.
 _Inspect: TypeAlias = Callable[[Knob, str | None, ProcessHistory], _Reading]
 
 
@@ -84,16 +84,16 @@ class _NoReader(Exception):
     """Nothing in this process reads the variable."""
 
 
-def judge(knob: Knob, value: str | None, process: ProcessHistory) -> tuple[State, str]:
-    """Say what becomes of a knob in a process.
+def effect_of(knob: Knob, value: str | None, process: ProcessHistory) -> tuple[State, str]:
+    """Decide whether a knob takes effect in a process.
 
     Args:
         knob: The knob.
-        value: What its variable holds now; None where it is not set.
+        value: The current value of its variable; None if it is not set.
         process: What the process has done so far.
 
     Returns:
-        The state and the evidence. ``"applied"`` means that the variable may be set now if it is not.
+        The state and the evidence. ``"applied"`` means that the variable may be set now if it is not set yet.
     """
     inspect = _INSPECTIONS.get(knob.name, _inspect_start if knob.read_at == "exec" else _inspect_unknown)
     try:
@@ -101,15 +101,15 @@ def judge(knob: Knob, value: str | None, process: ProcessHistory) -> tuple[State
     except _NoReader as error:
         return "not supported", str(error)
     except NotSupported as error:
-        reading = _Reading(f"it cannot be seen whether {knob.reader} has read it already: {error.reason}")
+        reading = _Reading(f"it is unknown whether {knob.reader} has read it already: {error.reason}")
     wanted = knob.value if value is None else value
-    if not reading.read or reading.in_force == wanted or _was_there(knob, value, process):
+    if not reading.read or reading.in_force == wanted or _was_set_at_start(knob, value, process):
         return ("applied" if wanted == knob.value else "kept"), reading.seen
-    placebo = "" if value is None else f"set to {value!r} inside this process, which does nothing: "
-    return ("needs exec" if knob.read_at == "exec" else "too late"), placebo + reading.seen
+    no_effect = "" if value is None else f"set to {value!r} inside this process, which has no effect: "
+    return ("needs exec" if knob.read_at == "exec" else "too late"), no_effect + reading.seen
 
 
-def _was_there(knob: Knob, value: str | None, process: ProcessHistory) -> bool:
+def _was_set_at_start(knob: Knob, value: str | None, process: ProcessHistory) -> bool:
     """Whether the variable held this value when the program started, in time for every reader."""
     started_with = process.started_with()
     return value is not None and started_with is not None and started_with.get(knob.name) == value
@@ -118,11 +118,11 @@ def _was_there(knob: Knob, value: str | None, process: ProcessHistory) -> bool:
 def _inspect_unknown(knob: Knob, _value: str | None, _process: ProcessHistory) -> _Reading:
     if knob.read_at == "any time":
         return _Reading(f"{knob.reader} reads it each time")
-    return _Reading(f"it cannot be seen whether {knob.reader} has read it already")
+    return _Reading(f"it is unknown whether {knob.reader} has read it already")
 
 
 def _inspect_start(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
-    """Inspect a variable that counts only if it is set when the program starts."""
+    """Inspect a variable that only has an effect if it is set when the program starts."""
     started_with = process.started_with()
     if started_with is not None:
         before = started_with.get(knob.name)
@@ -131,7 +131,7 @@ def _inspect_start(knob: Knob, value: str | None, process: ProcessHistory) -> _R
             seen = f"it was {before!r} when this program started"
         return _Reading(seen, read=True, in_force=before)
     if value is None:
-        return _Reading("it is not set, and it counts only when a program starts", read=True)
+        return _Reading("it is not set, and it is read only when a program starts", read=True)
     return _Reading("/proc/self/environ does not show whether it was set when this program started")
 
 
@@ -155,24 +155,24 @@ def _name(allocator: AllocatorInForce) -> str:
 
 
 def _inspect_cache(name: str, where: str, capacity: Callable[[ProcessHistory], int | None]) -> _Inspect:
-    """Inspect the room in one of oneDNN's caches."""
+    """Inspect the capacity of one of oneDNN's caches."""
 
     def inspect(_knob: Knob, _value: str | None, process: ProcessHistory) -> _Reading:
-        made_for = capacity(process)
-        if made_for is None:
-            return _Reading(f"{name} has not been made yet{where}")
-        return _Reading(f"{name} was made{where} with room for {made_for} entries", read=True, in_force=str(made_for))
+        entries = capacity(process)
+        if entries is None:
+            return _Reading(f"{name} does not exist yet{where}")
+        return _Reading(f"{name} was made{where} with room for {entries} entries", read=True, in_force=str(entries))
 
     return inspect
 
 
 def _inspect_threads(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
-    """Inspect a number of threads: a library that is loaded has read it."""
+    """Inspect a number of threads: a loaded library has already read it."""
     loaded = process.threads(knob.name)
     if not loaded:
         return _Reading("no library that reads it is loaded yet")
     wanted = knob.value if value is None else value
-    # A value such as "4,2" is for nested regions: the first number is the one that shows.
+    # In a value such as "4,2" for nested regions, the first number is the one that libraries report.
     as_wanted = all(str(count) == wanted.split(",")[0].strip() for count in loaded.values())
     seen = "; ".join(f"{path} is loaded and uses {_count(threads)}" for path, threads in loaded.items())
     return _Reading(seen, read=True, in_force=wanted if as_wanted else None)
@@ -188,7 +188,7 @@ def _inspect_grpc(knob: Knob, value: str | None, process: ProcessHistory) -> _Re
         return _Reading("grpc has not been imported yet")
     wanted = knob.value if value is None else value
     as_wanted = forks == (wanted.lower() in ("1", "true", "yes"))
-    seen = f"grpc was imported with support for forks {'on' if forks else 'off'}"
+    seen = f"grpc was imported {'with' if forks else 'without'} fork support"
     return _Reading(seen, read=True, in_force=wanted if as_wanted else None)
 
 

@@ -1,7 +1,7 @@
-"""The one reader of ELF files: what a program or a shared library says of itself (elf(5)).
+"""The only module that reads ELF files: programs and shared libraries (elf(5)).
 
-It reads 32 and 64 bits and both byte orders, and of a file only the parts that are asked for, so that large libraries
-cost little. A file that is cut short, or is not what it claims to be, raises :class:`NotElf`.
+It reads 32-bit and 64-bit files in both byte orders, and only the parts that are needed, so large libraries cost
+little. A truncated or malformed file raises :class:`NotElf`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 __all__ = ["ElfFile", "NotElf", "Relocation", "Section", "Segment", "Symbol", "opened"]
 
-#: What the file holds: a shared library (also a program that may be loaded anywhere), or a program at a fixed address.
+#: The content of the file: a shared library (or a position-independent program), or a program at a fixed address.
 FileType: TypeAlias = Literal["shared", "fixed", "other"]
 
 _MAGIC = b"\x7fELF"
@@ -35,7 +35,7 @@ _UNDEFINED = 0  # SHN_UNDEF
 
 
 class NotElf(ValueError):
-    """The file is not an ELF file, or is not complete."""
+    """The file is not an ELF file, or is truncated."""
 
 
 class Segment(NamedTuple):
@@ -44,7 +44,7 @@ class Segment(NamedTuple):
     Attributes:
         kind: Its type, PT_LOAD and so on.
         offset: Where it begins in the file.
-        address: Where it begins in memory, less the address at which the file is loaded.
+        address: Where it begins in memory, relative to the address at which the file is loaded.
         size: Bytes in the file.
     """
 
@@ -61,7 +61,7 @@ class Section(NamedTuple):
         kind: Its type, SHT_SYMTAB and so on.
         offset: Where it begins in the file.
         size: Bytes in the file.
-        link: The number of the section that belongs to it; for symbols the one with their names.
+        link: The number of a related section; for symbols the section with their names.
     """
 
     kind: int
@@ -74,11 +74,11 @@ class Symbol(NamedTuple):
     """A function or variable.
 
     Attributes:
-        name: As the linker sees it: C++ names are mangled.
-        value: Its address, less the address at which the file is loaded; for a thread's own variable its place in the
-            thread's block. In a program at a fixed address an undefined function may have one, too: its entry in the
-            procedure linkage table, which calls the function of a library.
-        defined: Whether this file holds it; otherwise another file has to.
+        name: Its name for the linker: C++ names are mangled.
+        value: Its address, relative to the address at which the file is loaded; for a thread-local variable its offset
+            in the thread's block. In a program at a fixed address an undefined function may have an address too: its
+            entry in the procedure linkage table, which calls the function of a library.
+        defined: Whether this file defines it; otherwise another file must.
     """
 
     name: str
@@ -90,10 +90,10 @@ class Relocation(NamedTuple):
     """A place that the dynamic linker fills in.
 
     Attributes:
-        offset: Its address, less the address at which the file is loaded.
+        offset: Its address, relative to the address at which the file is loaded.
         kind: Its type, which depends on the machine (R_X86_64_JUMP_SLOT and so on).
-        symbol: The function or variable whose address goes there; empty if there is none.
-        addend: What is added to that address; 0 where the place itself holds it.
+        symbol: The function or variable whose address is written there; empty if there is none.
+        addend: A number that is added to that address; 0 if the place itself contains it.
     """
 
     offset: int
@@ -110,7 +110,7 @@ def opened(path: str | Path) -> Iterator[ElfFile]:
         path: The file.
 
     Raises:
-        NotElf: It is not an ELF file, or what the block asks for is not there as a whole.
+        NotElf: It is not an ELF file, or a part that the block reads is missing.
         OSError: It cannot be read.
     """
     with Path(path).open("rb") as file:
@@ -122,22 +122,22 @@ def opened(path: str | Path) -> Iterator[ElfFile]:
             try:
                 yield ElfFile(data)
             except (struct.error, IndexError, OverflowError) as error:  # reading beyond the end
-                raise NotElf("the file is cut short, or is not what it claims to be") from error
+                raise NotElf("the file is truncated or malformed") from error
 
 
 class ElfFile:
     """An ELF file that :func:`opened` has mapped.
 
     Attributes:
-        wide: Whether it is a file of 64 bits.
-        byte_order: As ``struct`` writes it: ``"<"`` for little-endian, ``">"`` for big-endian.
+        wide: Whether it is a 64-bit file.
+        byte_order: In the notation of ``struct``: ``"<"`` for little-endian, ``">"`` for big-endian.
         machine: The number of the machine that it was built for (EM_X86_64 and so on).
-        type: What the file holds.
+        type: The content of the file.
     """
 
     def __init__(self, data: mmap.mmap) -> None:
         if data[:4] != _MAGIC or data[4] not in _WIDE or data[5] not in _BYTE_ORDERS:
-            raise NotElf("it does not start as ELF files do")
+            raise NotElf("the file does not begin with an ELF header")
         self._data = data
         self.wide = _WIDE[data[4]]
         self.byte_order = _BYTE_ORDERS[data[5]]
@@ -156,13 +156,13 @@ class ElfFile:
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
-        """The section headers; empty in a file that was stripped of them."""
+        """The section headers; empty if they were stripped from the file."""
         offset, size, count = self._table(40 if self.wide else 32, 58 if self.wide else 46)
         return tuple(self._section(offset + size * number) for number in range(count))
 
     @property
     def interpreter(self) -> str | None:
-        """The dynamic linker that a program names; None if it is statically linked, or a library."""
+        """The dynamic linker of a program; None if it is statically linked, or a library."""
         found = next((segment for segment in self.segments if segment.kind == _PT_INTERP), None)
         return None if found is None else self._text(found.offset)
 
@@ -179,17 +179,17 @@ class ElfFile:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The libraries that it asks for, by name, in the order in which they are searched for symbols."""
+        """The names of the libraries that it needs, in the order in which they are searched for symbols."""
         return tuple(self._dynamic_text(value) for tag, value in self.dynamic if tag == _DT_NEEDED)
 
     @property
     def soname(self) -> str | None:
-        """The name that programs linked to this library ask for."""
+        """The name by which programs refer to this library."""
         name = self._tag(_DT_SONAME)
         return None if name is None else self._dynamic_text(name)
 
     def dynamic_symbols(self) -> Iterator[Symbol]:
-        """The symbols that the dynamic linker sees: those that the file offers, and those that it asks for."""
+        """The symbols that the dynamic linker sees: those that the file defines, and those that it needs."""
         for symbols, names in self._symbol_tables(_SHT_DYNSYM):
             size = struct.calcsize(self._symbol_code)
             for at in range(symbols.offset, symbols.offset + symbols.size, size):
@@ -198,13 +198,13 @@ class ElfFile:
                     yield symbol
 
     def local_symbol(self, name: str) -> Symbol | None:
-        """Find a symbol in the table of all symbols, which holds those that the file does not export as well.
+        """Find a symbol in the table of all symbols, including those that the file does not export.
 
         Args:
-            name: Its whole name.
+            name: Its full name.
 
         Returns:
-            The symbol; None if there is none, or if the file was stripped of the table.
+            The symbol; None if there is none, or if the table was stripped from the file.
         """
         for symbols, names in self._symbol_tables(_SHT_SYMTAB):
             # Searched as bytes: such a table may have a million entries.
@@ -224,7 +224,7 @@ class ElfFile:
         ]
         for address, size, addends in tables:
             if address is not None and size:
-                yield from self._relocation_table(self._place(address), size, addends=addends)
+                yield from self._relocation_table(self._file_offset(address), size, addends=addends)
 
     def _relocation_table(self, start: int, length: int, *, addends: bool) -> Iterator[Relocation]:
         code = ("QQq" if self.wide else "IIi") if addends else ("QQ" if self.wide else "II")
@@ -234,35 +234,35 @@ class ElfFile:
             yield Relocation(offset, kind, self._symbol_name(number), addend[0] if addend else 0)
 
     def _symbol_name(self, number: int) -> str:
-        """The name of a dynamic symbol, by its place in their table."""
+        """The name of a dynamic symbol, by its index."""
         symbols = self._tag(_DT_SYMTAB)
         if not number or symbols is None:
             return ""
-        at = self._place(symbols) + number * struct.calcsize(self._symbol_code)
+        at = self._file_offset(symbols) + number * struct.calcsize(self._symbol_code)
         return self._dynamic_text(self._unpack("I", at)[0])
 
     def _dynamic_text(self, offset: int) -> str:
         table = self._tag(_DT_STRTAB)
-        return "" if table is None else self._text(self._place(table) + offset)
+        return "" if table is None else self._text(self._file_offset(table) + offset)
 
     def _tag(self, tag: int) -> int | None:
         return next((value for found, value in self.dynamic if found == tag), None)
 
-    def _place(self, address: int) -> int:
-        """The place in the file of what is loaded at an address."""
+    def _file_offset(self, address: int) -> int:
+        """The offset in the file of the byte that is loaded at an address."""
         for segment in self.segments:
             if segment.kind == _PT_LOAD and segment.address <= address < segment.address + segment.size:
                 return address - segment.address + segment.offset
         raise NotElf(f"nothing is loaded at address {address:#x}")
 
     def _symbol_tables(self, kind: int) -> Iterator[tuple[Section, Section]]:
-        """Tables of symbols, each with the table of their names."""
+        """The symbol tables, each with the table of their names."""
         for section in self.sections:
             if section.kind == kind:
                 yield section, self.sections[section.link]
 
     def _symbol_named(self, symbols: Section, names: Section, text: int) -> Symbol | None:
-        """The symbol whose name is at a place in the table of names."""
+        """The symbol whose name is at this offset in the table of names."""
         needle = struct.pack(f"{self.byte_order}I", text)
         size, end = struct.calcsize(self._symbol_code), symbols.offset + symbols.size
         at = self._data.find(needle, symbols.offset, end)

@@ -1,7 +1,7 @@
-"""Environment variables that decide how much memory and how many threads a process takes, as data.
+"""Environment variables that determine how much memory and how many threads a process uses, as data.
 
-Each one says when it is read, because that decides whether it can still be set: a variable that is set after its
-reader has read it silently does nothing.
+Each knob states when its variable is read, because this determines whether it can still be set: a variable that is set
+after its reader has read it silently has no effect.
 """
 
 import re
@@ -25,23 +25,23 @@ __all__ = [
     "tokenizers_threads",
 ]
 
-#: When a variable is read: when the program starts, when the reader's library is loaded, when the reader is first
-#: used, or each time that it is needed.
+#: When a variable is read: when the program starts, when the reading library is loaded, when it is first used, or
+#: each time that the value is needed.
 When = Literal["exec", "library load", "first use", "any time"]
 
-#: Room in each of oneDNN's caches where the number of input shapes is not known. From the curve that
+#: Entries in each of oneDNN's caches if the number of input shapes is unknown. From the curve that
 #: benchmarks/torch_dynamic_shapes.py prints: memory stays flat, and lengths that do not recur are no slower.
 DEFAULT_ENTRIES = 64
 
-#: Room for one input shape. Each convolution layer takes one entry per shape: transformers' VitsModel took 65 for each
-#: length. Twice that, because room that is not used takes no memory.
+#: Entries for one input shape. Each convolution layer takes one entry per shape: transformers' VitsModel took 65 for
+#: each length. This is about twice as many, because unused capacity takes no memory.
 ENTRIES_PER_SHAPE = 128
 
-#: glibc's initial value of both thresholds (mallopt(3)). Set explicitly, they stay there; otherwise each large block
+#: glibc's initial value of both thresholds (mallopt(3)). If set explicitly, they stay there; otherwise each large block
 #: that is freed raises them, up to 32 and 64 MiB.
 _GLIBC_THRESHOLD = 128 * 1024
 
-#: How many arenas glibc may make. Without it up to 8 per CPU, and each keeps what was freed in it.
+#: How many arenas glibc may make. The default is up to 8 per CPU, and each keeps what was freed in it.
 _GLIBC_ARENAS = 2
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -53,15 +53,15 @@ class Knob:
 
     Attributes:
         name: The variable.
-        value: Its value: text without control characters and without spaces at its ends.
-        read_at: When its reader reads it.
+        value: Its value: text without control characters, and without spaces at its ends.
+        read_at: When it is read.
         reader: The library that reads it, such as ``"oneDNN"``.
-        does: What it changes.
-        costs: The price of that.
+        does: Its effect.
+        costs: Its disadvantages.
         source: Where this is documented or measured.
 
     Raises:
-        InvalidOption: The name is not that of a variable, or some format of presets could not hold the value.
+        InvalidOption: The name is not valid for a variable, or the value cannot be written in every preset format.
     """
 
     name: str
@@ -74,18 +74,18 @@ class Knob:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(_NAME, self.name):
-            why = "it is not the name of a variable"
+            why = "is not a valid name for a variable"
             raise InvalidOption("name", self.name, why=why, fix="Use letters, digits and underscores, no digit first.")
         if not self.value.isprintable() or self.value != self.value.strip():
-            why = "control characters and spaces at the ends do not survive in every format of presets"
+            why = "must not contain control characters, or spaces at its ends: not every preset format can keep them"
             raise InvalidOption("value", self.value, why=why, fix="Use printable text without spaces at its ends.")
 
 
 def onednn_caches(entries: int) -> tuple[Knob, Knob]:
-    """The two caches that grow with every new input shape, where either limit alone does not hold.
+    """Limit the two caches that grow with every new input shape; either limit alone is not enough.
 
     Args:
-        entries: Room in each. One convolution layer takes one entry per input shape.
+        entries: Entries in each. One convolution layer takes one entry per input shape.
     """
     measured = "400 lengths through 8 convolutions grew by 339 MB without a limit, 77 MB with this one alone"
     return (
@@ -113,21 +113,21 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
 
 
 def threads(count: int, why: str) -> tuple[Knob, Knob]:
-    """Threads for one operation of torch, and of anything else that uses OpenMP or MKL.
+    """Limit the threads of one operation of torch, and of any other library that uses OpenMP or MKL.
 
     Args:
         count: Threads in one process.
-        why: The origin of that number, such as ``"4 CPUs for 2 workers"``.
+        why: The reason for that number, such as ``"4 CPUs for 2 workers"``.
     """
-    costs = "one call alone in the process cannot use the other workers' CPUs"
+    costs = "a single call in the process cannot use the other workers' CPUs"
     return (
         Knob(
             name="OMP_NUM_THREADS",
             value=str(count),
             read_at="library load",
             reader="OpenMP (libgomp, libiomp5, libomp)",
-            does=f"runs an operation on {_threads(count)} ({why}); without it on one per CPU that the process may run "
-            "on, whatever its quota and however many workers there are",
+            does=f"runs an operation on {_threads(count)} ({why}); the default is one per CPU that the process may run "
+            "on, regardless of its quota and the number of workers",
             costs=costs,
             source="OpenMP 5.2, section 21.1.2; PyTorch, 'CPU threading and TorchScript inference'",
         ),
@@ -144,45 +144,45 @@ def threads(count: int, why: str) -> tuple[Knob, Knob]:
 
 
 def openblas_threads(count: int, why: str) -> Knob:
-    """Threads for matrix products of numpy and scipy; OpenBLAS starts them when it is loaded.
+    """Limit the threads for matrix products of numpy and scipy; OpenBLAS starts them when it is loaded.
 
     Args:
         count: Threads in one process.
-        why: The origin of that number.
+        why: The reason for that number.
     """
     return Knob(
         name="OPENBLAS_NUM_THREADS",
         value=str(count),
         read_at="library load",
         reader="OpenBLAS (inside numpy and scipy)",
-        does=f"multiplies on {_threads(count)} ({why}); without it on one per CPU, which start when numpy is imported",
+        does=f"multiplies on {_threads(count)} ({why}); the default is one per CPU, started when numpy is imported",
         costs="a large matrix product of numpy or scipy cannot use more CPUs",
         source="OpenBLAS user manual, 'Environment variables'",
     )
 
 
 def cuda_check() -> Knob:
-    """Ask for CUDA without starting it, so that a fork can still follow."""
+    """Check for CUDA without starting it, so that the process can still fork."""
     return Knob(
         name="PYTORCH_NVML_BASED_CUDA_CHECK",
         value="1",
         read_at="any time",
         reader="torch.cuda.is_available()",
         does="asks the driver's management library instead of starting CUDA, which forked workers could not use",
-        costs="a weaker check: a broken driver is noticed only at the first use of CUDA",
+        costs="a weaker check: a broken driver is detected only at the first use of CUDA",
         source="PyTorch, torch.cuda.is_available and 'Poison fork in multiprocessing'",
     )
 
 
 def grpc_fork_support() -> Knob:
-    """Let a process that has used gRPC fork."""
+    """Allow a process that has used gRPC to fork."""
     return Knob(
         name="GRPC_ENABLE_FORK_SUPPORT",
         value="1",
         read_at="library load",
         reader="gRPC (grpcio)",
         does="stops gRPC's threads for a fork and restarts them after it; without it workers may hang in their first "
-        "call. Which releases do this by default has changed several times",
+        "call. The default has changed several times between releases",
         costs="a fork waits for running gRPC calls; works with the polling strategies epoll1 and poll only",
         source="grpc/grpc, doc/fork_support.md and issues 41725 and 41768",
     )
@@ -203,7 +203,7 @@ def tokenizers_threads() -> Knob:
 
 
 def glibc_memory() -> tuple[Knob, Knob, Knob]:
-    """Make glibc keep less of what was freed."""
+    """Make glibc keep less freed memory."""
     source = "mallopt(3)"
     return (
         Knob(
@@ -211,7 +211,7 @@ def glibc_memory() -> tuple[Knob, Knob, Knob]:
             value=str(_GLIBC_ARENAS),
             read_at="exec",
             reader="glibc's malloc",
-            does=f"shares {_GLIBC_ARENAS} heaps among all threads; without it there are up to 8 per CPU, and each "
+            does=f"shares {_GLIBC_ARENAS} heaps among all threads; by default there are up to 8 per CPU, and each "
             "keeps what was freed in it",
             costs="threads that allocate at the same moment wait for each other",
             source=source,
@@ -221,7 +221,7 @@ def glibc_memory() -> tuple[Knob, Knob, Knob]:
             value=str(_GLIBC_THRESHOLD),
             read_at="exec",
             reader="glibc's malloc",
-            does="always gives the free end of the heap back once it exceeds 128 KiB; without it the limit grows with "
+            does="always returns the free end of the heap once it exceeds 128 KiB; by default the limit grows with "
             "the blocks that are freed, up to 64 MiB",
             costs="memory that is needed again is requested from the kernel again",
             source=source,
@@ -231,8 +231,8 @@ def glibc_memory() -> tuple[Knob, Knob, Knob]:
             value=str(_GLIBC_THRESHOLD),
             read_at="exec",
             reader="glibc's malloc",
-            does="maps every block of 128 KiB or more by itself, so that it goes back when it is freed; without it the "
-            "limit grows with the blocks that are freed, up to 32 MiB",
+            does="maps every block of 128 KiB or more separately, so that freeing it returns it; by default the limit "
+            "grows with the blocks that are freed, up to 32 MiB",
             costs="the kernel maps and zeroes each large block, such as a tensor, every time: 8 small convolutions "
             "(64 channels, 3000 long) took 1.15 s instead of 0.8 s of CPU time",
             source=f"{source}; with both thresholds 400 lengths through 8 convolutions grew by 111 MB, "
@@ -242,16 +242,16 @@ def glibc_memory() -> tuple[Knob, Knob, Knob]:
 
 
 def jemalloc_memory() -> Knob:
-    """Make jemalloc, where it serves malloc, give memory back within a second, and start no thread."""
+    """Make jemalloc, if it serves malloc, return memory within a second, and start no threads."""
     return Knob(
         name="MALLOC_CONF",
         value="background_thread:false,dirty_decay_ms:1000,muzzy_decay_ms:0",
         read_at="exec",
         reader="jemalloc",
-        does="gives freed pages back after one second instead of ten, and starts no threads of its own: a fork would "
+        does="returns freed pages after one second instead of ten, and starts no threads of its own: a fork would "
         "lose them, and a child would then keep freed memory",
-        costs="pages that are needed again are requested from the kernel again; without its own threads jemalloc gives "
-        "memory back only while the process allocates",
+        costs="pages that are needed again are requested from the kernel again; without its own threads jemalloc "
+        "returns memory only while the process allocates",
         source="jemalloc(3), TUNING.md",
     )
 

@@ -1,8 +1,8 @@
 """Become another program that has the right environment from its start.
 
-A program cannot set for itself what is read at exec, above all ``LD_PRELOAD`` and glibc's ``MALLOC_`` variables.
-:func:`plan` decides what the program gets and :func:`become` turns this process into it: process id, parent, open
-files, limits and working directory stay, and signals and the exit status are the program's own.
+A program cannot set the variables that are read at exec for itself, above all ``LD_PRELOAD`` and glibc's ``MALLOC_``
+variables. :func:`plan` decides what the program gets, and :func:`become` replaces this process by it: process id,
+parent, open files, limits and working directory stay, and signals and the exit status are the program's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Allocator", "Plan", "become", "inherited", "plan"]
 
-#: Python ignores both signals from its start (Py_InitializeFromConfig), and an exec would pass that on.
+#: Python ignores both signals from its start (Py_InitializeFromConfig), and an exec would keep them ignored.
 _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFSZ")
 
 _FIXES = {
@@ -39,14 +39,14 @@ _FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A program to become, and the environment that it gets.
+    """A program to execute, and its environment.
 
     Attributes:
         program: The file to execute.
-        argv: Its arguments, the command's own name first.
+        argv: Its arguments, with the command's own name first.
         environ: Its whole environment.
-        added: The variables that the caller's environment does not have, or has with another value.
-        notes: What the user should know, a sentence each.
+        added: The variables that are missing from the caller's environment, or have another value there.
+        notes: What the user should know, one sentence each.
     """
 
     program: str
@@ -69,13 +69,13 @@ def plan(
     environ: Mapping[str, str] | None = None,
     choose: Callable[..., tuple[dict[str, str], list[str]]] = _preload.choose,
 ) -> Plan:
-    """Decide how a program is started. This changes nothing.
+    """Decide how a program is started, without changing anything.
 
     Args:
-        command: The program, which is searched on ``PATH``, and its arguments.
-        preset: Settings that it gets, unless the caller's environment has its own.
-        allocator: What serves its ``malloc``. ``"auto"`` preloads the best one that is installed, and otherwise sets
-            glibc to give memory back, as ``"glibc"`` does; ``"none"`` leaves allocators alone.
+        command: The program, to be found on ``PATH``, and its arguments.
+        preset: Variables for the program; those that the caller's environment already has stay.
+        allocator: What serves its ``malloc``. ``"auto"`` preloads the best allocator that is installed. If there is
+            none, it makes glibc return freed memory, as ``"glibc"`` does. ``"none"`` changes nothing.
         environ: The caller's environment. Default: that of this process, as it was inherited.
         choose: Chooses the variables that give the program its allocator.
 
@@ -84,8 +84,8 @@ def plan(
 
     Raises:
         CannotRun: The command was not found, or cannot be executed.
-        InvalidOption: There is no command, it holds a NUL byte, or the allocator is not available.
-        NotSupported: An allocator was named, and nothing can be preloaded here.
+        InvalidOption: The command is empty or contains a NUL byte, or the allocator is not available.
+        NotSupported: An allocator was named, but nothing can be preloaded here.
     """
     _require_command(command)
     before = inherited() if environ is None else dict(environ)
@@ -97,11 +97,11 @@ def plan(
 
 
 def become(plan: Plan) -> NoReturn:
-    """Turn this process into the program of a plan. Only the main thread can do this.
+    """Replace this process by the program of a plan. This must be called in the main thread.
 
     No ``finally`` block, no ``atexit`` function and no other thread of this process continues, and nothing is flushed.
-    ``SIGPIPE`` and ``SIGXFSZ``, which Python ignores from its start, are at their default in the program: whether this
-    process inherited them as ignored, as from systemd, is no longer known. All other signals stay as inherited.
+    ``SIGPIPE`` and ``SIGXFSZ``, which Python ignores from its start, are reset to their default: whether this process
+    inherited them as ignored, as from systemd, is not known. All other signals stay as inherited.
 
     Args:
         plan: The result of :func:`plan`.
@@ -120,12 +120,12 @@ def become(plan: Plan) -> NoReturn:
 
 
 def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROOT) -> dict[str, str]:
-    """The environment without what Python itself has added.
+    """The environment, without the variables that Python itself has added.
 
-    In the C locale Python sets ``LC_CTYPE`` for itself at its start (PEP 538), and the program would inherit it.
+    In the C locale Python sets ``LC_CTYPE`` at its start (PEP 538), and the program would inherit it.
 
     Args:
-        environ: The variables of this process as they are now.
+        environ: The current variables of this process.
         root: The folder that holds ``proc``.
     """
     initial = _proc.if_readable(_proc.environment, None, root)
@@ -137,14 +137,14 @@ def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROO
 
 def _require_command(command: Sequence[str]) -> None:
     if not command:
-        raise InvalidOption("command", "", why="there is no command", fix="Write it after --, with its arguments.")
+        raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
     for word in command:
         if "\0" in word:
-            raise InvalidOption("command", word, why="an argument must not contain a NUL byte", fix="Remove it.")
+            raise InvalidOption("command", word, why="must not contain a NUL byte", fix="Remove it.")
 
 
 def _kept(preset: Preset | None, environ: Mapping[str, str]) -> list[str]:
-    """Settings of the preset for which the caller's environment has another value."""
+    """Notes on variables of the preset that have another value in the caller's environment."""
     return [
         f"your {knob.name}={environ[knob.name]} stays; the preset has {knob.value}"
         for knob in (preset.knobs if preset else ())
@@ -153,10 +153,10 @@ def _kept(preset: Preset | None, environ: Mapping[str, str]) -> list[str]:
 
 
 def _reset_signals() -> dict[int, signal._HANDLER]:
-    """Undo what Python's start did to signals, and return their handlers until then.
+    """Undo what Python's start did to signals, and return the handlers that they had.
 
-    A signal with a handler returns to its default by the exec itself. From here on a Ctrl-C ends this process at once:
-    one that Python has noted and not yet raised would be lost.
+    The exec itself resets signals that have a handler. From here on a Ctrl-C ends this process immediately: one that
+    Python has received but not yet raised would be lost.
     """
     changed = [getattr(signal, name) for name in _IGNORED_BY_PYTHON]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

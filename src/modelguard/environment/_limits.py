@@ -1,6 +1,6 @@
-"""How much memory a process may use before the kernel kills it: the limits of its cgroup and of all cgroups above.
+"""The memory that a process may use before the kernel kills it: the limits of its cgroup and of all cgroups above.
 
-The whole path of cgroups is read, in version 1 and in version 2, because any of them may hold the smallest limit.
+The whole path of cgroups is read, in version 1 and in version 2, because any of them may have the smallest limit.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,18 +17,18 @@ _UNLIMITED = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The memory limit that is in force for a process. Every field is None where nothing limits it.
+    """The memory limit of a process. A field is None if nothing limits the process.
 
     Attributes:
         bytes: The smallest hard limit of its cgroup and all cgroups above.
         source: The file with that limit, such as ``"/sys/fs/cgroup/x/memory.max"``.
-        usage: What that cgroup uses in bytes: its working set, which is usage less the file cache that the kernel
+        usage: The bytes that this cgroup uses: its working set, which is usage minus the file cache that the kernel
             drops first (``inactive_file``).
         high: The smallest ``memory.high`` of the same path (version 2): above it the kernel slows the process down
-            and takes pages away, but does not kill it.
-        headroom: How many bytes may still be allocated: the smallest limit less working set, over all cgroups of the
-            path that have a limit. A wide limit that neighbours share may leave less room than a narrow one. Swap is
-            not counted: a model that is swapped out serves nobody.
+            and reclaims pages, but does not kill it.
+        headroom: How many bytes may still be allocated: the smallest difference of limit and working set, over all
+            cgroups of the path that have a limit. A large limit that neighbours share may leave less room than a
+            small one. Swap is not counted: a model that is swapped out cannot serve.
         swap: How many bytes may be moved to swap, 0 for none: the smallest ``memory.swap.max`` of the path, or in
             version 1 what ``memory.memsw.limit_in_bytes`` allows beyond the limit of the same cgroup.
     """
@@ -42,15 +42,15 @@ class Limit:
 
 
 def memory_limit(pid: int | None = None, *, root: Path = _proc.ROOT) -> Limit:
-    """Find the memory limit that is in force for a process.
+    """Find the memory limit of a process.
 
     Args:
         pid: The process. Default: this one.
         root: The folder that holds ``proc`` and ``sys``.
 
     Returns:
-        The limit. All fields are None where nothing limits the process, where its cgroup cannot be seen from here,
-        and on systems other than Linux.
+        The limit. All fields are None if nothing limits the process, if its cgroup cannot be seen from here, and on
+        systems other than Linux.
     """
     levels = list(_levels(root, pid))
     high = _smallest(level.high for level in levels)
@@ -58,7 +58,7 @@ def memory_limit(pid: int | None = None, *, root: Path = _proc.ROOT) -> Limit:
     hard = [level for level in levels if level.bytes is not None]
     if not hard:
         return Limit(None, None, None, high, swap=swap)
-    # The first of equals: the cgroup nearest to the process.
+    # If several are equal, this is the cgroup nearest to the process.
     nearest = min(hard, key=lambda level: level.bytes or 0)
     headroom = _smallest(level.headroom for level in hard)
     return Limit(nearest.bytes, nearest.source, nearest.usage, high, headroom, swap)
@@ -88,9 +88,9 @@ def _level_v1(root: Path, folder: Path) -> Limit:
 
 
 def _above_v1(root: Path, folder: Path) -> Limit:
-    """The kernel's own figures for all cgroups above, also for those that a container cannot see.
+    """The kernel's own figures for all cgroups above, including those that a container cannot see.
 
-    The kernel does not show how much those use: the usage is that of the process's own cgroup, which is a part of it.
+    The kernel does not show their usage. The usage here is that of the process's own cgroup, which is a part of it.
     """
     source = folder / "memory.stat"
     figures = _statistics(source)
@@ -109,7 +109,7 @@ def _level(
 
 
 def _beyond(limit: int | None, with_swap: int | None) -> int | None:
-    """How much may be in swap, from a limit of memory and one of memory and swap together."""
+    """The swap that is allowed by a limit on memory, and one on memory and swap together."""
     if limit is None or with_swap is None or with_swap >= _UNLIMITED:
         return None
     return max(0, with_swap - limit)

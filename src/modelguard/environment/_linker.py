@@ -1,7 +1,7 @@
-"""The dynamic linker's view of this process: the file that ``malloc`` comes from, and the files that are loaded.
+"""The dynamic linker's view of this process: the file that ``malloc`` comes from, and the loaded files.
 
-Separate from :mod:`modelguard.environment._allocator` because importing ctypes takes 2 - 3 ms, and only the first trim
-needs it.
+Separate from :mod:`modelguard.environment._allocator` because importing ctypes takes 2 - 3 ms, and it is not needed
+before the first trim.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 __all__ = ["Argument", "LoadedFile", "MallocLibrary", "loaded_files"]
 
-#: Bytes go to C as ``char *``, bool as ``bool``, int as ``size_t``, None as a null pointer, ctypes' own as they are.
+#: Passed to C: bytes as ``char *``, bool as ``bool``, int as ``size_t``, None as a null pointer, ctypes objects as is.
 Argument: TypeAlias = Any
 
 
@@ -32,18 +32,18 @@ class MallocLibrary:
     """The file that serves ``malloc`` in this process.
 
     Attributes:
-        path: Its name as the dynamic linker gives it. For the executable itself this is often just the command.
+        path: Its name for the dynamic linker. For the executable itself this is often just the command.
         base: Where it begins in memory.
     """
 
     def __init__(self) -> None:
         # The scope of the whole program, searched in the order in which calls to malloc are bound.
         self._program = ctypes.CDLL(None)
-        self.base, self.path = self._home("malloc")
+        self.base, self.path = self._file_of("malloc")
 
     def exports(self, name: str) -> bool:
-        """Whether the program's function of this name comes from the very file that serves ``malloc``."""
-        return hasattr(self._program, name) and self._home(name)[0] == self.base
+        """Whether the program's function of this name comes from the file that serves ``malloc``."""
+        return hasattr(self._program, name) and self._file_of(name)[0] == self.base
 
     def call(self, name: str, *arguments: Argument, returns: Any = ctypes.c_int) -> Any:
         """Call one of its functions, and return its result (meaningless for a ``void`` function).
@@ -53,13 +53,13 @@ class MallocLibrary:
             arguments: Its arguments.
             returns: The type of its result.
         """
-        # Looked up by index, a function is made anew each time, so its type is used by nobody else.
+        # The lookup by index makes a new function object each time, so no other code sees its result type.
         function = self._program[name]
         function.restype = returns
         return function(*map(_to_c, arguments))
 
-    def _home(self, name: str) -> tuple[int | None, str]:
-        """Where the file that a function comes from begins in memory, and its name."""
+    def _file_of(self, name: str) -> tuple[int | None, str]:
+        """The file that a function comes from: where it begins in memory, and its name."""
         info = _DlInfo()
         address = ctypes.cast(self._program[name], ctypes.c_void_p)
         self._program.dladdr(address, ctypes.byref(info))
@@ -67,15 +67,15 @@ class MallocLibrary:
 
 
 class LoadedFile(NamedTuple):
-    """A program or library as the dynamic linker has loaded it.
+    """A program or library that the dynamic linker has loaded.
 
-    Its local variables can be read where they lie: a wheel's libraries keep the table of their local names
-    (``.symtab``). They are only ever read.
+    Its local variables can be read in memory, because libraries in wheels keep the table of their local names
+    (``.symtab``). Nothing is written.
 
     Attributes:
         path: The file.
         base: Where its addresses begin.
-        thread_base: Where the calling thread's own variables of this file begin; None where it has none yet.
+        thread_base: Where the calling thread's thread-local variables of this file begin; None if it has none yet.
     """
 
     path: str
@@ -83,27 +83,27 @@ class LoadedFile(NamedTuple):
     thread_base: int | None
 
     def static(self, variable: str) -> int | None:
-        """Read a whole number that a function keeps in a ``static`` variable.
+        """Read an integer that a function keeps in a ``static`` variable.
 
         Args:
             variable: Its mangled name, ``_ZZ...``.
 
         Returns:
-            The number; None where the function has not run yet.
+            The number; None if the function has not run yet.
 
         Raises:
-            LookupError: The file does not say where the variable is.
+            LookupError: The file has no symbol for the variable.
             OSError: The file cannot be read.
         """
         return self._read(variable, self.base)
 
     def thread_static(self, variable: str) -> int | None:
-        """Read the same from a ``static thread_local`` variable of the calling thread."""
+        """Read an integer from a ``static thread_local`` variable of the calling thread."""
         return self._read(variable, self.thread_base)
 
     def _read(self, variable: str, base: int | None) -> int | None:
         value, guard = _offset(self.path, variable), _offset(self.path, variable.replace("_ZZ", "_ZGVZ", 1))
-        # The first byte of a guard variable says whether the other one has its value (Itanium C++ ABI, 3.3.3).
+        # The first byte of a guard variable shows whether the variable is initialised (Itanium C++ ABI, 3.3.3).
         if base is None or not ctypes.c_uint8.from_address(base + guard).value:
             return None
         return ctypes.c_int32.from_address(base + value).value
@@ -125,7 +125,7 @@ class _Info(ctypes.Structure):
 
 
 def loaded_files() -> list[LoadedFile]:
-    """List what the dynamic linker has loaded, as the calling thread sees it."""
+    """List the files that the dynamic linker has loaded, as the calling thread sees them."""
     found: list[LoadedFile] = []
 
     def note(info: ctypes._Pointer[_Info], _size: int, _data: int | None) -> int:
@@ -135,14 +135,14 @@ def loaded_files() -> list[LoadedFile]:
         return 0
 
     kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Info), ctypes.c_size_t, ctypes.c_void_p)
-    # PyDLL keeps the GIL. A thread in dlopen could otherwise take it and wait for the lock that this call holds.
+    # PyDLL keeps the GIL. Otherwise a thread in dlopen could take it and wait for the lock that this call holds.
     ctypes.PyDLL(None).dl_iterate_phdr(kind(note), None)
     return found
 
 
 @cache
 def _offset(path: str, name: str) -> int:
-    """Where a local variable lies, from where its file begins in memory, or from where the thread's block begins."""
+    """The offset of a local variable from the start of its file in memory, or from the start of the thread's block."""
     from modelguard.environment import _elf  # not needed by a trim
 
     try:

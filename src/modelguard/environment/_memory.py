@@ -1,7 +1,7 @@
 """Memory readings of a process.
 
-The figure that matters is private memory: what would come back if the process ended. RSS is misleading: it counts
-pages that forked workers share once for each of them.
+The figure that matters is private memory: what the system would get back if the process ended. RSS is misleading: it
+counts pages that forked workers share once for each worker.
 """
 
 import errno
@@ -21,13 +21,13 @@ from modelguard.errors import NotSupported
 
 __all__ = ["MemoryUsage", "PrivateMeter", "private", "usage"]
 
-#: A reading may take one part in a hundred of the time.
+#: Readings may take one hundredth of the time.
 _INTERVAL_PER_COST = 100
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """What one process holds, in bytes. A field is None where the platform does not show it.
+    """The memory of one process, in bytes. A field is None if the platform does not show it.
 
     On Linux the figures come from ``/proc/PID/smaps_rollup``; pages of hugetlbfs are in none of them. Elsewhere they
     come from psutil.
@@ -40,7 +40,7 @@ class MemoryUsage:
         shared_dirty: Pages that other processes map too, written to since they were mapped.
         private_clean: Pages of this process alone, unchanged since they were read from disk.
         private_dirty: Pages of this process alone, written to.
-        swap: What was moved out of memory.
+        swap: Memory that was moved to swap.
         limit: The memory limit of the process's cgroups.
         limit_source: The file with that limit.
         headroom: How many bytes may still be allocated: what the cgroup limits leave, or what the machine has
@@ -61,7 +61,7 @@ class MemoryUsage:
 
 
 def usage(pid: int | None = None, *, root: Path = _proc.ROOT) -> MemoryUsage:
-    """Read what a process holds and what it may still allocate.
+    """Read how much memory a process uses and may still allocate.
 
     Args:
         pid: The process. Default: this one.
@@ -73,8 +73,8 @@ def usage(pid: int | None = None, *, root: Path = _proc.ROOT) -> MemoryUsage:
     Raises:
         InvalidOption: ``pid`` is not a process id.
         ProcessLookupError: There is no such process, or it has exited.
-        PermissionError: The process belongs to someone else.
-        NotSupported: Neither ``/proc`` nor psutil shows what a process holds.
+        PermissionError: The process belongs to another user.
+        NotSupported: Neither ``/proc`` nor psutil shows the memory of a process.
     """
     if pid is not None:
         _units.whole_number(pid, "pid")
@@ -107,13 +107,13 @@ def usage(pid: int | None = None, *, root: Path = _proc.ROOT) -> MemoryUsage:
 class PrivateMeter:
     """Readings of private memory that are cheap enough to be taken on every call.
 
-    A reading walks the page tables, about 6 ms in a process of 600 MB. A fresh one is taken once a hundred times the
-    cost of the last one has passed, so readings take at most 1 % of the time; until then the last one is returned.
+    A reading walks the page tables, about 6 ms in a process of 600 MB. After each reading, the meter returns the same
+    value for a hundred times as long as the reading took, so readings take at most 1 % of the time.
     Thread-safe: while one thread reads, the others get the last reading.
 
     Args:
         read: Takes a reading in bytes.
-        clock: Seconds from any start, never going back.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, read: Callable[[], int], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -122,8 +122,8 @@ class PrivateMeter:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the last reading. A forked child calls this at once: the reading is its parent's."""
-        # One tuple, replaced whole, so that no thread ever pairs a value with the time of another one.
+        """Drop the last reading. A forked child does this first: the reading is its parent's."""
+        # One tuple, replaced as a whole, so that no thread combines a value with the time of another reading.
         self._last: tuple[int | None, float] = (None, -math.inf)
         # A thread of the parent may have held the old lock; in the child it would never be released.
         self._reading = threading.Lock()
@@ -135,7 +135,7 @@ class PrivateMeter:
             fresh: Take a reading now, whatever it costs.
 
         Raises:
-            NotSupported: Neither ``/proc`` nor psutil shows what this process holds.
+            NotSupported: Neither ``/proc`` nor psutil shows the memory of this process.
         """
         last, due = self._last
         if fresh or last is None:
@@ -170,11 +170,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def private(*, fresh: bool = False) -> int:
-    """The private memory of this process; cheap enough to be asked for on every call.
+    """The private memory of this process; cheap enough to be read on every call.
 
-    It counts what this process alone has written and the system cannot take back: private dirty pages, and those in
-    swap. USS would add the clean pages of files that no other process maps just now, so it jumps when a neighbour
-    opens or closes the same model file. Where there is no ``/proc``, it is USS.
+    It counts what this process alone has written and the system cannot reclaim: private dirty pages, and those in
+    swap. USS would add the clean pages of files that no other process maps at the moment, so it jumps when another
+    process opens or closes the same model file. Without ``/proc`` it is USS.
 
     Args:
         fresh: Take a reading now. Otherwise the last one may be returned; readings take at most 1 % of the time.
@@ -183,7 +183,7 @@ def private(*, fresh: bool = False) -> int:
         Bytes. A forked child never gets its parent's reading.
 
     Raises:
-        NotSupported: Neither ``/proc`` nor psutil shows what this process holds.
+        NotSupported: Neither ``/proc`` nor psutil shows the memory of this process.
     """
     return _meter(fresh=fresh)
 
@@ -212,7 +212,7 @@ def _smaller(*bounds: int | None) -> int | None:
 
 
 def _from_psutil(pid: int | None) -> MemoryUsage:
-    # Imported only where there is no /proc: the import takes time.
+    # Imported only if there is no /proc: the import takes time.
     psutil: Any = importlib.import_module("psutil")
     try:
         process = psutil.Process(pid)
@@ -242,11 +242,11 @@ def _from_psutil(pid: int | None) -> MemoryUsage:
 def _gone(pid: int | None) -> Exception:
     if pid is None:
         return NotSupported("memory readings", reason="neither /proc nor psutil shows this process")
-    return ProcessLookupError(errno.ESRCH, f"process {pid} is gone, or is a kernel thread")
+    return ProcessLookupError(errno.ESRCH, f"process {pid} does not exist, or is a kernel thread")
 
 
 def _no_permission(pid: int | None) -> Exception:
     if pid is None:
         return NotSupported("memory readings", reason="this process may not read its own memory figures")
     fix = "read it as its owner or as root"
-    return PermissionError(errno.EACCES, f"process {pid} belongs to someone else; {fix}")
+    return PermissionError(errno.EACCES, f"process {pid} belongs to another user; {fix}")

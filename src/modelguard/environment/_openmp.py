@@ -1,7 +1,7 @@
-"""OpenMP's number of threads of the calling thread, and its pool.
+"""The calling thread's OpenMP settings: its number of threads, and its thread pool.
 
-The specification makes the number a setting of each thread (``nthreads-var``, OpenMP 5.2 section 2.4), so one thread
-can be capped while all others keep theirs.
+In the specification each thread has its own number of threads (``nthreads-var``, OpenMP 5.2 section 2.4), so the number
+can be capped in one thread without any effect on others.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ __all__ = ["cap_openmp", "end_openmp_pool", "loaded_openmp"]
 
 _RUNTIME = re.compile(r"/lib(?:gomp|iomp5|omp)[-.][^/]*$")
 
-#: ``omp_pause_soft``: what was set with ``omp_set_num_threads`` and the like stays.
+#: ``omp_pause_soft``: settings made by ``omp_set_num_threads`` and similar functions stay.
 _SOFT = 1
 
 
 def cap_openmp(count: int) -> None:
-    """Let parallel regions that the calling thread starts use at most ``count`` threads.
+    """Limit parallel regions that the calling thread starts to ``count`` threads.
 
-    Only runtimes that this process has already loaded are changed. Before torch or the like is imported there is none,
-    and none is found where there is no ``/proc``.
+    This changes only runtimes that the process has already loaded. There is none before torch or a similar library is
+    imported, and none is found without ``/proc``.
     """
     for path in loaded_openmp():
         runtime = _open(path)
@@ -32,12 +32,13 @@ def cap_openmp(count: int) -> None:
 
 
 def end_openmp_pool() -> None:
-    """End the threads that parallel regions of the calling thread have left waiting for the next one.
+    """End the threads that wait for the calling thread's next parallel region.
 
-    A thread that waits itself from now on should not leave them behind: GNU's runtime counts all its threads, and once
-    there are more than cores, the threads of every pool spin less and sleep sooner. A MiniLM call took 7.8 ms instead
-    of 6.0 while a thread existed that had once loaded a model. This applies to GNU's runtime only, whose pools belong
-    to one thread each (``omp_pause_resource_all``, OpenMP 5.0; other runtimes would end the pools of all threads).
+    A thread that runs no more parallel regions should not leave them behind: GNU's runtime counts all its threads, and
+    if there are more threads than cores, the threads of every pool spin less and sleep sooner. A MiniLM call took
+    7.8 ms instead of 6.0 while a thread existed that had once loaded a model. This applies to GNU's runtime only, where
+    each pool belongs to one thread (``omp_pause_resource_all``, OpenMP 5.0; other runtimes would end the pools of all
+    threads).
     """
     for path in loaded_openmp():
         runtime = _open(path) if "/libgomp" in path else None
@@ -46,7 +47,7 @@ def end_openmp_pool() -> None:
 
 
 def loaded_openmp() -> set[str]:
-    """The files of the OpenMP runtimes that this process has loaded; empty where there is no ``/proc``."""
+    """The files of the OpenMP runtimes that this process has loaded; empty without ``/proc``."""
     mappings = _proc.if_readable(_proc.maps) or ()
     return {mapping.name for mapping in mappings if _RUNTIME.search(mapping.name)}
 

@@ -1,11 +1,11 @@
-"""Environment variables that belong together, as data, and whether they took effect.
+"""Sets of environment variables for model servers, as data, and whether they took effect.
 
 >>> from modelguard import presets
 >>> preset = presets.get("torch-cpu-dynamic", workers=2) | presets.get("low-memory")
 >>> print(preset.explain())
 >>> print(preset.apply())
 
-A preset never overrides what the user has set, and its report claims only what the process has really done.
+A preset never overrides what the user has set, and its report is based on what the process has actually done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from modelguard import _units
 from modelguard.environment import _cpus, _knobs, _renderings
-from modelguard.environment._effect import ProcessHistory, State, judge
+from modelguard.environment._effect import ProcessHistory, State, effect_of
 from modelguard.environment._knobs import Knob, When
 from modelguard.environment._renderings import Format
 from modelguard.errors import InvalidOption
@@ -27,15 +27,15 @@ __all__ = ["ApplyReport", "Outcome", "Preset", "describe", "get", "names"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one knob.
+    """What happened to one knob when a preset was applied.
 
     Attributes:
         knob: The knob.
         state: ``"applied"``: its value is set and is in force, or will be once its reader reads it. ``"kept"``: the
             user's own value stays. ``"too late"``: its reader has read the variable already, with another value.
-            ``"needs exec"``: it counts only if it is set when the program starts. ``"not supported"``: nothing in
-            this process reads it.
-        value: What the variable holds now; None where it is not set.
+            ``"needs exec"``: it has an effect only if it is set when the program starts. ``"not supported"``: nothing
+            in this process reads it.
+        value: The current value of the variable; None if it is not set.
         evidence: The reason for the state.
     """
 
@@ -50,7 +50,7 @@ class Outcome:
 
 
 class ApplyReport(tuple[Outcome, ...]):
-    """What became of every knob of a preset, in its order."""
+    """The outcome for every knob of a preset, in the preset's order."""
 
     __slots__ = ()
 
@@ -65,10 +65,10 @@ class ApplyReport(tuple[Outcome, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Knobs that belong together.
+    """A set of knobs for one purpose.
 
     Attributes:
-        name: Its name; for a composed preset the names joined by ``" | "``.
+        name: Its name; for a combined preset the names joined by ``" | "``.
         does: Its purpose.
         knobs: Its knobs; no variable appears twice.
     """
@@ -78,24 +78,24 @@ class Preset:
     knobs: tuple[Knob, ...]
 
     def __or__(self, other: Preset) -> Preset:
-        """Compose two presets; where both set a variable, the value on the right wins, as with ``dict``."""
+        """Combine two presets; if both set a variable, the value on the right wins, as with ``dict``."""
         together = {knob.name: knob for knob in (*self.knobs, *other.knobs)}
         return Preset(f"{self.name} | {other.name}", f"{self.does} {other.does}", tuple(together.values()))
 
     def explain(self) -> str:
-        """Describe every knob: its value, when and by what it is read, what it does and costs, and the source."""
+        """Describe every knob: its value, when it is read and by what, what it does and costs, and the source."""
         return "\n\n".join([f"{self.name}: {self.does}", *map(_explain, self.knobs)])
 
     def apply(
         self, environ: MutableMapping[str, str] = os.environ, *, process: ProcessHistory | None = None
     ) -> ApplyReport:
-        """Set what can still be set in this process, and report for each knob what became of it.
+        """Set the variables that can still take effect in this process, and report the outcome of each knob.
 
-        What the user has set stays. What is too late, needs an exec or is not read here is not set.
+        Variables that the user has set stay. Those that are too late, need an exec or are not read here are not set.
 
         Args:
             environ: The variables to read and set.
-            process: What this process has done so far. Default: it is looked up.
+            process: What this process has done so far. Default: this process is inspected.
 
         Returns:
             One outcome per knob, in the preset's order.
@@ -107,15 +107,15 @@ class Preset:
         return ApplyReport(_apply(knob, environ, process) for knob in self.knobs)
 
     def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The variables to add to ``environ`` for a program that will be started; what the user has set stays.
+        """The variables to add to ``environ`` for a program to be started; what the user has set stays.
 
         Args:
-            environ: The variables that the program would get otherwise.
+            environ: The variables that the program would get without the preset.
         """
         return {knob.name: knob.value for knob in self.knobs if knob.name not in environ}
 
     def render(self, format: Format) -> str:  # noqa: A002 - the command line's word for it
-        """Write the preset for the file in which a service's variables are kept.
+        """Write the preset in the format of a service's configuration file.
 
         Args:
             format: ``"shell"``, ``"env"`` (a .env file), ``"gunicorn"`` (``raw_env`` of its configuration, without the
@@ -126,7 +126,7 @@ class Preset:
             Lines of text, with a comment on what each variable does.
 
         Raises:
-            InvalidOption: There is no such format, or it cannot hold one of the values.
+            InvalidOption: The format is unknown, or cannot represent one of the values.
         """
         return _renderings.render(self.name, self.knobs, format)
 
@@ -150,11 +150,11 @@ def get(name: str, *, workers: int = 1, distinct_shapes: int | None = None, cpus
 
     Args:
         name: One of :func:`names`.
-        workers: How many processes share the CPUs; ``torch-cpu`` and ``prefork`` give each its part.
-        distinct_shapes: How many different input shapes the traffic has, such as lengths after bucketing, if that is
-            known; ``torch-cpu-dynamic`` makes oneDNN's caches large enough to keep them all.
-        cpus: How many CPUs there are to share. Default: what this process may use, which is the smaller of its
-            affinity and its cgroups' quota.
+        workers: How many processes share the CPUs; ``torch-cpu`` and ``prefork`` divide the CPUs among them.
+        distinct_shapes: How many different input shapes the traffic has, such as lengths after bucketing, if known;
+            ``torch-cpu-dynamic`` makes oneDNN's caches large enough for all of them.
+        cpus: The number of CPUs to share. Default: what this process may use, which is the smaller of its affinity and
+            its cgroups' quota.
 
     Returns:
         The preset; nothing is set yet.
@@ -167,14 +167,14 @@ def get(name: str, *, workers: int = 1, distinct_shapes: int | None = None, cpus
     if distinct_shapes is not None:
         _units.whole_number(distinct_shapes, "distinct_shapes")
     if cpus is not None and (isinstance(cpus, bool) or not isinstance(cpus, int | float) or not 0 < cpus < _MAX_CPUS):
-        raise InvalidOption("cpus", cpus, why="it is not a number of CPUs", fix="Give a number such as 4 or 2.5.")
+        raise InvalidOption("cpus", cpus, why="must be a number of CPUs", fix="Give a number such as 4 or 2.5.")
     return Preset(name, recipe.does, recipe.knobs(_Service(workers, distinct_shapes, cpus)))
 
 
 #: More CPUs than any machine has. It also rejects infinity and NaN.
 _MAX_CPUS = 1_000_000
 
-#: The largest number of entries that is documented in use (Intel's tuning guide for its PyTorch extension).
+#: The largest number of entries in any documentation (Intel's tuning guide for its PyTorch extension).
 _MAX_ENTRIES = 65_536
 
 
@@ -185,7 +185,7 @@ class _Service:
     cpus: float | None
 
     def threads_per_worker(self) -> tuple[int, str]:
-        """Threads for each worker, and the origin of that number."""
+        """Threads for each worker, and the reason for that number."""
         count, source = (self.cpus, "") if self.cpus is not None else _cpus_of_process()
         workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         cpus = "1 CPU" if count == 1 else f"{count:g} CPUs"
@@ -212,7 +212,7 @@ def _prefork(service: _Service) -> tuple[Knob, ...]:
     count, why = service.threads_per_worker()
     return (
         *_knobs.threads(count, why),
-        _knobs.openblas_threads(1, "a process that forks should have one thread"),
+        _knobs.openblas_threads(1, "a process that forks should have only one thread"),
         _knobs.cuda_check(),
         _knobs.grpc_fork_support(),
         _knobs.tokenizers_threads(),
@@ -230,19 +230,19 @@ class _Recipe(NamedTuple):
 
 
 _PRESETS = {
-    "torch-cpu": _Recipe("torch on CPUs: as many threads as each worker's part of the CPU quota.", _torch_cpu),
+    "torch-cpu": _Recipe("torch on CPUs: as many threads as each worker's share of the CPU quota.", _torch_cpu),
     "torch-cpu-dynamic": _Recipe(
-        "torch on CPUs with inputs of ever-new shapes: torch-cpu, and bounded oneDNN caches.",
+        "torch on CPUs with inputs of many shapes: torch-cpu, and bounded oneDNN caches.",
         _torch_cpu_dynamic,
     ),
     "prefork": _Recipe("A server that loads the model and then forks its workers.", _prefork),
-    "low-memory": _Recipe("Freed memory goes back to the system, at the cost of some CPU time.", _low_memory),
+    "low-memory": _Recipe("Freed memory is returned to the system, at the cost of some CPU time.", _low_memory),
 }
 
 
 def _apply(knob: Knob, environ: MutableMapping[str, str], process: ProcessHistory) -> Outcome:
     value = environ.get(knob.name)
-    state, evidence = judge(knob, value, process)
+    state, evidence = effect_of(knob, value, process)
     if state == "applied":
         environ[knob.name] = value = knob.value
     return Outcome(knob, state, value, evidence)
@@ -276,4 +276,4 @@ def _recipe(name: str) -> _Recipe:
     near = get_close_matches(str(name), _PRESETS, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     fix = f"{hint}The presets are {', '.join(_PRESETS)}."
-    raise InvalidOption("name", name, why="there is no such preset", fix=fix)
+    raise InvalidOption("name", name, why="is not a known preset", fix=fix)

@@ -1,8 +1,8 @@
-"""The one reader of ``/proc``: what the kernel shows of processes, as plain data.
+"""The only module that reads ``/proc``. It returns what the kernel shows about processes as plain data.
 
-Functions take the process id, None for this process, and the folder that holds ``proc`` (``/`` outside of tests).
-A file that cannot be read raises what the kernel raises: ``FileNotFoundError`` or ``ProcessLookupError`` where the
-process is gone, ``PermissionError`` where it belongs to someone else. :func:`if_readable` turns these into None.
+Functions take a process id, None for this process, and the folder that holds ``proc`` (``/`` outside of tests).
+If a file cannot be read, they raise the kernel's error: ``FileNotFoundError`` or ``ProcessLookupError`` if the
+process has exited, ``PermissionError`` if it belongs to another user. :func:`if_readable` turns these into None.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 ROOT = Path("/")
 
-#: What the kernel puts behind the name of a file that was removed or replaced since it was mapped.
+#: The kernel appends this to the name of a file that was removed or replaced since it was mapped.
 _DELETED = " (deleted)"
 
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD in the kernel's sched.h
@@ -58,7 +58,7 @@ _MAPPING = r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)"
 
 
 class MemoryLayout(NamedTuple):
-    """Where a program lies in memory. Linux picks new addresses for each exec; a fork keeps those of its parent.
+    """The addresses of a program in memory. Linux picks new ones for each exec; a fork keeps those of its parent.
 
     Attributes:
         code: Where its code begins.
@@ -70,7 +70,7 @@ class MemoryLayout(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether this user may see it; otherwise the kernel gives 0 or 1."""
+        """Whether this user may see the addresses; otherwise the kernel shows 0 or 1."""
         return min(self) > 1
 
 
@@ -80,10 +80,10 @@ class ProcessStat(NamedTuple):
     Attributes:
         pid: Its process id.
         parent: The process id of its parent.
-        started: When it started, in clock ticks since the machine started. The kernel uses process ids again; id and
+        started: When it started, in clock ticks since the machine started. The kernel reuses process ids, but id and
             start together are unique.
         threads: Number of threads.
-        layout: Where its program lies.
+        layout: The addresses of its program.
         alive: Whether it has not exited yet.
         kernel: Whether it is a kernel thread.
     """
@@ -98,7 +98,7 @@ class ProcessStat(NamedTuple):
 
     @property
     def identity(self) -> tuple[int, int, MemoryLayout]:
-        """Differs from that of every other process, and from its own before it executed another program."""
+        """A value that no other process has, and that changes when the process executes another program."""
         return self.pid, self.started, self.layout
 
 
@@ -107,10 +107,10 @@ class MemoryMapping:
 
     Attributes:
         start: Its first address.
-        end: The address behind its last.
-        access: Such as ``"rw-p"``.
-        is_file: Whether a file is behind it.
-        name: The file, a name such as ``"[heap]"``, or nothing.
+        end: The first address after it.
+        access: Its permissions, such as ``"rw-p"``.
+        is_file: Whether it maps a file.
+        name: The file, a name such as ``"[heap]"``, or empty.
         deleted: Whether the file was removed or replaced since it was mapped.
         sizes: The figures of ``smaps`` in bytes; empty from ``maps``.
         flags: The two-letter flags of ``smaps`` (proc_pid_smaps(5)); empty from ``maps``.
@@ -174,7 +174,7 @@ def stat(pid: int, root: Path = ROOT) -> ProcessStat | None:
         text = (folder(pid, root) / "stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name stands in parentheses, and may itself hold parentheses and blanks.
+    # The name is in parentheses, and may itself contain parentheses and spaces.
     words = text.rpartition(")")[2].split()
     number = {field: int(words[field - 3]) for field in (4, 9, 20, 22, 26, 28)}  # as proc_pid_stat(5) counts them
     return ProcessStat(
@@ -191,15 +191,15 @@ def stat(pid: int, root: Path = ROOT) -> ProcessStat | None:
 def processes(root: Path = ROOT) -> dict[int, ProcessStat]:
     """Read the stat of every running process, by process id; kernel threads are left out."""
     pids = (int(name) for name in os.listdir(root / "proc") if name.isdecimal())  # noqa: PTH208 - only names are needed
-    found = (if_readable(stat, pid, root) for pid in sorted(pids))
-    return {one.pid: one for one in found if one is not None and one.alive and not one.kernel}
+    stats = (if_readable(stat, pid, root) for pid in sorted(pids))
+    return {found.pid: found for found in stats if found is not None and found.alive and not found.kernel}
 
 
 def descendants(pid: int, known: Mapping[int, ProcessStat]) -> Iterator[ProcessStat]:
-    """Walk a process and everything that it started, parents before children.
+    """Iterate over a process and all its descendants, parents before children.
 
     Args:
-        pid: The process at the top.
+        pid: The process to begin with.
         known: The running processes, from :func:`processes`.
     """
     children: dict[int, list[ProcessStat]] = {}
@@ -209,7 +209,7 @@ def descendants(pid: int, known: Mapping[int, ProcessStat]) -> Iterator[ProcessS
     seen = set()
     while waiting:
         process = waiting.pop()
-        if process.pid not in seen:  # ids that are used again during the listing could form a circle
+        if process.pid not in seen:  # ids that are reused during the listing could form a cycle
             seen.add(process.pid)
             yield process
             waiting += reversed(children.get(process.pid, []))
@@ -235,7 +235,7 @@ def owner(pid: int, root: Path = ROOT) -> int:
 
 
 def command_line(pid: int, root: Path = ROOT) -> tuple[str, ...]:
-    """The words of a process's command line; one word with blanks where the program has written a title over it."""
+    """The words of a process's command line; one word with spaces if the program has overwritten it with a title."""
     text = _text(pid, "cmdline", root).rstrip("\0")
     return tuple(text.split("\0")) if text else ()
 
@@ -243,8 +243,8 @@ def command_line(pid: int, root: Path = ROOT) -> tuple[str, ...]:
 def environment(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:
     """The environment variables that a process was started with.
 
-    Programs that change how they appear in ps (gunicorn with setproctitle) write over this memory; then the result
-    is empty.
+    Programs that change their title in ps (gunicorn with setproctitle) overwrite this memory; the result is then
+    empty.
     """
     pairs = [entry.partition("=") for entry in _text(pid, "environ", root).split("\0") if entry]
     if not all(name and equals for name, equals, _ in pairs):
@@ -263,7 +263,7 @@ def working_directory(pid: int, root: Path = ROOT) -> Path:
 
 
 def thread_names(pid: int | None = None, root: Path = ROOT) -> dict[int, str]:
-    """The names of a process's threads, by thread id; threads that end meanwhile are left out."""
+    """The names of a process's threads, by thread id; threads that end in the meantime are left out."""
     tasks = folder(pid, root) / "task"
     names = {int(name): if_readable(_name, tasks / name) for name in os.listdir(tasks)}  # noqa: PTH208 - as above
     return {thread: name for thread, name in names.items() if name is not None}
@@ -276,7 +276,7 @@ def status(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:
 
 
 def memory_sums(pid: int | None = None, root: Path = ROOT) -> dict[str, int]:
-    """The figures of ``smaps`` summed over all mappings of a process, in bytes.
+    """The figures of ``smaps``, added up over all mappings of a process, in bytes.
 
     Reading them walks the page tables: about 6 ms in a process of 600 MB.
 
@@ -309,7 +309,7 @@ def smaps(pid: int | None = None, root: Path = ROOT) -> list[MemoryMapping]:
 
 
 def mapped_files(mappings: Iterable[MemoryMapping]) -> dict[str, int]:
-    """The files among some mappings, each with the address where it begins."""
+    """The files among the mappings, each with its start address."""
     files: dict[str, int] = {}
     for mapping in mappings:
         if mapping.name.startswith("/"):
@@ -324,7 +324,7 @@ def cgroups(pid: int | None = None, root: Path = ROOT) -> list[tuple[str, tuple[
 
 
 def mounts(root: Path = ROOT) -> list[Mount]:
-    """What is mounted where this process can see it."""
+    """The mounts that this process can see."""
     return [_mount(line) for line in _text(None, "mountinfo", root).splitlines()]
 
 
@@ -372,11 +372,11 @@ def _add_figure(mapping: MemoryMapping, line: str) -> None:
 
 def _mount(line: str) -> Mount:
     before, _, after = line.partition(" - ")
-    # Split at each single blank: the middle field, the mount's source, may be empty.
+    # Split at each single space: the middle field, the mount's source, may be empty.
     fields, (kind, _, options) = before.split(" "), after.split(" ", 2)
     return Mount(_unescape(fields[3]), _unescape(fields[4]), kind, tuple(options.split(",")))
 
 
 def _unescape(field: str) -> str:
-    """Undo the kernel's octal escapes of blanks and backslashes."""
+    """Undo the kernel's octal escapes of spaces and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)

@@ -1,4 +1,4 @@
-"""The program that a command starts: its file, and whether ``LD_PRELOAD`` is in force in it."""
+"""The program that a command starts: its file, and whether ``LD_PRELOAD`` has an effect in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NOT_EXECUTABLE", "NOT_FOUND", "ignores_preload", "locate"]
 
-#: The exit statuses that a shell gives for these (POSIX, Shell Command Language 2.8.2).
+#: A shell's exit statuses for commands that cannot be executed or found (POSIX, Shell Command Language 2.8.2).
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 
@@ -38,43 +38,43 @@ def locate(command: str, environ: Mapping[str, str]) -> str:
     Raises:
         CannotRun: There is none, or it is not executable.
     """
-    # Text and not a Path, which would turn "./run" into "run": a script sees the name that it was called by.
+    # Strings, not Paths, which would change "./run" to "run": a script sees the name by which it was called.
     candidates = (
         [command] if os.sep in command else [f"{folder or '.'}/{command}" for folder in os.get_exec_path(environ)]
     )
-    # Folders are skipped, and so is a file that is not executable as long as another one may follow.
+    # Skip folders, and files that are not executable if an executable one follows.
     files = [candidate for candidate in candidates if Path(candidate).is_file()]
     for file in files:
         if os.access(file, os.X_OK):
             return file
     if files:
         fix = f"Make it executable (chmod +x), or start it through its interpreter, such as: python {files[0]}."
-        raise CannotRun(command, why="the file is not executable", fix=fix, status=NOT_EXECUTABLE)
+        raise CannotRun(command, why="is not executable", fix=fix, status=NOT_EXECUTABLE)
     if os.sep in command and Path(command).is_dir():
-        raise CannotRun(command, why="it is a folder", fix="Name a program.", status=NOT_EXECUTABLE)
-    where = "there is no such file" if os.sep in command else "no folder on PATH has a program of this name"
-    raise CannotRun(command, why=where, fix=_fix_missing(command), status=NOT_FOUND)
+        raise CannotRun(command, why="is a folder", fix="Name a program.", status=NOT_EXECUTABLE)
+    why = "does not exist" if os.sep in command else "was not found in any folder on PATH"
+    raise CannotRun(command, why=why, fix=_fix_missing(command), status=NOT_FOUND)
 
 
 def ignores_preload(path: str, *, user: int | None = None, group: int | None = None) -> str | None:
-    """Say why ``LD_PRELOAD`` would do nothing in a program.
+    """Find out why ``LD_PRELOAD`` would have no effect in a program.
 
     Args:
-        path: An executable file. For a script, the interpreter in its first line counts.
-        user: The user id that starts it. Default: that of this process.
-        group: Likewise the group id.
+        path: An executable file. For a script, its interpreter is checked.
+        user: The id of the user that starts it. Default: that of this process.
+        group: The id of the group. Default: that of this process.
 
     Returns:
-        The reason as a clause; None if there is none, or the file cannot be read.
+        The reason as a clause; None if ``LD_PRELOAD`` works, or if the file cannot be read.
 
     Raises:
         CannotRun: The interpreter of a script is missing.
     """
     file = _interpreter(path)
     if _is_privileged(file, os.getuid() if user is None else user, os.getgid() if group is None else group):
-        return f"{file} runs with more rights than its caller, so the dynamic linker ignores LD_PRELOAD in it"
+        return f"{file} runs with more privileges than its caller, so the dynamic linker ignores LD_PRELOAD"
     if _is_static(file):
-        return f"{file} is statically linked, so nothing reads LD_PRELOAD in it"
+        return f"{file} is statically linked, so nothing reads LD_PRELOAD"
     return None
 
 
@@ -86,17 +86,18 @@ def _fix_missing(command: str) -> str:
 
 
 def _interpreter(path: str) -> str:
-    """The file that is executed in the end: the script's interpreter, or, if that is a script, its interpreter."""
+    """The binary that is executed in the end: for a script its interpreter, which may be a script itself."""
     file = path
     for _ in range(_SCRIPTS):
         line = _first_line(file)
         if not line.startswith(b"#!"):
             break
-        words = re.match(rb"#![ \t]*([^ \t\n]*)", line)  # a carriage return belongs to the name, as for the kernel
+        words = re.match(rb"#![ \t]*([^ \t\n]*)", line)  # a carriage return is part of the name, as in the kernel
         interpreter = os.fsdecode(words[1]) if words else ""
         if not Path(interpreter).is_file():
-            why = f"its first line names the interpreter {interpreter!r}, which does not exist"
-            raise CannotRun(path, why=why, fix="Correct that line, or install it.", status=NOT_EXECUTABLE)
+            why = f"names an interpreter that does not exist: {interpreter!r}"
+            fix = "Correct its first line, or install the interpreter."
+            raise CannotRun(path, why=why, fix=fix, status=NOT_EXECUTABLE)
         file = interpreter
     return file
 
@@ -114,7 +115,7 @@ def _is_privileged(file: str, user: int, group: int) -> bool:
     state = Path(file).stat()
     if state.st_mode & stat.S_ISUID and state.st_uid != user:
         return True
-    # Without permission to execute, the bit means mandatory locking.
+    # On a file that its group may not execute, the bit means mandatory locking.
     if state.st_mode & stat.S_ISGID and state.st_mode & stat.S_IXGRP and state.st_gid != group:
         return True
     return user != 0 and _has_capabilities(file)

@@ -1,4 +1,4 @@
-"""What serves Python's own small objects, in front of ``malloc``."""
+"""Which allocator serves Python's own small objects, in front of ``malloc``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NAMES: dict[str, SmallObjects] = {"pymalloc": "pymalloc", "mimalloc": "mimalloc
 
 
 def small_objects(name: str | None = None, environ: Mapping[str, str] = os.environ) -> SmallObjects:
-    """Find what serves Python's small objects.
+    """Find the allocator of Python's small objects.
 
     Args:
-        name: The allocator that CPython reports, such as ``"pymalloc_debug"``. Default: CPython is asked.
-        environ: Where ``PYTHONMALLOC`` is found. It decides only where CPython reports nothing.
+        name: The allocator that CPython reports, such as ``"pymalloc_debug"``. Default: ask CPython.
+        environ: The variables with ``PYTHONMALLOC``, which is used only if CPython reports nothing.
 
     Returns:
-        The allocator. Under ``"malloc"`` every object comes from the library that serves ``malloc``.
+        The allocator. ``"malloc"`` means that every object comes from the library that serves ``malloc``.
     """
     known = _NAMES.get((name or _reported() or "").removesuffix("_debug"))
     if known is not None:

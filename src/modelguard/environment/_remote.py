@@ -1,4 +1,4 @@
-"""What can be seen of another process's allocator from outside: less than the process itself could find out."""
+"""What can be seen of another process's allocator from outside. The process itself could find out more."""
 
 import errno
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from modelguard.errors import NotSupported
 
 __all__ = ["Observed", "observe"]
 
-#: How jemalloc names its threads, from 5.1 on.
+#: The name of jemalloc's background threads, since 5.1.
 _JEMALLOC_THREAD = "jemalloc_bg_thd"
 
 
@@ -29,12 +29,12 @@ class Observed:
 
     Attributes:
         pid: The process.
-        kind: What most probably serves ``malloc``: the first allocator that it was started to preload and that is
-            loaded, or else its C library. An allocator that was linked into the program cannot be seen from outside.
+        kind: What most probably serves ``malloc``: the first preloaded allocator that is actually loaded, otherwise the
+            C library. An allocator that was linked into the program cannot be seen from outside.
         path: The file of that allocator; empty if none was found.
-        preload: What was to be preloaded: the entries of ``LD_PRELOAD`` when the process started, and those of
-            ``/etc/ld.so.preload``. Setting the variable later, from inside, does nothing and cannot be seen.
-        mapped: The allocators' libraries that are loaded, the C library among them.
+        preload: What should be preloaded: the entries of ``LD_PRELOAD`` when the process started, and those of
+            ``/etc/ld.so.preload``. Setting the variable later, from inside, has no effect and cannot be seen.
+        mapped: The allocators' libraries that are loaded, including the C library.
         problems: What is not as intended.
     """
 
@@ -47,7 +47,7 @@ class Observed:
 
 
 def observe(pid: int, *, root: Path = _proc.ROOT) -> Observed:
-    """Look at the allocator of another process from outside, without disturbing it.
+    """Inspect the allocator of another process from outside, without disturbing the process.
 
     Args:
         pid: The process.
@@ -59,7 +59,7 @@ def observe(pid: int, *, root: Path = _proc.ROOT) -> Observed:
     Raises:
         InvalidOption: ``pid`` is not a process id.
         ProcessLookupError: There is no such process, or it has exited.
-        PermissionError: The process belongs to someone else.
+        PermissionError: The process belongs to another user.
         NotSupported: There is no ``/proc``, as on systems other than Linux.
     """
     _units.whole_number(pid, "pid")
@@ -75,16 +75,16 @@ def observe(pid: int, *, root: Path = _proc.ROOT) -> Observed:
 
 def _read(pid: int, root: Path) -> ProcessView:
     if not _proc.is_mounted(root):
-        raise NotSupported("looking at another process", reason="there is no /proc")
+        raise NotSupported("inspecting another process", reason="there is no /proc")
     try:
         mappings, environ = _proc.maps(pid, root), _proc.environment(pid, root)
     except PermissionError:
-        fix = "look at it as its owner or as root"
-        raise PermissionError(errno.EACCES, f"process {pid} belongs to someone else; {fix}") from None
+        fix = "inspect it as its owner or as root"
+        raise PermissionError(errno.EACCES, f"process {pid} belongs to another user; {fix}") from None
     except (FileNotFoundError, ProcessLookupError):
         mappings, environ = [], {}
     if not mappings:
-        raise ProcessLookupError(errno.ESRCH, f"process {pid} is gone, or is a kernel thread")
+        raise ProcessLookupError(errno.ESRCH, f"process {pid} does not exist, or is a kernel thread")
     own_root = _proc.folder(pid, root) / "root"
     return ProcessView(_proc.mapped_files(mappings), environ, system_preloads(own_root), own_root)
 

@@ -1,6 +1,6 @@
-"""A preset, written for the file in which a service keeps its variables.
+"""Presets in the formats of configuration files.
 
-Each format quotes what its own reader would expand: ``$`` in a Dockerfile, ``%`` in a systemd unit, ``$(`` in a
+Each format escapes what its reader would expand: ``$`` in a Dockerfile, ``%`` in a systemd unit, ``$(`` in a
 Kubernetes manifest.
 """
 
@@ -36,10 +36,10 @@ def render(name: str, knobs: Sequence[Knob], format: Format) -> str:  # noqa: A0
         Text that ends with a newline.
 
     Raises:
-        InvalidOption: There is no such format, or it cannot hold one of the values.
+        InvalidOption: The format is unknown, or cannot represent one of the values.
     """
     if format not in _STYLES:
-        why = "there is no such format"
+        why = "is not a known format"
         raise InvalidOption("format", format, why=why, fix=f"The formats are {', '.join(_STYLES)}.")
     style = _STYLES[format]
     lines = [f"# modelguard preset {name}", *style.head]
@@ -66,9 +66,9 @@ def _shell(knob: Knob) -> str:
 
 
 def _env(knob: Knob) -> str:
-    """A line of a .env file; without quotes where none are needed, because docker's --env-file keeps them."""
+    """A line of a .env file; with quotes only if they are needed, because docker's --env-file keeps them."""
     if "${" in knob.value:
-        why = f"readers of .env files expand the ${{...}} in {knob.name}={knob.value}, and it cannot be quoted"
+        why = f"cannot represent {knob.name}={knob.value}: readers of .env files expand ${{...}}, even in quotes"
         raise InvalidOption("format", "env", why=why, fix="Use another format, or another value.")
     if re.fullmatch(r"[\w@%+=:,./-]*", knob.value, re.ASCII):
         return f"{knob.name}={knob.value}"
@@ -78,7 +78,7 @@ def _env(knob: Knob) -> str:
 
 def _gunicorn(knob: Knob) -> str:
     if knob.read_at == "exec":
-        return f"# left out: {knob.name} counts only when a program starts; set it where gunicorn is started"
+        return f"# left out: {knob.name} is read only when a program starts; set it where gunicorn is started"
     return f"{json.dumps(f'{knob.name}={knob.value}', ensure_ascii=False)},"
 
 

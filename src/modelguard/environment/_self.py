@@ -1,7 +1,6 @@
-"""What this process has done so far, as far as environment variables are concerned.
+"""What this process has done so far with the environment variables that presets set.
 
-Nothing here makes a library do what it has not done yet: a question that reads the environment itself would decide
-what it asks about.
+Nothing here initialises a library: a check that made a library read its variables would change its own answer.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ _DESCRIPTORS = (
     f"Lm1024E{_STRING}E7t_storeEvE12new_capacity"
 )
 
-#: What ideep takes where its variable is not set: a parameter of the type above.
+#: The capacity that ideep uses if its variable is not set: a parameter of the type above.
 _DEFAULT_DESCRIPTORS = 1024
 
 _ONEDNN = re.compile(r"/lib(?:torch_cpu|dnnl)\.so[^/]*$")
 
-#: The libraries that read each variable of threads: their files, and the functions that return how many they use.
+#: For each variable that sets a number of threads: the files of the libraries that read it, and the functions that
+#: return the number in use.
 _THREADS = {
     "OMP_NUM_THREADS": (re.compile(r"/lib(?:gomp|iomp5|omp)[-.][^/]*$"), ("omp_get_max_threads",)),
     "MKL_NUM_THREADS": (re.compile(r"/lib(?:torch_cpu|mkl_rt|mkl_core)\.so[^/]*$"), ("mkl_get_max_threads",)),
@@ -53,7 +53,7 @@ class ThisProcess:
         self._root = root
 
     def started_with(self) -> Mapping[str, str] | None:
-        """Its variables when the program started; None where they cannot be read any more."""
+        """Its variables when the program started; None if they can no longer be read."""
         return _proc.if_readable(_proc.environment, None, self._root) or None
 
     def malloc(self) -> AllocatorInForce:
@@ -61,22 +61,22 @@ class ThisProcess:
         return _allocator.in_force()
 
     def primitive_cache(self) -> int | None:
-        """The number of entries that oneDNN's primitive cache was made for; None where there is none yet."""
+        """The capacity of oneDNN's primitive cache, in entries; None if it does not exist yet."""
         return self._capacity(_PRIMITIVES, of_thread=False)
 
     def descriptor_cache(self) -> int | None:
-        """The same for the calling thread's cache of convolutions in ideep."""
+        """The capacity of the calling thread's cache of convolutions in ideep; None if it does not exist yet."""
         capacity = self._capacity(_DESCRIPTORS, of_thread=True)
         return _DEFAULT_DESCRIPTORS if capacity == 0 else capacity
 
     def threads(self, name: str) -> Mapping[str, int]:
-        """The number of threads of each loaded library that reads the variable of this name, by its file."""
+        """The number of threads of each loaded library that reads the variable of this name, by library file."""
         files, functions = _THREADS[name]
         counts = {path: _thread_count(path, functions) for path in self._loaded(files)}
         return {path: count for path, count in counts.items() if count is not None}
 
     def grpc_forks(self) -> bool | None:
-        """Whether gRPC was imported with support for forks; None where it has not been imported."""
+        """Whether gRPC was imported with fork support; None if it has not been imported."""
         module = sys.modules.get("grpc._cython.cygrpc")
         return None if module is None else bool(getattr(module, "_GRPC_ENABLE_FORK_SUPPORT", False))
 
@@ -90,20 +90,20 @@ class ThisProcess:
             files = [file for file in _linker.loaded_files() if file.path in loaded]
             made = [file.thread_static(variable) if of_thread else file.static(variable) for file in files]
         except (LookupError, OSError):
-            reason = f"{', '.join(loaded)} does not say where its variables are"
-            raise NotSupported("looking into oneDNN", reason=reason) from None
+            reason = f"{', '.join(loaded)} has no symbols for its caches"
+            raise NotSupported("reading the size of oneDNN's caches", reason=reason) from None
         return next((capacity for capacity in made if capacity is not None), None)
 
     def _loaded(self, files: re.Pattern[str]) -> list[str]:
-        """The loaded files of these names."""
+        """The loaded files whose names match."""
         mappings = _proc.if_readable(_proc.maps, None, self._root)
         if mappings is None:
             raise NotSupported("listing loaded libraries", reason="/proc/self/maps cannot be read")
         found = [mapping for mapping in mappings if files.search(mapping.name)]
         replaced = next((mapping.name for mapping in found if mapping.deleted), None)
         if replaced is not None:
-            # The file of that name is another one now: its table would point anywhere, and opening it would load it.
-            raise NotSupported("looking into a loaded library", reason=f"{replaced} was replaced since it was loaded")
+            # The file of that name is now a different one: its symbols would be wrong, and opening it would load it.
+            raise NotSupported("inspecting a loaded library", reason=f"{replaced} was replaced since it was loaded")
         return list(dict.fromkeys(mapping.name for mapping in found))
 
 
@@ -119,8 +119,8 @@ def _thread_count(path: str, functions: tuple[str, ...]) -> int | None:
     if function is None:
         return None
     found: list[int] = []
-    # A fresh thread, because OpenMP keeps a number for each thread: code may have changed it for the calling one.
-    asking = threading.Thread(target=lambda: found.append(int(library[function]())), name="modelguard-threads")
-    asking.start()
-    asking.join()
+    # In a new thread, because OpenMP keeps a number for each thread: it may have been changed in the calling one.
+    thread = threading.Thread(target=lambda: found.append(int(library[function]())), name="modelguard-threads")
+    thread.start()
+    thread.join()
     return found[0]

@@ -1,1 +1,1 @@
-"""What servers need of modelguard, by the server's name. Nothing here is imported unless it is asked for."""
+"""Integrations with web servers and task queues, one module for each. Importing modelguard imports none of them."""

@@ -1,4 +1,4 @@
-"""How a web service answers modelguard's errors: problem documents (RFC 9457) that reveal nothing internal."""
+"""How a web service responds to modelguard's errors: problem documents (RFC 9457) that reveal nothing internal."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from modelguard.errors import (
 from modelguard.lifecycle.guard import guards
 from modelguard.serving import _registry
 
-#: nginx logs this status for a client that has disconnected; nobody reads it.
+#: The status that nginx logs for a client that has disconnected; no client gets it.
 _CLIENT_GONE = 499
-_TOO_LARGE = 413  # its name in HTTPStatus changed with Python 3.13
-#: The longest timeout header that is read, in characters, and the longest timeout from it, in seconds: a day.
+_TOO_LARGE = 413  # its name in HTTPStatus changed in Python 3.13
+#: The longest timeout header that is accepted, in characters, and the longest timeout from it, in seconds: one day.
 _LONGEST_NUMBER = 20
 _LONGEST = 86_400.0
 
@@ -37,12 +37,12 @@ _DETAILS: dict[int, str] = {
     _CLIENT_GONE: "The client has closed the connection.",
 }
 
-#: The errors that have an answer, for frameworks that need a handler for each.
+#: The errors that are turned into responses, for frameworks that need a handler for each.
 ANSWERED = (Overloaded, LoadFailed, GuardClosed, DeadlineExceeded, ItemTooHeavy, CallerGone)
 
 
 class Ready(Protocol):
-    """What a readiness probe can ask: a guard, a batched function."""
+    """Something that a readiness probe can check: a guard or a batched function."""
 
     @property
     def name(self) -> str:
@@ -80,15 +80,15 @@ class WebOptions:
     """The options of both middlewares.
 
     Args:
-        deadline: Bound on the batched calls of every request, from its arrival; None for no bound.
-        timeout_header: The header with which a client can shorten it, in seconds; None to read none.
+        deadline: Time limit for the batched calls of every request, from its arrival; None for no limit.
+        timeout_header: The header with which a client can shorten the deadline, in seconds; None for no header.
         livez: Path of the liveness probe; None to leave it to the application.
         readyz: Path of the readiness probe; None to leave it to the application.
-        guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
+        guards: What ``readyz`` checks. Default: all guards and batched functions of the process.
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
 
     Raises:
-        InvalidOption: One of them is invalid.
+        InvalidOption: An option is invalid.
     """
 
     deadline: _units.Duration | None = None
@@ -110,7 +110,7 @@ class WebOptions:
         if header is not None and not (
             isinstance(header, str) and header.isascii() and header.replace("-", "").isalnum()
         ):
-            why = "must be the name of a header"
+            why = "must be the name of an HTTP header"
             raise InvalidOption("timeout_header", header, why=why, fix="Write 'Request-Timeout'.")
         if self.guards is not None:
             object.__setattr__(self, "guards", _check_guards(self.guards))
@@ -121,14 +121,15 @@ class WebOptions:
             return None
         if path == self.livez:
             return _answer(HTTPStatus.OK, {"status": "alive"}, "application/json")
-        missing = [one.name for one in (_all_of_process() if self.guards is None else self.guards) if not one.ready]
+        checked = _all_of_process() if self.guards is None else self.guards
+        missing = [guard.name for guard in checked if not guard.ready]
         content: dict[str, Any] = {"status": "not ready" if missing else "ready"}
         if self.detail and missing:
             content["waiting_for"] = missing
         return _answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, content, "application/json")
 
     def timeout(self, header: str | None) -> float | Answer | None:
-        """Seconds that a request has, None for no bound; or the answer to an invalid header.
+        """The time limit of a request in seconds, None for no limit; or the answer to an invalid header.
 
         Args:
             header: The client's timeout header; None if there is none.
@@ -137,19 +138,19 @@ class WebOptions:
         if header is None:
             return own
         try:
-            asked = float(header) if len(header) <= _LONGEST_NUMBER else math.nan
+            requested = float(header) if len(header) <= _LONGEST_NUMBER else math.nan
         except ValueError:
-            asked = math.nan
-        if not 0 <= asked < math.inf:  # false for nan, too
+            requested = math.nan
+        if not 0 <= requested < math.inf:  # also false for nan
             why = f"The header {self.timeout_header} must be a number of seconds, such as 2.5."
             return problem(HTTPStatus.BAD_REQUEST, why)
-        return min(asked, _LONGEST) if own is None else min(own, asked)
+        return min(requested, _LONGEST) if own is None else min(own, requested)
 
     def answer(self, error: Exception, random: Callable[[], float] = random.random) -> Answer | None:
         """The answer to an error; None if it is not an error for clients.
 
-        ``Retry-After`` is in whole seconds, at least one, and up to half as long again at random, so that clients that
-        were refused together do not come back together.
+        ``Retry-After`` is a whole number of seconds, at least one. A random part of up to half of it is added, so that
+        clients that were refused at the same time do not all return at the same time.
         """
         retry: float | None = None
         if isinstance(error, ExceptionGroup):  # from tasks that the handler started
@@ -178,15 +179,15 @@ def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:
     except TypeError:
         why = f"must be a list, not a {type(given).__name__}"
         raise InvalidOption("guards", given, why=why, fix="Write guards=[...].") from None
-    for one in guards:
-        if not hasattr(one, "ready") or not hasattr(one, "name"):
-            why = f"must hold guards and batched functions; a {type(one).__name__} has no 'ready'"
-            raise InvalidOption("guards", one, why=why, fix="Give guards and batched functions.")
+    for guard in guards:
+        if not hasattr(guard, "ready") or not hasattr(guard, "name"):
+            why = f"must contain only guards and batched functions, not a {type(guard).__name__}"
+            raise InvalidOption("guards", guard, why=why, fix="Give guards and batched functions.")
     return guards
 
 
 def problem(status: int, detail: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
-    """A problem document."""
+    """Make a problem document."""
     content = {"type": "about:blank", "title": _title(status), "status": int(status), "detail": detail}
     return _answer(status, content, "application/problem+json", headers)
 

@@ -1,4 +1,4 @@
-"""Options of ``prefork.prepare`` from environment variables, for servers whose configuration has no place for them."""
+"""Options of ``prefork.prepare`` from environment variables, for servers whose configuration cannot contain them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 _YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
-#: A parent that is told to fork during a load waits for its end, for at most so many seconds.
-_LOAD_PATIENCE = 60.0
-_LOOK = 0.05
+#: How long a fork waits for a running load, and how often it checks whether the load has ended, in seconds.
+_LOAD_TIMEOUT = 60.0
+_POLL = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class PreforkOptions:
-    """How to prepare, as :func:`~modelguard.prefork.prepare` takes it.
+    """The options of :func:`~modelguard.prefork.prepare`.
 
     Attributes:
         freeze: ``MODELGUARD_FREEZE``: ``yes`` (default) or ``no``.
         immortalize: ``MODELGUARD_IMMORTALIZE``: ``auto`` (default), ``yes`` or ``no``. With ``auto``, models that are
-            renewed by ``TTL`` or ``Modified`` stay mortal: an immortal one would stay in the parent for ever.
+            renewed by ``TTL`` or ``Modified`` are not made immortal: the parent could never free the old model.
         on_hazard: ``MODELGUARD_ON_HAZARD``: ``fix`` (default), ``refuse`` or ``warn``.
         warm_timeout: ``MODELGUARD_WARM_TIMEOUT``: seconds, or text such as ``2m``. Default 60 s.
     """
@@ -45,7 +45,7 @@ class PreforkOptions:
         """Read the variables that are set.
 
         Raises:
-            InvalidOption: One of them cannot be meant.
+            InvalidOption: A variable has an invalid value.
         """
         timeout = _number(environ.get("MODELGUARD_WARM_TIMEOUT", "60s"))
         return cls(
@@ -70,34 +70,34 @@ class PreforkOptions:
 
 
 def guards_to_share() -> tuple[ModelGuard[Any], ...]:
-    """Whose models to share: the guards made with ``prefork=True``, or all of this process if none is marked so.
+    """The guards whose models are shared: those made with ``prefork=True``, or all guards if there is none.
 
     Raises:
-        InvalidOption: There is none.
+        InvalidOption: There is no guard.
     """
     found = sorted(all_guards(), key=lambda guard: guard.name)
     found = [guard for guard in found if guard.prefork] or found
     if not found:
-        why = "the application made no guard while it was imported"
+        why = "must not be empty: the application made no guard while it was imported"
         raise InvalidOption("guards", (), why=why, fix="Make it at the top of a module: nlp = guard(load_model, ...).")
     return tuple(found)
 
 
 def generations(chosen: Sequence[ModelGuard[Any]]) -> tuple[int, ...]:
-    """Which generation serves, of each guard."""
+    """The number of each guard's current generation."""
     return tuple(guard.status().generation for guard in chosen)
 
 
 def loading(chosen: Sequence[ModelGuard[Any]]) -> bool:
-    """Whether one of them loads, or releases what it has replaced."""
+    """Whether a guard is loading a model, or releasing one that it has replaced."""
     return any(guard.engine.loading for guard in chosen)
 
 
 def wait_for_loads(chosen: Sequence[ModelGuard[Any]]) -> None:
-    """Before a fork: whatever lock a loading thread holds would stay locked in the child. For a minute at most."""
+    """Wait before a fork, for a minute at most: locks that a loading thread holds would stay locked in the child."""
     started = time.monotonic()
-    while loading(chosen) and time.monotonic() - started < _LOAD_PATIENCE:
-        time.sleep(_LOOK)
+    while loading(chosen) and time.monotonic() - started < _LOAD_TIMEOUT:
+        time.sleep(_POLL)
 
 
 def _choice(environ: Mapping[str, str], name: str, default: str, choices: Mapping[str, T]) -> T:
@@ -106,11 +106,11 @@ def _choice(environ: Mapping[str, str], name: str, default: str, choices: Mappin
         return choices[text.strip().lower()]
     except KeyError:
         fix = f"Choose one of {', '.join(choices)}."
-        raise InvalidOption(name, text, why="there is no such choice", fix=fix) from None
+        raise InvalidOption(name, text, why="is not a known choice", fix=fix) from None
 
 
 def _number(text: str) -> float | str:
-    """Environment variables are text; a number without a unit means seconds, as it does everywhere else."""
+    """Read a number without a unit as seconds, as everywhere else, although environment variables are text."""
     try:
         return float(text)
     except ValueError:

@@ -1,14 +1,14 @@
-"""Middleware for Starlette, FastAPI and any other ASGI application: refusals, deadlines, disconnects and probes.
+"""Middleware for Starlette, FastAPI and any other ASGI application: error responses, deadlines, disconnects, probes.
 
 ::
 
     from modelguard.frameworks.asgi import ModelGuardMiddleware
 
     app.add_middleware(ModelGuardMiddleware, deadline="2s")    # Starlette, FastAPI
-    app = ModelGuardMiddleware(app, deadline="2s")             # any other whose errors come out of it
+    app = ModelGuardMiddleware(app, deadline="2s")             # any other application that lets errors propagate
 
-Starlette answers errors itself before they come out of the application. If the middleware has to wrap the application
-from outside, give the application ``exception_handlers()`` as well.
+Starlette handles errors itself, before they leave the application. If the middleware has to wrap the application from
+outside, add ``exception_handlers()`` to the application too.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ModelGuardMiddleware:
-    """Turns modelguard's errors into responses, and bounds the batched calls of each request.
+    """Turns modelguard's errors into responses, and limits the time of the batched calls of each request.
 
     * ``Overloaded`` (a full queue, an open circuit, a model that is being loaded), ``LoadFailed`` and ``GuardClosed``
       become 503 with ``Retry-After`` in whole seconds. ``DeadlineExceeded`` becomes 504, ``ItemTooHeavy`` 413. Each
-      response is ``application/problem+json``. Other errors, and errors after the response has begun, pass through.
-    * ``deadline`` bounds the batched calls of each request; a client can shorten it with a header.
-    * When the client disconnects, the batched calls of its request are cancelled: what waits is not computed, and the
-      handler gets ``CallerGone``. Nothing else in the handler is cancelled.
-    * ``/livez`` answers 200 while the process can answer; ``/readyz`` while every guard has a model and no batched
-      function is being closed.
+      response is ``application/problem+json``. Other errors, and errors after the response has begun, propagate.
+    * ``deadline`` limits the time of the batched calls of each request; a client can shorten it with a header.
+    * When the client disconnects, the batched calls of its request are cancelled: waiting items are not computed, and
+      the handler gets ``CallerGone``. Nothing else in the handler is cancelled.
+    * ``/livez`` responds 200 while the process can respond at all; ``/readyz`` responds 200 while every guard has a
+      model and no batched function is being closed.
 
-    Websockets and lifespan pass through.
+    Websocket and lifespan connections are not changed.
 
     Args:
         app: The application.
@@ -51,7 +51,7 @@ class ModelGuardMiddleware:
             :class:`~modelguard.frameworks._answers.WebOptions`.
 
     Raises:
-        InvalidOption: One of them is invalid.
+        InvalidOption: An option is invalid.
     """
 
     def __init__(self, app: App, **options: Any) -> None:
@@ -80,7 +80,7 @@ class ModelGuardMiddleware:
             nonlocal begun
             begun = begun or message["type"] == "http.response.start"
             if message["type"] == "http.response.body" and not message.get("more_body"):
-                client.answered()  # what goes on in the background belongs to no request
+                client.answered()  # background tasks do not belong to the request
             await send(message)
 
         try:
@@ -90,7 +90,7 @@ class ModelGuardMiddleware:
             answer = self._options.answer(error)
             if answer is None or begun:
                 raise
-            await _Response(answer)(scope, receive, send)  # the server drops it if the client is gone
+            await _Response(answer)(scope, receive, send)  # the server drops it if the client has disconnected
         finally:
             client.answered()
 
@@ -101,16 +101,16 @@ class ModelGuardMiddleware:
 
 
 def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callable[[Any, Exception], Awaitable[Any]]]:
-    """Handlers for ``Starlette(exception_handlers=...)`` and ``FastAPI(exception_handlers=...)``.
+    """Make handlers for ``Starlette(exception_handlers=...)`` and ``FastAPI(exception_handlers=...)``.
 
     Args:
         detail: Whether a response contains the error's own text. For development.
     """
     options = WebOptions(detail=detail)
 
-    async def handle(_request: Any, error: Exception) -> _Response:  # Starlette runs other functions in a thread
+    async def handle(_request: Any, error: Exception) -> _Response:  # async, or Starlette would run it in a thread
         answer = options.answer(error)
-        if answer is None:  # registered for an error that it is not made for
+        if answer is None:  # registered for an error that it does not handle
             raise error
         return _Response(answer)
 
@@ -131,10 +131,10 @@ class _Response:
 
 
 class _Client:
-    """What a client sends, shared between the application and a task that watches for its disconnect.
+    """The messages of a client, shared between the application and a task that watches for the disconnect.
 
-    The task starts with the first batched call of the request, so other requests do not pay for it. It never reads
-    ahead of an application that is still reading the body.
+    The task starts with the first batched call of the request, so it costs other requests nothing. While the
+    application is still reading the body, the task does not read ahead of it.
     """
 
     def __init__(self, receive: Receive, timeout: float | None) -> None:
@@ -149,7 +149,7 @@ class _Client:
         self.request = WebRequest(timeout, lambda: self._loop.call_soon_threadsafe(self._start_watching))
 
     async def receive(self) -> Message:
-        """What the application reads."""
+        """Receive the next message, for the application."""
         while not self._buffer:
             if self.request.disconnected:
                 return {"type": "http.disconnect"}
@@ -171,7 +171,7 @@ class _Client:
         return self._buffer.popleft()
 
     def answered(self) -> None:
-        """The request has been answered."""
+        """Note that the request has been answered."""
         self.request.answered()
         self._answered = True
         if self._watcher is not None:
@@ -183,7 +183,7 @@ class _Client:
 
     def _start_watching(self) -> None:
         self._watch_wanted = True
-        body_ahead = self._buffer and self._buffer[-1].get("more_body")  # the application reads on at its own pace
+        body_ahead = self._buffer and self._buffer[-1].get("more_body")  # the application has to read it first
         ended = self._answered or self.request.disconnected
         if not (ended or self._app_receives or self._watching or body_ahead):
             self._watcher = self._loop.create_task(self._watch())

@@ -1,4 +1,4 @@
-"""Celery: prefork workers that share their parent's models, and are forked afresh when a policy is due.
+"""Celery: pool processes that share their parent's models, and are replaced by new forks when a policy is due.
 
 In the module with the tasks, after its guards::
 
@@ -6,8 +6,8 @@ In the module with the tasks, after its guards::
 
     celery.install()
 
-Programs that only send tasks may import that module too: nothing happens before a worker starts. There the models are
-prepared when the worker has imported all tasks and has neither pool nor connection yet.
+Programs that only send tasks may import that module too: nothing happens until a worker starts. The worker prepares the
+models after it has imported all tasks, and before it has a pool or connections.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ if TYPE_CHECKING:
 
 __all__ = ["install"]
 
-#: A child that warms up for so many times as long as the throw-away child did is still left alone.
-_PATIENCE = 5
+#: A child's warm-up may take this many times as long as that of the trial child.
+_WARM_UP_FACTOR = 5
 _KIB = 1024
 
 _installed = False
 
 
 def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> None:
-    """Have a Celery worker prepare before it forks its pool, and replace a process when a policy is due.
+    """Make a Celery worker prepare its models before it forks its pool, and replace a process when a policy is due.
 
-    In a process of the pool a due policy loads nothing: the current task ends and its result is handed over, the
-    process leaves, and the parent forks another one, which is warm before it takes a task. ``TTL`` and ``Modified``
-    mean new weights: the parent loads and prepares them, and then every process is replaced. Processes leave one at a
-    time, and no task is lost on the way; an idle one may be replaced after its next task only.
+    In a process of the pool a due policy does not load anything: the current task ends, its result is delivered, the
+    process exits, and the parent forks another one, which is warm before it takes a task. ``TTL`` and ``Modified`` mean
+    new weights: the parent loads and prepares them, and then every process is replaced. Processes are replaced one at a
+    time, and no task is lost; an idle process is replaced only after its next task.
 
-    In a pool that does not fork (solo, threads, eventlet, gevent) the guards work as in any other program, and the log
-    says so. A worker that cannot be prepared does not start: it logs why and exits with status 1.
+    In a pool that does not fork (solo, threads, eventlet, gevent) the guards work as in any other program, and a log
+    message says so. A worker that cannot be prepared does not start: it logs the reason and exits with status 1.
 
-    How to prepare is told by environment variables; see ``_prefork_options.PreforkOptions``.
+    Environment variables set the options of the preparation; see ``_prefork_options.PreforkOptions``.
 
     Args:
-        guards: Whose models to share. Default: those made with ``prefork=True``, or all if none is marked so.
-        min_lifetime: No process is replaced before it is so old.
+        guards: The guards whose models are shared. Default: those made with ``prefork=True``, or all if there is none.
+        min_lifetime: The minimum age at which a process is replaced.
 
     Raises:
         NotSupported: Celery is not installed.
-        InvalidOption: ``install()`` was called before, or ``min_lifetime`` cannot be meant.
+        InvalidOption: ``install()`` was called before, or ``min_lifetime`` is invalid.
     """
     global _installed
     if _installed:
-        why = "install() was called before in this process"
+        why = "must be given at once: install() was already called in this process"
         raise InvalidOption("guards", guards, why=why, fix="Call it once, with all guards.")
     workers = Workers(guards, PreforkOptions.read(os.environ), min_lifetime)
     signals = _celery("signals")
@@ -74,7 +74,7 @@ def _celery(module: str) -> Any:
     try:
         return importlib.import_module(f"celery.{module}")
     except ImportError:
-        why = "Celery is not installed; 'pip install celery', or do not call install() here"
+        why = "Celery is not installed; pip install celery, or do not call install() here"
         raise NotSupported("modelguard.frameworks.celery.install()", reason=why) from None
 
 
@@ -87,10 +87,10 @@ def _start(worker: Any, workers: Workers) -> None:
         _log_when_ready(logging.WARNING, f"shares no model: Celery's pool {pool.__module__} does not fork")
         return
     try:
-        _refuse_unfit(worker)
+        _check_start_method(worker)
         report = workers.prepare()
-        _refuse_limit(worker)
-    except Exception as error:  # noqa: BLE001 - Celery would log it and start the worker all the same
+        _check_memory_limit(worker)
+    except Exception as error:  # noqa: BLE001 - Celery would log it and start the worker anyway
         _end(error)
     _allow_warm_ups(worker.app.conf, report)
     _celery("signals").worker_process_init.connect(lambda **_: _begin(workers), weak=False)
@@ -98,40 +98,40 @@ def _start(worker: Any, workers: Workers) -> None:
 
 
 def _log_when_ready(level: int, text: str) -> None:
-    """Celery has not configured logging before."""
+    """Log a message when the worker is ready: Celery does not configure logging earlier."""
     _celery("signals").worker_ready.connect(lambda **_: logger.log(level, "modelguard %s", text), weak=False)
 
 
-def _refuse_unfit(worker: Any) -> None:
+def _check_start_method(worker: Any) -> None:
     method = getattr(worker, "pool_start_method", "fork")
     if method != "fork":
-        why = "its processes start from nothing, so there is no memory to share"
+        why = "must be 'fork': other processes share no memory with their parent"
         raise InvalidOption("worker_pool_start_method", method, why=why, fix="Set it to 'fork'.")
 
 
-def _refuse_limit(worker: Any) -> None:
-    """A child is born with its parent's peak, and Celery's limit is compared with the peak."""
+def _check_memory_limit(worker: Any) -> None:
+    """Reject a limit below the parent's peak memory, which children inherit and Celery compares with the limit."""
     limit = worker.max_memory_per_child
-    peak = importlib.import_module("billiard.compat").mem_rss()  # what the children compare with it, in KiB
+    peak = importlib.import_module("billiard.compat").mem_rss()  # the figure that children compare, in KiB
     if limit and int(limit) <= peak:
         why = (
-            f"every process is born with its parent's peak of {_units.format_bytes(peak * _KIB)}, so it would be "
-            "replaced after each task"
+            f"is below the peak of {_units.format_bytes(peak * _KIB)} that every process inherits from its parent, so "
+            "each process would be replaced after every task"
         )
-        fix = "Give the guard a MemoryGrowth policy instead: it counts what a process has for itself."
+        fix = "Give the guard a MemoryGrowth policy instead: it counts only the private memory of a process."
         raise InvalidOption("worker_max_memory_per_child", limit, why=why, fix=fix)
 
 
 def _allow_warm_ups(conf: Any, report: ForkReport) -> None:
-    """Celery kills a process that is not up in time (4 s, unless set), and warm-ups come before that."""
-    least = _PATIENCE * sum(report.tried.values())
-    if least > conf.worker_proc_alive_timeout:
-        _log_when_ready(logging.INFO, f"raised worker_proc_alive_timeout to {least:.0f} s, for the warm-ups")
-        conf.worker_proc_alive_timeout = least
+    """Raise the time after which Celery kills a process that has not started (default 4 s), to include warm-ups."""
+    needed = _WARM_UP_FACTOR * sum(report.tried.values())
+    if needed > conf.worker_proc_alive_timeout:
+        _log_when_ready(logging.INFO, f"raised worker_proc_alive_timeout to {needed:.0f} s, for the warm-ups")
+        conf.worker_proc_alive_timeout = needed
 
 
 def _end(error: Exception) -> NoReturn:
-    traceback.print_exc()  # seen whether or not logging is configured yet
+    traceback.print_exc()  # visible even if logging is not configured yet
     raise SystemExit(1) from error
 
 
@@ -141,20 +141,20 @@ def _end(error: Exception) -> NoReturn:
 def _begin(workers: Workers) -> None:
     try:
         workers.begin()
-    except Exception as error:  # noqa: BLE001 - the same
+    except Exception as error:  # noqa: BLE001 - as in the parent
         _end(error)
     processes, pools = importlib.import_module("billiard.process"), importlib.import_module("billiard.pool")
-    worker = processes.current_process()._target  # noqa: SLF001 - billiard hands it out nowhere else
-    worker.wait_for_job = _leaving(worker.wait_for_job, workers, pools.EX_RECYCLE)
+    worker = processes.current_process()._target  # noqa: SLF001 - billiard has no public access to it
+    worker.wait_for_job = _ending_between_jobs(worker.wait_for_job, workers, pools.EX_RECYCLE)
 
 
-def _leaving(wait_for_job: Callable[[], Any], workers: Workers, status: int) -> Callable[[], Any]:
-    """Leave between two tasks, as billiard itself does after ``worker_max_tasks_per_child``."""
+def _ending_between_jobs(wait_for_job: Callable[[], Any], workers: Workers, status: int) -> Callable[[], Any]:
+    """End the process between two tasks, as billiard itself does after ``worker_max_tasks_per_child``."""
 
-    def wait_or_leave() -> Any:
-        if workers.leaves():
-            # Billiard's worker waits until its parent has every result, and tells it that this was no accident.
+    def wait_or_end() -> Any:
+        if workers.must_end():
+            # Billiard's worker waits until its parent has all results, and reports a regular exit.
             sys.exit(status)
         return wait_for_job()
 
-    return wait_or_leave
+    return wait_or_end

@@ -1,13 +1,13 @@
-"""Ray Serve: a guarded, batched function as a deployment. A replica is replaced when a policy is due.
+"""Ray Serve: a guarded, batched function as a deployment. A replica is replaced when one of its policies is due.
 
 In the module of the function::
 
     from modelguard.frameworks import ray
 
     count_words = ray.deployment(count, num_replicas=2)
-    app = count_words.bind()  # serve run service:app, or a part of a larger application
+    app = count_words.bind()  # serve run service:app, or use it in a larger application
 
-Elsewhere, ``await handle.remote(item)``; over HTTP, a POST with the item as JSON.
+To call it, ``await handle.remote(item)``, or send a POST request with the item as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Overloaded
 from modelguard.frameworks._answers import Answer, WebOptions, problem
-from modelguard.frameworks._replacement_turns import Turns
+from modelguard.frameworks._replacement_lock import ReplacementLock
 from modelguard.lifecycle.guard import guard_of
 from modelguard.serving import Batched, Limits
 from modelguard.telemetry import logger
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Replica", "deployment", "run"]
 
-#: Seconds that Ray waits for requests under way before it kills a replica, and seconds on top of a deadline.
+#: Seconds that Ray waits for running requests before it kills a replica, and seconds to add to a deadline.
 _DRAIN, _SPARE = 20.0, 5.0
-#: Serve checks a replica's health once while it starts, and a second time when it already sends it requests.
+#: Serve checks a replica's health once while the replica starts. At the second check it already sends requests.
 _SERVING_SINCE_CHECK = 2
 
 _NAMESPACE = "modelguard"
@@ -55,27 +55,27 @@ def deployment(
 ) -> Any:
     """Make a Serve deployment of a batched function over a guard.
 
-    Each replica imports the function's module, loads the model, warms it up, and then serves. A policy that becomes due
-    does not reload there. Instead the replica's health check fails, and Serve stops sending it requests, lets it finish
-    those that it has, and starts another one. One replica leaves at a time. With a single replica, requests wait at
-    their callers until its successor is up.
+    Each replica imports the function's module, loads the model, warms it up, and then serves. A due policy does not
+    reload the model there. Instead the replica's health check fails: Serve stops sending it requests, lets it finish
+    its running requests, and starts another replica. Replicas are replaced one at a time. If there is only one replica,
+    requests wait at their callers until its replacement has started.
 
-    The bounds are those of ``batched``. A replica accepts more requests than its queue holds, so that the queue can
-    refuse them at once and give a time to try again: callers of a handle get
+    The limits are those of ``batched``. A replica accepts more requests than its queue holds, so that the queue can
+    refuse them immediately, with a time to try again: callers of a handle get
     ``ray.serve.exceptions.BackPressureError``, HTTP clients get 503 with ``Retry-After``. While there is no replica,
-    requests wait at their callers: at each caller as many as a replica accepts, which is twice what fits into its queue
-    and its batches. The deadline counts from the arrival at the replica; ``handle.remote(item, timeout=...)`` and the
-    header ``Request-Timeout`` shorten it. When it has passed, callers of a handle get ``DeadlineExceeded``, HTTP
-    clients 504.
+    requests wait at their callers: at each caller as many as a replica accepts, which is twice the capacity of its
+    queue and its batches. The deadline counts from the arrival at the replica; ``handle.remote(item, timeout=...)`` and
+    the header ``Request-Timeout`` shorten it. When it has passed, callers of a handle get ``DeadlineExceeded``, HTTP
+    clients get 504.
 
     Args:
         function: Made by ``batched`` over a guard's decorator, at the top of a module that the replicas can import.
-        name: The deployment's name. Default: the function's.
-        min_lifetime: The least age at which a replica is replaced.
-        replace_timeout: How long to wait for the successor of a replica that has left, before the next one may leave.
-        options: Whatever ``serve.deployment`` takes: ``num_replicas``, ``ray_actor_options``, ``autoscaling_config``...
-            They override what follows from the function's bounds. A replica leaves after three failed health checks,
-            ``health_check_period_s`` apart (Ray's default is 10).
+        name: The deployment's name. Default: the function's name.
+        min_lifetime: The minimum age at which a replica is replaced.
+        replace_timeout: How long to wait for the replacement of a replica before the next one may be replaced.
+        options: Other options of ``serve.deployment``: ``num_replicas``, ``ray_actor_options``,
+            ``autoscaling_config``... They override those that are derived from the function's limits. A replica is
+            stopped after three failed health checks, ``health_check_period_s`` apart (Ray's default is 10).
 
     Returns:
         A ``ray.serve.Deployment``.
@@ -90,7 +90,7 @@ def deployment(
         "__doc__": function.__doc__,
         "reference": reference,
         "min_lifetime": _units.seconds(min_lifetime, "min_lifetime", zero=True),
-        "patience": _units.seconds(replace_timeout, "replace_timeout"),
+        "replace_timeout": _units.seconds(replace_timeout, "replace_timeout"),
     }
     serve_options = _serve_options(function) | options
     _check_ongoing(function, serve_options["max_ongoing_requests"])
@@ -99,19 +99,19 @@ def deployment(
     try:
         return serve.deployment(type(title, (Replica,), body), name=name or title, **serve_options)
     except (TypeError, ValueError) as error:  # pydantic's errors are ValueErrors
-        why = f"Ray Serve rejects them: {error}"
+        why = f"are rejected by Ray Serve: {error}"
         raise InvalidOption("options", options, why=why, fix="See serve.deployment for its options.") from error
 
 
 def run(
     function: Batched[Any, Any], *, app_name: str = "default", route_prefix: str | None = "/", **options: Any
 ) -> Any:
-    """Deploy a batched function as an application of its own, and wait until it serves.
+    """Deploy a batched function as a separate application, and wait until it serves.
 
     Args:
         function: See :func:`deployment`.
-        app_name: The application's name; an application of that name is replaced.
-        route_prefix: Its path for HTTP; None for handles alone.
+        app_name: The application's name; an existing application of that name is replaced.
+        route_prefix: Its path for HTTP; None for handles only.
         options: See :func:`deployment`.
 
     Returns:
@@ -119,8 +119,8 @@ def run(
 
     Raises:
         InvalidOption: See :func:`deployment`.
-        NotSupported: Ray Serve is not installed, or Ray is not initialised: Serve would start a Ray of its own on this
-            machine, with all its processors.
+        NotSupported: Ray Serve is not installed, or Ray is not initialised: Serve would start its own Ray on this
+            machine, with all processors.
     """
     made = deployment(function, **options)
     if not _ray("ray").is_initialized():
@@ -134,26 +134,26 @@ class Replica:
 
     Attributes:
         reference: Where the function is, as ``module:name``.
-        min_lifetime: The least age at which a replica is replaced, in seconds.
-        patience: Seconds to wait for the successor of a replica that has left.
+        min_lifetime: The minimum age at which a replica is replaced, in seconds.
+        replace_timeout: Seconds to wait for the replacement of a replica.
     """
 
     reference: ClassVar[str]
     min_lifetime: ClassVar[float]
-    patience: ClassVar[float]
+    replace_timeout: ClassVar[float]
 
     async def __init__(self) -> None:  # type: ignore[misc] # Serve awaits it
         """Load the model."""
         context = _ray("ray.serve").get_replica_context()
-        self._born = time.monotonic()
+        self._started = time.monotonic()
         self._name = context.replica_tag
         self._function: Batched[Any, Any] = resolve_name(self.reference)
         self._guard = _guard(self._function)
         self._due: tuple[int, tuple[Reason, ...]] | None = None
         self._web = WebOptions()
         self._request: type[Any] = importlib.import_module("starlette.requests").Request
-        self._turns = Turns(
-            _Store(), f"{context.app_name}/{context.deployment}", context.replica_tag, patience=self.patience
+        self._replacement = ReplacementLock(
+            _Store(), f"{context.app_name}/{context.deployment}", context.replica_tag, timeout=self.replace_timeout
         )
         self._guard.recycle_here(self._policy_due)
         self._checks = 0
@@ -164,13 +164,13 @@ class Replica:
 
         Args:
             item: An element of the list that the batch function gets; or Serve's request, with the item as JSON.
-            timeout: The longest it may take.
+            timeout: The longest time that it may take.
             extras: Further keyword arguments of the batch function.
 
         Raises:
-            BackPressureError: There is no room now; ``retry_after_s`` gives when to try again.
-            DeadlineExceeded: The time ran out.
-            Exception: What the function raised for this item.
+            BackPressureError: There is no capacity now; ``retry_after_s`` says when to try again.
+            DeadlineExceeded: The item was not computed in time.
+            Exception: The error that the function raised for this item.
         """
         if isinstance(item, self._request):
             return await self._answer(item)
@@ -180,7 +180,7 @@ class Replica:
             raise self._back_pressure(error) from error
 
     def status(self) -> dict[str, Any]:
-        """This replica's name, the status of its guard and its queue, and why it is to be replaced."""
+        """This replica's name, the status of its guard and its queue, and why it should be replaced."""
         return {
             "replica": self._name,
             "guard": asdict(self._guard.status()),
@@ -189,37 +189,37 @@ class Replica:
         }
 
     async def check_health(self) -> None:
-        """Serve keeps this replica unless this raises.
+        """Report to Serve whether to keep this replica.
 
         Raises:
-            RuntimeError: It is to be replaced.
+            RuntimeError: It should be replaced.
         """
         self._checks += 1
         if self._checks == _SERVING_SINCE_CHECK:
-            await self._arrive()
+            await self._release_lock()
         reasons = self._reasons()
-        if not reasons or time.monotonic() - self._born < self.min_lifetime:
+        if not reasons or time.monotonic() - self._started < self.min_lifetime:
             return
         try:
-            my_turn = await asyncio.to_thread(self._turns.take)
+            acquired = await asyncio.to_thread(self._replacement.acquire)
         except Exception:  # noqa: BLE001 - a store that cannot be reached is no reason to stop a working replica
-            logger.exception("modelguard: replica %s could not take its turn to leave", self._name)
+            logger.exception("modelguard: replica %s could not acquire the replacement lock", self._name)
             return
-        if my_turn:
-            raise RuntimeError(f"replica {self._name} asks to be replaced, because of {', '.join(map(str, reasons))}")
+        if acquired:
+            raise RuntimeError(f"replica {self._name} must be replaced: {', '.join(map(str, reasons))}")
 
-    async def _arrive(self) -> None:
-        """Let the next replica leave."""
+    async def _release_lock(self) -> None:
+        """Allow the next replica to be replaced."""
         try:
-            await asyncio.to_thread(self._turns.arrive)
-        except Exception:  # noqa: BLE001 - it can serve; the next one to leave waits for replace_timeout
-            logger.exception("modelguard: replica %s could not report that it has arrived", self._name)
+            await asyncio.to_thread(self._replacement.release)
+        except Exception:  # noqa: BLE001 - it can serve; the next replacement waits for replace_timeout
+            logger.exception("modelguard: replica %s could not release the replacement lock", self._name)
 
     def _policy_due(self, reasons: tuple[Reason, ...]) -> None:
         self._due = (self._guard.status().generation, reasons)
 
     def _reasons(self) -> tuple[Reason, ...]:
-        """Why it is to be replaced; empty if the model was reloaded since."""
+        """Why it should be replaced; empty if the model was reloaded since."""
         due = self._due
         return due[1] if due is not None and due[0] == self._guard.status().generation else ()
 
@@ -248,7 +248,7 @@ class Replica:
 
 
 class _Store:
-    """The key-value store of Ray's head node, where Serve keeps its own state as well. Ray has no public API for it."""
+    """The key-value store of Ray's head node, which Serve uses for its own state too. Ray has no public API for it."""
 
     def __init__(self) -> None:
         self._kv = _ray("ray.experimental.internal_kv")
@@ -294,36 +294,36 @@ def _reference(function: Any) -> str:
     try:
         _guard(function)
     except InvalidOption:
-        why = "no guard decorates it, so its replicas would never be replaced"
+        why = "is not decorated by a guard, so its replicas would never be replaced"
         fix = "Put the guard's decorator between @batched(...) and the function, or use @serve.deployment alone."
         raise InvalidOption("function", function, why=why, fix=fix) from None
     module, name = str(function.__module__), str(function.__qualname__)  # type: ignore[attr-defined]
     if "." in name:  # a method, or a function inside a function
-        why = "replicas find a function by its name in a module, and this one has no name there"
+        why = "must be at the top of a module: replicas find a function by its name in a module"
         raise InvalidOption("function", function, why=why, fix="Write it at the top of a module.")
     if module == "__main__":
-        why = "it is in the program's main script, which replicas cannot import"
+        why = "is in the program's main script, which replicas cannot import"
         raise InvalidOption("function", function, why=why, fix="Move it into a module, and import it from there.")
     if getattr(sys.modules.get(module), name, None) is not function:
-        why = f"{module}.{name} is another object, which replicas would find instead"
+        why = f"cannot be found by replicas: {module}.{name} is another object"
         fix = "Use different names for the deployment and the function."
         raise InvalidOption("function", function, why=why, fix=fix)
     return f"{module}:{name}"
 
 
 def _capacity(limits: Limits) -> int:
-    """Items that fit into the queue and the batches together."""
+    """The number of items that fit into the queue and the batches together."""
     return limits.max_queue + limits.threads * limits.max_size
 
 
 def _serve_options(function: Batched[Any, Any]) -> dict[str, Any]:
-    """The bounds of a batched function as options of Serve."""
+    """The limits of a batched function as options of Serve."""
     limits = function.limits
     shutdown = _DRAIN if limits.deadline == math.inf else max(_DRAIN, limits.deadline + _SPARE)
     return {
-        # The queue can only refuse requests that reach it. Serve would let them wait, whatever their deadlines are.
+        # The queue can refuse only requests that reach it. Serve would let them wait, regardless of their deadlines.
         "max_ongoing_requests": 2 * _capacity(limits),
-        # Not less: Serve counts requests on their way to a replica as waiting for one.
+        # Not less, because Serve counts requests on their way to a replica as waiting.
         "max_queued_requests": 2 * _capacity(limits),
         "backpressure_config": {"retry_after_s": 1.0},
         "graceful_shutdown_timeout_s": shutdown,
@@ -333,6 +333,6 @@ def _serve_options(function: Batched[Any, Any]) -> dict[str, Any]:
 def _check_ongoing(function: Batched[Any, Any], ongoing: Any) -> None:
     limits = function.limits
     if isinstance(ongoing, int) and ongoing < limits.threads * limits.max_size:
-        why = f"no batch would ever be full, with max_size={limits.max_size} and threads={limits.threads}"
+        why = f"is too small for a full batch, with max_size={limits.max_size} and threads={limits.threads}"
         fix = f"Leave it out, which means {2 * _capacity(limits)}."
         raise InvalidOption("max_ongoing_requests", ongoing, why=why, fix=fix)

@@ -1,4 +1,4 @@
-"""uWSGI: workers that share the master's models, and are forked afresh when a policy is due.
+"""uWSGI: workers that share the master's models, and are replaced by new forks when a policy is due.
 
 At the end of the module that uWSGI loads, after the application and its guards::
 
@@ -13,8 +13,8 @@ and in the configuration::
     need-app = true
     skip-atexit-teardown = true
 
-uWSGI loads the application in the master and forks the workers next, so the end of that module is the last moment
-before the first fork.
+uWSGI loads the application in the master and then forks the workers, so the end of that module is the last point before
+the first fork.
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ if TYPE_CHECKING:
 
 __all__ = ["install"]
 
-#: What uWSGI calls a worker that could not load its application; it forks another one, with pauses if they die fast.
+#: The exit status of a worker that could not load its application. uWSGI forks another, with pauses if they end early.
 _NO_APP = 22
 
-#: PreforkOptions without which it goes on, but not as well.
+#: Recommended uWSGI options.
 _ADVICE = {
-    "need-app": "else uWSGI serves on without the application if install() raises",
-    "skip-atexit-teardown": "else each worker that ends frees the model object by object, which copies it first",
+    "need-app": "otherwise uWSGI keeps running without the application if install() raises",
+    "skip-atexit-teardown": "otherwise each worker that ends frees the model object by object, which copies it first",
 }
 
 
 def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> ForkReport:
-    """Prepare the master, and have each worker recycled when a policy is due. Call it last in the application's module.
+    """Prepare the master, and replace each worker when a policy is due. Call it last in the application's module.
 
-    In a worker a due policy loads nothing: the current request is answered, the worker ends, and the master forks
-    another one, which is warm before it accepts. ``TTL`` and ``Modified`` mean new weights: the master loads and
-    prepares them, and then every worker is replaced. Workers leave one at a time, and no request is lost on the way; an
-    idle worker is replaced after its next request.
+    In a worker a due policy does not load anything: the current request is answered, the worker ends, and the master
+    forks another one, which is warm before it accepts requests. ``TTL`` and ``Modified`` mean new weights: the master
+    loads and prepares them, and then every worker is replaced. Workers are replaced one at a time, and no request is
+    lost; an idle worker is replaced after its next request.
 
-    How to prepare is told by environment variables; see ``_prefork_options.PreforkOptions``.
+    Environment variables set the options of the preparation; see ``_prefork_options.PreforkOptions``.
 
     Args:
-        guards: Whose models to share. Default: those made with ``prefork=True``, or all if none is marked so.
-        min_lifetime: No worker is recycled before it is so old.
+        guards: The guards whose models are shared. Default: those made with ``prefork=True``, or all if there is none.
+        min_lifetime: The minimum age at which a worker is replaced.
 
     Returns:
         What was found and done.
 
     Raises:
-        NotSupported: This is no uWSGI server, or one that runs coroutines.
-        InvalidOption: uWSGI was started with options that cannot share a model; or as ``prefork.prepare`` raises it.
-        ForkOrder, ForkUnsafe, LoadFailed: As ``prefork.prepare`` raises them.
+        NotSupported: This is not a uWSGI server, or one that runs coroutines.
+        InvalidOption: uWSGI was started with options that prevent sharing a model; or as in ``prefork.prepare``.
+        ForkOrder, ForkUnsafe, LoadFailed: As in ``prefork.prepare``.
     """
     server = _server()
-    _refuse_unfit(server)
+    _check_configuration(server)
     workers = Workers(guards, PreforkOptions.read(os.environ), min_lifetime)
     report = workers.prepare()
     _advise(server.opt)
@@ -83,31 +83,31 @@ def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> F
 
 
 def _server() -> Any:
-    """The module that exists inside a uWSGI server only."""
+    """Import the module that exists only inside a uWSGI server."""
     try:
         server = importlib.import_module("uwsgi")
-        server.masterpid  # noqa: B018 - a stub of that name has nothing to tell
+        server.masterpid  # noqa: B018 - a stub package of that name does not have it
     except (ImportError, AttributeError):
         why = (
-            "this process is no uWSGI server; start it with 'uwsgi --module app', or call install() under "
+            "this process is not a uWSGI server; start it with 'uwsgi --module app', or call install() under "
             "'if \"uwsgi\" in sys.modules:'"
         )
         raise NotSupported("modelguard.frameworks.uwsgi.install()", reason=why) from None
     return server
 
 
-def _refuse_unfit(server: Any) -> None:
+def _check_configuration(server: Any) -> None:
     if not server.masterpid():
-        why = "without a master the first worker is the parent of the others"
+        why = "must be true: without a master the first worker is the parent of the others"
         raise InvalidOption("master", False, why=why, fix="Add 'master = true' to uWSGI's configuration.")  # noqa: FBT003
     if server.worker_id() > 0:
-        why = "each worker loads the application by itself, after the fork, so there is nothing to share"
+        why = "must be false: each worker would load the application by itself, after the fork, and share nothing"
         raise InvalidOption("lazy-apps", True, why=why, fix="Remove 'lazy-apps' (and 'lazy').")  # noqa: FBT003
     if "py-call-uwsgi-fork-hooks" not in server.opt:
-        why = "without it Python is not told of forks: locks and threads would be left as they are in the master"
+        why = "must be true: without it Python does not notice forks, and locks and threads are not repaired in workers"
         raise InvalidOption("py-call-uwsgi-fork-hooks", False, why=why, fix="Set it to true (uWSGI 2.0.24 or newer).")  # noqa: FBT003
     if server.loop or "async" in server.opt:
-        why = "in its asynchronous modes uWSGI ends a worker in the middle of its requests; use processes and threads"
+        why = "in its asynchronous modes uWSGI ends a worker during its requests; use processes and threads"
         raise NotSupported(f"recycling under uWSGI's loop {server.loop or 'async'!r}", reason=why)
 
 
@@ -118,7 +118,7 @@ def _advise(options: dict[str, object]) -> None:
 
 
 def _chain(server: Any, name: str, hook: Callable[[], None]) -> None:
-    """Add to what is called there already, as by uwsgidecorators."""
+    """Add a hook, and keep an existing one, such as that of uwsgidecorators."""
     earlier = getattr(server, name, None)
 
     def both() -> None:
@@ -130,18 +130,18 @@ def _chain(server: Any, name: str, hook: Callable[[], None]) -> None:
 
 
 def _begin(workers: Workers) -> None:
-    """In each worker, mule and spooler, just after the fork."""
+    """Run in each worker, mule and spooler, just after the fork."""
     try:
         workers.begin()
-    except Exception:  # noqa: BLE001 - whatever a warm-up raised; uWSGI would print it and serve all the same
-        traceback.print_exc()  # into uWSGI's log, whether or not the application has configured logging
+    except Exception:  # noqa: BLE001 - any error of a warm-up; uWSGI would print it and serve anyway
+        traceback.print_exc()  # to uWSGI's log, even if the application has not configured logging
         sys.stderr.flush()
         os._exit(_NO_APP)
 
 
 def _end_if_due(workers: Workers) -> None:
-    """In a worker, when a request has been answered and counts as under way still."""
-    if workers.leaves():
-        # uWSGI's own handler: the worker ends after this request, and the master forks another one. Not from another
-        # thread, and by no other: there the handler could run when the next request has just been accepted.
+    """Run in a worker when a request has been answered, but still counts as running."""
+    if workers.must_end():
+        # uWSGI's own handler ends the worker after this request, and the master forks another one. It must run now, in
+        # the main thread: later it could interrupt the next request.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGHUP)

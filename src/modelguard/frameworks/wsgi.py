@@ -1,13 +1,13 @@
-"""Middleware for Flask and any other WSGI application: refusals, deadlines and probes.
+"""Middleware for Flask and any other WSGI application: error responses, deadlines and probes.
 
 ::
 
     from modelguard.frameworks import wsgi
 
     wsgi.install(app, deadline="2s")                                  # Flask
-    application = wsgi.ModelGuardMiddleware(application)              # any other whose errors come out of it
+    application = wsgi.ModelGuardMiddleware(application)              # any other application that lets errors propagate
 
-WSGI does not report when a client disconnects, so calls for a client that is gone are still computed.
+WSGI does not report when a client disconnects, so calls for clients that have disconnected are still computed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ModelGuardMiddleware:
             :class:`~modelguard.frameworks._answers.WebOptions`.
 
     Raises:
-        InvalidOption: One of them is invalid.
+        InvalidOption: An option is invalid.
     """
 
     def __init__(self, app: App, **options: Any) -> None:
@@ -78,7 +78,7 @@ class ModelGuardMiddleware:
 
 
 def install(app: Any, **options: Any) -> None:
-    """Wrap a Flask application in the middleware, and register handlers so that Flask leaves modelguard's errors to it.
+    """Wrap a Flask application in the middleware, and register handlers for modelguard's errors.
 
     Args:
         app: A ``flask.Flask``.
@@ -89,13 +89,13 @@ def install(app: Any, **options: Any) -> None:
     """
     if not hasattr(app, "wsgi_app") or not hasattr(app, "register_error_handler"):
         why = f"must be a Flask application, not a {type(app).__name__}"
-        fix = "Wrap any other: application = ModelGuardMiddleware(application)."
+        fix = "Wrap any other application: application = ModelGuardMiddleware(application)."
         raise InvalidOption("app", app, why=why, fix=fix)
     web = WebOptions(**options)
 
     def handle(error: ModelGuardError) -> tuple[bytes, int, list[tuple[str, str]]]:
         answer = web.answer(error)
-        if answer is None:  # registered for an error that it is not made for
+        if answer is None:  # registered for an error that it does not handle
             raise error
         return answer.body, answer.status, list(answer.headers)
 

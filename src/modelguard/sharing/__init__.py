@@ -1,4 +1,4 @@
-"""How many processes share one copy of a model, and what they really hold."""
+"""How much memory a tree of processes actually uses, and where the private memory of each process is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Places", "ProcessReport", "TreeReport", "TreeWatch", "report"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # The modules of this package do not need the reports, nor do modelguard.prefork and modelguard.weights.
+    # Importing one module of this package, modelguard.prefork or modelguard.weights should not import the reports.
     from modelguard import _public
     from modelguard.sharing import _reports
 

@@ -1,8 +1,8 @@
-"""What in this process does not survive a fork, what it belongs to, and what to do about it.
+"""Find what in this process does not survive a fork, what it belongs to, and what to do about it.
 
-``fork`` copies the thread that calls it and no other. A pool of threads is then a pool without threads, a lock that
-one of them held stays locked for ever, and a child that waits for either hangs. So every thread is a hazard, and so is
-anything that keeps state about this very process elsewhere: on a graphics card, in an event loop.
+``fork`` copies only the thread that calls it. In the child, a thread pool has no threads, a lock that another thread
+held stays locked forever, and waiting for either hangs. So every thread is a hazard, and so is anything that keeps
+state about this process elsewhere: on a graphics card, or in an event loop.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ HazardKind = Literal[
     "python thread", "thread pool", "allocator threads", "grpc", "cuda", "event loop", "hang", "warm-up"
 ]
 
-#: modelguard's own threads: they hold no lock while the process forks, and a child starts its own.
+#: The names of modelguard's own threads: they hold no lock while the process forks, and a child starts its own.
 _OURS = "modelguard-"
 
 _POOL_FIX = (
@@ -32,15 +32,15 @@ _POOL_FIX = (
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """One thing that does not survive a fork.
+    """Something that does not survive a fork.
 
     Attributes:
         kind: What it is.
-        owner: What it belongs to: a thread, a module, a library, a guard.
+        owner: What it belongs to: a thread, a module, a library or a guard.
         seen: The evidence.
         fix: What to do about it, or what was done.
         severity: ``"fixed"``: :func:`modelguard.prefork.in_child` repairs it in each child. ``"warning"``: it may be
-            harmless, and only its owner knows. ``"fatal"``: no child could work.
+            harmless, which modelguard cannot know. ``"fatal"``: no child would work.
     """
 
     kind: HazardKind
@@ -54,7 +54,7 @@ class Hazard:
 
 
 class ForkingProcess(Protocol):
-    """The process that is about to fork: this one, or one that a test describes."""
+    """The process that is about to fork: this process, or a test's description of one."""
 
     def python_threads(self) -> Iterable[tuple[str, str]]:
         """The name of each other Python thread, and where its function is defined."""
@@ -65,11 +65,11 @@ class ForkingProcess(Protocol):
         ...
 
     def openmp(self) -> list[str]:
-        """The OpenMP runtimes that are loaded."""
+        """The files of the OpenMP runtimes that are loaded."""
         ...
 
     def has_allocator_threads(self) -> bool:
-        """Whether jemalloc runs threads of its own."""
+        """Whether jemalloc runs background threads."""
         ...
 
     def uses_cuda(self) -> bool:
@@ -77,7 +77,7 @@ class ForkingProcess(Protocol):
         ...
 
     def has_unsafe_grpc(self) -> bool:
-        """Whether gRPC is loaded without support for forks."""
+        """Whether gRPC is loaded without fork support."""
         ...
 
     def runs_event_loop(self) -> bool:
@@ -92,7 +92,7 @@ def find_hazards(process: ForkingProcess | None = None) -> tuple[Hazard, ...]:
         process: The process to examine. Default: this one.
 
     Returns:
-        The hazards, the worst first.
+        The hazards, worst first.
     """
     process = ThisProcess() if process is None else process
     found = [*_fatal(process), *_python_threads(process), *_native(process)]
@@ -101,7 +101,7 @@ def find_hazards(process: ForkingProcess | None = None) -> tuple[Hazard, ...]:
 
 def _fatal(process: ForkingProcess) -> Iterable[Hazard]:
     if process.uses_cuda():
-        seen = "torch.cuda is initialised, and a forked child cannot use CUDA again"
+        seen = "torch.cuda is initialised, and a forked child cannot initialise it again"
         fix = "Do not use CUDA before the fork (PYTORCH_NVML_BASED_CUDA_CHECK=1 checks without starting it), or spawn."
         yield Hazard("cuda", "torch", seen, fix, "fatal")
     if process.runs_event_loop():
@@ -113,7 +113,7 @@ def _fatal(process: ForkingProcess) -> Iterable[Hazard]:
 def _python_threads(process: ForkingProcess) -> Iterable[Hazard]:
     for name, where in process.python_threads():
         if not name.startswith(_OURS):
-            seen = f"thread {name!r} runs; a child does not have it, and a lock that it holds stays locked"
+            seen = f"thread {name!r} is running; a child does not have it, and a lock that it holds stays locked"
             yield Hazard("python thread", where, seen, "Start it in each worker, after the fork.", "warning")
 
 
@@ -122,10 +122,11 @@ def _native(process: ForkingProcess) -> Iterable[Hazard]:
     openmp = process.openmp()
     if process.has_allocator_threads():
         seen = "background_thread:true started threads that no child has, so a child would keep freed memory"
-        yield Hazard("allocator threads", "jemalloc", seen, "They are started again in each child.", "fixed")
+        yield Hazard("allocator threads", "jemalloc", seen, "Each child starts them again.", "fixed")
     if native and openmp:
         seen = (
-            f"{len(native)} native threads run; if they are a pool of the forking thread, a child waits for it for ever"
+            f"{len(native)} native threads are running; "
+            "if they are the forking thread's pool, a child would wait for them forever"
         )
         yield Hazard("thread pool", ", ".join(map(os.path.basename, openmp)), seen, _POOL_FIX, "fixed")
     if process.has_unsafe_grpc():
@@ -135,40 +136,40 @@ def _native(process: ForkingProcess) -> Iterable[Hazard]:
 
 
 class ThisProcess:
-    """The process that runs this."""
+    """The current process."""
 
     def python_threads(self) -> Iterable[tuple[str, str]]:
-        """Every thread except the calling one and the main one: a server may fork from the main thread."""
+        """Every thread except the calling one and the main one, because a server may fork from the main thread."""
         ours = (threading.current_thread(), threading.main_thread())
         return [(thread.name, _origin(thread)) for thread in threading.enumerate() if thread not in ours]
 
     def native_threads(self) -> list[str]:
-        """Those in ``/proc/self/task`` that Python did not start."""
+        """The threads in ``/proc/self/task`` that Python did not start."""
         known = {thread.native_id for thread in threading.enumerate()}
         return [name for thread, name in _proc.thread_names().items() if thread not in known]
 
     def openmp(self) -> list[str]:
-        """Recognised by the files that are mapped."""
+        """The runtimes among the mapped files."""
         return sorted(_openmp.loaded_openmp())
 
     def has_allocator_threads(self) -> bool:
-        """As the allocator itself reports."""
+        """Whether jemalloc reports background threads."""
         from modelguard.environment import _allocator
 
         return any(problem.kind == "background threads" for problem in _allocator.detect().problems)
 
     def uses_cuda(self) -> bool:
-        """As torch itself reports, if it has been imported."""
+        """Whether torch has been imported and reports that CUDA is initialised."""
         torch = sys.modules.get("torch")
         return torch is not None and bool(torch.cuda.is_initialized())
 
     def has_unsafe_grpc(self) -> bool:
-        """Judged by its module and its variable."""
+        """Whether gRPC has been imported, and its variable does not enable fork support."""
         supported = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in ("1", "true", "yes")
         return "grpc._cython.cygrpc" in sys.modules and not supported
 
     def runs_event_loop(self) -> bool:
-        """As asyncio itself reports."""
+        """Whether asyncio reports a running event loop."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:

@@ -1,8 +1,9 @@
-"""Immortal objects: a model made of Python objects that forked workers can read without copying it.
+"""Make the Python objects of a model immortal, so that forked workers can read them without copying them.
 
 Reading a Python object writes to it: its reference count goes up and down. After a fork each such write copies a page
-of memory, so workers that only read end up with a copy each, and ``gc.freeze`` does not help: it stops the garbage
-collector's writes alone. An object whose count is immortal (PEP 683, CPython 3.12) is never written by reading it.
+of memory, so workers that only read the model still end up with a copy each. ``gc.freeze`` does not help: it only stops
+the garbage collector's writes. Reading an object with an immortal reference count (PEP 683, CPython 3.12) does not
+write to it.
 
 This cannot be undone: an immortal object is never freed, even when nothing refers to it any more.
 """
@@ -20,25 +21,26 @@ from typing import Any
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.sharing import _refcounts
-from modelguard.sharing._object_kinds import ASK, BRANCH, CODE, DICT, HANDLES, LEAF, TEXT, ObjectKinds, type_name
+from modelguard.sharing._object_kinds import BRANCH, CODE, DICT, HANDLES, LEAF, TEXT, UNDECIDED, ObjectKinds, type_name
 
 __all__ = ["ImmortalReport", "Skipped", "immortalize", "immortalize_unsupported"]
 
-#: More objects than any known model has; at 0.4 us an object, 20 seconds.
+#: More objects than any known model has; at 0.4 us per object, 20 seconds.
 LIMIT = 50_000_000
 
-#: Objects whose referents are looked up at a time: enough that the call costs nothing, few enough to need no memory.
+#: How many objects' referents are read at a time: enough to make the cost of the call negligible, and few enough to
+#: need little memory.
 _STEP = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Handles of one kind in a model's graph, left unchanged, with everything that only they lead to.
+    """Handles of one kind in a model's object graph, left unchanged together with all that only they refer to.
 
     Attributes:
         kind: ``"lock"``, ``"thread"``, ``"process"``, ``"socket"``, ``"pipe"``, ``"file"``, ``"event loop"``,
             ``"native handle"``; or ``"code"`` for a root that is a function, a class or a module.
-        example: The first one, and its place: ``"_thread.lock, attribute 'guard' of a shop.Model"``.
+        example: The first of them, and its place: ``"_thread.lock, attribute 'guard' of a shop.Model"``.
         count: Their number.
     """
 
@@ -53,11 +55,11 @@ class ImmortalReport:
 
     Attributes:
         objects: The number of objects that it made immortal.
-        bytes_held: Their size by ``sys.getsizeof``, in bytes: memory that is never given back. What native libraries
-            hold for them comes on top.
+        bytes_held: Their size by ``sys.getsizeof``, in bytes: memory that is never freed. It does not include what
+            native libraries hold for them.
         seconds: How long it took.
         complete: Whether the whole graph was visited; False if ``limit`` ended the walk.
-        skipped: Handles that were left alone, one entry for each kind.
+        skipped: Handles that were left unchanged, one entry for each kind.
     """
 
     objects: int
@@ -70,39 +72,40 @@ class ImmortalReport:
 def immortalize_unsupported() -> str | None:
     """Why :func:`immortalize` does not work in this interpreter; None if it does.
 
-    It works in CPython 3.12 to 3.15, 64-bit, neither free-threaded nor a debug build. The first call tries it on one
-    small object.
+    It works in 64-bit builds of CPython 3.12 to 3.15 that are neither free-threaded nor debug builds. The first call
+    tries it on one small object.
     """
-    return _refcounts.verdict()
+    return _refcounts.unsupported_here()
 
 
 def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     """Make a model's own objects immortal, so that reading them in a forked process copies nothing.
 
-    A model's own objects are the roots, what they refer to step by step according to the garbage collector, and the
-    objects in numpy's object arrays. Never included are types, modules, functions (bound methods are a part of their
-    object), code, frames, generators, weak references, loggers, context variables, handles such as locks and files,
-    and anything that only these lead to. What C extensions hide from the garbage collector is not visited.
+    A model's own objects are the roots, everything that can be reached from them as the garbage collector sees it, and
+    the objects in numpy's object arrays. Never included are types, modules, functions (bound methods are a part of
+    their object), code, frames, generators, weak references, loggers, context variables, handles such as locks and
+    files, and anything that can only be reached through these. Objects that C extensions hide from the garbage
+    collector are not visited.
 
-    Objects that are immortal already stay as they are, and only the roots among them are looked into: after a change
-    to the model, give what is new in it. The hash of each text is computed, since its first use would write it. The
-    call ends with a collection, which removes the immortal objects from the collector's generations. Call ``gc.freeze``
-    before: then that collection is short, and collections in the children do not touch the mortal objects on the
-    model's pages.
+    Objects that are already immortal are not changed, and their referents are visited only if they are roots: after a
+    change to the model, give its new parts. The hash of each string is computed, since its first use would write it.
+    The call ends with a garbage collection, which removes the immortal objects from the collector's generations. Call
+    ``gc.freeze`` before: then this collection is short, and collections in the children do not touch the mortal objects
+    on the model's pages.
 
     Args:
         roots: Models, or parts of them.
         limit: The largest number of objects to make immortal. Default: 50 million.
 
     Returns:
-        How many objects, how many seconds, and which handles were left alone.
+        How many objects, how many seconds, and which handles were left unchanged.
 
     Raises:
         InvalidOption: There are no roots, or ``limit`` is not a whole number of at least 1.
-        NotSupported: This interpreter cannot do it; :func:`immortalize_unsupported` gives the reason beforehand.
+        NotSupported: This interpreter cannot do it; :func:`immortalize_unsupported` returns the reason in advance.
     """
     if not roots:
-        raise InvalidOption("roots", roots, why="there is nothing to make immortal", fix="Give a model.")
+        raise InvalidOption("roots", roots, why="must not be empty", fix="Give a model.")
     _units.whole_number(limit, "limit")
     reason = immortalize_unsupported()
     if reason is not None:
@@ -121,7 +124,7 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
 
 
 class _Walk:
-    """One walk through a graph. A visited object is immortal from then on, so no list of them is needed."""
+    """One walk through an object graph. Visited objects are immortal from then on, so no list of them is needed."""
 
     def __init__(self, limit: int) -> None:
         self.left = limit
@@ -139,106 +142,106 @@ class _Walk:
 
     def run(self, roots: Sequence[object]) -> None:
         known = [root for root in roots if sys.getrefcount(root) >= _refcounts.IMMORTAL]
-        self._take(roots, ())
+        self._mark(roots, ())
         for root in known:
             self._follow(root, self._kinds[type(root)])
         while self.complete and (self._branches or self._dicts):
             branches, dicts = _last(self._branches), _last(self._dicts)
             found = gc.get_referents(*branches, *dicts)
-            # A dict whose keys are all text does not show them to the garbage collector. This runs no Python code, so
-            # no other thread can change a dict meanwhile.
+            # A dict whose keys are all strings does not show them to the garbage collector. This runs no Python code,
+            # so no other thread can change a dict meanwhile.
             found.extend(itertools.chain.from_iterable(map(dict.__iter__, dicts)))
-            self._take(found, branches + dicts)
+            self._mark(found, branches + dicts)
 
-    def _take(self, found: Sequence[Any], holders: Sequence[Any]) -> None:
-        """Make the model's own among the found objects immortal. This loop takes most of the time."""
+    def _mark(self, found: Sequence[Any], holders: Sequence[Any]) -> None:
+        """Make those objects immortal that are the model's own. This loop takes most of the time."""
         count, kinds, branches = sys.getrefcount, self._kinds, self._branches
         words, value, immortal = self._words, self._value, _refcounts.IMMORTAL
-        taken: list[Any] = []
-        for one in found:
-            if count(one) >= immortal:  # made so by CPython or by us: this ends circles
+        marked: list[Any] = []
+        for item in found:
+            if count(item) >= immortal:  # made immortal by CPython or by this walk, which ends cycles
                 continue
-            kind = kinds[type(one)]
+            kind = kinds[type(item)]
             if kind == TEXT:
-                hash(one)
+                hash(item)
             elif kind == BRANCH:
-                branches.append(one)
-            elif kind != LEAF and not self._follow(one, kind):
-                self._note(one, kind, holders)
+                branches.append(item)
+            elif kind != LEAF and not self._follow(item, kind):
+                self._skip(item, kind, holders)
                 continue
-            words[id(one) >> 2] = value
-            taken.append(one)
-            if len(taken) == self.left:
+            words[id(item) >> 2] = value
+            marked.append(item)
+            if len(marked) == self.left:
                 self.complete = False
                 break
-        self.left -= len(taken)
-        self.objects += len(taken)
-        self.held += self._sizes(taken)
+        self.left -= len(marked)
+        self.objects += len(marked)
+        self.held += self._sizes(marked)
 
-    def _follow(self, one: Any, kind: str) -> bool:
-        """Look into an object later; False if it is not the model's own."""
+    def _follow(self, item: Any, kind: str) -> bool:
+        """Visit an object's referents later; False if it is not the model's own."""
         if kind == BRANCH:
-            self._branches.append(one)
-        elif kind == DICT and id(one) not in self._namespaces:
-            self._dicts.append(one)
-        elif kind == ASK and self._kinds.belongs_to_model(one):
-            self._branches += (one, _elements(one))
+            self._branches.append(item)
+        elif kind == DICT and id(item) not in self._namespaces:
+            self._dicts.append(item)
+        elif kind == UNDECIDED and self._kinds.belongs_to_model(item):
+            self._branches += (item, _elements(item))
         else:
             return False
         return True
 
-    def _note(self, one: Any, kind: str, holders: Sequence[Any]) -> None:
+    def _skip(self, item: Any, kind: str, holders: Sequence[Any]) -> None:
         if kind not in HANDLES:
             if holders:
                 return  # every model refers to classes and functions
             kind = CODE
-        self.seen.setdefault(kind, set()).add(id(one))
+        self.seen.setdefault(kind, set()).add(id(item))
         if kind not in self.examples:
-            self.examples[kind] = f"{type_name(type(one))}, {_where(one, holders)}"
+            self.examples[kind] = f"{type_name(type(item))}, {_where(item, holders)}"
 
-    def _sizes(self, taken: list[Any]) -> int:
-        foreign = self._kinds.sized
-        if not foreign:
-            return sum(map(sys.getsizeof, taken))
-        return sum(object.__sizeof__(one) if type(one) in foreign else sys.getsizeof(one) for one in taken)
+    def _sizes(self, marked: list[Any]) -> int:
+        custom = self._kinds.sized
+        if not custom:
+            return sum(map(sys.getsizeof, marked))
+        return sum(object.__sizeof__(item) if type(item) in custom else sys.getsizeof(item) for item in marked)
 
 
 def _namespaces() -> Iterator[int]:
     """The ids of the modules' namespaces."""
     for module in list(sys.modules.values()):
-        # By its type, and past its own `__getattribute__`, which may load a module on first use.
+        # By its type, and without its own `__getattribute__`, which may load a module on first use.
         if issubclass(type(module), ModuleType):
             yield id(object.__getattribute__(module, "__dict__"))
 
 
 def _last(stack: list[Any]) -> list[Any]:
-    """Take the objects of one step off a stack."""
-    taken = stack[-_STEP:]
+    """Pop the objects of one step off a stack."""
+    popped = stack[-_STEP:]
     del stack[-_STEP:]
-    return taken
+    return popped
 
 
-def _elements(one: Any) -> list[Any]:
+def _elements(item: Any) -> list[Any]:
     """The contents of a numpy array of Python objects, which numpy does not show to the garbage collector."""
-    if getattr(getattr(one, "dtype", None), "kind", None) != "O":
+    if getattr(getattr(item, "dtype", None), "kind", None) != "O":
         return []
     numpy: Any = sys.modules["numpy"]
-    elements: list[Any] = numpy.asarray(one).ravel().tolist()
+    elements: list[Any] = numpy.asarray(item).ravel().tolist()
     return elements
 
 
-def _where(one: Any, holders: Sequence[Any]) -> str:
+def _where(item: Any, holders: Sequence[Any]) -> str:
     """The place of an object in the graph: which of the holders refers to it, and how."""
     for holder in holders:
-        if any(referent is one for referent in gc.get_referents(holder)):
-            return _place(one, holder)
+        if any(referent is item for referent in gc.get_referents(holder)):
+            return _place(item, holder)
     return "given as a root"
 
 
-def _place(one: Any, holder: Any) -> str:
+def _place(item: Any, holder: Any) -> str:
     is_dict = type(holder) is dict
     for name, value in list((holder if is_dict else _attributes(holder)).items()):
-        if value is one and isinstance(name, str):
+        if value is item and isinstance(name, str):
             return f"{'key' if is_dict else 'attribute'} {reprlib.repr(name)} of a {type_name(type(holder))}"
     return f"in a {type_name(type(holder))}"
 
@@ -246,5 +249,5 @@ def _place(one: Any, holder: Any) -> str:
 def _attributes(holder: Any) -> dict[str, Any]:
     try:
         return object.__getattribute__(holder, "__dict__")  # type: ignore[no-any-return]
-    except AttributeError:  # it has slots, or is a list or the like
+    except AttributeError:  # it has slots, or is a list or something similar
         return {}

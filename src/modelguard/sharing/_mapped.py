@@ -1,4 +1,4 @@
-"""Whether data lies in a file that is mapped, so that all processes that map it share the memory."""
+"""Check whether data is in a mapped file, so that all processes that map the file share the memory."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Block(NamedTuple):
 
 
 def require(blocks: Iterable[Block], files: Iterable[Path], *, fix: str, root: Path = _proc.ROOT) -> None:
-    """Reject data that does not lie in the mappings of files.
+    """Reject data that is not in the mappings of files.
 
-    Where there is no ``/proc``, as on macOS, this cannot be checked, and everything passes.
+    Without ``/proc``, as on macOS, this cannot be checked, and all data is accepted.
 
     Args:
         blocks: The data of a model.
-        files: The files that it should lie in.
-        fix: What to do about data that lies elsewhere, for the error.
+        files: The files that should contain it.
+        fix: What to do about other data, for the error.
         root: The folder that holds ``proc``.
 
     Raises:
-        WeightsRefused: Some of it lies elsewhere, so each process has a copy of its own.
+        WeightsRefused: Some of the data is elsewhere, so each process would have its own copy.
     """
     files = list(files)
     found = _mappings_of(files, root)
@@ -53,12 +53,12 @@ def require(blocks: Iterable[Block], files: Iterable[Path], *, fix: str, root: P
     if outside:
         names = ", ".join(block.name for block in outside[:_NAMED]) + (", ..." if len(outside) > _NAMED else "")
         size = format_bytes(sum(block.size for block in outside))
-        why = f"{size} of the model do not lie in the mapped file, so each process would hold its own copy: {names}"
+        why = f"{size} of the model are not in the mapped file, so each process would have its own copy: {names}"
         raise WeightsRefused(files[0].parent, why=why, fix=fix)
 
 
 def mapped_bytes(file: Path, *, root: Path = _proc.ROOT) -> int | None:
-    """How much of a file is mapped into this process; None where there is no ``/proc``."""
+    """How many bytes of a file are mapped into this process; None without ``/proc``."""
     found = _mappings_of([file], root)
     return None if found is None else sum(mapping.end - mapping.start for mapping in found)
 
@@ -67,11 +67,11 @@ def _mappings_of(files: Iterable[Path], root: Path) -> list[MemoryMapping] | Non
     mappings = _proc.if_readable(_proc.maps, None, root)
     if mappings is None:
         return None
-    # By the end of the name: it holds the content's hash, while devices and inodes of layered file systems differ
-    # between here and stat(). A version that was removed in the meantime is still mapped.
+    # Compared by the end of the name, which contains the content's hash. Devices and inodes would not do: on layered
+    # file systems they differ between maps and stat(). A version that was removed in the meantime is still mapped.
     ends = {f"/{file.parent.name}/{file.name}" for file in files}
-    # A mapping that is shared and writable would let a process write into the file: weights must not lie there.
-    return [one for one in mappings if _end(one.name) in ends and one.access != "rw-s"]
+    # With a shared and writable mapping a process could write into the file, so it must not be used for weights.
+    return [mapping for mapping in mappings if _end(mapping.name) in ends and mapping.access != "rw-s"]
 
 
 def _end(name: str) -> str:
@@ -79,7 +79,7 @@ def _end(name: str) -> str:
 
 
 def _inside(block: Block, found: Iterable[MemoryMapping]) -> bool:
-    # Both ends are checked: the kernel splits a mapping where a page of it has another protection.
+    # Both ends are checked: the kernel splits a mapping if some of its pages have another protection.
     return all(
         any(mapping.start <= address < mapping.end for mapping in found)
         for address in (block.start, block.start + block.size - 1)

@@ -1,4 +1,4 @@
-"""What may become immortal, judged by an object's type: the model's own data, code, or a handle of the system."""
+"""Which objects may become immortal, by their type: the model's own data, but no code and no system handles."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ASK", "BRANCH", "CODE", "DICT", "HANDLES", "LEAF", "TEXT", "ObjectKinds", "type_name"]
+__all__ = ["BRANCH", "CODE", "DICT", "HANDLES", "LEAF", "TEXT", "UNDECIDED", "ObjectKinds", "type_name"]
 
 # The model's own.
 LEAF = "leaf"  #: refers to nothing that the garbage collector knows of
 TEXT = "text"  #: a leaf that stores its hash when it is first used
 BRANCH = "branch"  #: refers to other objects
-DICT = "dict"  #: a branch whose keys need a look of their own, unless it is the namespace of a module
-ASK = "ask"  #: the type alone does not decide
-# Not the model's own, whatever it refers to.
+DICT = "dict"  #: a branch whose keys are visited separately, unless it is the namespace of a module
+UNDECIDED = "undecided"  #: depends on the object, not only on its type
+# Not the model's own.
 CODE = "code"
 
 #: Kinds of objects that belong to one process or thread, and their types.
@@ -87,7 +87,7 @@ _CODE = (
     "weakref.ReferenceType",
     "weakref.ProxyType",
     "weakref.CallableProxyType",
-    # Not code, but not the model's own either: what everything that logs, or runs in one context, shares.
+    # Not code, but not the model's own either: shared by everything that logs, or runs in the same context.
     "logging.Filterer",
     "logging.LogRecord",
     "logging.Manager",
@@ -98,7 +98,7 @@ _CODE = (
 
 _KINDS = {
     "builtins.dict": DICT,
-    **dict.fromkeys(("builtins.mappingproxy", "builtins.builtin_function_or_method", "numpy.ndarray"), ASK),
+    **dict.fromkeys(("builtins.mappingproxy", "builtins.builtin_function_or_method", "numpy.ndarray"), UNDECIDED),
     **dict.fromkeys(_CODE, CODE),
     **{name: kind for kind, names in HANDLES.items() for name in names},
 }
@@ -107,44 +107,44 @@ _HAS_REFERENTS = 1 << 14  # Py_TPFLAGS_HAVE_GC
 
 
 class ObjectKinds(dict[type, str]):
-    """The kind of each type that was met so far.
+    """The kind of each type that was seen so far.
 
     Attributes:
-        sized: Types whose ``__sizeof__`` is written in Python, and may do anything.
+        sized: Types whose ``__sizeof__`` is written in Python, and may have any effect.
     """
 
     def __init__(self) -> None:
         super().__init__({str: TEXT, bytes: TEXT})
         self.sized: set[type] = set()
 
-    def __missing__(self, met: type) -> str:
-        kind = self[met] = _judge(met)
-        if isinstance(met.__sizeof__, types.FunctionType):
-            self.sized.add(met)
+    def __missing__(self, cls: type) -> str:
+        kind = self[cls] = _kind_of(cls)
+        if isinstance(cls.__sizeof__, types.FunctionType):
+            self.sized.add(cls)
         return kind
 
-    def belongs_to_model(self, one: Any) -> bool:
-        """Whether an object of the kind :data:`ASK` is the model's own."""
-        if isinstance(one, types.BuiltinFunctionType):  # {}.get is a part of the dict, len one of its module
-            owner = one.__self__
+    def belongs_to_model(self, item: Any) -> bool:
+        """Whether an object of the kind :data:`UNDECIDED` is the model's own."""
+        if isinstance(item, types.BuiltinFunctionType):  # {}.get belongs to the dict, but len to its module
+            owner = item.__self__
             return owner is not None and self[type(owner)] in {LEAF, TEXT, BRANCH, DICT}
-        if isinstance(one, types.MappingProxyType):  # the namespace of a class, or a read-only dict
-            behind = gc.get_referents(one)
-            return not any(isinstance(mapping, dict) and dict.__contains__(mapping, "__doc__") for mapping in behind)
+        if isinstance(item, types.MappingProxyType):  # the namespace of a class, or a read-only dict
+            mappings = gc.get_referents(item)
+            return not any(isinstance(mapping, dict) and dict.__contains__(mapping, "__doc__") for mapping in mappings)
         return True
 
 
-def _judge(met: type) -> str:
-    for base in met.__mro__:
+def _kind_of(cls: type) -> str:
+    for base in cls.__mro__:
         kind = _KINDS.get(type_name(base))
         if kind is not None:
             return kind
         # Functions that Cython and others have compiled.
         if "__code__" in base.__dict__ or "__globals__" in base.__dict__:
             return CODE
-    return BRANCH if met.__flags__ & _HAS_REFERENTS else LEAF
+    return BRANCH if cls.__flags__ & _HAS_REFERENTS else LEAF
 
 
-def type_name(met: type) -> str:
+def type_name(cls: type) -> str:
     """The full name of a type."""
-    return f"{met.__module__}.{met.__qualname__}"
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,4 +1,4 @@
-"""Where the private memory of a process sits, judged from its mappings alone."""
+"""Where the private memory of a process is, as far as its mappings show."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from modelguard.environment._proc import MemoryMapping
 
 __all__ = ["Places", "has_arenas", "is_python", "places", "total"]
 
-#: What obmalloc requests from the system at a time, since CPython 3.10 (``ARENA_BITS`` in pycore_obmalloc.h). 3.11 -
-#: 3.14 give these mappings no name, and the kernel joins neighbours.
+#: The size of obmalloc's requests to the system, since CPython 3.10 (``ARENA_BITS`` in pycore_obmalloc.h). CPython
+#: 3.11 to 3.14 give these mappings no name, and the kernel merges neighbours.
 _ARENA = 1 << 20
 
-#: A guard below a thread's stack is a page, or as much as the program has asked for.
+#: The guard area below a thread's stack is one page, or as large as the program has requested.
 _LARGEST_GUARD = 1 << 20
 
 # Names that the kernel, or a library through PR_SET_VMA_ANON_NAME, gives to anonymous memory.
 _NAMED = (
-    ("python", re.compile(r"\[anon:cpython:pymalloc")),  # from 3.15 on, under -X dev
+    ("python", re.compile(r"\[anon:cpython:pymalloc")),  # since 3.15, under -X dev
     ("stacks", re.compile(r"\[stack|\[anon: glibc: pthread stack")),
     ("heap", re.compile(r"\[heap\]|\[anon: ?(?:glibc|jemalloc|mimalloc|tcmalloc)")),
 )
@@ -30,20 +30,20 @@ _FREE_THREADED = re.compile(r"/(?:(?:lib)?python3\.\d+t(?:\.so[^/]*)?|[^/]*\.cpy
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the private memory of a process (its USS) sits, in bytes; the fields add up to it.
+    """Where the private memory of a process (its USS) is, in bytes; the sum of the fields is the USS.
 
     Attributes:
         python: Arenas of Python's own allocator, which holds objects of up to 512 bytes. Their pages are copied when a
-            reference count is written. Recognised by their shape, whole MiB of anonymous memory, so this is a lower
-            bound: arenas that the kernel has joined with large blocks are in ``mixed``. Under glibc 35% to 95% were
-            found, under jemalloc, mimalloc and tcmalloc 97% or more, in programs with 90 MB of arenas or more. None
-            where arenas are not in use: under another ``PYTHONMALLOC``, in a free-threaded Python, or without Python.
-        heap: What ``malloc`` serves: ``[heap]``, the heaps of glibc's threads, and what another allocator reserves.
-        mixed: Other anonymous memory: large blocks such as tensors and arrays, which ``malloc`` takes from the system
-            one by one, arenas that lie beside them, and variables of libraries.
+            reference count is written. Arenas are recognised by their size, whole MiB of anonymous memory, so this is a
+            lower bound: arenas that the kernel has merged with large blocks are in ``mixed``. In programs with 90 MB of
+            arenas or more, 35% to 95% were found under glibc, and 97% or more under jemalloc, mimalloc and tcmalloc.
+            None if arenas are not in use: with another ``PYTHONMALLOC``, in a free-threaded Python, or without Python.
+        heap: Memory for ``malloc``: ``[heap]``, the heaps of glibc's threads, and what another allocator reserves.
+        mixed: Other anonymous memory: large blocks such as tensors and arrays, which ``malloc`` requests from the
+            system one by one, arenas next to them, and variables of libraries.
         stacks: The stacks of all threads.
-        files: Pages of files that no other process maps just now, and those that were written to since. Files in
-            ``/dev/shm`` are among them.
+        files: Pages of files that no other process maps at the moment, and pages that were written to since they were
+            mapped. This includes files in ``/dev/shm``.
     """
 
     python: int | None
@@ -54,13 +54,13 @@ class Places:
 
 
 def places(mappings: Iterable[MemoryMapping], *, arenas: bool) -> Places:
-    """Say where private memory sits.
+    """Find out where private memory is.
 
     Args:
         mappings: The mappings of a process with their sizes, by address.
-        arenas: Whether :func:`has_arenas`.
+        arenas: The result of :func:`has_arenas`.
     """
-    sums = dict.fromkeys((one.name for one in fields(Places)), 0)
+    sums = dict.fromkeys((field.name for field in fields(Places)), 0)
     for name, private in _placed(mappings):
         sums[name if arenas or name != "python" else "mixed"] += private
     python = sums.pop("python")
@@ -73,7 +73,7 @@ def total(mappings: Iterable[MemoryMapping], *names: str) -> int:
 
 
 def is_python(mappings: Iterable[MemoryMapping]) -> bool:
-    """Whether a Python runs in a process with these mappings, as the program or inside of it."""
+    """Whether a process with these mappings runs Python, as its program or inside of it."""
     return any(mapping.is_file and _PYTHON.search(mapping.name) for mapping in mappings)
 
 
@@ -85,7 +85,7 @@ def has_arenas(mappings: Iterable[MemoryMapping], pythonmalloc: str) -> bool:
         pythonmalloc: The variable ``PYTHONMALLOC`` of the process; empty if it is not set.
     """
     mappings = list(mappings)
-    if not is_python(mappings) or any(one.is_file and _FREE_THREADED.search(one.name) for one in mappings):
+    if not is_python(mappings) or any(_FREE_THREADED.search(mapping.name) for mapping in mappings if mapping.is_file):
         return False
     return pythonmalloc in {"", "default", "debug", "pymalloc", "pymalloc_debug"}
 
@@ -105,7 +105,7 @@ def _place(mapping: MemoryMapping, before: MemoryMapping | None) -> str:
             return name
     if "nr" in mapping.flags:  # MAP_NORESERVE: glibc's threads, jemalloc and mimalloc reserve more than they use
         return "heap"
-    # Since 6.7 the kernel uses no huge pages for what is mapped as a stack.
+    # Since 6.7 the kernel uses no huge pages for mappings made as stacks.
     if "nh" in mapping.flags or _is_guard(before, mapping.start):
         return "stacks"
     return "python" if (mapping.end - mapping.start) % _ARENA == 0 else "mixed"

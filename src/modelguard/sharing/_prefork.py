@@ -1,9 +1,9 @@
-"""``prepare`` and ``in_child``: many processes that share one copy of a model.
+"""``prepare`` and ``in_child``: worker processes that share one copy of a model.
 
-A forked child shares its parent's memory until one of the two writes to it. So the parent loads the model, and its
-children must not write to it: not by a warm-up of their own at first use, not by the collector's marks, and not by
-reference counts. :func:`prepare` prevents that in the parent just before it forks; :func:`in_child` repairs in each
-child what the fork broke.
+A forked child shares its parent's memory until one of them writes to it. So the parent loads the model, and its
+children must not write to it: neither by a warm-up at first use, nor by the collector's marks, nor by reference counts.
+:func:`prepare` prevents this in the parent just before it forks. :func:`in_child` repairs in each child what the fork
+broke.
 """
 
 import gc
@@ -30,10 +30,10 @@ __all__ = ["ForkReport", "in_child", "prepare"]
 OnHazard = Literal["fix", "refuse", "warn"]
 Immortalize = Literal[True, False, "auto"]
 
-#: Bytes of models from which on immortal objects are worth the time that making them takes at start.
-_WORTH_IT = 16_000_000
+#: Bytes of models for which it is worth the time at start to make objects immortal.
+_IMMORTALIZE_FROM = 16_000_000
 
-#: Seconds between two looks at a guard whose load or release has to end first.
+#: Seconds between checks whether a guard's load or release has ended.
 _POLL = 0.005
 
 
@@ -43,14 +43,14 @@ class ForkReport:
 
     Attributes:
         guards: Names of the guards whose models are shared.
-        hazards: What does not survive a fork, the worst first.
-        tried: The guards whose warm-up a trial child has done, with its seconds.
-        collected: Number of objects that a collection found to be garbage.
-        frozen: Number of objects that the collector leaves alone from now on; 0 if ``freeze`` was off.
+        hazards: What does not survive a fork, worst first.
+        tried: The guards whose warm-up was run in a trial child, each with the seconds that it took.
+        collected: Number of objects that the garbage collector freed.
+        frozen: Number of objects that the collector ignores from now on; 0 if ``freeze`` was off.
         immortal: What was made immortal; None if nothing was.
         why_mortal: Why nothing was made immortal; None if something was.
-        private: Private memory afterwards, in bytes: what the children share.
-        seconds: How long it all took, loads included.
+        private: Private memory afterwards, in bytes, which the children share.
+        seconds: How long everything took, including loads.
     """
 
     guards: tuple[str, ...]
@@ -101,22 +101,23 @@ def prepare(
     on_hazard: OnHazard = "fix",
     warm_timeout: _units.Duration = 60.0,
 ) -> ForkReport:
-    """Make this process ready to be forked into workers that share its models. Call it last, just before the fork.
+    """Prepare this process to be forked into workers that share its models. Call it last, just before the fork.
 
-    In this order: load, look for hazards, try each warm-up in a trial child, collect garbage, freeze, immortalize.
-    Children that are forked from now on repair what a fork breaks and warm up by themselves (``os.register_at_fork``);
-    a server's hook also calls :func:`in_child`, which raises what went wrong there.
+    It loads the models, searches for hazards, runs each warm-up in a trial child, collects garbage, freezes the
+    remaining objects and makes the models' objects immortal, in this order. Children that are forked from now on repair
+    what a fork breaks and warm up by themselves (``os.register_at_fork``). In a server's hook, call :func:`in_child` as
+    well: it raises the errors of that repair.
 
     Args:
         guards: The guards whose models are shared. Default: every guard made with ``prefork=True``.
-        freeze: Hide all objects from the garbage collector (``gc.freeze``), since its marks would copy their pages.
+        freeze: Hide all objects from the garbage collector (``gc.freeze``), because its marks would copy their pages.
         immortalize: Stop counting references to the models' objects, so that reading them does not copy their pages
-            (CPython 3.12 or newer). This cannot be undone: such objects are never freed. ``"auto"``: where the
-            interpreter allows it and the models take at least 16 MB; True: always, or ``NotSupported``.
-        on_hazard: ``"fix"``: refuse what no child could survive, let children repair what they can, warn of the rest.
-            ``"refuse"``: refuse every hazard. ``"warn"``: warn of all and repair nothing.
-        warm_timeout: How long a warm-up may take in the trial child before it counts as hung; and how long a reload
-            that is under way may take to end.
+            (CPython 3.12 or newer). This cannot be undone: such objects are never freed. ``"auto"``: if the interpreter
+            supports it and the models take at least 16 MB; True: always, or raise ``NotSupported``.
+        on_hazard: ``"fix"``: refuse what no child could survive, let children repair what they can, and warn about the
+            rest. ``"refuse"``: refuse every hazard. ``"warn"``: warn about all and repair nothing.
+        warm_timeout: How long a warm-up may take in the trial child before it counts as hung, and how long to wait for
+            a running reload.
 
     Returns:
         What was found and done.
@@ -124,10 +125,10 @@ def prepare(
     Raises:
         InvalidOption: An option is invalid, or there is no guard.
         ForkOrder: Called in a forked child, or a second time although no model has been replaced.
-        ForkUnsafe: A hazard that cannot be repaired, or a warm-up that hangs or raises in a child. The process can
+        ForkUnsafe: There is a hazard that cannot be repaired, or a warm-up hung or failed in a child. The process can
             continue to serve as before.
         LoadFailed: A model could not be loaded.
-        NotSupported: ``immortalize=True`` on an interpreter that has no immortal objects.
+        NotSupported: ``immortalize=True`` on an interpreter without immortal objects.
     """
     _check_options(immortalize, on_hazard)
     timeout = _units.seconds(warm_timeout, "warm_timeout")
@@ -142,16 +143,16 @@ def prepare(
         guard.load()
         _wait_for_release(guard, timeout)
     generations = tuple(guard.status().generation for guard in chosen)
-    again = _refuse_wrong_order(chosen, generations)
+    again = _check_order(chosen, generations)
     THREADS.end_idle()
     found = _hazards.find_hazards(process)
-    _judge(found, on_hazard)
+    _enforce(on_hazard, found)
     before = _state
     _install(_State(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn"))
     try:
         tried = _try_all(chosen, timeout, on_hazard)
     except ForkUnsafe:
-        _install(before)  # a server that prepared earlier continues to fork as before
+        _install(before)  # a server that was prepared earlier continues to fork as before
         raise
     collected, frozen = _freeze(again=again) if freeze else (0, 0)
     made, why = _immortalize(chosen, immortalize)
@@ -169,21 +170,21 @@ def prepare(
 
 
 def in_child() -> None:
-    """Repair a forked worker: threads, random seeds, allocator threads, and each guard's warm-up, once.
+    """Repair a forked worker: its threads, random seeds and allocator threads, and run each guard's warm-up.
 
-    Children of a prepared process do this by themselves when they are forked. A server's hook calls this as well, to
-    get the errors. Calling it again does nothing.
+    Children of a prepared process do this by themselves when they are forked. In a server's hook, call this function as
+    well, because it raises the errors of the repair. Further calls have no effect.
 
     Raises:
         ForkOrder: The parent was never prepared, or this is the parent.
-        Exception: What a guard's ``warmup`` raised.
+        Exception: The error that a guard's ``warmup`` raised.
     """
     if _state is None:
         raise ForkOrder(
-            "in_child", why="nothing was prepared", fix="Call prefork.prepare() in the parent, before it forks."
+            "in_child", why="the parent was not prepared", fix="Call prefork.prepare() in it before it forks."
         )
     if os.getpid() == _state.pid:
-        why = "this is the parent"
+        why = "this is the parent process"
         raise ForkOrder(
             "in_child", why=why, fix="Call it in the worker, as in gunicorn's post_fork or uWSGI's postfork."
         )
@@ -195,21 +196,21 @@ def in_child() -> None:
 def _check_options(immortalize: object, on_hazard: object) -> None:
     if on_hazard not in get_args(OnHazard):
         names = ", ".join(map(repr, get_args(OnHazard)))
-        raise InvalidOption("on_hazard", on_hazard, why="there is no such choice", fix=f"Choose one of {names}.")
+        raise InvalidOption("on_hazard", on_hazard, why="is not a known choice", fix=f"Choose one of {names}.")
     if immortalize not in (True, False, "auto"):
-        why = "it must be True, False or 'auto'"
+        why = "must be True, False or 'auto'"
         raise InvalidOption("immortalize", immortalize, why=why, fix="'auto' is the right choice for most services.")
 
 
 def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:
     for guard in guards:
         if not isinstance(guard, ModelGuard):
-            why = f"it is a {type(guard).__name__}, not a guard"
+            why = f"must be a guard, not a {type(guard).__name__}"
             raise InvalidOption("guards", guard, why=why, fix="Give what modelguard.guard() returned.")
     chosen = tuple(dict.fromkeys(guards)) or _marked()
     if not chosen:
         fix = "Give a guard, or make it with guard(..., prefork=True) in a module that is imported before."
-        raise InvalidOption("guards", (), why="there is no guard to prepare", fix=fix)
+        raise InvalidOption("guards", (), why="must not be empty, and no guard has prefork=True", fix=fix)
     return chosen
 
 
@@ -219,32 +220,32 @@ def _marked() -> tuple[ModelGuard[Any], ...]:
 
 
 def _wait_for_release(guard: ModelGuard[Any], timeout: float) -> None:
-    """A reload returns when the new model serves; the old one may still be in release, and would be frozen."""
+    """Wait for a guard's old model: a reload returns when the new model serves, and the old one would be frozen."""
     end = time.monotonic() + timeout
     while guard.engine.loading:
         if time.monotonic() > end:
-            seen = f"a load or a release has not ended within {timeout:g} s"
-            bad = Hazard("python thread", f"guard {guard.name!r}", seen, "Prepare when it has ended.", "fatal")
+            seen = f"a load or a release did not end within {timeout:g} s"
+            bad = Hazard("python thread", f"guard {guard.name!r}", seen, "Prepare after it has ended.", "fatal")
             raise ForkUnsafe((bad,))
         time.sleep(_POLL)
 
 
-def _refuse_wrong_order(chosen: tuple[ModelGuard[Any], ...], generations: tuple[int, ...]) -> bool:
-    """Whether this process was prepared before, for models that have been replaced since."""
+def _check_order(chosen: tuple[ModelGuard[Any], ...], generations: tuple[int, ...]) -> bool:
+    """Whether this process was already prepared, for models that have been replaced since."""
     if _state is None:
         return False
     if _state.pid != os.getpid():
         why = "this is a child of the process that was prepared"
         raise ForkOrder("prepare", why=why, fix="Prepare in the parent; workers call in_child().")
     if (_state.guards, _state.generations) == (chosen, generations):
-        why = "this process is prepared already, and no model has been replaced since"
+        why = "this process is already prepared, and no model has been replaced since"
         raise ForkOrder("prepare", why=why, fix="Call it once, or again after a reload.")
     return True
 
 
-def _judge(found: tuple[Hazard, ...], on_hazard: OnHazard) -> None:
-    worst = [one for one in found if one.severity == "fatal"] if on_hazard == "fix" else found
-    if worst and on_hazard != "warn":
+def _enforce(on_hazard: OnHazard, found: tuple[Hazard, ...]) -> None:
+    refused = [hazard for hazard in found if hazard.severity == "fatal"] if on_hazard == "fix" else found
+    if refused and on_hazard != "warn":
         raise ForkUnsafe(found)
     for hazard in found:
         if hazard.severity != "fixed" or on_hazard == "warn":
@@ -270,14 +271,14 @@ def _failed_trial(guard: ModelGuard[Any], result: _trial.TrialResult, timeout: f
     owner = f"guard {guard.name!r}"
     if result.hung:
         seen = f"its warm-up hung for {timeout:g} s in a child:\n{result.report}"
-        fix = "Look at the stacks of the child: it waits for something that exists only in the parent."
+        fix = "See the child's stacks above: it waits for something that exists only in the parent."
         return Hazard("hang", owner, seen, fix, "fatal")
     return Hazard("warm-up", owner, f"its warm-up failed in a child:\n{result.report}", "Fix the warm-up.", "fatal")
 
 
 def _try(guard: ModelGuard[Any], timeout: float) -> _trial.TrialResult:
     global _trying
-    _trying = True  # the child warms up this guard alone, and reports how that ended
+    _trying = True  # the child warms up only this guard, and reports the result
     try:
         return _trial.run(guard.engine.warm_up, timeout)
     finally:
@@ -285,7 +286,7 @@ def _try(guard: ModelGuard[Any], timeout: float) -> _trial.TrialResult:
 
 
 def _freeze(*, again: bool) -> tuple[int, int]:
-    if again:  # otherwise the replaced model's garbage would stay frozen for ever
+    if again:  # otherwise the replaced model's garbage would stay frozen forever
         gc.unfreeze()
     collected = gc.collect()
     gc.freeze()
@@ -300,12 +301,12 @@ def _immortalize(chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize) -> tu
         if why is not None:
             return None, why
         size = sum(guard.status().model_bytes or 0 for guard in chosen)
-        if size < _WORTH_IT:
-            return None, f"{_units.format_bytes(size)} of models is not worth it"
+        if size < _IMMORTALIZE_FROM:
+            return None, f"the models take only {_units.format_bytes(size)}"
     current = (guard.engine.state.current for guard in chosen)
     made = _immortal.immortalize(*(generation.model for generation in current if generation is not None))
     with suppress(NotSupported):
-        _allocator.trim()  # the walk over a model leaves free heap behind: 52 MB for ja_ginza
+        _allocator.trim()  # the walk through a model leaves free heap behind: 52 MB for ja_ginza
     return made, None
 
 

@@ -1,8 +1,8 @@
-"""Where CPython keeps an object's reference count, which count makes it immortal, and whether that works here.
+"""Where CPython keeps an object's reference count, which count makes it immortal, and whether this works here.
 
-Since PEP 683 the lower 32 bits of the count decide: ``Py_DECREF`` leaves a count alone whose 31st bit is set, and
-``Py_INCREF`` one that is the interpreter's own immortal value or, from 3.14 on, above it. A count that is never written
-is a page that is never copied.
+Since PEP 683 the lower 32 bits of the count decide: ``Py_DECREF`` does not change a count whose 31st bit is set, and
+``Py_INCREF`` does not change the interpreter's own immortal value or, since 3.14, any count above it. If a count is
+never written, its page is never copied.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["IMMORTAL", "Build", "memory", "self_test", "unsupported", "value", "verdict"]
+__all__ = ["IMMORTAL", "Build", "memory", "self_test", "unsupported", "unsupported_here", "value"]
 
-#: A count from here on, as ``sys.getrefcount`` gives it, is immortal: ``_Py_IsImmortal`` in 3.12 - 3.15.
+#: The lowest immortal count, as ``sys.getrefcount`` returns it: ``_Py_IsImmortal`` in 3.12 - 3.15.
 IMMORTAL = 1 << 31
 
-#: The count that CPython gives its own immortal objects, by the version that brought it: ``_Py_IMMORTAL_REFCNT`` in
+#: The count of CPython's own immortal objects, by the first version that used it: ``_Py_IMMORTAL_REFCNT`` in
 #: Include/object.h of 3.12 and 3.13, ``_Py_IMMORTAL_INITIAL_REFCNT`` in Include/refcount.h of 3.14 and 3.15.
 _VALUES = {(3, 12): 0xFFFF_FFFF, (3, 14): 0xC000_0000}
 
-#: The newest version whose headers were read. What comes after may keep its counts elsewhere.
+#: The newest version whose headers were checked. Later versions may keep their counts elsewhere.
 _NEWEST = (3, 15)
 
 _WORD = 4  # bytes
@@ -31,15 +31,15 @@ _WRITABLE = 0x200  # PyBUF_WRITE
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What decides whether an interpreter is supported.
+    """The properties that determine whether an interpreter is supported.
 
     Attributes:
         implementation: ``sys.implementation.name``.
         version: Major and minor.
         pointer_bytes: 8 on every 64-bit platform.
-        free_threaded: Built without the GIL: counts are split between threads.
-        checks: Built to check its reference counts (``Py_DEBUG``, ``Py_TRACE_REFS``, assertions). Such a build rejects
-            a string that is immortal and not interned.
+        free_threaded: Whether it was built without the GIL: counts are then split between threads.
+        checks: Whether it was built to check its reference counts (``Py_DEBUG``, ``Py_TRACE_REFS``, assertions). Such a
+            build rejects a string that is immortal but not interned.
     """
 
     implementation: str
@@ -69,29 +69,29 @@ def unsupported(build: Build) -> str | None:
     """Why objects cannot be made immortal in such an interpreter; None if they can, as far as is known."""
     name = "CPython" if build.implementation == "cpython" else build.implementation
     named = "{} {}.{}".format(name, *build.version)
-    refusals = (
+    obstacles = (
         (build.implementation != "cpython", "is not CPython, whose reference counts are known"),
-        (build.version < min(_VALUES), "writes to every object that is read; the first with immortal objects is 3.12"),
+        (build.version < min(_VALUES), "has no immortal objects; the first version that has them is 3.12"),
         (build.version > _NEWEST, "is newer than this modelguard knows, and may keep its reference counts elsewhere"),
         (build.free_threaded, "is free-threaded here, and splits its reference counts between threads"),
         (build.checks, "is a debug build here, which checks its reference counts"),
         (build.pointer_bytes != 2 * _WORD, "is not a 64-bit build here"),
     )
-    return next((f"{named} {why}" for refused, why in refusals if refused), None)
+    return next((f"{named} {why}" for applies, why in obstacles if applies), None)
 
 
 def value(version: tuple[int, int]) -> int:
-    """The immortal count of a version that is not :func:`unsupported`."""
+    """The immortal count of a supported version."""
     return _VALUES[max(known for known in _VALUES if known <= version)]
 
 
 def memory() -> memoryview[int]:
     """The process's memory as 32-bit words: ``memory()[id(x) >> 2]`` is the reference count of ``x``.
 
-    One view for all objects: making one for each would take longer than everything else.
+    There is one view for all objects: one view for each would take longer than everything else.
 
     Raises:
-        ImportError, AttributeError, OSError: This Python has no ctypes, or no C interface of its own.
+        ImportError, AttributeError, OSError: This Python has no ctypes, or no access to its C API.
     """
     import ctypes
 
@@ -104,7 +104,7 @@ def memory() -> memoryview[int]:
 def self_test(words: memoryview[int], immortal: int) -> str | None:
     """Make a private object immortal, and check the result.
 
-    Reads first, and writes only where the count was found: a wrong layout changes nothing.
+    It reads first, and writes only if the count is where it should be, so a different layout changes nothing.
 
     Returns:
         What is wrong; None if nothing is.
@@ -113,7 +113,7 @@ def self_test(words: memoryview[int], immortal: int) -> str | None:
     at = id(probe) >> 2
 
     def counts() -> tuple[int, ...]:
-        """Count while references come and go, one by one and many at a time."""
+        """Read the count while references are added and removed, one by one and many at a time."""
         before = words[at]
         one_by_one = [probe for _ in range(3)]
         more = words[at]
@@ -126,19 +126,19 @@ def self_test(words: memoryview[int], immortal: int) -> str | None:
 
     start = words[at]
     if counts() != (start, start + 3, start, start + 3, start) or not 0 < start < IMMORTAL:
-        return "the reference count of an object is not where CPython's headers have it"
+        return "the reference count of an object is not where CPython's headers define it"
     words[at] = immortal
     if counts() != (immortal,) * 5:
         return "an object with the immortal reference count is still counted"
-    known: Any = getattr(sys, "_is_immortal", None)  # from 3.14 on
-    if sys.getrefcount(probe) < IMMORTAL or (known is not None and not known(probe)):
+    is_immortal: Any = getattr(sys, "_is_immortal", None)  # since 3.14
+    if sys.getrefcount(probe) < IMMORTAL or (is_immortal is not None and not is_immortal(probe)):
         return "the interpreter does not treat an object with the immortal reference count as immortal"
     return None
 
 
 @functools.cache
-def verdict() -> str | None:
-    """Why this interpreter is not supported; None if it is. Tried once, on one small object that stays."""
+def unsupported_here() -> str | None:
+    """Why this interpreter is not supported; None if it is. Tested once, with one small object that is never freed."""
     build = Build.here()
     reason = unsupported(build)
     if reason is not None:

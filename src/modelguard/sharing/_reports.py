@@ -1,8 +1,8 @@
-"""What a process tree really holds, read from outside.
+"""How much memory a process tree actually uses, read from outside.
 
-RSS counts a page that forked workers share once for each of them, so it shows N copies of a model where there is one.
-PSS divides such a page among those that map it: added up over a tree it is what the tree really holds. USS, private
-memory, is what one process would give back if it ended.
+RSS counts a page that forked workers share once for each worker, so it shows N copies of a model although there is only
+one. PSS divides such a page among the processes that map it: added up over a tree, it is the memory that the tree
+actually uses. USS, private memory, is what one process would release if it ended.
 """
 
 import errno
@@ -26,27 +26,28 @@ __all__ = ["Places", "ProcessReport", "TreeReport", "TreeWatch", "python_trees",
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What one process holds, in bytes.
+    """The memory of one process, in bytes.
 
     Attributes:
         pid: The process.
         parent: Its parent.
         age: Seconds since it started.
-        command: The words of its command line, unchanged; secrets may be among them.
+        command: The words of its command line, unchanged; they may include secrets.
         threads: Its number of threads.
-        allocator: What most probably serves ``malloc`` in it (:func:`modelguard.allocator.observe`).
+        allocator: The allocator that most probably serves ``malloc`` in it (:func:`modelguard.allocator.observe`).
         pss: Its memory, with each shared page divided by the number of processes that map it.
-        uss: Its private memory: pages that no other process maps. ``where`` adds up to it.
-        private: The part of ``uss`` that the system cannot take back: written to, or in swap. Growth is measured in
-            this figure, because clean pages of files come and go with what other processes do.
-        since_birth: How much ``private`` has grown since the process started. A fork starts with none, so for a fork
-            it is all of it: what it allocated itself, and each page that it or its parent has written to since. None
-            for a process that is not a fork of a process that still runs.
-        since_seen: How much ``private`` has grown since the first look; None at the first look.
-        watched: Seconds since the first look.
-        where: Where ``uss`` sits.
-        swap: Its share of what was moved out of memory.
-        rss: All its pages in memory, shared or not: misleading under sharing.
+        uss: Its private memory: pages that no other process maps. It is the sum of ``where``.
+        private: Memory of this process alone that the system cannot reclaim: pages that were written to, or are in
+            swap. Growth is measured in this figure, because clean pages of files come and go with the activity of other
+            processes.
+        since_birth: How much ``private`` has grown since the process started. A fork starts at zero, so for a fork
+            this equals ``private``: what it has allocated itself, and each page that it or its parent has written to
+            since. None for a process that is not a fork of a process that still runs.
+        since_seen: How much ``private`` has grown since the first reading; None at the first reading.
+        watched: Seconds since the first reading.
+        where: Where ``uss`` is.
+        swap: Its share of the memory that was moved to swap.
+        rss: All its pages in memory, shared or not: misleading if processes share memory.
     """
 
     pid: int
@@ -68,11 +69,11 @@ class ProcessReport:
 
 @dataclass(frozen=True, slots=True)
 class TreeReport:
-    """What a process tree holds, in bytes.
+    """The memory of a process tree, in bytes.
 
     Attributes:
         processes: Its processes, parents before children.
-        unread: Processes whose memory this user may not read; the totals are without them.
+        unread: Processes that this user may not read; the totals do not include them.
         model_bytes: The size of one copy of the model, if it was given.
     """
 
@@ -82,35 +83,36 @@ class TreeReport:
 
     @property
     def pss(self) -> int:
-        """What the tree holds. Of pages that processes outside of it map too, such as libc's, only its share."""
+        """The memory that the tree uses; of pages that other processes map too, such as libc's, only its share."""
         return sum(process.pss for process in self.processes)
 
     @property
     def uss(self) -> int:
-        """The sum of what each of its processes holds alone."""
+        """The sum of the private memory of its processes."""
         return sum(process.uss for process in self.processes)
 
     @property
     def rss(self) -> int:
-        """The misleading sum: it counts N times what N processes share."""
+        """The sum of RSS, which is misleading: it counts N times what N processes share."""
         return sum(process.rss for process in self.processes)
 
     @property
     def largest(self) -> ProcessReport:
-        """The process with the largest RSS, which is what it would hold if it were alone."""
+        """The process with the largest RSS."""
         return max(self.processes, key=lambda process: process.rss)
 
     @property
     def one_copy(self) -> int:
-        """The unit of ``copies``: ``model_bytes``, or what the largest process would hold if it were alone."""
+        """The unit of ``copies``: ``model_bytes``, or the RSS of the largest process."""
         return self.largest.rss if self.model_bytes is None else self.model_bytes
 
     @property
     def copies(self) -> float:
-        """How many times ``one_copy`` the tree holds.
+        """How many times ``one_copy`` fits into the memory that the tree uses.
 
-        Near 1 the processes share what the largest of them needs; near their number each has its own. With
-        ``model_bytes`` it is an upper bound of the copies of the model: libraries and the rest of the program count.
+        A value near 1 means that the processes share what the largest of them needs; a value near their number means
+        that each has its own copy. With ``model_bytes`` it is an upper bound for the copies of the model, because
+        libraries and the rest of the program count too.
         """
         return self.pss / max(1, self.one_copy)
 
@@ -118,41 +120,41 @@ class TreeReport:
 def report(
     tree: int | Iterable[int] | None = None, *, model_bytes: int | str | None = None, root: Path = _proc.ROOT
 ) -> TreeReport:
-    """Read what a process and everything that it has started hold.
+    """Read the memory of a process and all its descendants.
 
     Args:
-        tree: The process at the top, or several processes, without what they started. Default: this process.
+        tree: The process at the top, or several processes without their descendants. Default: this process.
         model_bytes: The size of one copy of the model, such as ``"500 MB"``. Default: unknown.
         root: The folder that holds ``proc``.
 
     Returns:
-        The figures of one look. It takes 50 - 150 ms for each process with torch or spaCy, and a process that requests
-        memory from the system meanwhile may have to wait for a part of that.
+        The figures. Reading them takes 50 - 150 ms for each process with torch or spaCy, and a process that requests
+        memory from the system in the meantime may have to wait for a part of that time.
 
     Raises:
         InvalidOption: ``tree`` is not a process id, or ``model_bytes`` is not a size.
         ProcessLookupError: There is no such process, it has exited, or it is a kernel thread.
-        PermissionError: The process at the top belongs to someone else.
+        PermissionError: The process at the top belongs to another user.
         NotSupported: There is no ``/proc``.
     """
     return TreeWatch(tree, model_bytes=model_bytes, root=root).look()
 
 
-class _FirstLook(NamedTuple):
-    """A process at the first look."""
+class _FirstReading(NamedTuple):
+    """The first reading of a process."""
 
     private: int
     time: float
 
 
 class TreeWatch:
-    """Looks at a process tree repeatedly, and remembers how each process was at the first look.
+    """Reads the memory of a process tree repeatedly, and remembers the first reading of each process.
 
     Args:
         tree: As for :func:`report`.
         model_bytes: As for :func:`report`.
         root: The folder that holds ``proc``.
-        clock: Seconds from any start, never going back.
+        clock: A monotonic clock, in seconds.
 
     Raises:
         InvalidOption: ``tree`` is not a process id, or ``model_bytes`` is not a size.
@@ -173,53 +175,53 @@ class TreeWatch:
         self._root = root
         self._clock = clock
         self._started: dict[int, int] = {}
-        self._first: dict[tuple[object, ...], _FirstLook] = {}
+        self._first: dict[tuple[object, ...], _FirstReading] = {}
         if not (_proc.folder(None, root) / "smaps").exists():
             reason = "there is no /proc that shows the mappings of processes"
             raise NotSupported("a report of a process tree", reason=reason)
 
     def look(self) -> TreeReport:
-        """Read what the processes hold now.
+        """Read the current memory of the processes.
 
         Returns:
-            The figures. Processes that end meanwhile are left out.
+            The figures. Processes that end in the meantime are left out.
 
         Raises:
-            ProcessLookupError: A process that was asked for is gone, or another one has its id by now.
-            PermissionError: It belongs to someone else.
+            ProcessLookupError: A process that was given has exited, or another process now has its id.
+            PermissionError: A process that was given belongs to another user.
         """
         processes = _proc.processes(self._root)
         chosen = self._chosen(processes)
         found: list[ProcessReport] = []
         unread: list[int] = []
-        for one in chosen:
-            asked_for = one.pid in self._pids
+        for process in chosen:
+            was_given = process.pid in self._pids
             try:
-                read = self._read(one, processes)
+                read = self._read(process, processes)
             except PermissionError:
-                if asked_for:
-                    raise _no_permission(one.pid) from None
-                unread.append(one.pid)
+                if was_given:
+                    raise _no_permission(process.pid) from None
+                unread.append(process.pid)
                 continue
             if read is not None:
                 found.append(read)
-            elif asked_for:
-                raise _gone(one.pid, "has ended, or become another program, while it was read")
-        self._forget_all_but({one.identity for one in chosen})
+            elif was_given:
+                raise _no_process(process.pid, "has exited, or executed another program, while it was being read")
+        self._forget_all_but({process.identity for process in chosen})
         return TreeReport(tuple(found), tuple(unread), self._model_bytes)
 
     def _chosen(self, processes: Mapping[int, ProcessStat]) -> list[ProcessStat]:
         for pid in self._pids:
             if pid not in processes:
-                raise _absent(pid, self._root)
+                raise _not_running(pid, self._root)
             if self._started.setdefault(pid, processes[pid].started) != processes[pid].started:
-                raise _gone(pid, "has ended, and another process has its id now")
+                raise _no_process(pid, "has exited, and another process now has its id")
         if self._whole:
             return list(_proc.descendants(self._pids[0], processes))
         return [processes[pid] for pid in self._pids]
 
     def _read(self, process: ProcessStat, processes: Mapping[int, ProcessStat]) -> ProcessReport | None:
-        """Read one process; None if it has ended meanwhile, so that the figures may be another one's."""
+        """Read one process; None if it has ended in the meantime: the figures could be another process's."""
         pid, root = process.pid, self._root
         try:
             mappings = _proc.smaps(pid, root)
@@ -234,7 +236,7 @@ class TreeWatch:
         private = _places.total(mappings, "Private_Dirty", "SwapPss")
         now = self._clock()
         first = self._first.get(process.identity)
-        seen = self._first.setdefault(process.identity, _FirstLook(private, now))
+        seen = self._first.setdefault(process.identity, _FirstReading(private, now))
         return ProcessReport(
             pid=pid,
             parent=process.parent,
@@ -260,16 +262,16 @@ class TreeWatch:
 def python_trees(*, root: Path = _proc.ROOT, user: int | None = None, without: Iterable[int] = ()) -> list[int]:
     """Find the trees of Python processes of a user.
 
-    A process counts if it executes a Python or has loaded one, as uWSGI does. Of processes that started each other
-    the topmost counts, if all between are Pythons.
+    A process counts if it executes Python or has loaded it, as uWSGI does. The top of a tree is a Python process whose
+    parent is not one.
 
     Args:
         root: The folder that holds ``proc``.
         user: The user id. Default: that of this process.
-        without: Processes that do not count, such as the one that asks.
+        without: Processes to leave out, such as the calling one.
 
     Returns:
-        The top of each tree.
+        The process at the top of each tree.
     """
     user = os.geteuid() if user is None else user
     left_out = set(without)
@@ -279,7 +281,7 @@ def python_trees(*, root: Path = _proc.ROOT, user: int | None = None, without: I
 
 
 def _is_python_of(user: int, pid: int, root: Path) -> bool:
-    # What cannot be read has ended, or belongs to someone else.
+    # A process that cannot be read has ended, or belongs to another user.
     if _proc.if_readable(_proc.owner, pid, root) != user:
         return False
     return _places.is_python(_proc.if_readable(_proc.maps, pid, root) or ())
@@ -288,22 +290,22 @@ def _is_python_of(user: int, pid: int, root: Path) -> bool:
 def _pids(tree: int | Iterable[int]) -> tuple[int, ...]:
     pids: tuple[Any, ...] = tuple(tree) if isinstance(tree, Iterable) and not isinstance(tree, str) else (tree,)
     if not pids:
-        raise InvalidOption("tree", tree, why="it must not be empty", fix="Give a process id, or several.")
+        raise InvalidOption("tree", tree, why="must not be empty", fix="Give a process id, or several.")
     return tuple(_units.whole_number(pid, "tree") for pid in pids)
 
 
-def _absent(pid: int, root: Path) -> ProcessLookupError:
+def _not_running(pid: int, root: Path) -> ProcessLookupError:
     known = _proc.stat(pid, root)
     if known is None:
-        return _gone(pid, "is gone")
+        return _no_process(pid, "does not exist")
     if known.kernel:
-        return _gone(pid, "is a kernel thread, which has no memory of its own")
-    return _gone(pid, "has exited; only its exit status is left")
+        return _no_process(pid, "is a kernel thread, which has no memory of its own")
+    return _no_process(pid, "has exited; only its exit status is left")
 
 
-def _gone(pid: int, why: str) -> ProcessLookupError:
+def _no_process(pid: int, why: str) -> ProcessLookupError:
     return ProcessLookupError(errno.ESRCH, f"process {pid} {why}; give the id of a running process")
 
 
 def _no_permission(pid: int) -> PermissionError:
-    return PermissionError(errno.EACCES, f"process {pid} belongs to someone else; look at it as its owner or as root")
+    return PermissionError(errno.EACCES, f"process {pid} belongs to another user; inspect it as its owner or as root")

@@ -1,4 +1,4 @@
-"""What a forked child has to repair before it does anything else."""
+"""Repair a forked child before it does anything else."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def restore(found: Iterable[Hazard]) -> None:
 
 
 def _use_one_thread() -> None:
-    """One thread needs no pool, and the pool that the forking thread had is gone."""
+    """Use one thread, which needs no pool: the pool of the forking thread does not exist in the child."""
     _openmp.cap_openmp(1)
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(1)  # MKL inside torch has a count of its own, which this sets too
+        torch.set_num_threads(1)  # this also sets the number of threads of MKL inside torch
 
 
 def _reseed() -> None:
-    """Give each child random numbers of its own. Python's ``random`` does this by itself."""
+    """Give each child its own random numbers. Python's ``random`` does this by itself."""
     for module in ("numpy.random", "torch"):
         library = sys.modules.get(module)
         if library is not None:

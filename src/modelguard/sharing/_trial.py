@@ -1,4 +1,4 @@
-"""A trial child that does what every worker will do, so that a hang is found before the first worker starts."""
+"""A trial child that does what every worker will do, to detect a hang before the first worker starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 __all__ = ["TrialResult", "read_until", "run"]
 
 _CHUNK = 65_536
-#: The child writes its stacks so many seconds before it is killed.
+#: The child writes its stacks this many seconds before it is killed.
 _STACKS_BEFORE_KILL = 0.5
 
 
@@ -25,9 +25,9 @@ class TrialResult:
     """How a trial ended.
 
     Attributes:
-        ok: Whether the work was done.
-        hung: Whether the time ran out before.
-        report: What was raised, or the stacks of the child that hung.
+        ok: Whether the work succeeded.
+        hung: Whether it did not end in time.
+        report: The traceback of an error, or the stacks of a child that hung.
         seconds: How long it took.
     """
 
@@ -38,10 +38,10 @@ class TrialResult:
 
 
 def run(work: Callable[[], None], timeout: float) -> TrialResult:
-    """Fork, do ``work`` in the child, and report how it ended. The child never returns from here.
+    """Fork, run ``work`` in the child, and report how it ended. This function never returns in the child.
 
     Args:
-        work: What to do.
+        work: The function to run.
         timeout: Seconds until the child is killed.
 
     Returns:
@@ -49,7 +49,7 @@ def run(work: Callable[[], None], timeout: float) -> TrialResult:
     """
     started = time.monotonic()
     reader, writer = os.pipe()
-    sys.stdout.flush()  # otherwise what is in the buffers is written twice
+    sys.stdout.flush()  # otherwise the content of the buffers is written twice
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
@@ -76,12 +76,12 @@ _DONE = b"done"
 
 def _child(work: Callable[[], None], writer: int, timeout: float) -> None:
     try:
-        # By a thread that needs neither the GIL nor a lock, so it writes even if the main thread hangs in C.
+        # This thread needs neither the GIL nor a lock, so it writes even if the main thread hangs in C.
         faulthandler.dump_traceback_later(max(timeout - _STACKS_BEFORE_KILL, timeout / 2), file=writer)
         work()
         faulthandler.cancel_dump_traceback_later()
         os.write(writer, _DONE)
-    except BaseException:  # noqa: BLE001 - the parent judges it
+    except BaseException:  # noqa: BLE001 - the parent reports it
         faulthandler.cancel_dump_traceback_later()
         os.write(writer, traceback.format_exc().encode(errors="replace"))
     finally:
@@ -89,7 +89,7 @@ def _child(work: Callable[[], None], writer: int, timeout: float) -> None:
 
 
 def read_until(reader: int, deadline: float) -> tuple[bytes, bool]:
-    """What a child wrote into the pipe until ``deadline`` (monotonic seconds), and whether it closed it by itself."""
+    """Read from a child's pipe until ``deadline`` (monotonic seconds), and report whether the child has closed it."""
     output = b""
     while (left := deadline - time.monotonic()) > 0:
         if select.select([reader], [], [], left)[0]:

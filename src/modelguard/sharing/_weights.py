@@ -1,6 +1,6 @@
-"""Weights in a file that every process maps: one copy for servers that start their workers afresh (uvicorn, ...).
+"""Weights in a file that all processes map: one copy for servers that start workers without a fork (uvicorn, ...).
 
-``publish`` writes them once, ``load`` maps them::
+``publish`` writes the file once, and ``load`` maps it::
 
     weights.publish(make, "/var/lib/app/net", key="2026-11")  # the first worker makes the model, the others wait
     net = guard(lambda: weights.load(Net, "/var/lib/app/net"), reload_on=Modified("/var/lib/app/net", atomic=True))
@@ -29,12 +29,12 @@ class Published:
 
     Attributes:
         path: Where it is published.
-        version: Its number; the first is 1, and a newer one has a higher number.
-        sha256: Hash of its content.
-        bytes: Size of its files.
+        version: Its number; the first is 1, and newer versions have higher numbers.
+        sha256: The hash of its content.
+        bytes: The size of its files.
         kind: ``"torch"``, ``"numpy"`` or ``"pickle"``.
         key: The publisher's name for it.
-        fresh: Whether this call has written it; False if it had been published before.
+        fresh: Whether this call has written it; False if it was already published.
     """
 
     path: Path
@@ -54,47 +54,48 @@ def publish(
     allow_pickle: bool = False,
     wait_timeout: _units.Duration = "10m",
 ) -> Published:
-    """Write weights into a file that every process may map.
+    """Write weights into a file that all processes may map.
 
-    The new version replaces the old one by one rename: a reader sees one of the two, whole. The version before the new
-    one stays for readers that are about to open it, older ones are removed; processes that have mapped one keep it.
-    Content that is current already is not written again.
+    The new version replaces the current one with a single rename, so a reader always sees one complete version. The
+    previous version stays for readers that are about to open it, and older versions are removed; processes that have
+    mapped a version keep it. Content that is already current is not written again.
 
-    Several processes may call this at the same time: one writes, the others wait for it. With a function and a key,
-    only the first one makes the model.
+    Several processes may call this at the same time: one writes, and the others wait. With a function and a key, only
+    the first process makes the model.
 
     Args:
         source: A torch module, a state dict, a numpy array, or a mapping of names to arrays. With a ``key`` also a
-            function without arguments that makes one; it is called only if the current version has another key.
-        path: A file, in a folder that exists. It becomes a small text file; the data goes into ``PATH.d`` beside it.
-            Both can be read by this user alone.
+            function without arguments that makes one of these; it is called only if the current version has another
+            key.
+        path: A file, in a folder that exists. It becomes a small text file; the data goes into ``PATH.d`` next to it.
+            Only this user can read them.
         key: A name for these weights, such as the name or hash of the checkpoint.
-        allow_pickle: Write any other object by ``joblib.dump``. Only the arrays in it are mapped, and loading it runs
-            whatever code it holds: arrays are the better choice.
-        wait_timeout: How long to wait for another publisher. A publisher that dies is not waited for.
+        allow_pickle: Write any other object with ``joblib.dump``. Only the arrays in it are mapped, and loading it runs
+            any code that it contains, so prefer arrays.
+        wait_timeout: How long to wait for another publisher. The wait ends if that publisher dies.
 
     Returns:
-        The version that is current now.
+        The version that is now current.
 
     Raises:
-        InvalidOption: ``source`` cannot be mapped, or is a function and there is no ``key``.
-        PublishFailed: The disk is full, permission is missing, or another publisher took too long. The version before
+        InvalidOption: ``source`` cannot be mapped, or is a function without a ``key``.
+        PublishFailed: The disk is full, permission is missing, or another publisher took too long. The previous version
             is still current.
-        WeightsRefused: ``PATH.d`` belongs to another user, or others may write to it.
+        WeightsRefused: ``PATH.d`` belongs to another user, or other users may write to it.
         NotSupported: This is Windows, or the library of the format (torch, numpy, joblib) is not installed.
     """
     store = WeightsStore(_path(path))
-    patience = _units.seconds(wait_timeout, "wait_timeout", zero=True)
+    timeout = _units.seconds(wait_timeout, "wait_timeout", zero=True)
     _check_key(key)
     form = _weights_formats.format_of(source, allow_pickle=allow_pickle and not callable(source))
     if form is None and not callable(source):
         raise _weights_formats.unknown_source(source)
     if form is None and key is None:
-        why = "without a key, it is unknown whether the published weights are those that this function makes"
-        raise InvalidOption("key", key, why=why, fix="Name what it makes, such as key='2026-11' or the file's hash.")
+        why = "is needed to know whether the published weights are those that this function makes"
+        raise InvalidOption("key", key, why=why, fix="Name the weights, such as key='2026-11' or the file's hash.")
     if form is None and (found := _with_key(store, key)):  # reading needs no write permission
         return _published(store, found, fresh=False)
-    with store.turn(patience):
+    with store.locked(timeout):
         if form is None:
             if found := _with_key(store, key):
                 return _published(store, found, fresh=False)
@@ -107,31 +108,31 @@ def publish(
 
 
 def load(build: Callable[..., M], path: str | os.PathLike[str], *, allow_pickle: bool = False) -> M:
-    """Make a model whose weights are mapped from the published file: all processes that do this share one copy.
+    """Make a model whose weights are mapped from the published file; all processes that do this share one copy.
 
-    Writing to a weight of a torch model, as a BatchNorm in training mode does to its buffers, copies the page that is
-    written to, for this process alone; numpy arrays are read-only.
+    Writing to a weight of a torch model, as a BatchNorm in training mode does to its buffers, copies the affected page
+    for this process only; numpy arrays are read-only.
 
     Args:
-        build: For torch: makes the module without arguments, weights of any content. It runs with its parameters on
-            the meta device, where they take no memory. For numpy and pickles: takes the mapped array, the dict of
-            arrays, or the object, and returns the model.
+        build: For torch: a function without arguments that makes the module; the content of its weights does not
+            matter. It runs with parameters on the meta device, where they take no memory. For numpy and pickles: a
+            function that takes the mapped array, the dict of arrays, or the object, and returns the model.
         path: The path that was given to :func:`publish`.
-        allow_pickle: Whether the file may be a pickle, which runs whatever code it holds.
+        allow_pickle: Whether the file may be a pickle, which runs any code that it contains.
 
     Returns:
         The result of ``build``.
 
     Raises:
         WeightsMissing: Nothing has been published there.
-        WeightsRefused: The file is truncated, changed, another user's or writable by others; or a weight would not
-            lie in the mapping.
+        WeightsRefused: The file is truncated, changed, another user's or writable by others; or a weight would not be
+            in the mapping.
         WeightsMismatch: The weights do not fit the module: names, shapes or types differ.
         InvalidOption: ``build`` is not a function, or does not make a torch module.
         NotSupported: This is Windows, or the library of the format (torch, numpy, joblib) is not installed.
     """
     if not callable(build):
-        raise InvalidOption("build", build, why="it is not callable", fix="Give a function that makes the model.")
+        raise InvalidOption("build", build, why="must be a function", fix="Give a function that makes the model.")
     store = WeightsStore(_path(path))
     while True:
         manifest, folder = store.checked()
@@ -139,16 +140,15 @@ def load(build: Callable[..., M], path: str | os.PathLike[str], *, allow_pickle:
         try:
             model: M = form.load(build, folder, manifest.details)
         except FileNotFoundError:
-            if (
-                store.current() == manifest
-            ):  # otherwise publishers have removed this version meanwhile, and there is a newer one
+            # If there is a newer version, publishers have removed this one in the meantime.
+            if store.current() == manifest:
                 raise
         else:
             return model
 
 
 def current(path: str | os.PathLike[str]) -> Published:
-    """Describe what is published at ``path``. Reads a small file; the weights themselves are not checked.
+    """Describe what is published at ``path``. This reads a small file; the weights themselves are not checked.
 
     Raises:
         WeightsMissing: Nothing has been published there.
@@ -161,13 +161,13 @@ def current(path: str | os.PathLike[str]) -> Published:
 
 def _path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not Path(path).name:
-        raise InvalidOption("path", path, why="it is not the path of a file", fix="Give a path such as 'weights/net'.")
+        raise InvalidOption("path", path, why="must be the path of a file", fix="Give a path such as 'weights/net'.")
     return Path(path).absolute()
 
 
 def _check_key(key: object) -> None:
     if key is not None and (not isinstance(key, str) or not key):
-        raise InvalidOption("key", key, why="it must be text and not empty", fix="Give text such as '2026-11'.")
+        raise InvalidOption("key", key, why="must be a string and not empty", fix="Give a string such as '2026-11'.")
 
 
 def _with_key(store: WeightsStore, key: str | None) -> Manifest | None:
@@ -184,7 +184,7 @@ def _published(store: WeightsStore, manifest: Manifest, *, fresh: bool) -> Publi
         path=store.path,
         version=manifest.version,
         sha256=manifest.sha256,
-        bytes=sum(sealed.size for sealed in manifest.files.values()),
+        bytes=sum(file.size for file in manifest.files.values()),
         kind=manifest.kind,
         key=manifest.key,
         fresh=fresh,

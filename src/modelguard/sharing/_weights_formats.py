@@ -1,4 +1,4 @@
-"""The formats of published weights: one for each library, imported on first use."""
+"""The formats of published weights, one for each library. Each is imported on first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from modelguard.errors import InvalidOption, WeightsRefused
 
 __all__ = ["Create", "WeightsFormat", "format_named", "format_of", "unknown_source"]
 
-#: Opens a new file. Its name is made of letters, digits and one dot.
+#: Opens a new file. The name consists of letters, digits and one dot.
 Create: TypeAlias = Callable[[str], AbstractContextManager[IO[bytes]]]
 
 
@@ -29,11 +29,11 @@ class WeightsFormat(Protocol):
         """Write ``source`` into files.
 
         Returns:
-            What :meth:`load` needs besides the files; plain JSON.
+            The data that :meth:`load` needs in addition to the files, as plain JSON.
 
         Raises:
             InvalidOption: ``source`` cannot be mapped.
-            OSError: It could not be written.
+            OSError: A file could not be written.
         """
         ...
 
@@ -41,18 +41,18 @@ class WeightsFormat(Protocol):
         """Map the files and make the model from them.
 
         Raises:
-            WeightsRefused: The model does not fit them, or does not lie in them.
+            WeightsRefused: The model does not fit the files, or would not be mapped.
         """
         ...
 
 
-# Kind -> the module with its `FORMAT`, by name, so that nothing is imported here.
+# Kind -> the name of the module with its `FORMAT`. Names, so that nothing is imported here.
 _MODULES = {
     "torch": "modelguard.adapters._torch_weights",
     "numpy": "modelguard.adapters._numpy_weights",
     "pickle": "modelguard.adapters._joblib_weights",
 }
-# Full names of classes -> kind of the format that writes them, or mappings of names to them.
+# Full name of a class -> the kind of the format that writes its objects, or mappings of names to its objects.
 _MODELS = {"torch.nn.modules.module.Module": "torch", "numpy.ndarray": "numpy"}
 _VALUES = {"torch.Tensor": "torch", "numpy.ndarray": "numpy"}
 
@@ -63,7 +63,7 @@ def format_of(source: object, *, allow_pickle: bool) -> WeightsFormat | None:
     """Find the format that can publish ``source``; None if there is none.
 
     Raises:
-        NotSupported: The library that writes it is not installed.
+        NotSupported: The library of the format is not installed.
     """
     kind = _kind(source)
     if kind is None and allow_pickle:
@@ -75,14 +75,14 @@ def format_named(kind: str, path: Path, *, allow_pickle: bool) -> WeightsFormat:
     """Find the format that a manifest names.
 
     Raises:
-        WeightsRefused: It is a pickle and pickles were not allowed, or the kind is unknown.
-        NotSupported: The library that reads it is not installed.
+        WeightsRefused: It is a pickle and pickles are not allowed, or the kind is unknown.
+        NotSupported: The library of the format is not installed.
     """
     if kind not in _MODULES:
         fix = "Load them with the modelguard that published them."
         raise WeightsRefused(path, why=f"the kind {kind!r} is unknown", fix=fix)
     if kind == "pickle" and not allow_pickle:
-        why = "they are a pickle, and loading one runs whatever code it holds"
+        why = "they are a pickle, and loading one runs any code that it contains"
         fix = f"Publish {_SAFE}; or, if you trust its author, give allow_pickle=True."
         raise WeightsRefused(path, why=why, fix=fix)
     return _import(kind)
@@ -90,8 +90,8 @@ def format_named(kind: str, path: Path, *, allow_pickle: bool) -> WeightsFormat:
 
 def unknown_source(source: object) -> InvalidOption:
     """Make the error for an object that no format writes."""
-    why = f"a {type(source).__name__} cannot be mapped safely"
-    fix = f"Give {_SAFE}, or a function that makes one; or allow_pickle=True for an object that holds arrays."
+    why = "cannot be mapped safely"
+    fix = f"Give {_SAFE}, or a function that makes one; or allow_pickle=True for an object that contains arrays."
     return InvalidOption("source", type(source).__name__, why=why, fix=fix)
 
 

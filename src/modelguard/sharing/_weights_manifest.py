@@ -1,4 +1,4 @@
-"""What is published at a path, and whether its files can be trusted and are unchanged."""
+"""What is published at a path, and whether its files are trustworthy and unchanged."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from modelguard.errors import WeightsMissing, WeightsRefused
 
-__all__ = ["Manifest", "Seal", "check_trust", "digest_of", "parse", "read", "seal"]
+__all__ = ["FileState", "Manifest", "check_trust", "digest_of", "parse", "read", "state_of"]
 
-#: Raised when older versions of modelguard cannot read what newer ones write.
+#: Increased when older versions of modelguard cannot read what newer ones write.
 LAYOUT = 1
 
-# They become parts of paths, so only names that modelguard writes are accepted.
+# These become parts of paths, so only names that modelguard itself writes are accepted.
 _FOLDER = re.compile(r"[0-9]{6,}-[0-9a-f]{12}")
 _FILE = re.compile(r"[a-z0-9]+\.[a-z]+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -29,15 +29,15 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class FileState:
     """The state of a file when it was published.
 
     Attributes:
         size: Bytes.
-        sha256: Hash of its content.
+        sha256: The hash of its content.
         mtime_ns: Time of the last change of its content.
-        ctime_ns: Time of the last change of the file in any way. No program can set it: as long as it is the same,
-            nobody has written to the file, and its content does not have to be read again. A copy has another one.
+        ctime_ns: Time of the last change of the file in any way. No program can set it: while it stays the same, the
+            file has not been written to, and its content does not have to be read again. A copy has another time.
     """
 
     size: int
@@ -51,13 +51,13 @@ class Manifest:
     """What is published at a path.
 
     Attributes:
-        version: Its number; each publication has a higher one.
-        sha256: Hash of everything that makes up the content.
+        version: Its number, which increases with each publication.
+        sha256: The hash of the whole content.
         kind: The format that reads it.
         key: The publisher's name for it.
-        folder: The folder's name below the path's data folder.
-        details: What the format needs besides the files.
-        files: Name and seal of each file in the folder.
+        folder: The name of its folder below the path's data folder.
+        details: The data that the format needs in addition to the files.
+        files: The name and state of each file in the folder.
     """
 
     version: int
@@ -66,33 +66,33 @@ class Manifest:
     key: str | None
     folder: str
     details: Mapping[str, Any]
-    files: Mapping[str, Seal]
+    files: Mapping[str, FileState]
 
     def to_json(self) -> str:
-        """The text of its file."""
+        """The content of its file."""
         return json.dumps({"modelguard": LAYOUT, **asdict(self)}, indent=1)
 
     def check(self, folder: Path) -> None:
         """Reject files that differ, or may differ, from what was published.
 
         Raises:
-            WeightsRefused: A file is missing, truncated or changed, or others could have written to it.
+            WeightsRefused: A file is missing, truncated or changed, or other users could have written to it.
         """
         _check_folder(folder.parent)
         _check_folder(folder)
-        for name, sealed in self.files.items():
-            _check_file(folder / name, sealed)
+        for name, published in self.files.items():
+            _check_file(folder / name, published)
 
 
 def read(path: Path) -> Manifest:
     """Read what is published at ``path``.
 
     Raises:
-        WeightsMissing: Nothing is.
+        WeightsMissing: Nothing is published there.
         WeightsRefused: The file cannot be trusted, or was not written by modelguard.
     """
     try:
-        # A link is not followed, and the open does not wait for a pipe.
+        # Do not follow a link, and do not block on a named pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         why, fix = "nothing has been published there", "Call weights.publish(model, path) first."
@@ -105,12 +105,12 @@ def read(path: Path) -> Manifest:
     try:
         return parse(text)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        why = "this is not a file that weights.publish() has written, or a newer modelguard has written it"
+        why = "it was not written by weights.publish(), or by a newer version of modelguard"
         raise WeightsRefused(path, why=why, fix="Give the path that was given to weights.publish().") from error
 
 
 def parse(text: str | bytes) -> Manifest:
-    """Read a manifest.
+    """Parse a manifest.
 
     Raises:
         ValueError, TypeError, KeyError, AttributeError: It is not a manifest.
@@ -118,50 +118,49 @@ def parse(text: str | bytes) -> Manifest:
     found = json.loads(text)
     if found.pop("modelguard") != LAYOUT:
         raise ValueError("another layout")
-    found["files"] = {_as(_FILE, name): Seal(**sealed) for name, sealed in found["files"].items()}
-    for sealed in found["files"].values():
-        _as(_DIGEST, sealed.sha256)
+    found["files"] = {_as(_FILE, name): FileState(**state) for name, state in found["files"].items()}
+    for state in found["files"].values():
+        _as(_DIGEST, state.sha256)
     _as(_FOLDER, found["folder"])
     return Manifest(**found)
 
 
 def check_trust(path: Path, found: os.stat_result, kind: Any) -> None:
-    """Reject what another user has made or can write to.
+    """Reject a file or folder that another user owns or can write to.
 
     Args:
         path: The file or folder, for the message.
         found: Its status.
-        kind: Checks by its mode that it is of the right kind, such as ``stat.S_ISREG``.
+        kind: Checks the file type in its mode, such as ``stat.S_ISREG``.
 
     Raises:
-        WeightsRefused: It is of another kind, it belongs to another user (root is trusted), or others may write to
-            it.
+        WeightsRefused: It has another type, belongs to another user (root is trusted), or other users may write to it.
     """
     if not kind(found.st_mode):
-        raise WeightsRefused(path, why="it is a link or of another kind", fix=f"Remove it. {_REPUBLISH}")
+        raise WeightsRefused(path, why="it is a link, or has the wrong file type", fix=f"Remove it. {_REPUBLISH}")
     if found.st_uid not in (os.geteuid(), 0):
         why = f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
         raise WeightsRefused(path, why=why, fix="Publish the weights as the user who serves them.")
     if found.st_mode & _OTHERS:
-        why = f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+        why = f"other users may write to it (mode {stat.S_IMODE(found.st_mode):o})"
         raise WeightsRefused(path, why=why, fix=f"If you trust them: chmod go-w {str(path)!r}. Otherwise remove it.")
 
 
-def seal(path: Path) -> Seal:
-    """Record the state of a finished file."""
+def state_of(path: Path) -> FileState:
+    """Read the state of a finished file."""
     found = path.stat()
-    return Seal(size=found.st_size, sha256=_hash(path), mtime_ns=found.st_mtime_ns, ctime_ns=found.st_ctime_ns)
+    return FileState(size=found.st_size, sha256=_hash(path), mtime_ns=found.st_mtime_ns, ctime_ns=found.st_ctime_ns)
 
 
-def digest_of(kind: str, details: Mapping[str, Any], files: Mapping[str, Seal]) -> str:
-    """Hash everything that makes up the content."""
-    content = [kind, details, {name: sealed.sha256 for name, sealed in files.items()}]
+def digest_of(kind: str, details: Mapping[str, Any], files: Mapping[str, FileState]) -> str:
+    """Compute the hash of the whole content."""
+    content = [kind, details, {name: state.sha256 for name, state in files.items()}]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _as(pattern: re.Pattern[str], text: str) -> str:
     if not pattern.fullmatch(text):
-        raise ValueError("modelguard does not write such a name")
+        raise ValueError("not a name that modelguard writes")
     return text
 
 
@@ -172,16 +171,16 @@ def _check_folder(folder: Path) -> None:
         raise _unreadable(folder, error) from error
 
 
-def _check_file(path: Path, sealed: Seal) -> None:
+def _check_file(path: Path, published: FileState) -> None:
     try:
         found = path.lstat()
         check_trust(path, found, stat.S_ISREG)
-        if found.st_size != sealed.size:
-            kind = "truncated" if found.st_size < sealed.size else "changed"
-            why = f"it is {kind}: {sealed.size} bytes were published and {found.st_size} are there"
+        if found.st_size != published.size:
+            kind = "truncated" if found.st_size < published.size else "changed"
+            why = f"it is {kind}: {published.size} bytes were published, and it has {found.st_size}"
             raise WeightsRefused(path, why=why, fix=_REPUBLISH)
-        untouched = (found.st_mtime_ns, found.st_ctime_ns) == (sealed.mtime_ns, sealed.ctime_ns)
-        if not untouched and _hash(path) != sealed.sha256:
+        untouched = (found.st_mtime_ns, found.st_ctime_ns) == (published.mtime_ns, published.ctime_ns)
+        if not untouched and _hash(path) != published.sha256:
             raise WeightsRefused(path, why="its content has changed since it was published", fix=_REPUBLISH)
     except OSError as error:
         raise _unreadable(path, error) from error

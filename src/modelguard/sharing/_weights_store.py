@@ -1,4 +1,4 @@
-"""The folder behind a published path: one publisher at a time, versions side by side, and the switch to a new one.
+"""The storage of a published path: one publisher at a time, several versions, and the switch to a new version.
 
 ::
 
@@ -7,7 +7,7 @@
         reload.lock        held while one process publishes; the kernel releases it if that process dies
         000001-3f2a.../    a version; its files are 0600 and are never written again
         000002-9bc0.../
-        new/               a version that is being written, or the rest of a publisher that was killed
+        new/               a version that is being written, or left behind by a publisher that was killed
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["WeightsStore"]
 
 _VERSION = re.compile(r"([0-9]{6,})-[0-9a-f]{12}")
 
-# Record locks belong to the process, so its threads must share one lock.
+# Record locks belong to the process, so its threads must share one lock object.
 _locks: dict[Path, HostLock] = {}
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_locks.clear)
@@ -47,8 +47,8 @@ class WeightsStore:
 
     Args:
         path: The path.
-        clock: Seconds from any start, never going back.
-        sleep: Waits so many seconds.
+        clock: A monotonic clock, in seconds.
+        sleep: Waits for a number of seconds.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class WeightsStore:
                 folder = self.data / manifest.folder
                 manifest.check(folder)
             except WeightsRefused:
-                # Publishers remove old versions: this one may have become old in the meantime.
+                # Publishers remove old versions, and this one may have been replaced in the meantime.
                 seen, manifest = manifest, self.current()
                 if seen == manifest:
                     raise
@@ -100,87 +100,88 @@ class WeightsStore:
                 return manifest, folder
 
     @contextmanager
-    def turn(self, patience: float) -> Iterator[None]:
+    def locked(self, timeout: float) -> Iterator[None]:
         """Exclude all other publishers, in this process and in others, for the length of a ``with`` block.
 
         Args:
-            patience: Seconds to wait for another publisher.
+            timeout: Seconds to wait for another publisher.
 
         Raises:
             PublishFailed: The data folder cannot be used, or the other publisher took too long.
         """
         self._make_data()
         lock = _locks.setdefault(self.data, HostLock(lambda: self.data))
-        deadline = self._clock() + patience
+        deadline = self._clock() + timeout
         while True:
             with lock.held(sleep=self._sleep, clock=self._clock, cancelled=lambda: self._clock() >= deadline) as how:
                 if how == "host":
                     yield
                     return
                 if how == "process":
-                    why = f"a lock in {str(self.data)!r} is not possible"
+                    why = f"a file in {str(self.data)!r} cannot be locked"
                     raise PublishFailed(self.path, why=why, fix="Publish to a file system that this user may write to.")
             if self._clock() >= deadline:
-                why = f"another process has been publishing there for {patience:.0f} s"
+                why = f"another process has been publishing there for {timeout:.0f} s"
                 raise PublishFailed(
                     self.path, why=why, fix="Find out what that process waits for, or raise wait_timeout."
                 )
 
     def write(self, form: WeightsFormat, source: Any, *, key: str | None) -> tuple[Manifest, bool]:
-        """Make ``source`` current; call it within :meth:`turn`.
+        """Make ``source`` current; call it within :meth:`locked`.
 
         Returns:
-            The manifest that is current now, and whether its content is new: the same content is not written twice.
+            The manifest that is now current, and whether its content is new: the same content is not written twice.
 
         Raises:
-            PublishFailed: The disk is full, or there is no permission. The version before is still current.
+            PublishFailed: The disk is full, or there is no permission. The previous version is still current.
         """
-        making = self.data / "new"
-        shutil.rmtree(making, ignore_errors=True)  # of a publisher that was killed
-        before = self._sound()
+        staging = self.data / "new"
+        shutil.rmtree(staging, ignore_errors=True)  # left behind by a publisher that was killed
+        before = self._intact()
         try:
-            making.mkdir(mode=0o700)
-            manifest = self._write(form, source, making, key, before)
+            staging.mkdir(mode=0o700)
+            manifest = self._write(form, source, staging, key, before)
         except OSError as error:
             raise self._failed(error) from error
         finally:
-            shutil.rmtree(making, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
         fresh = before is None or before.folder != manifest.folder
         if fresh:
-            # The version before stays for readers that have its manifest and are about to open its files.
+            # The previous version stays for readers that have its manifest and are about to open its files.
             self._prune({manifest.folder, before.folder if before else ""})
         return manifest, fresh
 
     def _write(
-        self, form: WeightsFormat, source: Any, making: Path, key: str | None, before: Manifest | None
+        self, form: WeightsFormat, source: Any, staging: Path, key: str | None, before: Manifest | None
     ) -> Manifest:
-        details = form.write(source, lambda name: _created(making / name))
-        files = {file.name: _weights_manifest.seal(file) for file in sorted(making.iterdir())}
+        details = form.write(source, lambda name: _created(staging / name))
+        files = {file.name: _weights_manifest.state_of(file) for file in sorted(staging.iterdir())}
         digest = _weights_manifest.digest_of(form.kind, details, files)
         if before is not None and before.sha256 == digest:
-            return before if key in (None, before.key) else self._point(replace(before, key=key))
+            return before if key in (None, before.key) else self._make_current(replace(before, key=key))
         version = max(self._versions().values(), default=0) + 1
         folder = self.data / f"{version:06}-{digest[:12]}"
-        making.rename(folder)
+        staging.rename(folder)
         try:
-            return self._point(Manifest(version, digest, form.kind, key, folder.name, details, files))
+            return self._make_current(Manifest(version, digest, form.kind, key, folder.name, details, files))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _point(self, manifest: Manifest) -> Manifest:
-        """Make a version current: the only step that readers see."""
-        beside = self.data / "manifest.new"
-        beside.unlink(missing_ok=True)
+    def _make_current(self, manifest: Manifest) -> Manifest:
+        """Make a version current, which is the only step that readers see."""
+        temporary = self.data / "manifest.new"
+        temporary.unlink(missing_ok=True)
         try:
-            with _created(beside) as file:
+            with _created(temporary) as file:
                 file.write(manifest.to_json().encode())
-            beside.replace(self.path)
+            temporary.replace(self.path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return manifest
 
-    def _sound(self) -> Manifest | None:
+    def _intact(self) -> Manifest | None:
+        """The current manifest, if its files are intact."""
         try:
             return self.checked()[0]
         except WeightsRefused:
@@ -192,7 +193,7 @@ class WeightsStore:
         return {folder: int(match[1]) for folder, match in found.items() if match}
 
     def _prune(self, kept: Collection[str]) -> None:
-        # A process that has mapped a file keeps it: its disk space is freed with the last mapping.
+        # A process that has mapped a file keeps it: its disk space is freed when the last mapping ends.
         with suppress(OSError):
             for folder in self._versions():
                 if folder.name not in kept:
@@ -212,13 +213,13 @@ class WeightsStore:
         if isinstance(error, PermissionError):
             fix = "Publish to a folder that this user may write to."
         elif isinstance(error, FileNotFoundError | NotADirectoryError | FileExistsError):
-            fix = f"Create the folder {str(self.path.parent)!r}, and remove what else is at {str(self.data)!r}."
+            fix = f"Create the folder {str(self.path.parent)!r}, and remove any other file at {str(self.data)!r}."
         return PublishFailed(self.path, why=error.strerror or str(error), fix=fix)
 
 
 @contextmanager
 def _created(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that only its user may read and write; it is on the disk when the block ends."""
+    """Open a new file that only its user may read and write; it is on disk when the block ends."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         yield file

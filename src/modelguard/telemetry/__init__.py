@@ -1,4 +1,4 @@
-"""What modelguard reports: one frozen dataclass per event, and plain callables (hooks) that receive them."""
+"""Events that modelguard reports, and hooks that receive them: frozen dataclasses and plain callables."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Making a dozen dataclasses takes 7 ms, too much for importing modelguard: they are imported with the first event.
+    # Making a dozen dataclasses takes 7 ms, too long for an import of modelguard: the first event imports them.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "_logging" if name == "describe" else "events"

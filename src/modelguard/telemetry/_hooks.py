@@ -1,4 +1,4 @@
-"""Who receives the events. A hook is any callable of one event; a hook that raises does no harm."""
+"""Hooks, which receive the events. A hook is a callable with one event as its argument; its errors are only logged."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _hooks: tuple[Hook, ...] | None = None  # None: the defaults, chosen at the firs
 
 
 def add_hook(hook: Hook) -> Callable[[], None]:
-    """Call ``hook`` with every event from now on, in addition to the present hooks.
+    """Call ``hook`` with every event from now on, in addition to the existing hooks.
 
-    Hooks run in the thread in which the event happens, never while a guard holds its lock. They should be quick.
+    Hooks run in the thread in which the event happens, but never while a guard holds its lock. They should be fast.
 
     Returns:
         A callable that removes the hook again.
@@ -45,7 +45,7 @@ def add_hook(hook: Hook) -> Callable[[], None]:
         with _lock:
             left = list(_current())
             if added and hook in left:
-                left.remove(hook)  # once: it may have been added elsewhere too
+                left.remove(hook)  # only once: it may have been added elsewhere too
                 _hooks = tuple(left)
             added = False
 
@@ -69,7 +69,7 @@ def set_hooks(hooks: Iterable[Hook] | None) -> None:
 
 
 def emit(event: Event) -> None:
-    """Hand ``event`` to every hook."""
+    """Pass ``event`` to every hook."""
     for hook in _current():
         try:
             hook(event)
@@ -78,7 +78,7 @@ def emit(event: Event) -> None:
 
 
 def listening() -> bool:
-    """Whether somebody wants the events that come with every batch."""
+    """Whether a hook or the log receives the events of every batch."""
     return _hooks is not None or logger.isEnabledFor(logging.DEBUG)
 
 

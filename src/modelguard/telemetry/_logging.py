@@ -1,4 +1,4 @@
-"""The logging hook: one line per event on the logger ``modelguard``, with every field in ``extra``.
+"""The logging hook: one line per event on the logger ``modelguard``, with all fields in ``extra``.
 
 modelguard sets no level and no handler: the application decides what is shown.
 """
@@ -27,14 +27,14 @@ _WARNINGS = (
 
 _DISCARDED: dict[events.DiscardCause, str] = {
     "closed": "the guard was closed",
-    "late": "it came after load_timeout",
+    "late": "it was ready only after load_timeout",
     "rejected": "validate or warmup failed",
-    "stale": "a newer request made it stale",
+    "stale": "a newer reload request replaced it",
 }
 
 
 def log_event(event: events.Event) -> None:
-    """Log one event: at WARNING if somebody should look at it, else at INFO; frequent events at DEBUG."""
+    """Log one event: at WARNING if it needs attention, otherwise at INFO; frequent events at DEBUG."""
     needs_attention = isinstance(event, _WARNINGS) or (isinstance(event, events.GenerationReleased) and event.alive)
     level = logging.WARNING if needs_attention else logging.INFO
     if isinstance(event, events.BatchFinished):
@@ -45,13 +45,13 @@ def log_event(event: events.Event) -> None:
 
 
 def describe(event: events.Event) -> str:
-    """One line of plain English about an event."""
+    """Describe an event in one line."""
     return _SENTENCES[type(event)](event)
 
 
 def _load_started(event: events.LoadStarted) -> str:
-    deferred = f", after {event.deferred_seconds:.1f} s without a pause" if event.deferred_seconds else ""
-    return f"loads generation {event.generation}: {_reasons(event.reasons)}{deferred}"
+    deferred = f", after waiting {event.deferred_seconds:.1f} s for a pause" if event.deferred_seconds else ""
+    return f"loading generation {event.generation}: {_reasons(event.reasons)}{deferred}"
 
 
 def _load_finished(event: events.LoadFinished) -> str:
@@ -76,7 +76,11 @@ def _released(event: events.GenerationReleased) -> str:
 
 def _abandoned(event: events.GenerationAbandoned) -> str:
     calls = f"{event.in_flight} of its calls outlasted drain_timeout={event.drain_timeout:g} s"
-    return f"generation {event.generation} is abandoned: {calls}; it is released when they end"
+    return f"generation {event.generation} is abandoned: {calls}; it will be released when they end"
+
+
+def _batch_finished(event: events.BatchFinished) -> str:
+    return f"a batch of {event.size} took {event.run_seconds:.3f} s; {event.waiting} waiting"
 
 
 def _batch_errored(event: events.BatchErrored) -> str:
@@ -93,7 +97,7 @@ def _refused(event: events.RequestsRefused) -> str:
         "cancelled": event.cancelled,
     }
     listed = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
-    return f"requests without a result: {listed}; {event.waiting} wait"
+    return f"requests without a result: {listed}; {event.waiting} waiting"
 
 
 def _circuit_opened(event: events.CircuitOpened) -> str:
@@ -108,9 +112,9 @@ def _reasons(reasons: tuple[Reason, ...]) -> str:
 _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.ReloadDue: lambda event: f"reload due after generation {event.generation}: {_reasons(event.reasons)}",
     events.RecycleAsked: lambda event: (
-        f"asked the server for a fresh process after generation {event.generation}: {_reasons(event.reasons)}"
+        f"asked the server for a new process after generation {event.generation}: {_reasons(event.reasons)}"
     ),
-    events.SwapChosen: lambda event: f"replaces the model by {event.swap}: {event.why}",
+    events.SwapChosen: lambda event: f"replacing the model by {event.swap}: {event.why}",
     events.LoadStarted: _load_started,
     events.LoadFinished: _load_finished,
     events.LoadErrored: _load_errored,
@@ -120,7 +124,7 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.MemoryTrimmed: lambda event: f"trimmed, {_units.format_bytes(event.freed)} returned to the system",
     events.PolicyFutile: lambda event: f"{event.policy} is ignored for generation {event.generation}: {event.detail}",
     events.CallbackErrored: lambda event: f"{event.callback} raised {event.error}",
-    events.BatchFinished: lambda event: f"a batch of {event.size} took {event.run_seconds:.3f} s; {event.waiting} wait",
+    events.BatchFinished: _batch_finished,
     events.BatchErrored: _batch_errored,
     events.RequestsRefused: _refused,
     events.CircuitOpened: _circuit_opened,

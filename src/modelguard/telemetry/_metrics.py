@@ -1,8 +1,8 @@
 """The metrics by name, kind and unit, and what each event adds to them.
 
-The hooks of Prometheus and of OpenTelemetry both use this, so they report the same numbers under the same names.
-Labels are few and their values are fixed: with an error's text or a file's name in a label, a metric would grow for
-ever.
+The hooks of Prometheus and OpenTelemetry both use this module, so they report the same numbers under the same names.
+Labels are few, and their values are fixed: with an error's text or a file's name in a label, a metric would grow
+forever.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ SWAPS: tuple[events.Swap, ...] = get_args(events.Swap)
 LOCKS: tuple[events.HostLockHeld, ...] = get_args(events.HostLockHeld)
 _ALIVE = {False: "gone", True: "alive", None: "unknown"}
 
-#: From a spaCy pipeline's half second to the minutes of a language model on a slow disk.
+#: From half a second for a spaCy pipeline to minutes for a language model on a slow disk.
 _LOADING = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-#: From what nobody notices to what every client does.
+#: From times that no client notices to times that every client notices.
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 _SUFFIXES = {"s": "_seconds", "By": "_bytes"}
-#: Label values of a metric that are told as zero from its first event on, so that a first increase can be seen.
-_FEW = 3
+#: Metrics with at most this many label values start at zero with their subject's first event, so that a first increase
+#: can be seen.
+_MAX_ZEROS = 3
 
 
 class Metric(NamedTuple):
     """One metric.
 
     Attributes:
-        name: Its name as OpenTelemetry writes it, less ``modelguard.``.
+        name: Its OpenTelemetry name, without ``modelguard.``.
         kind: ``counter`` (only grows), ``gauge`` (the last value counts), ``histogram``.
-        help: What it tells, in one line.
-        subject: The label that says whose it is: ``guard`` or ``function``.
-        unit: ``s``, ``By``, or what is counted in braces, as OpenTelemetry writes units.
-        label: A second label, None for most.
-        values: All the values of that label.
+        help: What it shows, in one line.
+        subject: The label with the name of the guard or function: ``guard`` or ``function``.
+        unit: OpenTelemetry's notation of the unit: ``s``, ``By``, or the counted thing in braces.
+        label: A second label; None for most metrics.
+        values: All values of that label.
         buckets: Upper bounds of a histogram's buckets.
-        mode: How the gauges of several processes are put together.
+        mode: How the gauges of several processes are combined.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Metric(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """What an event adds to a metric, or sets it to: the metric's name, the amount, the second label's value."""
+    """What an event adds to a metric, or sets it to: the metric's name, the amount, and the second label's value."""
 
     name: str
     amount: float
@@ -98,73 +99,73 @@ def _counter(subject: Subject, name: str, text: str, label: str | None = None, v
 
 def _of_loads() -> Iterator[Metric]:
     counter = partial(_counter, "guard")
-    yield counter("loads.started", "Loads begun, by the lock that they held.", "host_lock", LOCKS)
-    yield counter("load.reasons", "Loads begun, once for each reason.", "reason", REASONS)
-    yield Metric("load.deferred", "counter", "Waited for a pause among the calls before loads.", unit="s")
+    yield counter("loads.started", "Loads that started, by the lock that they held.", "host_lock", LOCKS)
+    yield counter("load.reasons", "Loads that started, counted once for each reason.", "reason", REASONS)
+    yield Metric("load.deferred", "counter", "Time that loads waited for a pause between calls.", unit="s")
     yield counter("loads", "Loads after which a new generation serves.", "swap", SWAPS)
     yield counter("load.failures", "Loads that failed.")
-    yield counter("loads.discarded", "Models that were loaded and never served.")
-    yield Metric("load.duration", "histogram", "Load, validation and warm-up.", unit="s", buckets=_LOADING)
-    yield Metric("load.stall", "histogram", "Longest time in a load without other threads.", unit="s", buckets=_SHORT)
+    yield counter("loads.discarded", "Models that were loaded but never served.")
+    yield Metric("load.duration", "histogram", "Time of load, validation and warm-up.", unit="s", buckets=_LOADING)
+    yield Metric("load.stall", "histogram", "Longest pause of other threads in a load.", unit="s", buckets=_SHORT)
     yield Metric("load.outage", "counter", "Time in which no generation served (drain_first).", unit="s")
-    yield Metric("load.last_success.timestamp", "gauge", "When a load last succeeded, since the epoch.", unit="s")
+    yield Metric("load.last_success.timestamp", "gauge", "Time of the last successful load, since the epoch.", unit="s")
     yield Metric("load.failing", "gauge", "Loads that have failed in a row; 0 after a success.", unit="{load}")
     yield Metric(
         "generation",
         "gauge",
-        "Number of the serving generation; 0 if a load failed and none serves.",
+        "Number of the current generation; 0 if a load failed and there is none.",
         unit="{generation}",
     )
     yield Metric("model.size", "gauge", "Size of the model, measured at its load.", unit="By")
-    yield counter("reloads.due", "Policies that became due, for a reload.", "reason", REASONS)
-    yield counter("recycles.asked", "Policies that became due, for a fresh worker.", "reason", REASONS)
+    yield counter("reloads.due", "Due policies that led to a reload.", "reason", REASONS)
+    yield counter("recycles.asked", "Due policies that led to a request for a new worker.", "reason", REASONS)
     yield counter("swaps.chosen", "How the next generation replaces the current one.", "swap", SWAPS[1:])
-    yield counter("policies.futile", "Policies ignored, as a reload could not help.")
-    yield counter("callback.errors", "Callables of the author that raised.")
+    yield counter("policies.futile", "Policies that were ignored because a reload could not help.")
+    yield counter("callback.errors", "User callables that raised.")
 
 
 def _of_releases() -> Iterator[Metric]:
     yield Metric(
         "releases",
         "counter",
-        "Generations dropped, by what became of the model.",
+        "Released generations, by whether the model was freed.",
         label="outcome",
         values=("gone", "alive", "unknown"),
     )
-    yield Metric("release.freed", "counter", "Private memory given back by releases.", unit="By")
-    yield Metric("release.duration", "histogram", "Unload, drop, collection and trim.", unit="s", buckets=_SHORT)
-    yield Metric("drain.duration", "histogram", "Until a replaced generation's last call.", unit="s", buckets=_LOADING)
+    yield Metric("release.freed", "counter", "Private memory returned by releases.", unit="By")
+    yield Metric("release.duration", "histogram", "Time of unload, collection and trim.", unit="s", buckets=_SHORT)
+    yield Metric("drain.duration", "histogram", "Time until the last call had ended.", unit="s", buckets=_LOADING)
     yield Metric("unload.errors", "counter", "Unload hooks that raised.")
-    yield Metric("generations.abandoned", "counter", "Replaced generations whose calls outlasted drain_timeout.")
-    yield Metric("trims", "counter", "Trims that trim_every asked for.")
-    yield Metric("trim.freed", "counter", "Private memory given back by trims.", unit="By")
-    yield Metric("trim.duration", "histogram", "Trims that trim_every asked for.", unit="s", buckets=_SHORT)
+    yield Metric("generations.abandoned", "counter", "Replaced generations with calls that outlasted drain_timeout.")
+    yield Metric("trims", "counter", "Trims made because of trim_every.")
+    yield Metric("trim.freed", "counter", "Private memory returned by these trims.", unit="By")
+    yield Metric("trim.duration", "histogram", "Time of these trims.", unit="s", buckets=_SHORT)
 
 
 def _of_batches() -> Iterator[Metric]:
     counter = partial(_counter, "function")
-    yield Metric("batch.size", "histogram", "Items of a batch.", "function", "{item}", buckets=_SIZES)
+    yield Metric("batch.size", "histogram", "Items in a batch.", "function", "{item}", buckets=_SIZES)
     yield Metric("batch.wait", "histogram", "Wait of a batch's first item.", "function", "s", buckets=_SHORT)
-    yield Metric("batch.run", "histogram", "Computing a batch, reruns included.", "function", "s", buckets=_SHORT)
-    yield counter("batches.failed", "Batches on which the function raised.")
-    yield counter("batches.bisected", "Batches run again in parts, to find the items at fault.")
-    yield counter("batch.reruns", "Calls to find the items at fault.")
-    yield counter("items.failed", "Items whose answer is an error.")
-    yield counter("requests.refused", "Requests refused at once.", "reason", ("full", "late", "circuit_open"))
+    yield Metric("batch.run", "histogram", "Time of a batch, with reruns.", "function", "s", buckets=_SHORT)
+    yield counter("batches.failed", "Batches in which the function raised.")
+    yield counter("batches.bisected", "Batches that were run again in parts, to find the failing items.")
+    yield counter("batch.reruns", "Calls to find the failing items.")
+    yield counter("items.failed", "Items that got an error as their result.")
+    yield counter("requests.refused", "Requests refused immediately.", "reason", ("full", "late", "circuit_open"))
     yield counter("requests.expired", "Requests dropped at their deadline.")
-    yield counter("requests.cancelled", "Requests dropped since their caller was gone.")
-    yield Metric("queue.depth", "gauge", "Items that wait.", "function", "{item}", mode="livesum")
-    yield Metric("circuit.open", "gauge", "Processes whose circuit is open.", "function", "{process}", mode="livesum")
+    yield counter("requests.cancelled", "Requests dropped because their caller no longer waits.")
+    yield Metric("queue.depth", "gauge", "Items that are waiting.", "function", "{item}", mode="livesum")
+    yield Metric("circuit.open", "gauge", "Processes with an open circuit.", "function", "{process}", mode="livesum")
     yield counter("circuit.openings", "How often the circuit opened.")
 
 
 METRICS = {metric.name: metric for metric in _all()}
 
 
-def of(event: events.Event) -> tuple[Measure, ...]:
+def measures_of(event: events.Event) -> tuple[Measure, ...]:
     """What an event adds to the metrics."""
-    way = _WAYS.get(type(event))
-    return () if way is None else way(event)
+    make = _MEASURES.get(type(event))
+    return () if make is None else make(event)
 
 
 def _each(name: str, reasons: tuple[Reason, ...]) -> tuple[Measure, ...]:
@@ -198,7 +199,7 @@ def _of_a_release(event: events.GenerationReleased) -> tuple[Measure, ...]:
     drained = () if event.drain_seconds is None else (Measure("drain.duration", event.drain_seconds),)
     return (
         Measure("releases", 1, _ALIVE[event.alive]),
-        Measure("release.freed", max(0, event.freed)),  # a counter cannot fall where the process grew meanwhile
+        Measure("release.freed", max(0, event.freed)),  # a counter must not fall, even if the process has grown
         Measure("release.duration", event.seconds),
         Measure("unload.errors", 0 if event.error is None else 1),
         *drained,
@@ -233,7 +234,7 @@ def _of_refusals(event: events.RequestsRefused) -> tuple[Measure, ...]:
     )
 
 
-_WAYS: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
+_MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.LoadStarted: _of_a_start,
     events.LoadFinished: _of_a_load,
     events.LoadErrored: _of_a_failure,
@@ -254,12 +255,14 @@ _WAYS: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
 }
 
 
-def _from_the_start(subject: Subject) -> tuple[Measure, ...]:
-    """Zeros: ``increase()`` sees a first failure only where there was a value before it."""
+def _zeros(subject: Subject) -> tuple[Measure, ...]:
+    """The zeros at a subject's first event: ``increase()`` does not see a first failure without them."""
     return tuple(
         Measure(metric.name, 0, value)
         for metric in METRICS.values()
-        if metric.subject == subject and len(metric.values) <= _FEW and (metric.kind == "counter" or _summed(metric))
+        if metric.subject == subject
+        and len(metric.values) <= _MAX_ZEROS
+        and (metric.kind == "counter" or _summed(metric))
         for value in metric.values or (None,)
     )
 
@@ -268,21 +271,23 @@ def _summed(metric: Metric) -> bool:
     return metric.kind == "gauge" and metric.mode == "livesum"
 
 
-#: Held while a metric is written, and over a fork: a child that inherited a library's lock from a thread of its parent
-#: would wait for it for ever.
-WRITING = threading.RLock()
+#: Held while a metric is written, and during a fork: if another thread held the lock of a metrics library during a
+#: fork, the child would wait for it forever.
+WRITE_LOCK = threading.RLock()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=WRITING.acquire, after_in_parent=WRITING.release, after_in_child=WRITING.release)
+    os.register_at_fork(
+        before=WRITE_LOCK.acquire, after_in_parent=WRITE_LOCK.release, after_in_child=WRITE_LOCK.release
+    )
 
 
 class Recorder:
-    """Hands what events tell to whoever records it, one event at a time.
+    """Passes the measures of events to a recording function, one event at a time.
 
-    The garbage collector may end a dropped call at any point, also while a metric is being written and its lock is
-    held; that call's event then waits until the metric is done, or the thread would wait for itself.
+    The garbage collector may end an abandoned call at any point, even while a metric is being written and its lock is
+    held. The event of that call then waits until the metric is written; otherwise the thread would wait for itself.
 
     Args:
-        record: Takes a metric, the labels' values in the metric's order, and the amount.
+        record: Takes a metric, the values of its labels in their order, and the amount.
     """
 
     def __init__(self, record: Callable[[Metric, tuple[str, ...], float], None]) -> None:
@@ -291,10 +296,10 @@ class Recorder:
         self._thread = threading.local()
 
     def __call__(self, event: events.Event) -> None:
-        """Record one event, and those that came up in this thread meanwhile.
+        """Record one event, and those that happen in this thread in the meantime.
 
         Raises:
-            Exception: What could not be written; the first of several.
+            Exception: A metric could not be written; the first error if there are several.
         """
         waiting: deque[events.Event] | None = getattr(self._thread, "waiting", None)
         if waiting is not None:
@@ -303,25 +308,25 @@ class Recorder:
         waiting = self._thread.waiting = deque([event])
         failed: Exception | None = None
         try:
-            with WRITING:
+            with WRITE_LOCK:
                 while waiting:
                     try:
-                        self._one(waiting.popleft())
-                    except Exception as error:  # noqa: BLE001 - the other events are to be written all the same
+                        self._record_event(waiting.popleft())
+                    except Exception as error:  # noqa: BLE001 - the other events must still be written
                         failed = failed or error
         finally:
             self._thread.waiting = None
         if failed is not None:
             raise failed
 
-    def _one(self, event: events.Event) -> None:
-        measures = of(event)
+    def _record_event(self, event: events.Event) -> None:
+        measures = measures_of(event)
         if not measures:
             return
         subject = METRICS[measures[0].name].subject
         if (subject, event.guard) not in self._seen:
             self._seen.add((subject, event.guard))
-            measures = (*_from_the_start(subject), *measures)
+            measures = (*_zeros(subject), *measures)
         for name, amount, value in measures:
             metric = METRICS[name]
             self._record(metric, (event.guard,) if value is None else (event.guard, value), amount)

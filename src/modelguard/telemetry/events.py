@@ -12,27 +12,27 @@ from modelguard.telemetry.reasons import Reason
 #: How a generation replaced another one; ``"first"`` replaced none.
 Swap = Literal["first", "load_first", "drain_first"]
 
-#: Which lock a load held. ``"host"``: this user's processes on this host took turns; ``"process"``: only the guards of
-#: this process did, because no lock file can be used; ``"timed_out"``: its holder kept it too long; ``"cancelled"``:
-#: the guard was closed meanwhile; ``"none"``: first loads take no turns.
+#: Which lock a load held. ``"host"``: it excluded the loads of all this user's processes on this host; ``"process"``:
+#: it excluded only loads in this process, because no lock file can be used; ``"timed_out"``: none, because another load
+#: held the lock too long; ``"cancelled"``: none, because the guard was closed; ``"none"``: none, as for first loads.
 HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 
-#: Why a model was loaded and not used: the guard was closed, it came after ``load_timeout``, ``validate`` or the
-#: warm-up failed, or a newer request made it stale.
+#: Why a loaded model was not used: the guard was closed, the load took longer than ``load_timeout``, ``validate`` or
+#: the warm-up failed, or a newer reload request replaced it.
 DiscardCause = Literal["closed", "late", "rejected", "stale"]
 
-#: A callable of the author's.
+#: A callable that the user has given.
 Callback = Literal["reload_on", "recycle", "release"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every event has.
+    """The base of all events.
 
     Attributes:
-        guard: Name of the guard or of the batched function.
-        pid: Process in which it happened.
-        time: Seconds since the epoch.
+        guard: The name of the guard, pool or batched function.
+        pid: The process in which it happened.
+        time: When it happened, in seconds since the epoch.
     """
 
     guard: str
@@ -50,7 +50,7 @@ class ReloadDue(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RecycleAsked(Event):
-    """A policy has become due in a process that is replaced as a whole: the server was asked for a fresh one."""
+    """A policy has become due in a process that is replaced as a whole: the server was asked for a new process."""
 
     generation: int
     reasons: tuple[Reason, ...]
@@ -62,9 +62,9 @@ class SwapChosen(Event):
 
     Attributes:
         swap: ``"load_first"`` or ``"drain_first"``.
-        why: The figures behind the choice, or that the guard's author made it. For people.
-        model_bytes: Size of the model as measured at its load, None before the first measurement.
-        headroom: Bytes that may still be allocated, None if unknown.
+        why: The figures behind the choice, or a note that the guard's option made it. Text for users.
+        model_bytes: Size of the model as measured at its load; None before the first measurement.
+        headroom: Bytes that may still be allocated; None if unknown.
     """
 
     swap: Swap
@@ -80,7 +80,7 @@ class LoadStarted(Event):
     Attributes:
         generation: The number of the new generation.
         reasons: Why it is loaded.
-        deferred_seconds: How long the load waited for a moment without calls.
+        deferred_seconds: How long the load waited for a pause between calls.
         host_lock: Which lock the load holds.
     """
 
@@ -99,9 +99,9 @@ class LoadFinished(Event):
         reasons: Why it was loaded.
         seconds: Loading, validation and warm-up together.
         stall_seconds: The longest time during the load in which no other Python thread could run.
-        model_bytes: Growth of private memory during the load, or what the model's adapter reports if that is more.
+        model_bytes: Growth of private memory during the load, or the size that the model's adapter reports if larger.
         swap: How it replaced the old generation.
-        waited_seconds: For ``drain_first``, how long no generation took calls.
+        waited_seconds: With ``drain_first``, how long no generation took calls.
     """
 
     generation: int
@@ -119,9 +119,9 @@ class LoadErrored(Event):
 
     Attributes:
         attempt: How many consecutive loads have failed.
-        error: Why.
+        error: The error.
         retry_after: Seconds until the next attempt.
-        current: Number of the generation that keeps taking calls, None if there is none.
+        current: Number of the generation that keeps taking calls; None if there is none.
     """
 
     attempt: int
@@ -132,10 +132,10 @@ class LoadErrored(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadDiscarded(Event):
-    """A model was loaded and not used.
+    """A model was loaded but not used.
 
     Attributes:
-        cause: Why not.
+        cause: The reason.
     """
 
     cause: DiscardCause
@@ -148,15 +148,15 @@ class GenerationReleased(Event):
     Attributes:
         generation: Its number.
         bytes_before: Private memory before the release.
-        bytes_after: Private memory after drop, collection and trim.
-        alive: True if the model still exists, False if it is gone, None if its type cannot be watched.
-        holders: Descriptions of what still refers to it, at most five.
+        bytes_after: Private memory after unload, collection and trim.
+        alive: True if the model still exists, False if it was freed, None if its type cannot be watched.
+        holders: Descriptions of objects that still refer to it, at most five.
         collected: Whether ``gc.collect()`` was needed.
-        trimmed_by: The allocator that returned free memory to the system (``"glibc"``, ...), None if none could.
-        trim_error: Why none could, None if one did.
+        trimmed_by: The allocator that returned free memory to the system (``"glibc"``, ...); None if none could.
+        trim_error: Why none could; None if one did.
         seconds: Duration of the release itself.
-        drain_seconds: How long its last calls took to end, None if they outlasted ``drain_timeout``.
-        error: What ``unload`` raised, None if nothing.
+        drain_seconds: How long its last calls took to end; None if they outlasted ``drain_timeout``.
+        error: The error that ``unload`` raised; None if it did not.
     """
 
     generation: int
@@ -188,13 +188,13 @@ class GenerationAbandoned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTrimmed(Event):
-    """Freed memory was returned to the system because ``trim_every`` asked for it.
+    """Freed memory was returned to the system, because of ``trim_every``.
 
     Attributes:
         bytes_before: Private memory before.
         bytes_after: Private memory after.
-        trimmed_by: The allocator that did it, None if none could.
-        trim_error: Why none could, None if one did.
+        trimmed_by: The allocator that did it; None if none could.
+        trim_error: Why none could; None if one did.
         seconds: Duration of the trim.
     """
 
@@ -212,12 +212,12 @@ class MemoryTrimmed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFutile(Event):
-    """A policy would be due again right after every reload, so it is ignored for this generation.
+    """A policy would be due again immediately after every reload, so it is ignored for this generation.
 
     Attributes:
-        generation: Its number.
-        policy: The policy, as it is written.
-        detail: Why a reload cannot help. For people.
+        generation: The number of the generation.
+        policy: The policy, as written in the code.
+        detail: Why a reload cannot help. Text for users.
     """
 
     generation: int
@@ -227,7 +227,7 @@ class PolicyFutile(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackErrored(Event):
-    """A callable of the guard's author (a policy, a recycler) raised; the guard went on without it."""
+    """A callable that the user has given (a policy, a recycler) raised; the guard continued without it."""
 
     callback: Callback
     error: str
@@ -235,15 +235,15 @@ class CallbackErrored(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFinished(Event):
-    """A batch was computed. Emitted only to a hook of yours, or to a log at level DEBUG.
+    """A batch was computed. Emitted only if there is a user-defined hook, or if the log is at level DEBUG.
 
     Attributes:
-        size: Its items.
-        waiting: Items that wait for the next batch.
+        size: The number of its items.
+        waiting: The number of items that wait for the next batch.
         wait_seconds: How long the first of its items waited.
-        run_seconds: How long it ran, reruns included.
-        failed: Items that got an error.
-        reruns: How often the function was called again to find the items at fault.
+        run_seconds: How long it ran, including reruns.
+        failed: The number of items that got an error.
+        reruns: How often the function was called again to find the failing items.
     """
 
     size: int
@@ -259,10 +259,10 @@ class BatchErrored(Event):
     """The batch function raised, or did not return one result for each item.
 
     Attributes:
-        size: Items of the batch.
-        failed: Items that got an error; the others succeeded when they were run again.
-        error: What it raised for the whole batch.
-        reruns: How often it was called again to find the items at fault.
+        size: The number of items in the batch.
+        failed: The number of items that got an error; the others succeeded when they were run again.
+        error: The error that the function raised for the whole batch.
+        reruns: How often it was called again to find the failing items.
     """
 
     size: int
@@ -273,15 +273,15 @@ class BatchErrored(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestsRefused(Event):
-    """Requests were refused or dropped since the last event of this kind. Emitted once a second at most.
+    """Requests were refused or dropped since the last event of this kind. Emitted at most once a second.
 
     Attributes:
         full: Refused because the queue was full.
         late: Refused because, at the measured rate, the deadline could not be met.
         open: Refused because the circuit was open.
         expired: Dropped at their deadline.
-        cancelled: Dropped because their caller was gone.
-        waiting: Items that wait now.
+        cancelled: Dropped because their caller no longer waits.
+        waiting: Items that are waiting now.
     """
 
     full: int
@@ -294,7 +294,7 @@ class RequestsRefused(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CircuitOpened(Event):
-    """Several consecutive batches have failed, or a probe has: requests are refused for a while.
+    """Several consecutive batches have failed, or a probe has failed: requests are refused for a while.
 
     Attributes:
         failures: How many consecutive batches have failed.

@@ -1,7 +1,7 @@
 """Events as OpenTelemetry metrics and spans: ``telemetry.add_hook(opentelemetry())``.
 
-Needs the extra ``opentelemetry``, which installs the API and nothing else. The application's SDK decides where the
-numbers go; without an SDK they go nowhere. The metrics are those of ``docs/metrics.md``; each load is a span
+This needs the extra ``opentelemetry``, which installs only the API. The application's SDK determines where the numbers
+go; without an SDK they are discarded. The metrics are those in ``docs/metrics.md``; each load is a span
 ``modelguard.load``.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["opentelemetry"]
 
 _NAME = "modelguard"
 _SPAN = "modelguard.load"
-#: A model that is discarded for one of these causes ends its load. After other causes, LoadErrored ends it.
+#: If a model is discarded for one of these causes, the load has ended. After other causes, LoadErrored ends the load.
 _ENDING: frozenset[events.DiscardCause] = frozenset({"closed", "stale"})
 _ATTRIBUTES = (str, bool, int, float)
 
@@ -30,18 +30,18 @@ _ATTRIBUTES = (str, bool, int, float)
 def opentelemetry(
     *, meter_provider: MeterProvider | None = None, tracer_provider: TracerProvider | None = None
 ) -> Callable[[events.Event], None]:
-    """Make a hook that tells events as metrics and spans; hand it to :func:`modelguard.telemetry.add_hook`, once.
+    """Make a hook that reports events as metrics and spans; pass it to :func:`modelguard.telemetry.add_hook`, once.
 
     Args:
-        meter_provider: Where the metrics go; by default to the global one, which may be set later.
-        tracer_provider: Where the spans go; by default to the global one, which may be set later.
+        meter_provider: Receives the metrics. Default: the global one, which may be set later.
+        tracer_provider: Receives the spans. Default: the global one, which may be set later.
 
     Returns:
-        The hook: a callable of one event.
+        The hook: a callable with one event as its argument.
 
     Raises:
         NotSupported: opentelemetry-api is not installed.
-        InvalidOption: A provider that is none.
+        InvalidOption: A provider is not one.
     """
     metrics, trace = _api("metrics"), _api("trace")
     for argument, given, kind in (
@@ -49,24 +49,24 @@ def opentelemetry(
         ("tracer_provider", tracer_provider, trace.TracerProvider),
     ):
         if given is not None and not isinstance(given, kind):
-            why = f"this is no {kind.__name__} of OpenTelemetry"
-            raise InvalidOption(argument, given, why=why, fix="Leave it out for the global one, or hand one in.")
+            why = f"must be OpenTelemetry's {kind.__name__}"
+            raise InvalidOption(argument, given, why=why, fix="Leave it out to use the global one, or give one.")
     meter = metrics.get_meter(_NAME, meter_provider=meter_provider)
     instruments = {metric.name: _make(meter, metric) for metric in _metrics.METRICS.values()}
-    return _OpenTelemetryHook(instruments, _Loads(trace, trace.get_tracer(_NAME, tracer_provider=tracer_provider)))
+    return _OpenTelemetryHook(instruments, _LoadSpans(trace, trace.get_tracer(_NAME, tracer_provider=tracer_provider)))
 
 
 class _OpenTelemetryHook:
-    """Writes each event into the metrics and into its load's span."""
+    """Records each event in the metrics and in the span of its load."""
 
-    def __init__(self, instruments: dict[str, Callable[..., None]], loads: _Loads) -> None:
+    def __init__(self, instruments: dict[str, Callable[..., None]], spans: _LoadSpans) -> None:
         self._instruments = instruments
         self._recorder = _metrics.Recorder(self._record)
-        self._loads = loads
+        self._spans = spans
 
     def __call__(self, event: events.Event) -> None:
         self._recorder(event)
-        self._loads.take(event)
+        self._spans.record(event)
 
     def __repr__(self) -> str:
         return f"<OpenTelemetry hook: {len(self._instruments)} metrics>"
@@ -75,11 +75,11 @@ class _OpenTelemetryHook:
         self._instruments[metric.name](amount, dict(zip(metric.labels, labels, strict=True)))
 
 
-class _Loads:
-    """One span for each load: from the choice of how to replace the model, or from its start, to its end.
+class _LoadSpans:
+    """One span for each load: from the choice of how to replace the model, or from the start of the load, to its end.
 
-    A guard loads once at a time, so its name and the process say which span an event belongs to. A span that was open
-    at a fork is the parent's to end.
+    A guard runs one load at a time, so its name and the process identify the span of an event. A span that was open
+    at a fork is ended by the parent.
     """
 
     def __init__(self, trace: Any, tracer: Tracer) -> None:
@@ -88,12 +88,12 @@ class _Loads:
         self._before: dict[tuple[int, str], list[events.Event]] = {}
         self._open: dict[tuple[int, str], Span] = {}
 
-    def take(self, event: events.Event) -> None:
-        """Begin, go on with or end a span."""
+    def record(self, event: events.Event) -> None:
+        """Begin, continue or end a span."""
         key = event.pid, event.guard
         match event:
             case events.SwapChosen():
-                with _metrics.WRITING:
+                with _metrics.WRITE_LOCK:
                     self._before[key] = [event]
             case events.LoadStarted():
                 self._begin(key, event)
@@ -104,60 +104,60 @@ class _Loads:
             case events.LoadDiscarded() if event.cause in _ENDING:
                 self._end(key, event, "discarded")
             case events.LoadDiscarded(cause="late"):
-                pass  # its load failed long ago, and the load that is under way may be another
+                pass  # its load failed long ago, and the running load may be another one
             case events.LoadDiscarded() | events.GenerationReleased() | events.GenerationAbandoned():
-                self._go_on(key, event)
+                self._continue(key, event)
             case _:
                 pass
 
     def _begin(self, key: tuple[int, str], event: events.LoadStarted) -> None:
-        with _metrics.WRITING:
+        with _metrics.WRITE_LOCK:
             self._open[key] = self._started(event, self._before.pop(key, []))
             _add(self._open[key], event)
 
     def _started(self, event: events.Event, before: list[events.Event]) -> Span:
-        """A span that holds what came before this event, which is to be its next."""
+        """Start a span with the events that came before this one."""
         since = before[0] if before else event
-        span = self._tracer.start_span(_SPAN, attributes=_told(event), start_time=_nanoseconds(since))
+        span = self._tracer.start_span(_SPAN, attributes=_attributes(event), start_time=_nanoseconds(since))
         for each in before:
             _add(span, each)
         return span
 
-    def _go_on(self, key: tuple[int, str], event: events.Event) -> None:
-        with _metrics.WRITING:
+    def _continue(self, key: tuple[int, str], event: events.Event) -> None:
+        with _metrics.WRITE_LOCK:
             if key in self._open:
                 _add(self._open[key], event)
             elif key in self._before:
                 self._before[key].append(event)
 
     def _end(self, key: tuple[int, str], event: events.Event, outcome: str) -> None:
-        with _metrics.WRITING:
+        with _metrics.WRITE_LOCK:
             before, span = self._before.pop(key, None), self._open.pop(key, None)
             if span is None:
                 if before is None:
-                    return  # it is of a load that has been told as failed
+                    return  # the load was already reported as failed
                 span = self._started(event, before)
             _add(span, event)
-        span.set_attributes({**_told(event), "outcome": outcome})
+        span.set_attributes({**_attributes(event), "outcome": outcome})
         if isinstance(event, events.LoadErrored):
             span.set_status(self._trace.StatusCode.ERROR, event.error)
-        span.end(_nanoseconds(event))  # which may export it at once, and take its time
+        span.end(_nanoseconds(event))  # outside of the lock, because it may export the span, which takes time
 
 
 def _add(span: Span, event: events.Event) -> None:
-    span.add_event(type(event).__name__, _told(event), _nanoseconds(event))
+    span.add_event(type(event).__name__, _attributes(event), _nanoseconds(event))
 
 
-def _told(event: events.Event) -> dict[str, Any]:
-    """An event's fields, as far as attributes can hold them."""
-    told: dict[str, Any] = {}
+def _attributes(event: events.Event) -> dict[str, Any]:
+    """The fields of an event that attributes can represent."""
+    found: dict[str, Any] = {}
     for name, value in vars(event).items():
         if isinstance(value, _ATTRIBUTES):
-            told[name] = value
+            found[name] = value
         elif isinstance(value, tuple):
-            told[name] = list(map(str, value))
-    told.pop("time", None)  # it is the span's or its event's own
-    return told
+            found[name] = list(map(str, value))
+    found.pop("time", None)  # the span and its events have their own time
+    return found
 
 
 def _nanoseconds(event: events.Event) -> int:

@@ -1,7 +1,7 @@
-"""Events as Prometheus metrics: ``telemetry.add_hook(prometheus())``. Needs the extra ``prometheus``.
+"""Events as Prometheus metrics: ``telemetry.add_hook(prometheus())``. This needs the extra ``prometheus``.
 
-What there is to scrape, alert rules and a dashboard: ``docs/metrics.md``. It works in prometheus_client's multiprocess
-mode, where several workers write to one folder.
+``docs/metrics.md`` lists the metrics, alert rules and a dashboard. The hook also works in prometheus_client's
+multiprocess mode, where several workers write to one folder.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ _writer: weakref.ref[_PrometheusHook] | None = None
 
 
 def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], None]:
-    """Make a hook that counts events as Prometheus metrics; hand it to :func:`modelguard.telemetry.add_hook`, once.
+    """Make a hook that reports events as Prometheus metrics; pass it to :func:`modelguard.telemetry.add_hook`, once.
 
     Args:
-        registry: Where the metrics are registered; by default prometheus_client's own ``REGISTRY``. In multiprocess
-            mode it is not what is scraped: that is a registry with a ``MultiProcessCollector``.
+        registry: Where the metrics are registered. Default: prometheus_client's own ``REGISTRY``. In multiprocess mode
+            this is not the registry to scrape: scrape one with a ``MultiProcessCollector``.
 
     Returns:
-        The hook: a callable of one event.
+        The hook: a callable with one event as its argument.
 
     Raises:
         NotSupported: prometheus-client is not installed.
-        InvalidOption: The metrics are in this registry already, in multiprocess mode in any registry of this process;
-            ``registry`` is none; or ``PROMETHEUS_MULTIPROC_DIR`` is no folder that can be written to, or was set too
-            late to count.
+        InvalidOption: The metrics are already in this registry, or in multiprocess mode in any registry of this
+            process; ``registry`` is not one; or ``PROMETHEUS_MULTIPROC_DIR`` is not a writable folder, or was set too
+            late.
     """
     client = _extras.load("prometheus_client", "modelguard.telemetry.prometheus")
     if registry is None:
         registry = client.REGISTRY
     if not isinstance(registry, client.CollectorRegistry):
-        why = "this is no CollectorRegistry of prometheus_client"
-        raise InvalidOption("registry", registry, why=why, fix="Leave it out, or hand one in.")
+        why = "must be a CollectorRegistry of prometheus_client"
+        raise InvalidOption("registry", registry, why=why, fix="Leave it out, or give one.")
     several = _writes_files()
     if several:
-        _refuse_a_second_writer(registry)
+        _reject_second_writer(registry)
     hook = _PrometheusHook(_register(client, registry))
     if several:
         global _writer
@@ -64,7 +64,7 @@ def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], N
 
 
 class _PrometheusHook:
-    """Writes each event into the metrics."""
+    """Records each event in the metrics."""
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self._size = len(metrics)
@@ -88,27 +88,27 @@ def _record(metrics: dict[str, Any], metric: _metrics.Metric, labels: tuple[str,
 
 
 def _writes_files() -> bool:
-    """Whether this process is one of several that write their values into files of one folder."""
+    """Whether this process is one of several that write their values to files in one folder."""
     values = importlib.import_module("prometheus_client.values")
     several = bool(getattr(values.ValueClass, "_multiprocess", False))
     folder = os.environ.get(_FOLDER)
     if folder is not None and not several:
-        why = "it was set after prometheus_client had been imported, and does not count"
-        raise InvalidOption(_FOLDER, folder, why=why, fix="Set it in the environment that the server starts in.")
+        why = "was set after prometheus_client had been imported, and has no effect"
+        raise InvalidOption(_FOLDER, folder, why=why, fix="Set it in the environment in which the server starts.")
     if several and not (folder and Path(folder).is_dir() and os.access(folder, os.W_OK)):
-        why = "it is no folder that this process can write to"
-        raise InvalidOption(_FOLDER, folder, why=why, fix="Make the folder, empty, before the server starts.")
+        why = "is not a folder that this process can write to"
+        raise InvalidOption(_FOLDER, folder, why=why, fix="Make an empty folder before the server starts.")
     return several
 
 
-def _refuse_a_second_writer(registry: object) -> None:
+def _reject_second_writer(registry: object) -> None:
     if _writer is not None and _writer() is not None:
-        why = "modelguard's metrics are made already, and a second set would overwrite the first one's files"
+        why = "must not get a second set of metrics in this process, which would overwrite the first one's files"
         raise InvalidOption("registry", registry, why=why, fix="Make one hook in a process, and add it once.")
 
 
 def _register(client: Any, registry: Any) -> dict[str, Any]:
-    """All metrics, or none where one of the names is taken."""
+    """Register all metrics, or none if one of the names is already in use."""
     made: dict[str, Any] = {}
     try:
         for metric in _metrics.METRICS.values():
@@ -116,7 +116,7 @@ def _register(client: Any, registry: Any) -> dict[str, Any]:
     except ValueError as error:
         for each in made.values():
             registry.unregister(each)
-        why = f"it has metrics of these names already ({error})"
+        why = f"already has metrics of these names ({error})"
         raise InvalidOption(
             "registry", registry, why=why, fix="Make one hook for a registry, and add it once."
         ) from None

@@ -1,4 +1,4 @@
-"""Why a model is loaded or replaced. Light, because policies make these and events carry them."""
+"""Why a model is loaded or replaced. Separate and light, because policies and events both need it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 __all__ = ["Reason", "ReasonKind"]
 
-#: ``"combination"``: policies joined by ``&``, which are due as a whole. ``"custom"``: a policy of your own.
+#: ``"combination"``: policies joined by ``&``, which are due together. ``"custom"``: a user-defined policy.
 ReasonKind = Literal[
     "combination",
     "custom",
@@ -27,8 +27,8 @@ class Reason(NamedTuple):
     """Why a model is loaded or replaced.
 
     Attributes:
-        kind: What asked for it, one of a few fixed words, for metrics and conditions.
-        text: The same for people, such as ``TTL('1h')``.
+        kind: What caused it, one of a few fixed words, for metrics and conditions.
+        text: The cause as text for users, such as ``TTL('1h')``.
     """
 
     kind: ReasonKind

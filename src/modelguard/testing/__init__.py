@@ -1,7 +1,7 @@
-"""For tests of services that use modelguard: what the pytest plugin hands out, and two assertions.
+"""For tests of services that use modelguard: the types of the pytest plugin's fixtures, and two assertions.
 
-Installing modelguard is enough for pytest to find the fixtures ``modelguard_clock``, ``modelguard_loader``,
-``modelguard_off`` and ``modelguard_env`` and the marker ``modelguard_memory``; ``modelguard docs testing`` shows each.
+When modelguard is installed, pytest finds the fixtures ``modelguard_clock``, ``modelguard_loader``, ``modelguard_off``
+and ``modelguard_env`` and the marker ``modelguard_memory``; ``modelguard docs testing`` describes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Clock", "Env", "Finished", "Loader", "Model", "assert_no_growth", "assert_shared_after_fork"]
 
-# pytest loads the plugin in every run, also in those of tests that use nothing of this.
+# Imported on first use, because pytest loads the plugin in every run, even if no test uses it.
 _LATER = {
     "Clock": "_clock",
     "Env": "_env",
@@ -34,5 +34,5 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    value.__module__ = __name__  # the name that users import shows in tracebacks, pickles and the documentation
+    value.__module__ = __name__  # tracebacks, pickles and the documentation show the module that users import
     return value

@@ -1,4 +1,4 @@
-"""``modelguard_clock``: the test sets time, memory and chance, and background work is done when the test looks."""
+"""``modelguard_clock``: the test sets time and memory, jitter is fixed, and background work ends while it waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from modelguard.testing._loader import any_held
 
 __all__ = ["Clock"]
 
-#: Time moves in steps that a float holds exactly, so that a TTL of an hour is over after an hour and not just before.
+#: Time moves in steps that a float represents exactly, so that a TTL of an hour ends after exactly one hour.
 _TICKS = 1024
 #: The ticker checks a guard at most twenty times a second; one ``advance`` checks at most this often.
 _SHORTEST = 0.05
@@ -32,14 +32,14 @@ _START = 100_000_000
 
 
 class Clock:
-    """Time, memory and chance for the guards and pools that a test makes.
+    """Time, memory and randomness for the guards and pools that a test makes.
 
-    It begins at no particular time, with 100 MB of private memory, no memory limit and unlimited headroom. Jitter draws
-    0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes half of its wait, the shortest.
+    It begins at an arbitrary time, with 100 MB of private memory, no memory limit and unlimited headroom. Random jitter
+    is always 0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes its shortest wait, which is half.
 
     Policies, ``defer``, backoffs, ``trim_every`` and the ``ttl`` of pools use this clock. Timeouts of callers stay in
-    real time, because threads really wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``, the timeouts of
-    leases, and all of ``batched``.
+    real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``, the timeouts of
+    leases, and everything in ``batched``.
     """
 
     def __init__(self, test: str) -> None:
@@ -86,7 +86,7 @@ class Clock:
 
     @property
     def limit(self) -> int | None:
-        """The effective memory limit, in bytes; None for none. Guards read it when they are made."""
+        """The effective memory limit in bytes; None for no limit. Guards read it when they are made."""
         return self._limit
 
     @limit.setter
@@ -96,7 +96,7 @@ class Clock:
 
     @property
     def headroom(self) -> int | None:
-        """Bytes that may still be allocated; None for unknown. ``swap="auto"`` decides by it."""
+        """Bytes that may still be allocated; None for unknown. ``swap="auto"`` uses it."""
         return self._headroom
 
     @headroom.setter
@@ -105,13 +105,13 @@ class Clock:
         self._headroom = None if value is None else _units.size(value, "headroom")
 
     def advance(self, duration: _units.Duration) -> None:
-        """Let time pass; ask the policies meanwhile, as a service's ticker does, and finish the reloads that are due.
+        """Let time pass, evaluate the policies meanwhile, like a service's ticker, and finish the due reloads.
 
-        A due reload waits for a pause between calls, up to the guard's ``defer``, and that time passes as well: up to
-        five seconds more for each reload, unless the guard has ``defer=0``.
+        A due reload waits for a pause between calls, up to the guard's ``defer``. This time passes too: up to five more
+        seconds for each reload, unless the guard has ``defer=0``.
 
         Args:
-            duration: Seconds, a ``timedelta``, or text such as ``"1h30m"``; 0 asks the policies now.
+            duration: Seconds, a ``timedelta``, or text such as ``"1h30m"``; 0 evaluates the policies now.
 
         Raises:
             InvalidOption: It is not a duration.
@@ -120,16 +120,16 @@ class Clock:
         seconds = _units.seconds(duration, "duration", zero=True)
         self._require_test("advance()")
         end, least = self._clock() + seconds, max(_SHORTEST, seconds / _CHECKS)
-        self._ask()
+        self._evaluate()
         while (left := end - self._clock()) > 0:
             self._sleep(min(max(self._interval(), least), left))
-            self._ask()
+            self._evaluate()
 
     def settle(self) -> None:
-        """Wait until the reloads that calls have started (by ``Uses`` or ``Errors``) are done.
+        """Wait until the reloads that calls have started (because of ``Uses`` or ``Errors``) have ended.
 
-        It does not wait for work that waits for the test itself: a drain whose call the test keeps open, and a loader
-        that ``modelguard_loader.hold()`` stops.
+        It does not wait for work that itself waits for the test: a drain with a call that the test keeps open, or a
+        loader that ``modelguard_loader.hold()`` has stopped.
 
         Raises:
             TimeoutError: A load did not end within ten real seconds.
@@ -151,7 +151,7 @@ class Clock:
             guarded: The guard, or a function that it decorates.
 
         Raises:
-            InvalidOption: It is neither.
+            InvalidOption: It is neither of them.
         """
         self._require_test("drive()")
         guard: ModelGuard[Any] = guarded if isinstance(guarded, ModelGuard) else guard_of(guarded)
@@ -163,11 +163,11 @@ class Clock:
     # What the fixture calls
 
     def install(self) -> None:
-        """Give guards and pools that are made from now on this clock."""
+        """Use this clock for guards and pools that are made from now on."""
         self._installed.enter_context(runtime.use(lambda: self._runtime))
 
     def end(self) -> None:
-        """End the test: wait for its threads, and move the guards that outlive it to real time."""
+        """End the test: wait for its threads, and move guards that outlive the test to real time."""
         self._installed.close()
         self.settle()
         ahead = self._clock() - time.monotonic()
@@ -184,19 +184,19 @@ class Clock:
                 TICKER.add(engine)
         self._over = True
 
-    # Asking the policies
+    # Evaluating the policies
 
-    def _mine(self) -> list[Engine[Any]]:
-        """The engines of guards that have this clock; pooled models are not checked by a ticker either."""
+    def _engines(self) -> list[Engine[Any]]:
+        """The engines of guards with this clock; pooled models are left out, since a ticker does not check them."""
         return [guard.engine for guard in guards() if guard.engine.guard.runtime is self._runtime]
 
-    def _ask(self) -> None:
-        for engine in self._mine():
+    def _evaluate(self) -> None:
+        for engine in self._engines():
             engine.check()
         self.settle()
 
     def _interval(self) -> float:
-        return min((engine.check_interval() for engine in self._mine()), default=math.inf)
+        return min((engine.check_interval() for engine in self._engines()), default=math.inf)
 
     def _running(self) -> list[threading.Thread]:
         with self._lock:
@@ -228,15 +228,15 @@ class Clock:
                 "modelguard_clock",
                 use,
                 why=f"belongs to {self._test}, which has ended",
-                fix="Ask for the fixture in the test that uses it, and keep it nowhere else.",
+                fix="Request the fixture in each test that uses it, and do not keep it.",
             )
 
 
 class _FreeLock(HostLock):
-    """A host lock that a test always gets at once."""
+    """A host lock that is always free."""
 
     def __init__(self) -> None:
-        """Without a folder: there is no file."""
+        """Make the lock without a folder, since it has no file."""
 
     @contextmanager
     def held(self, **_: object) -> Iterator[Held]:

@@ -1,4 +1,4 @@
-"""``modelguard_env``: a program in a process of its own, under a preset and an allocator."""
+"""``modelguard_env``: runs a program in a separate process, with a preset and an allocator."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ class Finished:
 class Env:
     """Runs programs as ``modelguard run`` does: the variables of a preset are set when the interpreter starts.
 
-    Values that this process has for the preset's own variables, as on a CI machine, are ignored.
+    If this process has its own values for variables of the preset, as on a CI machine, they are ignored.
     """
 
     def __init__(self, test: str) -> None:
@@ -60,29 +60,30 @@ class Env:
         environ: Mapping[str, str] | None = None,
         timeout: _units.Duration = 60.0,
     ) -> Finished:
-        """Run Python source in a fresh interpreter, the one that runs the tests, in the current folder.
+        """Run Python source in a new process of the same interpreter, in the current folder.
 
         Args:
             program: The source; it may be indented as a whole.
             preset: A preset, or names of presets, separated by commas: ``"torch-cpu,low-memory"``.
             allocator: What serves ``malloc``, as for ``modelguard run``.
-            environ: Additional variables. They win over the preset, as a user's own do.
-            timeout: How long it may take. Default: a minute.
+            environ: Additional variables. They take precedence over the preset, like a user's own variables.
+            timeout: How long it may take. Default: one minute.
 
         Returns:
             The finished program.
 
         Raises:
             InvalidOption: The program is empty, there is no such preset, or the allocator is not available.
-            NotSupported: An allocator was named, and nothing can be preloaded here.
-            AssertionError: The program failed or did not end; with what it wrote.
+            NotSupported: An allocator was named, but nothing can be preloaded here.
+            AssertionError: The program failed or did not end; the message contains its output.
         """
         if self._over:
-            why = f"it belongs to {self._test}, which has ended"
-            raise InvalidOption("modelguard_env", program, why=why, fix="Ask for the fixture in the test that uses it.")
+            why = f"belongs to {self._test}, which has ended"
+            fix = "Request the fixture in each test that uses it."
+            raise InvalidOption("modelguard_env", program, why=why, fix=fix)
         if not isinstance(program, str) or not program.strip():
             fix = "Give Python source, such as 'import os; print(os.environ)'."
-            raise InvalidOption("program", program, why="there is nothing to run", fix=fix)
+            raise InvalidOption("program", program, why="must be Python source, and not empty", fix=fix)
         wanted = _preset(preset)
         own = dict(environ or {})
         inherited = {
@@ -99,7 +100,7 @@ class Env:
         return _finished(plan, own, _units.seconds(timeout, "timeout"))
 
     def end(self) -> None:
-        """The test is over."""
+        """End the test."""
         self._over = True
 
 
@@ -107,15 +108,15 @@ def _preset(preset: str | _presets.Preset | None) -> _presets.Preset | None:
     if not isinstance(preset, str):
         if preset is None or isinstance(preset, _presets.Preset):
             return preset
-        fix = "Give the name of a preset, or what presets.get() returns."
-        raise InvalidOption("preset", preset, why=f"it is a {type(preset).__name__}", fix=fix)
+        why = f"must be a preset, not a {type(preset).__name__}"
+        raise InvalidOption("preset", preset, why=why, fix="Give the name of a preset, or the result of presets.get().")
     return reduce(or_, (_presets.get(name.strip()) for name in preset.split(",")))
 
 
 def _finished(plan: _launcher.Plan, own: Mapping[str, str], timeout: float) -> Finished:
     command: Any = [plan.program, *plan.argv[1:]]
     try:
-        done = subprocess.run(  # noqa: S603 - the interpreter that runs this
+        done = subprocess.run(  # noqa: S603 - this interpreter
             command, env=dict(plan.environ), capture_output=True, text=True, check=False, timeout=timeout
         )
     except subprocess.TimeoutExpired as error:

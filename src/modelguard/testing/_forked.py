@@ -23,14 +23,14 @@ from modelguard.sharing._trial import read_until
 
 __all__ = ["assert_shared_after_fork"]
 
-#: Bytes of the smallest model: a forked interpreter copies about as much by running at all.
-_LEAST = 4_000_000
+#: Bytes of the smallest model that can be tested: any forked interpreter copies about this much.
+_SMALLEST = 4_000_000
 _NOISE = 1_000_000
 _COPIED_PART = 0.2
 _COPIED = b"copied "
 _TAIL = 4000
-#: Not a part of any model: they lead from the model to everything else.
-_NOT_THE_MODELS = (type, types.ModuleType, types.FunctionType, types.FrameType, types.CodeType)
+#: Types that are not part of any model, and refer to everything else in the process.
+_NOT_PART_OF_MODEL = (type, types.ModuleType, types.FunctionType, types.FrameType, types.CodeType)
 
 
 def assert_shared_after_fork(
@@ -40,61 +40,62 @@ def assert_shared_after_fork(
     tolerance: int | str | None = None,
     timeout: _units.Duration = 60.0,
 ) -> None:
-    """Fork, read the model in the child, and fail if that made a copy of it in the child.
+    """Fork, read the model in the child, and fail if this has copied the model in the child.
 
-    A :class:`~modelguard.ModelGuard` is prepared for the fork first, as a server's hook would do it, in a child of its
-    own: this process stays unchanged. Any other model is forked as it is. Reading an ordinary Python object writes to
-    it (its reference count), which copies its page; reading arrays and tensors writes nothing.
+    A :class:`~modelguard.ModelGuard` is first prepared for the fork, as a server's hook would do it, in a separate
+    child, so that this process does not change. Any other model is forked without preparation. Reading an ordinary
+    Python object writes to it (to its reference count), which copies its page; reading arrays and tensors writes
+    nothing.
 
     Args:
         model: The model, or its guard.
-        read: Called with the model in the child; it should read all of it, as answering many requests would.
+        read: Called with the model in the child; it should read all of the model, as many requests would.
         tolerance: How much may be copied, such as ``"10 MB"``. Default: a fifth of the model, and at least 1 MB.
-        timeout: How long the child may take. Default: a minute.
+        timeout: How long the child may take. Default: one minute.
 
     Raises:
-        AssertionError: More was copied, or the child failed or hung; with what the child wrote.
-        InvalidOption: ``read`` is not callable, or the model takes less than 4 MB, which is too small to judge.
+        AssertionError: More was copied, or the child failed or hung; the message contains the child's output.
+        InvalidOption: ``read`` is not callable, or the model takes less than 4 MB, which is too small to test.
         NotSupported: This is not Linux, or the memory that a process has written cannot be read.
         LoadFailed: The guard's model could not be loaded.
     """
     __tracebackhide__ = True
     if not callable(read):
         fix = "Give a function of the model, such as lambda model: model('a text')."
-        raise InvalidOption("read", read, why=f"a {type(read).__name__} is not callable", fix=fix)
+        raise InvalidOption("read", read, why=f"must be a function, not a {type(read).__name__}", fix=fix)
     if not sys.platform.startswith("linux"):
-        raise NotSupported("assert_shared_after_fork", reason=f"it needs Linux, and this is {sys.platform}")
+        raise NotSupported("assert_shared_after_fork", reason=f"it requires Linux, and this is {sys.platform}")
     allowed = None if tolerance is None else _units.size(tolerance, "tolerance")
     wait = _units.seconds(timeout, "timeout")
     taken = _size_of(model)
-    if taken < _LEAST:
-        why = f"it takes {_units.format_bytes(taken)}, and a forked child copies about as much by running at all"
+    if taken < _SMALLEST:
+        why = f"takes {_units.format_bytes(taken)}, and any forked child copies about that much"
         raise InvalidOption("model", model, why=why, fix="Test with a model of 4 MB or more.")
     bound = max(_NOISE, int(taken * _COPIED_PART)) if allowed is None else allowed
     copied = _in_child(lambda: _prepared(model, read, wait), wait)
     if copied > bound:
         raise AssertionError(
             f"reading the model copied {_units.format_bytes(copied)} of its {_units.format_bytes(taken)} in a forked "
-            f"child, and {_units.format_bytes(bound)} are allowed. Reading a Python object writes to it, which copies "
-            "its page, frozen or not: keep large data in arrays, or run on CPython 3.12 or newer, where "
+            f"child; {_units.format_bytes(bound)} are allowed. Reading a Python object writes to it, which copies its "
+            "page, even if it is frozen: keep large data in arrays, or use CPython 3.12 or newer, where "
             "prefork.prepare() makes objects immortal"
         )
 
 
 def _prepared(model: Any, read: Callable[[Any], object], timeout: float) -> int:
-    """Runs in a child: do what a server does before it forks, and fork the child that reads."""
+    """Run in a child: do what a server does before it forks, and fork the child that reads."""
     if not isinstance(model, ModelGuard):
         return _copied(model, read)
     from modelguard.sharing import _immortal, _prefork
 
-    # Not "auto", which measures what the load added: in a test's process it may have reused freed memory.
+    # Not "auto", which uses the growth during the load: in a test's process the load may have reused freed memory.
     _prefork.prepare(model, warm_timeout=timeout, immortalize=_immortal.immortalize_unsupported() is None)
     with model.lease() as leased:
         return _in_child(lambda: _copied(leased, read), timeout, leads=False)
 
 
 def _copied(model: Any, read: Callable[[Any], object]) -> int:
-    gc.disable()  # a collection writes to what was not frozen, even without any read
+    gc.disable()  # a collection writes to objects that are not frozen, even without a read
     _memory.private(fresh=True)  # its own code and buffers are copied now
     before = _memory.private(fresh=True)
     read(model)
@@ -104,14 +105,14 @@ def _copied(model: Any, read: Callable[[Any], object]) -> int:
 def _in_child(work: Callable[[], int], timeout: float, *, leads: bool = True) -> int:
     """Fork, and read a number from the child.
 
-    This does not use ``_trial.run``: its watchdog would make the trials hang that ``prefork.prepare`` runs in this
-    child.
+    This does not use ``_trial.run``, because its watchdog would make the trials of ``prefork.prepare`` in this child
+    hang.
     """
     reader, writer = os.pipe()
-    sys.stdout.flush()  # otherwise what is in the buffers is written twice
+    sys.stdout.flush()  # otherwise the content of the buffers is written twice
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a test's process may run threads; the child uses none
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process may have threads, but the child uses none
         pid = os.fork()
     if pid == 0:
         os.close(reader)
@@ -137,7 +138,7 @@ def _answer(work: Callable[[], int], writer: int, *, leads: bool) -> NoReturn:
         if leads:
             os.setpgid(0, 0)  # so that its own children can be killed with it
         os.write(writer, _COPIED + str(work()).encode())
-    except BaseException:  # noqa: BLE001 - the test judges it
+    except BaseException:  # noqa: BLE001 - the parent reports it
         os.write(writer, traceback.format_exc().encode(errors="replace")[-_TAIL:])
     finally:
         os._exit(0)  # no exit handler and no buffer of the test may run twice
@@ -156,10 +157,10 @@ def _graph(model: Any) -> int:
     seen: set[int] = set()
     waiting, total = [model], 0
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen or isinstance(one, _NOT_THE_MODELS):
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, _NOT_PART_OF_MODEL):
             continue
-        seen.add(id(one))
-        total += sys.getsizeof(one, 0)
-        waiting.extend(gc.get_referents(one))
+        seen.add(id(item))
+        total += sys.getsizeof(item, 0)
+        waiting.extend(gc.get_referents(item))
     return total

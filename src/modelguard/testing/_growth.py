@@ -20,16 +20,16 @@ from modelguard.testing import _reading
 
 __all__ = ["assert_no_growth"]
 
-#: Calls of the rounds, in multiples of the first. A leak grows by as much per call in the last as in the first.
+#: Calls of the rounds, in multiples of the first. A leak grows by as much per call in the last round as in the first.
 _ROUNDS = (1, 2, 4, 8)
-#: A round that grows by less than this share of the one before, per call, is no leak but the end of something.
+#: If a round grows by less than this share of the one before, per call, it is not a leak: the growth is ending.
 _PERSISTS = 0.5
-#: What names types and lines in a failure.
+#: How many types of objects, and lines of code, a failure lists.
 _NAMED = 5
 _LINES = 3
 _PAGE = 4096
 _MB = 10**6
-_MALLOC = "given out by malloc"
+_MALLOC = "allocated by malloc"
 
 
 @dataclass
@@ -37,11 +37,11 @@ class _Meter:
     """One way to read memory.
 
     Attributes:
-        name: For the message.
+        name: Its name in the message.
         read: Takes a reading.
         unit: "bytes" or "blocks".
-        noise: Growth of a round up to here is not looked at.
-        per_call: The same for each call of the round: what grows less is not a leak of every call.
+        noise: Growth of a round up to this much is ignored.
+        per_call: Growth per call up to this much is ignored too: it does not come from every call.
         grown: Growth of each round.
     """
 
@@ -53,7 +53,7 @@ class _Meter:
     grown: list[int] = field(default_factory=list)
 
     def persists(self, calls: list[int]) -> bool:
-        """Whether the latest round grew as the ones before it did, call for call."""
+        """Whether the latest round grew by as much per call as the rounds before."""
         latest = self.grown[-1]
         if latest <= max(self.noise, self.per_call * calls[-1]):
             return False
@@ -62,42 +62,44 @@ class _Meter:
         return latest / calls[-1] >= _PERSISTS * self.grown[-2] / calls[-2]
 
     def __str__(self) -> str:
-        told = (_units.format_bytes(one) if self.unit == "bytes" else f"{one:,} blocks" for one in self.grown)
-        return f"{self.name}: +{', +'.join(told)}"
+        amounts = (_units.format_bytes(grown) if self.unit == "bytes" else f"{grown:,} blocks" for grown in self.grown)
+        return f"{self.name}: +{', +'.join(amounts)}"
 
 
 def assert_no_growth(
     fn: Callable[[Any], object], inputs: Iterable[Any], *, calls: int = 100, tolerance: int | str = 32
 ) -> None:
-    """Fail if memory grows with the calls of ``fn``, and say what grew.
+    """Fail if memory grows with the calls of ``fn``, and report what grew.
 
-    After ``calls`` calls to warm up, it is called ``calls``, then 2, 4 and 8 times as often; garbage is collected and
-    free memory given back before each reading. A leak grows in every round, by about as much per call in each. What
-    stops growing, as a cache that has filled up, passes, mostly after the first round. Read are: what ``malloc`` has
-    given out (glibc from 2.33, jemalloc), the blocks of Python's own allocator, and private memory, which alone sees
-    mappings and other allocators, and only what is far larger than a page per call.
+    After ``calls`` calls to warm up, it is called ``calls`` times, then 2, 4 and 8 times as often. Before each reading,
+    garbage is collected and free memory is returned to the system. A leak grows in every round, by about the same
+    amount per call. Growth that stops, as of a cache that fills up, is accepted, usually after the first round. The
+    readings are: what ``malloc`` has allocated (glibc since 2.33, jemalloc), the blocks of Python's own allocator, and
+    private memory. Only private memory includes mappings and other allocators, but it only shows growth of much more
+    than a page per call.
 
-    The whole process is read: other threads that allocate meanwhile are part of it.
+    The readings are of the whole process, so they include what other threads allocate in the meantime.
 
     Args:
-        fn: Called with one input; may be ``async`` (each round then runs on an event loop of its own). A lazy result
-            is read to its end.
-        inputs: What to call it with, over and over; an iterator is read on and never repeated, so a generator can
-            give ever new inputs, which is what models like spaCy's grow by.
+        fn: Called with one input; may be ``async`` (each round then runs on its own event loop). A lazy result is
+            consumed.
+        inputs: The inputs, which are repeated; an iterator is never repeated, so a generator can provide new inputs for
+            every call, which make models like spaCy's grow.
         calls: Calls of the first round.
         tolerance: Bytes that each call may leave, such as ``"1 kB"``. Default: 32 bytes, or half of one Python block.
 
     Raises:
         AssertionError: Memory grew in every round.
-        InvalidOption: ``fn`` cannot be called, ``inputs`` is empty or too short an iterator, or a number makes no
-            sense.
-        WouldDeadlock: ``fn`` is async, and an event loop runs here.
+        InvalidOption: ``fn`` is not callable, ``inputs`` is empty or an iterator that ends too early, or a number is
+            invalid.
+        WouldDeadlock: ``fn`` is async, and an event loop is running here.
     """
     __tracebackhide__ = True
     if not callable(fn):
-        raise InvalidOption("fn", fn, why=f"a {type(fn).__name__} cannot be called", fix="Pass the function itself.")
+        why = f"must be a function, not a {type(fn).__name__}"
+        raise InvalidOption("fn", fn, why=why, fix="Pass the function itself.")
     if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
-        raise InvalidOption("calls", calls, why="it counts calls", fix="Give a whole number such as 100.")
+        raise InvalidOption("calls", calls, why="must be a positive whole number", fix="Give a number such as 100.")
     spare = _units.size(tolerance, "tolerance")
     feed = _feed(inputs)
     run = _runner(fn)
@@ -107,7 +109,7 @@ def assert_no_growth(
     suspects = meters
     for factor in _ROUNDS:
         before = _readings(suspects)
-        run(_take(feed, calls * factor))  # drawn here, because an input that is kept is growth
+        run(_take(feed, calls * factor))  # taken after the first reading, because an input that fn keeps is growth
         after = _readings(suspects)
         rounds.append(calls * factor)
         for meter, was, now in zip(suspects, before, after, strict=True):
@@ -124,8 +126,8 @@ def _meters(spare: int) -> list[_Meter]:
     ]
     if runtime.in_use() is not None:
         found.insert(0, _Meter(_MALLOC, lambda: runtime.in_use() or 0, "bytes", _PAGE, spare))
-    if sys.getallocatedblocks():  # none with PYTHONMALLOC=malloc, where they are malloc's own
-        # A block is 512 bytes at most and some 64 on average, so that is what one is taken for.
+    if sys.getallocatedblocks():  # none with PYTHONMALLOC=malloc, where malloc serves all objects
+        # A block has at most 512 bytes, and about 64 on average, which is used here.
         blocks = max(0.5, spare / 64 - 0.5)
         found.insert(0, _Meter("Python's own blocks", sys.getallocatedblocks, "blocks", 32, blocks))
     return found
@@ -143,13 +145,13 @@ def _feed(inputs: Iterable[Any]) -> Iterator[Any]:
     try:
         reading = iter(inputs)
     except TypeError:
-        why = f"a {type(inputs).__name__} holds no inputs"
+        why = f"must be an iterable, not a {type(inputs).__name__}"
         raise InvalidOption("inputs", inputs, why=why, fix="Give a list of inputs, or a generator.") from None
     if reading is inputs:
         return reading
     kept = list(reading)
     if not kept:
-        raise InvalidOption("inputs", inputs, why="it is empty", fix="Give at least one input.")
+        raise InvalidOption("inputs", inputs, why="must not be empty", fix="Give at least one input.")
     return cycle(kept)
 
 
@@ -157,7 +159,7 @@ def _take(feed: Iterator[Any], count: int) -> list[Any]:
     taken = list(islice(feed, count))
     if len(taken) < count:
         total = 1 + sum(_ROUNDS) + 1
-        why = "it ended too early to tell growth from a warm-up"
+        why = "has too few inputs to distinguish growth from a warm-up"
         raise InvalidOption("inputs", feed, why=why, fix=f"Give an endless generator, or {total} times `calls` inputs.")
     return taken
 
@@ -171,16 +173,16 @@ def _runner(fn: Callable[[Any], object]) -> Callable[[list[Any]], None]:
             raise_on_event_loop("assert_no_growth", "assert_no_growth", "to_thread")
 
             async def all_of_them() -> None:
-                for one in given:
-                    await fn(one)  # type: ignore[misc]
+                for item in given:
+                    await fn(item)  # type: ignore[misc]
 
             asyncio.run(all_of_them())
 
         return run_async
 
     def run(given: list[Any]) -> None:
-        for one in given:
-            result = fn(one)
+        for item in given:
+            result = fn(item)
             if hasattr(type(result), "__next__"):
                 deque(result, maxlen=0)  # type: ignore[call-overload]
             del result
@@ -192,14 +194,14 @@ def _runner(fn: Callable[[Any], object]) -> Callable[[list[Any]], None]:
 
 
 def _what_grew(run: Callable[[], None], calls: int) -> list[str]:
-    """Two more rounds, watched closely: for types of objects, and for lines that allocate."""
+    """Run two more rounds, to find the types of objects that grow, and the lines that allocate."""
     gc.collect()
     types = _types()
     run()
     gc.collect()
     types = _types() - types
-    told = [f"+{count:,} {name}" for name, count in types.most_common(_NAMED) if count >= calls // 2]
-    found = [f"objects: {', '.join(told)}"] if told else []
+    grown = [f"+{count:,} {name}" for name, count in types.most_common(_NAMED) if count >= calls // 2]
+    found = [f"objects: {', '.join(grown)}"] if grown else []
     found += [f"allocated at {place}" for place in _places(run, calls)[:_LINES]]
     return found or ["neither Python's objects nor its allocations: memory of a native library"]
 
@@ -220,16 +222,16 @@ def _places(run: Callable[[], None], calls: int) -> list[str]:
     own = [tracemalloc.Filter(inclusive=False, filename_pattern=file) for file in (tracemalloc.__file__, __file__)]
     changes = after.filter_traces(own).compare_to(before.filter_traces(own), "lineno")
     return [
-        f"{one.traceback[0].filename}:{one.traceback[0].lineno}: +{_units.format_bytes(one.size_diff)}"
-        f" in {one.count_diff:,} blocks"
-        for one in changes
-        if one.count_diff > 0 and one.size_diff >= calls
+        f"{change.traceback[0].filename}:{change.traceback[0].lineno}: +{_units.format_bytes(change.size_diff)}"
+        f" in {change.count_diff:,} blocks"
+        for change in changes
+        if change.count_diff > 0 and change.size_diff >= calls
     ]
 
 
 def _types() -> Counter[str]:
-    objects = gc.get_objects()
-    return Counter(f"{type(one).__module__}.{type(one).__qualname__}".removeprefix("builtins.") for one in objects)
+    kinds = map(type, gc.get_objects())
+    return Counter(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.") for kind in kinds)
 
 
 def _message(fn: Callable[..., object], suspects: list[_Meter], rounds: list[int], grew: list[str]) -> str:

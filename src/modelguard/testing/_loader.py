@@ -1,4 +1,4 @@
-"""``modelguard_loader``: a loader that counts, delays and fails as told, and knows which of its models still live."""
+"""``modelguard_loader``: a loader that counts calls, delays or fails as required, and knows which models are alive."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from modelguard.errors import InvalidOption
 
 __all__ = ["Loader", "Model", "any_held"]
 
-_PATIENCE = 10.0
+#: Real seconds to wait for a load.
+_TIMEOUT = 10.0
 
 _loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
 
 
 class Model:
-    """What a :class:`Loader` makes if it is given nothing else to make.
+    """The model that a :class:`Loader` makes by default.
 
     Attributes:
-        number: 1 for the first that its loader made, and so on.
-        key: What the loader was called with, as a pool calls it; None for a guard's.
+        number: 1 for the first model of its loader, and so on.
+        key: The key with which a pool has called the loader; None in a guard.
     """
 
     def __init__(self, number: int, key: object = None) -> None:
@@ -36,19 +37,19 @@ class Model:
 
 
 class Loader:
-    """Makes models for guards (called with nothing) and pools (called with a key).
+    """Makes models for guards (called without arguments) and pools (called with a key).
 
     Args:
-        make: Makes a model in place of :class:`Model`: your own loader, whose calls are counted and tracked then.
-        sleep: Lets ``delay`` pass, in seconds.
+        make: A loader to call instead of making a :class:`Model`; its calls are counted, and its models are tracked.
+        sleep: Waits for ``delay``, in seconds.
 
     Attributes:
-        calls: How often it was called, failures included.
+        calls: How often it was called, including failures.
     """
 
     def __init__(self, make: Callable[..., Any] | None = None, *, sleep: Callable[[float], None] = time.sleep) -> None:
         if make is not None and not callable(make):
-            why = f"a function is needed, and this is a {type(make).__name__}"
+            why = f"must be a function, not a {type(make).__name__}"
             raise InvalidOption("make", make, why=why, fix="Pass the function itself, without calling it.")
         self.calls = 0
         self._make = make
@@ -56,7 +57,7 @@ class Loader:
         self._delay = 0.0
         self._models: list[weakref.ref[Any]] = []
         self._failures: float = 0
-        self._error: BaseException = OSError("modelguard_loader was told to fail")
+        self._error: BaseException = OSError("modelguard_loader fails because of fail()")
         self._lock = threading.Lock()
         self._reached = threading.Event()
         self._open = threading.Event()
@@ -65,10 +66,10 @@ class Loader:
         _loaders.add(self)
 
     def of(self, make: Callable[..., Any]) -> Loader:
-        """Another loader, which calls ``make`` and shares this one's clock.
+        """Make another loader, which calls ``make`` and shares the clock of this one.
 
         Raises:
-            InvalidOption: ``make`` cannot be called.
+            InvalidOption: ``make`` is not callable.
         """
         return Loader(make, sleep=self._sleep)
 
@@ -90,21 +91,21 @@ class Loader:
             raise InvalidOption(
                 "make",
                 self._make,
-                why=f"it returned a {type(model).__name__}, and no weak reference can tell whether that is alive",
-                fix="Return an object of a class, which holds it.",
+                why=f"returned a {type(model).__name__}, which has no weak references, so it cannot be tracked",
+                fix="Return an object of your own class that contains it.",
             ) from None
         return model
 
     @property
     def alive(self) -> int:
-        """How many of its models exist still. What only a cycle of garbage holds is collected first."""
+        """How many of its models still exist. Garbage is collected first."""
         if any(ref() is not None for ref in self._models):
             gc.collect()
         return sum(ref() is not None for ref in self._models)
 
     @property
     def delay(self) -> float:
-        """Seconds that each load takes; by ``modelguard_clock`` where the test has it, else really. Default 0."""
+        """Seconds that each load takes; of ``modelguard_clock`` if the test uses it, otherwise real. Default 0."""
         return self._delay
 
     @delay.setter
@@ -112,44 +113,45 @@ class Loader:
         self._delay = _units.seconds(value, "delay", zero=True)
 
     def fail(self, times: int | None = 1, *, error: BaseException | None = None) -> None:
-        """Have the next loads fail.
+        """Make the next loads fail.
 
         Args:
-            times: How many; None for all of them. 0 mends it.
-            error: What they raise. Default: an ``OSError``.
+            times: The number of loads; None for all loads. 0 makes loads succeed again.
+            error: The error that they raise. Default: an ``OSError``.
 
         Raises:
-            InvalidOption: ``times`` is no number of loads, or ``error`` is no exception.
+            InvalidOption: ``times`` is not a number of loads, or ``error`` is not an exception.
         """
         if times is not None and (isinstance(times, bool) or not isinstance(times, int) or times < 0):
-            raise InvalidOption("times", times, why="it counts loads", fix="Give a whole number, or None for all.")
+            why = "must be None or a whole number of at least 0"
+            raise InvalidOption("times", times, why=why, fix="Give a whole number, or None for all.")
         if error is not None and not isinstance(error, BaseException):
-            raise InvalidOption("error", error, why="it cannot be raised", fix="Give an exception, as in OSError().")
+            raise InvalidOption("error", error, why="must be an exception", fix="Give an exception, as in OSError().")
         with self._lock:
             self._failures = float("inf") if times is None else times
-            self._error = error or OSError("modelguard_loader was told to fail")
+            self._error = error or OSError("modelguard_loader fails because of fail()")
 
     def hold(self) -> None:
-        """Have loads from now on wait until :meth:`let_go`."""
+        """Make loads wait until :meth:`let_go` is called."""
         self._reached.clear()
         self._open.clear()
 
     def reached(self) -> None:
-        """Wait until a load is held up.
+        """Wait until a load is being held.
 
         Raises:
-            TimeoutError: None came within ten real seconds.
+            TimeoutError: No load began within ten real seconds.
         """
-        if not self._reached.wait(_PATIENCE):
-            raise TimeoutError(f"modelguard_loader: no load began within {_PATIENCE:g} real seconds")
+        if not self._reached.wait(_TIMEOUT):
+            raise TimeoutError(f"modelguard_loader: no load began within {_TIMEOUT:g} real seconds")
 
     def let_go(self) -> None:
-        """Let the loads go on that were held up."""
+        """Let the held loads continue."""
         self._open.set()
 
     @property
     def held(self) -> bool:
-        """Whether a load waits for :meth:`let_go` now."""
+        """Whether a load is waiting for :meth:`let_go`."""
         return self._held > 0 and not self._open.is_set()
 
     def _wait_until_open(self) -> None:
@@ -164,11 +166,11 @@ class Loader:
 
 
 def any_held() -> bool:
-    """Whether a load waits for its test."""
-    return any(one.held for one in tuple(_loaders))
+    """Whether a load is waiting for its test."""
+    return any(loader.held for loader in tuple(_loaders))
 
 
 def let_all_go() -> None:
-    """A test is over: nothing that it held up may be left waiting."""
-    for one in tuple(_loaders):
-        one.let_go()
+    """Let all held loads continue, at the end of a test."""
+    for loader in tuple(_loaders):
+        loader.let_go()

@@ -1,4 +1,4 @@
-"""``modelguard_off``: decorated functions run plain, in the caller's thread, without policies, queues or reloads."""
+"""``modelguard_off``: decorated functions run directly in the caller's thread, without policies, queues or reloads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["off"]
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Run all guarded and batched functions of this process plain inside the block.
+    """Run all guarded and batched functions of this process directly, without their machinery, inside the block.
 
-    A guarded function gets a model that was loaded by a plain call of the loader, at the first use in the block, whose
-    own error is raised; there is no warm-up, no validation and no policy. A batched function is called with a list of
-    one item, and what it raises or returns for that item goes to the caller. At the end, models that were loaded inline
-    are dropped, so that the next use loads in the normal way.
+    For a guarded function, the loader is simply called at the first use in the block, and its own errors are raised;
+    there is no warm-up, no validation and no policy. A batched function is called with a list of one item, and the
+    caller gets its result or error for that item. At the end, models that were loaded in the block are dropped, so that
+    the next use loads in the normal way.
     """
     with guards.inline(), batches.inline():
         yield

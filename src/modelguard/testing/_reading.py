@@ -14,6 +14,6 @@ def trimmed() -> int:
     Raises:
         NotSupported: It cannot be read on this platform.
     """
-    with suppress(NotSupported):  # free memory then counts as held: as growth once, and not in each round
+    with suppress(NotSupported):  # free memory then counts as growth, but only once and not in each round
         _allocator.trim()
     return _memory.private(fresh=True)

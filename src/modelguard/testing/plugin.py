@@ -1,4 +1,4 @@
-"""The pytest plugin. pytest imports it in every run, so it imports what a fixture needs when that is asked for."""
+"""The pytest plugin. pytest imports it in every run, so it imports what a fixture needs only when it is used."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["modelguard_clock", "modelguard_env", "modelguard_loader", "modelguard_off"]
 
 _MARKER = (
-    "modelguard_memory(limit): fail the test if it leaves the process with more private memory than before, by more "
-    "than limit, such as '50 MB'. Garbage is collected and free memory given back first."
+    "modelguard_memory(limit): fail the test if private memory has grown by more than limit, such as '50 MB', at its "
+    "end. Before each reading, garbage is collected and free memory is returned to the system."
 )
 
 
 @pytest.fixture
 def modelguard_clock(request: pytest.FixtureRequest) -> Iterator[Clock]:
-    """Time, memory and chance for the guards and pools that the test makes; nothing sleeps."""
+    """Time, memory and randomness for the guards and pools that the test makes; nothing sleeps."""
     from modelguard.testing._clock import Clock
     from modelguard.testing._loader import let_all_go
 
@@ -35,7 +35,7 @@ def modelguard_clock(request: pytest.FixtureRequest) -> Iterator[Clock]:
 
 @pytest.fixture
 def modelguard_loader(request: pytest.FixtureRequest) -> Iterator[Loader]:
-    """A loader that counts, delays and fails as told, and knows which of its models are alive."""
+    """A loader that counts its calls, delays or fails as the test requires, and knows which models are alive."""
     import time
 
     from modelguard.testing._loader import Loader, let_all_go
@@ -48,10 +48,10 @@ def modelguard_loader(request: pytest.FixtureRequest) -> Iterator[Loader]:
 
 @pytest.fixture
 def modelguard_off(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Guarded and batched functions run plain: in the caller's thread, without policies, queues or reloads."""
+    """Run guarded and batched functions directly in the caller's thread, without policies, queues or reloads."""
     if "modelguard_clock" in request.fixturenames:
         pytest.fail(
-            "modelguard_off takes the policies away that modelguard_clock drives: ask for one of the two",
+            "modelguard_off switches off the policies that modelguard_clock drives: use only one of them",
             pytrace=False,
         )
     from modelguard.testing._off import off
@@ -62,7 +62,7 @@ def modelguard_off(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def modelguard_env(request: pytest.FixtureRequest) -> Iterator[Env]:
-    """Runs a program in a process of its own, under a preset and an allocator."""
+    """Run a program in a separate process, with a preset and an allocator."""
     from modelguard.testing._env import Env
 
     env = Env(request.node.nodeid)
@@ -74,13 +74,13 @@ def modelguard_env(request: pytest.FixtureRequest) -> Iterator[Env]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known, for ``--markers`` and ``--strict-markers``."""
+    """Register the marker, for ``--markers`` and ``--strict-markers``."""
     config.addinivalue_line("markers", _MARKER)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse markers that cannot be meant before any test has run."""
-    if hasattr(config, "workerinput"):  # xdist knows no usage errors of its workers: there the tests fail one by one
+    """Reject invalid markers before any test has run."""
+    if hasattr(config, "workerinput"):  # xdist does not report usage errors of its workers: there each test fails
         return
     wrong = [f"{item.nodeid}: {why}" for item in items for why in _faults(item)]
     if wrong:
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Under xdist, fail a test whose marker cannot be meant."""
+    """Under xdist, fail a test with an invalid marker."""
     if hasattr(item.config, "workerinput"):
         for why in _faults(item):
             pytest.fail(f"{item.nodeid}: {why}", pytrace=False)
@@ -96,7 +96,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Hold a marked test to its limit. What its fixtures set up and take down is not counted."""
+    """Enforce the limit of a marked test. Memory of its fixtures is not counted."""
     mark = item.get_closest_marker("modelguard_memory")
     if mark is None:
         return (yield)
@@ -108,10 +108,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     result = yield
     grown = settled_memory() - before
     if grown > limit:
-        told, allowed = _units.format_bytes(grown), _units.format_bytes(limit)
-        pytest.fail(
-            f"the test leaves {told} more private memory than it found, and {allowed} may be left", pytrace=False
-        )
+        amount, allowed = _units.format_bytes(grown), _units.format_bytes(limit)
+        pytest.fail(f"private memory grew by {amount} during the test; {allowed} are allowed", pytrace=False)
     return result
 
 

@@ -17,7 +17,7 @@ import pytest
 spacy = pytest.importorskip("spacy")
 
 from modelguard import ModelGuard, guard  # noqa: E402 - after the check above
-from modelguard.adapters._spacy_zone import Zone, _zone_of  # noqa: E402
+from modelguard.adapters._spacy_zone import ZoneLock, _zone_of  # noqa: E402
 from modelguard.adapters.spacy import Zoned, zoned  # noqa: E402
 from modelguard.errors import Overloaded  # noqa: E402
 from modelguard.lifecycle.runtime import Runtime  # noqa: E402
@@ -61,8 +61,8 @@ def words_of(zone: Zoned[Nlp]) -> Callable[[str], list[str]]:
 
 def test_turns_come_in_order_of_arrival(english: Nlp) -> None:
     """The first has its turn at once, each other one when the one before it has gone."""
-    zone = Zone()
-    turns = [zone.line_up() for _ in range(3)]
+    zone = ZoneLock()
+    turns = [zone.enqueue() for _ in range(3)]
     for count, _ in enumerate(turns, start=1):
         assert [True] * count + [False] * (3 - count) == [turn.done() for turn in turns]
         zone.open(english)
@@ -73,13 +73,13 @@ def test_turns_come_in_order_of_arrival(english: Nlp) -> None:
 
 def test_a_turn_that_is_given_up_is_passed_on() -> None:
     """Whoever gives up in the queue is left out, and whoever gives up a turn that has come passes it on."""
-    zone = Zone()
-    first, second, third = (zone.line_up() for _ in range(3))
-    zone.give_up(second)
-    zone.give_up(first)
+    zone = ZoneLock()
+    first, second, third = (zone.enqueue() for _ in range(3))
+    zone.withdraw(second)
+    zone.withdraw(first)
     assert [True, False, True] == [turn.done() for turn in (first, second, third)]
-    zone.give_up(third)
-    assert zone.line_up().done()
+    zone.withdraw(third)
+    assert zone.enqueue().done()
 
 
 def test_a_zone_that_cannot_be_opened_passes_the_turn_on(nlp: Guard, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,7 +304,7 @@ def test_without_a_process_id_every_tree_is_shown(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(TreeWatch, "look", look)
     found(monkeypatch, [10, 20], [20, 30, 40])
-    trees = _top.looker(None, None)
+    trees = _top.make_reader(None, None)
     assert [20, 10] == [one.processes[0].pid for one in trees()]
     assert [30, 20] == [one.processes[0].pid for one in trees()]
 

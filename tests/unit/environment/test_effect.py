@@ -11,7 +11,7 @@ import pytest
 
 from modelguard.allocator import AllocatorInForce, Kind
 from modelguard.environment import _knobs
-from modelguard.environment._effect import judge
+from modelguard.environment._effect import effect_of
 from modelguard.environment._knobs import Knob, When
 from modelguard.environment._self import ThisProcess
 from modelguard.errors import NotSupported
@@ -83,7 +83,7 @@ def knob(read_at: When = "any time", name: str = "MINE") -> Knob:
 )
 def test_a_cache_that_exists_has_its_size(cap: Knob, made: History) -> None:
     """Once the cache is made, the variable is too late; the cache's size is the evidence."""
-    state, evidence = judge(cap, None, made)
+    state, evidence = effect_of(cap, None, made)
     assert "too late" == state
     assert "room for 1024 entries" in evidence
 
@@ -91,29 +91,29 @@ def test_a_cache_that_exists_has_its_size(cap: Knob, made: History) -> None:
 @pytest.mark.parametrize("cap", [PRIMITIVES, DESCRIPTORS])
 def test_a_cache_that_does_not_exist_yet(cap: Knob) -> None:
     """Until the cache is made, the variable counts, even long after the import of torch."""
-    state, evidence = judge(cap, None, History())
+    state, evidence = effect_of(cap, None, History())
     assert "applied" == state
     assert "has not been made yet" in evidence
 
 
 def test_a_cache_that_was_made_as_wanted() -> None:
     """A cache of the size that the preset wants is reported as applied."""
-    assert "applied" == judge(PRIMITIVES, "64", History(capacity=64))[0]
-    assert "applied" == judge(PRIMITIVES, None, History(capacity=64))[0]
+    assert "applied" == effect_of(PRIMITIVES, "64", History(capacity=64))[0]
+    assert "applied" == effect_of(PRIMITIVES, None, History(capacity=64))[0]
 
 
 def test_the_users_room_counts_too() -> None:
     """The user's own value is kept where it is in force, and reported where it came too late."""
-    assert "kept" == judge(PRIMITIVES, "8", History(capacity=8))[0]
-    assert "kept" == judge(PRIMITIVES, "8", History())[0]
-    state, evidence = judge(PRIMITIVES, "8", History(capacity=1024))
+    assert "kept" == effect_of(PRIMITIVES, "8", History(capacity=8))[0]
+    assert "kept" == effect_of(PRIMITIVES, "8", History())[0]
+    state, evidence = effect_of(PRIMITIVES, "8", History(capacity=1024))
     assert "too late" == state
     assert "set to '8' inside this process, which does nothing" in evidence
 
 
 def test_a_library_that_cannot_be_inspected() -> None:
     """Where nothing can be seen, the report says so, and does not claim that it is too late."""
-    state, evidence = judge(PRIMITIVES, None, History(tells=False))
+    state, evidence = effect_of(PRIMITIVES, None, History(tells=False))
     assert "applied" == state
     assert "it cannot be seen whether" in evidence
     assert "there are no names" in evidence
@@ -122,55 +122,55 @@ def test_a_library_that_cannot_be_inspected() -> None:
 @pytest.mark.parametrize("variable", [OPENMP, MKL, OPENBLAS])
 def test_threads_are_too_late_once_the_library_is_loaded(variable: Knob) -> None:
     """The file and the number of threads that it uses are the evidence."""
-    assert "applied" == judge(variable, None, History())[0]
-    state, evidence = judge(variable, None, History(threads={"/lib/libgomp.so.1": 8}))
+    assert "applied" == effect_of(variable, None, History())[0]
+    state, evidence = effect_of(variable, None, History(threads={"/lib/libgomp.so.1": 8}))
     assert "too late" == state
     assert "/lib/libgomp.so.1 is loaded and uses 8 threads" in evidence
 
 
 def test_threads_that_are_as_wanted_anyway() -> None:
     """A library that uses the wanted number anyway is fine; another one beside it that does not is reported."""
-    assert "applied" == judge(OPENMP, None, History(threads={"a": 2, "b": 2}))[0]
-    assert "too late" == judge(OPENMP, None, History(threads={"a": 2, "b": 8}))[0]
+    assert "applied" == effect_of(OPENMP, None, History(threads={"a": 2, "b": 2}))[0]
+    assert "too late" == effect_of(OPENMP, None, History(threads={"a": 2, "b": 8}))[0]
 
 
 def test_a_list_of_threads_is_understood() -> None:
     """OpenMP takes a list for nested regions; the first number is the one that is in force."""
-    assert "kept" == judge(OPENMP, "4,2", History(threads={"a": 4}))[0]
+    assert "kept" == effect_of(OPENMP, "4,2", History(threads={"a": 4}))[0]
 
 
 def test_what_was_there_from_the_start_was_in_time() -> None:
     """A number of threads that code changed later does not make the user's variable late."""
     history = History(started_with={"OMP_NUM_THREADS": "4"}, threads={"a": 1})
-    assert "kept" == judge(OPENMP, "4", history)[0]
+    assert "kept" == effect_of(OPENMP, "4", history)[0]
 
 
 def test_exec_knobs_need_an_exec() -> None:
     """A variable that was missing at the program's start has no effect now."""
-    assert ("needs exec", "it was not set when this program started") == judge(ARENAS, None, History())
+    assert ("needs exec", "it was not set when this program started") == effect_of(ARENAS, None, History())
 
 
 def test_exec_knobs_that_were_there() -> None:
     """The preset's value counts as applied, another one as the user's."""
-    assert "applied" == judge(ARENAS, "2", History(started_with={"MALLOC_ARENA_MAX": "2"}))[0]
-    assert "kept" == judge(ARENAS, "5", History(started_with={"MALLOC_ARENA_MAX": "5"}))[0]
+    assert "applied" == effect_of(ARENAS, "2", History(started_with={"MALLOC_ARENA_MAX": "2"}))[0]
+    assert "kept" == effect_of(ARENAS, "5", History(started_with={"MALLOC_ARENA_MAX": "5"}))[0]
 
 
 @pytest.mark.parametrize("before", [{}, {"MALLOC_ARENA_MAX": "9"}])
 def test_an_exec_knob_set_from_inside_is_a_placebo(before: dict[str, str]) -> None:
     """A value set from inside, as by gunicorn's raw_env, is reported as without effect."""
     for value in ("2", "5"):
-        state, evidence = judge(ARENAS, value, History(started_with=before))
+        state, evidence = effect_of(ARENAS, value, History(started_with=before))
         assert "needs exec" == state
         assert f"set to {value!r} inside this process, which does nothing" in evidence
 
 
 def test_a_start_that_cannot_be_read_any_more() -> None:
     """Where the initial variables are gone, a set one counts as applied with a remark; a missing one does not."""
-    state, evidence = judge(ARENAS, "2", History(readable=False))
+    state, evidence = effect_of(ARENAS, "2", History(readable=False))
     assert "applied" == state
     assert "does not show whether" in evidence
-    assert "needs exec" == judge(ARENAS, None, History(readable=False))[0]
+    assert "needs exec" == effect_of(ARENAS, None, History(readable=False))[0]
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def test_a_start_that_cannot_be_read_any_more() -> None:
 )
 def test_a_knob_of_another_allocator(variable: Knob, serves: Kind) -> None:
     """A variable that nothing here reads is not supported; the allocator in force is the evidence."""
-    state, evidence = judge(variable, None, History(malloc=serves))
+    state, evidence = effect_of(variable, None, History(malloc=serves))
     assert "not supported" == state
     assert "/lib/it.so" in evidence
 
 
 def test_a_system_whose_allocator_is_unknown() -> None:
     """Away from Linux the reason is passed on."""
-    assert ("not supported", "this is macOS") == judge(ARENAS, None, History(malloc=None))
+    assert ("not supported", "this is macOS") == effect_of(ARENAS, None, History(malloc=None))
 
 
 @pytest.mark.parametrize(
@@ -194,15 +194,15 @@ def test_a_system_whose_allocator_is_unknown() -> None:
 )
 def test_grpc_reads_as_it_is_imported(forks: bool | None, value: str | None, expected: str) -> None:  # noqa: FBT001
     """Before the import the variable counts; afterwards only what the import found."""
-    assert expected == judge(_knobs.grpc_fork_support(), value, History(grpc=forks))[0]
+    assert expected == effect_of(_knobs.grpc_fork_support(), value, History(grpc=forks))[0]
 
 
 def test_custom_knobs() -> None:
     """A knob that modelguard does not know is set, with a remark on what is unknown."""
-    assert ("applied", "it reads it each time") == judge(knob(), None, History())
-    assert ("kept", "it reads it each time") == judge(knob(), "2", History())
-    assert "cannot be seen" in judge(knob("first use"), None, History())[1]
-    assert "needs exec" == judge(knob("exec"), None, History())[0]
+    assert ("applied", "it reads it each time") == effect_of(knob(), None, History())
+    assert ("kept", "it reads it each time") == effect_of(knob(), "2", History())
+    assert "cannot be seen" in effect_of(knob("first use"), None, History())[1]
+    assert "needs exec" == effect_of(knob("exec"), None, History())[0]
 
 
 def make_proc(folder: Path, *, environ: bytes | None = None, maps: str | None = None) -> ThisProcess:

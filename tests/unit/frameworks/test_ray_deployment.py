@@ -13,7 +13,7 @@ import pytest
 from modelguard import Uses, batched, guard
 from modelguard.errors import GuardClosed, InvalidOption, NotSupported, QueueFull
 from modelguard.frameworks import ray
-from modelguard.frameworks._replacement_turns import Turns
+from modelguard.frameworks._replacement_lock import ReplacementLock
 
 model = guard(dict, reload_on=Uses(2), name="of ray")
 
@@ -144,7 +144,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def make(function: Any, *, tag: str = "r1", least: float = 0.0) -> Any:
         context.replica_tag = tag
         module.function = function  # type: ignore[attr-defined]
-        body = {"reference": "ray_made_up:function", "min_lifetime": least, "patience": 300.0}
+        body = {"reference": "ray_made_up:function", "min_lifetime": least, "replace_timeout": 300.0}
         return type("Made", (ray.Replica,), body)
 
     make.kept = kept  # type: ignore[attr-defined]
@@ -251,8 +251,8 @@ def test_a_store_that_cannot_be_reached_ends_no_replica(replica: Any, monkeypatc
         raise ConnectionError("the head node is away")
 
     async def live() -> None:
-        monkeypatch.setattr(Turns, "arrive", fail)
-        monkeypatch.setattr(Turns, "take", fail)
+        monkeypatch.setattr(ReplacementLock, "release", fail)
+        monkeypatch.setattr(ReplacementLock, "acquire", fail)
         made = await begun(replica(batch_of(Uses(1))))
         assert [1, 1] == [await made(1), await made(1)]
         find_due(made)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from modelguard.frameworks._rolling import PAUSE, Rolling, serves
+from modelguard.frameworks._rolling import RETRY_AFTER, RollingReplacement, serves
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
@@ -55,7 +55,7 @@ class Master:
         self.sent.append((pid, sig))
 
     def manage_workers(self) -> None:
-        raise AssertionError("it is not Rolling's to call")
+        raise AssertionError("it is not RollingReplacement's to call")
 
 
 class Clock:
@@ -78,19 +78,19 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def rolling(master: Master, clock: Clock) -> Rolling:
-    return Rolling(master, patience=10, clock=clock)
+def rolling(master: Master, clock: Clock) -> RollingReplacement:
+    return RollingReplacement(master, timeout=10, clock=clock)
 
 
-def test_nothing_is_done_unasked(master: Master, rolling: Rolling) -> None:
+def test_nothing_is_done_unasked(master: Master, rolling: RollingReplacement) -> None:
     """Without a request no worker is started or ended."""
     rolling.step()
     assert ([1, 2], [], False) == (list(master.WORKERS), master.sent, rolling.surplus)
 
 
-def test_the_old_one_is_ended_only_when_the_fresh_one_serves(master: Master, rolling: Rolling) -> None:
+def test_the_old_one_is_ended_only_when_the_fresh_one_serves(master: Master, rolling: RollingReplacement) -> None:
     """First a fork, then its first sign of life, then the signal, once; one too many is right meanwhile."""
-    rolling.ask(1, "Uses(5)")
+    rolling.request(1, "Uses(5)")
     rolling.step()
     rolling.step()
     assert ([1, 2, 3], [], True) == (list(master.WORKERS), master.sent, rolling.surplus)
@@ -103,10 +103,10 @@ def test_the_old_one_is_ended_only_when_the_fresh_one_serves(master: Master, rol
     assert ([2, 3], False) == (list(master.WORKERS), rolling.surplus)
 
 
-def test_one_at_a_time_in_order(master: Master, rolling: Rolling) -> None:
+def test_one_at_a_time_in_order(master: Master, rolling: RollingReplacement) -> None:
     """The second waits for the end of the first, and each is replaced once however often it asks."""
     for pid in (2, 1, 2):
-        rolling.ask(pid, "new weights")
+        rolling.request(pid, "new weights")
     for old, fresh in ((2, 3), (1, 4)):
         rolling.step()
         assert 3 == len(master.WORKERS)
@@ -118,18 +118,18 @@ def test_one_at_a_time_in_order(master: Master, rolling: Rolling) -> None:
     assert [3, 4] == list(master.WORKERS)
 
 
-def test_who_ended_by_itself_needs_no_replacement(master: Master, rolling: Rolling) -> None:
+def test_who_ended_by_itself_needs_no_replacement(master: Master, rolling: RollingReplacement) -> None:
     """Gunicorn starts another for it; a process it does not know is none of its workers."""
-    rolling.ask(1, "Uses(5)")
-    rolling.ask(99, "a worker's own child")
+    rolling.request(1, "Uses(5)")
+    rolling.request(99, "a worker's own child")
     del master.WORKERS[1]
     rolling.step()
     assert [2] == list(master.WORKERS)
 
 
-def test_no_fork_while_there_is_none_to_be(master: Master, rolling: Rolling) -> None:
+def test_no_fork_while_there_is_none_to_be(master: Master, rolling: RollingReplacement) -> None:
     """During a load the turn waits."""
-    rolling.ask(1, "Uses(5)")
+    rolling.request(1, "Uses(5)")
     rolling.step(may_fork=False)
     assert [1, 2] == list(master.WORKERS)
     rolling.step()
@@ -137,26 +137,26 @@ def test_no_fork_while_there_is_none_to_be(master: Master, rolling: Rolling) -> 
 
 
 def test_a_fresh_one_that_dies_leaves_the_old_one_serving(
-    master: Master, rolling: Rolling, clock: Clock, caplog: pytest.LogCaptureFixture
+    master: Master, rolling: RollingReplacement, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log tells, nobody is ended, and it is tried again after a pause."""
-    rolling.ask(1, "Uses(5)")
+    rolling.request(1, "Uses(5)")
     rolling.step()
     del master.WORKERS[3]
     rolling.step()
     rolling.step()
     assert ([1, 2], [], False) == (list(master.WORKERS), master.sent, rolling.surplus)
     assert "has ended before it could take over" in caplog.text
-    clock.now += PAUSE
+    clock.now += RETRY_AFTER
     rolling.step()
     assert [1, 2, 4] == list(master.WORKERS)
 
 
 def test_a_fresh_one_that_hangs_is_killed(
-    master: Master, rolling: Rolling, clock: Clock, caplog: pytest.LogCaptureFixture
+    master: Master, rolling: RollingReplacement, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After the patience the old one serves on."""
-    rolling.ask(1, "Uses(5)")
+    rolling.request(1, "Uses(5)")
     rolling.step()
     clock.now += 11
     rolling.step()
@@ -165,19 +165,19 @@ def test_a_fresh_one_that_hangs_is_killed(
 
 
 def test_a_system_without_processes_harms_nobody(
-    master: Master, rolling: Rolling, caplog: pytest.LogCaptureFixture
+    master: Master, rolling: RollingReplacement, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A fork that fails is told, and tried again later."""
     master.fails = True
-    rolling.ask(1, "Uses(5)")
+    rolling.request(1, "Uses(5)")
     rolling.step()
     assert ([1, 2], False, False) == (list(master.WORKERS), rolling.surplus, rolling.spawning)
     assert "no more processes" in caplog.text
 
 
-def test_an_end_that_was_not_heard_is_told_again(master: Master, rolling: Rolling, clock: Clock) -> None:
+def test_an_end_that_was_not_heard_is_told_again(master: Master, rolling: RollingReplacement, clock: Clock) -> None:
     """A worker that is still starting loses the signal."""
-    rolling.ask(1, "new weights")
+    rolling.request(1, "new weights")
     rolling.step()
     master.WORKERS[3].lives()
     rolling.step()

@@ -10,7 +10,7 @@ from modelguard import guard, prefork
 from modelguard.errors import InvalidOption
 from modelguard.frameworks import _prefork_options, _workers
 from modelguard.frameworks._prefork_options import PreforkOptions
-from modelguard.frameworks._workers import Board, Workers
+from modelguard.frameworks._workers import SharedState, Workers
 
 
 class Clock:
@@ -41,38 +41,38 @@ def worker(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Workers:
 def test_a_worker_leaves_once_when_a_policy_has_asked_and_it_is_old_enough(worker: Workers, clock: Clock) -> None:
     """Not before its least lifetime, whatever its policies say; and a server that asks twice is told once."""
     clock.now += 60
-    assert not worker.leaves(), "nobody asked"
+    assert not worker.must_end(), "nobody asked"
     worker.begin()
-    worker._ask(("Uses(5)",))
-    assert not worker.leaves()
+    worker._policy_due(("Uses(5)",))
+    assert not worker.must_end()
     clock.now += 10
-    assert [True, False] == [worker.leaves(), worker.leaves()]
+    assert [True, False] == [worker.must_end(), worker.must_end()]
 
 
 def test_new_weights_are_a_reason_to_leave_at_any_age(worker: Workers) -> None:
     """The parent has prepared again: whoever was forked before goes, though no policy of its own is due."""
-    worker._board.edition += 1
-    assert worker.leaves()
+    worker._shared.weights_version += 1
+    assert worker.must_end()
 
 
 def test_workers_leave_one_at_a_time(worker: Workers, clock: Clock) -> None:
     """The next one stays until the replacement of the last has arrived, or has failed to for a minute."""
-    board = worker._board
-    assert [True, False] == [board.leave(clock()), board.leave(clock())]
-    board.arrive()
-    assert board.leave(clock())
+    board = worker._shared
+    assert [True, False] == [board.try_leave(clock()), board.try_leave(clock())]
+    board.worker_started()
+    assert board.try_leave(clock())
     clock.now += 59
-    assert not board.leave(clock())
+    assert not board.try_leave(clock())
     clock.now += 1
-    assert board.leave(clock()), "nobody comes: the others need not wait for ever"
+    assert board.try_leave(clock()), "nobody comes: the others need not wait for ever"
 
 
 def test_a_board_begins_with_the_first_edition_and_nobody_gone() -> None:
     """A fresh board tells nobody to leave."""
-    board = Board()
-    assert 0 == board.edition
-    board.edition = 2**40
-    assert 2**40 == board.edition
+    board = SharedState()
+    assert 0 == board.weights_version
+    board.weights_version = 2**40
+    assert 2**40 == board.weights_version
 
 
 @pytest.mark.parametrize("value", [-1, "soon", None])
@@ -96,7 +96,7 @@ def test_new_weights_are_prepared_once_for_each_load(worker: Workers, monkeypatc
     one.reload()
     worker._renew()
     worker._renew()
-    assert ([one.status().generation], 1) == (prepared, worker._board.edition)
+    assert ([one.status().generation], 1) == (prepared, worker._shared.weights_version)
 
     def refuse(self: PreforkOptions, guards: Any) -> None:
         raise OSError("not now")
@@ -106,4 +106,4 @@ def test_new_weights_are_prepared_once_for_each_load(worker: Workers, monkeypatc
     with pytest.raises(OSError, match="not now"):
         worker._renew()
     worker._renew()
-    assert 1 == worker._board.edition
+    assert 1 == worker._shared.weights_version

@@ -48,7 +48,7 @@ def store(tmp_path: Path) -> WeightsStore:
 def publish(
     store: WeightsStore, content: bytes, key: str | None = None, form: Raw | None = None
 ) -> tuple[Manifest, bool]:
-    with store.turn(0):
+    with store.locked(0):
         return store.write(form or Raw(), content, key=key)
 
 
@@ -224,22 +224,22 @@ class TestTurns:
         second = WeightsStore(store.path, clock=lambda: now[0], sleep=sleep)
         for patience in (7, 700):
             now[0] = 0.0
-            with store.turn(0), pytest.raises(PublishFailed, match=f"for {patience} s"), second.turn(patience):
+            with store.locked(0), pytest.raises(PublishFailed, match=f"for {patience} s"), second.locked(patience):
                 pass
             assert patience == pytest.approx(now[0], abs=0.1)
 
     def test_a_second_publisher_has_its_turn_when_the_first_is_done(self, store: WeightsStore) -> None:
         """A waiting publisher continues as soon as the other has finished."""
-        first = store.turn(0)
+        first = store.locked(0)
         first.__enter__()
         second = WeightsStore(store.path, clock=lambda: 0.0, sleep=lambda _: first.__exit__(None, None, None))
-        with second.turn(1):
+        with second.locked(1):
             second.write(Raw(), b"two", key=None)
         assert b"two" == data_of(store).read_bytes()
 
     def test_other_paths_do_not_wait(self, store: WeightsStore, tmp_path: Path) -> None:
         """Each path has a turn of its own."""
-        with store.turn(0), WeightsStore(tmp_path / "other").turn(0):
+        with store.locked(0), WeightsStore(tmp_path / "other").locked(0):
             pass
 
 

@@ -27,18 +27,18 @@ class _Own(Policy):
 def test_every_event_counts() -> None:
     """No kind of event is left out, so a new one has to be given a metric."""
     kinds = {kind for kind in vars(telemetry.events).values() if isinstance(kind, type) and issubclass(kind, Event)}
-    assert kinds - {Event} == {type(event) for event in EVERY if _metrics.of(event)}
+    assert kinds - {Event} == {type(event) for event in EVERY if _metrics.measures_of(event)}
 
 
 def test_every_metric_is_told_by_some_event() -> None:
     """A metric that nothing ever writes would look like a service without troubles."""
-    assert set(METRICS) == {measure.name for event in EVERY for measure in _metrics.of(event)}
+    assert set(METRICS) == {measure.name for event in EVERY for measure in _metrics.measures_of(event)}
 
 
 def test_labels_have_the_values_that_they_were_given() -> None:
     """The second label's value is one of a fixed few, and is there where the metric has such a label."""
     for event in EVERY:
-        for measure in _metrics.of(event):
+        for measure in _metrics.measures_of(event):
             metric = METRICS[measure.name]
             assert measure.value in (metric.values or (None,)), (event, measure)
 
@@ -89,7 +89,7 @@ def test_a_first_increase_can_be_seen() -> None:
     assert {"predict"} == {labels[0] for _, labels, _ in seen}, "nothing of guards"
     told = len(seen)
     recorder(REFUSED)
-    assert len(_metrics.of(REFUSED)) == len(seen) - told, "zeros are told once"
+    assert len(_metrics.measures_of(REFUSED)) == len(seen) - told, "zeros are told once"
 
 
 def test_an_event_in_the_middle_of_another_waits() -> None:

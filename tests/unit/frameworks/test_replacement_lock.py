@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelguard.frameworks._replacement_turns import Turns
+from modelguard.frameworks._replacement_lock import ReplacementLock
 
 
 class Shared:
@@ -45,31 +45,31 @@ class World:
         self.now = 0.0
         self.store = Shared()
 
-    def process(self, name: str) -> Turns:
-        return Turns(self.store, "app/count", name, patience=60, clock=lambda: self.now)
+    def process(self, name: str) -> ReplacementLock:
+        return ReplacementLock(self.store, "app/count", name, timeout=60, clock=lambda: self.now)
 
 
 def test_one_leaves_at_a_time() -> None:
     """The process that has the turn keeps it, and the others wait."""
     world = World()
     a, b = world.process("a"), world.process("b")
-    assert [True, False, True] == [a.take(), b.take(), a.take()]
+    assert [True, False, True] == [a.acquire(), b.acquire(), a.acquire()]
 
 
 def test_the_next_may_leave_when_a_successor_has_arrived() -> None:
     """The successor of the process that left passes the turn on."""
     world = World()
     a, b = world.process("a"), world.process("b")
-    assert a.take()
-    world.process("successor of a").arrive()
-    assert b.take()
-    assert not a.take()
+    assert a.acquire()
+    world.process("successor of a").release()
+    assert b.acquire()
+    assert not a.acquire()
 
 
 def test_arrivals_without_anybody_leaving_change_nothing() -> None:
     """The first replicas of a deployment succeed nobody."""
     world = World()
-    world.process("a").arrive()
+    world.process("a").release()
     assert {} == world.store.entries
 
 
@@ -77,28 +77,28 @@ def test_a_successor_that_never_comes_does_not_block_the_turn() -> None:
     """After the patience of the process that waits, by its own clock, the turn is free."""
     world = World()
     a, b = world.process("a"), world.process("b")
-    assert a.take()
-    assert not b.take()
+    assert a.acquire()
+    assert not b.acquire()
     world.now = 59.9
-    assert not b.take()
+    assert not b.acquire()
     world.now = 60
-    assert b.take()
-    assert not a.take()
+    assert b.acquire()
+    assert not a.acquire()
 
 
 def test_patience_counts_from_when_the_turn_was_taken() -> None:
     """If another process took the turn meanwhile, the wait starts again."""
     world = World()
     a, b, c = (world.process(name) for name in "abc")
-    assert a.take()
-    assert not c.take()
+    assert a.acquire()
+    assert not c.acquire()
     world.now = 30
-    world.process("successor of a").arrive()
-    assert b.take()
+    world.process("successor of a").release()
+    assert b.acquire()
     world.now = 61
-    assert not c.take()
+    assert not c.acquire()
     world.now = 121
-    assert c.take()
+    assert c.acquire()
 
 
 def test_two_that_come_at_the_same_time_do_not_both_get_it() -> None:
@@ -106,18 +106,18 @@ def test_two_that_come_at_the_same_time_do_not_both_get_it() -> None:
     world = World()
     a, b = world.process("a"), world.process("b")
     got = []
-    world.store.between = lambda: got.append(b.take())
-    assert ([True], False) == (got, a.take())  # evaluated in order: b is inside of a's
+    world.store.between = lambda: got.append(b.acquire())
+    assert ([True], False) == (got, a.acquire())  # evaluated in order: b is inside of a's
 
 
 def test_an_entry_that_is_deleted_before_it_is_read_is_no_problem() -> None:
     """The later entry that replaced it counts."""
     world = World()
     a, b, c = (world.process(name) for name in "abc")
-    assert a.take()
-    world.store.between = lambda: (world.process("successor of a").arrive(), b.take())
-    assert not c.take()
-    assert b.take()
+    assert a.acquire()
+    world.store.between = lambda: (world.process("successor of a").release(), b.acquire())
+    assert not c.acquire()
+    assert b.acquire()
 
 
 def test_a_deleted_number_is_not_used_again() -> None:
@@ -126,21 +126,21 @@ def test_a_deleted_number_is_not_used_again() -> None:
     a, b, c = (world.process(name) for name in "abc")
 
     def meanwhile() -> None:
-        assert a.take()
-        world.process("successor of a").arrive()
-        assert b.take()
+        assert a.acquire()
+        world.process("successor of a").release()
+        assert b.acquire()
 
     world.store.between = meanwhile
-    assert not c.take()
+    assert not c.acquire()
     assert ["b"] == list(world.store.entries.values())
 
 
 def test_groups_are_independent() -> None:
     """Each deployment has turns of its own, even if one name is a prefix of another."""
     world = World()
-    assert Turns(world.store, "app/count", "a", patience=60).take()
-    assert Turns(world.store, "app/count2", "b", patience=60).take()
-    assert Turns(world.store, "app", "c", patience=60).take()
+    assert ReplacementLock(world.store, "app/count", "a", timeout=60).acquire()
+    assert ReplacementLock(world.store, "app/count2", "b", timeout=60).acquire()
+    assert ReplacementLock(world.store, "app", "c", timeout=60).acquire()
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["take", "arrive"]), st.booleans()), max_size=30))

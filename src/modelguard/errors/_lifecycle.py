@@ -1,0 +1,119 @@
+"""Errors of guards, pools and their models."""
+
+from __future__ import annotations
+
+from modelguard.errors._base import ModelGuardError, ModelGuardWarning, Overloaded, shortened
+
+__all__ = [
+    "EscapedResult",
+    "LoadFailed",
+    "LoadTimeout",
+    "ModelRejected",
+    "ModelTooLarge",
+    "PolicyNeverFires",
+    "Reloading",
+    "UnhashableKey",
+]
+
+
+class LoadFailed(ModelGuardError, RuntimeError):
+    """No model could be loaded. The loader's own error is the ``__cause__``.
+
+    Attributes:
+        guard: The guard's name.
+        reason: The failure in one line.
+        attempt: How many loads have failed in a row.
+        retry_after: Seconds until the next attempt; until then calls fail immediately.
+    """
+
+    def __init__(self, guard: str, reason: str, *, attempt: int = 1, retry_after: float = 0.0) -> None:
+        super().__init__(f"guard {guard!r} has no model: {reason} (attempt {attempt}, next in {retry_after:.1f} s)")
+        self.guard = guard
+        self.reason = reason
+        self.attempt = attempt
+        self.retry_after = retry_after
+
+    def again(self, retry_after: float) -> LoadFailed:
+        """Copy this error for another caller: one exception object must not be raised in two threads."""
+        return type(self)(self.guard, self.reason, attempt=self.attempt, retry_after=retry_after)
+
+
+class LoadTimeout(LoadFailed, TimeoutError):
+    """The loader took longer than ``load_timeout``, and was abandoned."""
+
+
+class ModelRejected(LoadFailed):
+    """The loader returned None, or ``validate`` rejected what it returned."""
+
+
+class Reloading(Overloaded, TimeoutError):
+    """The call timed out while it waited for a model that is being loaded or replaced.
+
+    Attributes:
+        guard: The guard's name.
+        waited: Seconds that the call waited.
+    """
+
+    def __init__(self, guard: str, *, waited: float, retry_after: float = 1.0) -> None:
+        super().__init__(
+            f"guard {guard!r} had no model to serve after {waited:.1f} s of waiting", retry_after=retry_after
+        )
+        self.guard = guard
+        self.waited = waited
+
+
+class ModelTooLarge(ModelGuardError, RuntimeError):
+    """One model alone is larger than the pool's whole budget.
+
+    Attributes:
+        key: ``repr`` of the model's key.
+        model_bytes: The model's size.
+        max_memory: The pool's budget in bytes.
+    """
+
+    def __init__(self, key: object, *, model_bytes: int, max_memory: int) -> None:
+        super().__init__(
+            f"model {shortened(key)} takes {model_bytes / 1e6:.0f} MB and the pool's budget is "
+            f"{max_memory / 1e6:.0f} MB; raise max_memory or serve this model from a guard of its own"
+        )
+        self.key = shortened(key)
+        self.model_bytes = model_bytes
+        self.max_memory = max_memory
+
+
+class UnhashableKey(ModelGuardError, TypeError):
+    """A pool key that cannot be hashed.
+
+    Attributes:
+        key: ``repr`` of the key.
+    """
+
+    def __init__(self, key: object) -> None:
+        super().__init__(
+            f"pool key {shortened(key)} of type {type(key).__name__} cannot be hashed; "
+            "use a string, a number or a tuple"
+        )
+        self.key = shortened(key)
+
+
+class EscapedResult(ModelGuardError, RuntimeError):
+    """A result still points into memory that is freed when the call ends.
+
+    Attributes:
+        function: The function that returned it.
+        path: The place in the result, such as ``result[0].ents``.
+        kind: The type of the object there.
+    """
+
+    def __init__(self, function: str, *, path: str, kind: str) -> None:
+        super().__init__(
+            f"{function}() returned a {kind} at {path}, which points into a memory zone that is closed after the call; "
+            "return plain values (strings, numbers, lists of them) instead"
+        )
+        self.function = function
+        self.path = path
+        self.kind = kind
+
+
+class PolicyNeverFires(ModelGuardWarning):
+    """A policy that can never become due."""
