@@ -22,8 +22,9 @@ _SERVERS: dict[str, tuple[str, ...]] = {
     "uwsgi": ("-w", "--module", "--wsgi", "--wsgi-file"),
 }
 
-#: ``package.module:app``; unlike an address, what follows the colon is a name.
-_APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(?:\(\))?")
+#: ``package.module:app``; unlike an address, what follows the colon is a name. ``-c python:module`` of gunicorn is a
+#: configuration.
+_APP = re.compile(r"(?!python:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(?:\(\))?")
 
 
 def process_name(command: Sequence[str]) -> str:
