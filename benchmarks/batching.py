@@ -349,7 +349,7 @@ def main() -> None:
         _common.bars(left, floor, title, axis="times the floor (one future for each request)", prefix=beside)
         shown = [row for row in rows if row.name.startswith(("lone", "300 req/s, p50 /", "2x overload, capacity"))]
         near = [row for row in shown if row.figure < _FAR]
-        _common.bars(right, near, "One request at a time; moderate load; overload", axis="ratio; lower is better")
+        _common.bars(right, near, "Single requests; 300 requests a second; overload", axis="ratio; lower is better")
 
     bench.finish(
         rows, draw, size=(15, 6), notes=notes, crowd=crowd, lone=lone, sync=sync, median=median, goodput=goodput

@@ -98,6 +98,12 @@ class Guarded:
                 return fresh(text)
 
         self.call: Callable[[str], object] = call
+        self._model = model
+
+    def join(self) -> None:
+        """Wait for the reload under way: what it runs does not survive the end of the interpreter."""
+        while self._model.status().state == "reloading":
+            time.sleep(0.05)
 
     def _note(self, event: telemetry.Event) -> None:
         now = time.perf_counter()
@@ -178,8 +184,7 @@ def work(kind: str, threads: int, way: str) -> dict[str, list[Any]]:
     load, text, uses = (load_spacy, TEXT, 80) if spacy else (load_minilm, ENGLISH, 300)
     side = (Guarded if way == "guard" else Naive)(load, turn, text, uses)
     calls = drive(side, text, threads=threads, gaps=spacy)
-    if isinstance(side, Naive):
-        side.join()
+    side.join()
     spans = list(zip(side.loads, side.releases, strict=False))
     busy = [(load[0] - MARGIN, release[1] + MARGIN) for load, release in spans]
     steady = [end - begin for begin, end in calls[WARM:] if not any(meeting([(begin, end)], span) for span in busy)]

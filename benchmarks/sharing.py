@@ -362,7 +362,7 @@ def main() -> None:
             missing.append(subject.title)
             continue
         found[name] = {}
-        for way in ("prepare",) if benchmark.quick else FORKED:
+        for way in ("preload", "prepare") if benchmark.quick else FORKED:
             print(f"{subject.title}, {WAYS[way]} ...", flush=True)
             count = requests[name] if way == "prepare" else 0
             found[name][way] = _common.fresh(__file__, name, way, str(workers), str(count))
