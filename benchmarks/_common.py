@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def figure(self) -> float:
-        """What is held against the target."""
+        """What is compared with the target."""
         return max(self.values) if self.worst else statistics.median(self.values)
 
     @property
@@ -114,7 +114,7 @@ HEADER = ("figure", "target", "measured", "quartiles", "min .. max", "n", "")
 
 
 class Benchmark:
-    """One script: reads the command line, says where it runs, and at the end prints and writes what it found."""
+    """One script: reads the command line, shows the machine, and in the end prints and writes the results."""
 
     def __init__(self, name: str, title: str) -> None:
         parser = argparse.ArgumentParser(prog=f"benchmarks/{name}.py", description=title)
@@ -169,8 +169,16 @@ def _paint(draw: Callable[[Figure], None], path: Path, size: tuple[float, float]
         figure.savefig(path)
 
 
-def bars(axes: Axes, rows: Sequence[Row], title: str) -> None:
-    """One horizontal bar per row: its figure, a whisker over its quartiles, and a line at its target."""
+def bars(axes: Axes, rows: Sequence[Row], title: str, *, axis: str, prefix: str = "") -> None:
+    """One horizontal bar per row: its figure, a whisker over its quartiles, and a dashed line at its target.
+
+    Args:
+        axes: Where to draw.
+        rows: All in the same unit.
+        title: What the picture shows.
+        axis: What the bars measure, and in which unit.
+        prefix: The beginning that all names have in common, which the title says already.
+    """
     for place, row in enumerate(rows):
         low, high = row.quartiles
         axes.barh(place, row.figure, height=0.6, color=OURS if row.ours else PEER)
@@ -179,17 +187,64 @@ def bars(axes: Axes, rows: Sequence[Row], title: str) -> None:
         axes.annotate(f" {number(row.figure)} {row.unit}", (right, place), va="center", fontsize=9)
         if row.target is not None:
             axes.vlines(row.target, place - 0.42, place + 0.42, color="black", linestyle="--", linewidth=1.2)
-    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.set_yticks(range(len(rows)), [row.name.strip().removeprefix(prefix) for row in rows])
     axes.tick_params(axis="y", labelcolor="black")
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.15)
-    axes.set_xlabel(rows[0].unit)
+    axes.set_xlabel(f"{axis}; dashed: target" if any(row.target is not None for row in rows) else axis)
     axes.set_title(title)
 
 
+def label(axes: Axes, points: Sequence[tuple[float, float, str]], *, size: int = 9) -> None:
+    """Write a text beside each point, where it covers no other text or point and does not leave the axes.
+
+    Args:
+        axes: Where the points are, with its final limits.
+        points: Each with its place in data and its text.
+        size: Of the text, in points.
+    """
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.draw_without_rendering()  # type: ignore[union-attr] # sizes are known only after the layout
+    places = [axes.transData.transform((x, y)) for x, y, _ in points]
+    pixel = 72 / figure.dpi  # offsets are in points, places in pixels
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    for (x, y), (*place, text) in zip(places, points, strict=True):
+        wide, high = len(text) * size * 0.62 / pixel, size * 1.2 / pixel
+        for right, up in _around(wide, high):
+            box = (x + right, y + up - high / 2, x + right + wide, y + up + high / 2)
+            inside = axes.bbox.x0 < box[0] and box[2] < axes.bbox.x1
+            if inside and not any(_overlap(box, other) for other in taken):
+                break
+        taken.append(box)
+        axes.annotate(
+            text,
+            place,
+            xytext=(right * pixel, up * pixel),
+            textcoords="offset points",
+            fontsize=size,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5} if abs(up) > high else None,
+        )
+
+
+Box = tuple[float, float, float, float]
+
+
+def _around(wide: float, high: float) -> Iterator[tuple[float, float]]:
+    """Where a text may begin, from a point: right of it, left of it, and then further and further above and below."""
+    for rise in (0.0, 1.0, -1.0, 2.0, -2.0, 3.0, -3.0):
+        yield 8, rise * high
+        yield -8 - wide, rise * high
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
 def number(value: float) -> str:
-    """Three digits that count."""
+    """Three significant digits, but no digits after the decimal point from 100 on."""
     size = abs(value)
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"  # noqa: PLR2004
 
@@ -203,7 +258,7 @@ def table(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what this runs."""
+    """The machine, the interpreter and the versions of this run."""
     packages = ("modelguard-lifecycle", "cachetools", "wrapt", "psutil", "spacy", "ja-ginza", "torch", "transformers")
     versions = {}
     for package in packages:
@@ -226,11 +281,11 @@ def describe(found: dict[str, Any]) -> str:
     return f"{found['python']}, {found['system']}, {found['cores']} cores{load}\n{versions}"
 
 
-# Fresh processes: memory once taken by one variant must not help or harm the next.
+# Fresh processes: memory that one variant has taken must not affect the next.
 
 
 def job() -> list[str] | None:
-    """What this process was started for by :func:`fresh`, None if it is the benchmark itself."""
+    """The job for which :func:`fresh` started this process, None if it is the benchmark itself."""
     return sys.argv[2:] if sys.argv[1:2] == ["--job"] else None
 
 
@@ -238,7 +293,7 @@ def fresh(script: str, *words: str, **environment: str) -> Any:
     """Run ``script`` again in a process of its own, for the job that ``words`` name, and return its answer."""
     command = [sys.executable, script, "--job", *words]
     with tempfile.TemporaryDirectory() as folder:
-        # A reload slot of its own: a service on the same machine must not make it wait.
+        # A host lock of its own: a service on the same machine must not make it wait.
         variables = {**os.environ, "MODELGUARD_RUNTIME_DIR": folder, **environment}
         done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -263,6 +318,6 @@ def slope(values: Sequence[float]) -> tuple[float, float]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of all values lie."""
+    """The value below which this share of all values lies."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]

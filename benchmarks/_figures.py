@@ -1,7 +1,7 @@
-"""The page of figures: made of the JSON files that a run of the benchmarks leaves behind.
+"""The page of figures: made from the JSON files that a run of the benchmarks writes.
 
-What was promised stands in :data:`PROMISES`, one entry for each figure, and is looked up among the rows that the
-benchmarks wrote. A figure without a row is said to be missing: nothing on the page is written by hand.
+:data:`PROMISES` lists the targets, one entry for each figure. Each is looked up among the rows that the benchmarks
+wrote, and is marked as not measured if there is none: nothing on the page is written by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import _common
 
 
 class NoFigures(Exception):
-    """There is nothing to make a page of, or it must not be made of this."""
+    """There are no files to make a page from, or they must not be published."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Promise:
     """One figure that the project set out to reach.
 
     Attributes:
-        what: The figure, in words.
-        target: What was to be reached, in words.
+        what: What is measured.
+        target: The target.
         benchmark: Which benchmark measures it, None if none does.
         rows: Which of its rows, as a regular expression that matches from the beginning.
-        missed: Where the page says why, if it is missed for a known reason: a link below docs/.
-        otherwise: What to say in place of a figure that nothing measures.
+        missed: If the target is missed for a known reason, where that is explained: a link below docs/.
+        otherwise: What the page shows if there is no figure.
     """
 
     what: str
@@ -42,100 +42,107 @@ class Promise:
     otherwise: str = "not in this run"
 
 
-_LATER = "not measured: isolate is still to be built"
+_LATER = "not measured: isolate does not exist yet"
 
 PROMISES = (
     Promise(
-        "a guarded call over a bare wrapt decorator",
-        "at most 400 ns more",
+        "extra time of a guarded call, compared with a bare wrapt decorator",
+        "at most 400 ns",
         "call_overhead",
         r"guarded (function|method|async) over bare wrapt",
         missed="decisions.md#a-guarded-function-costs-300-ns-a-method-600-a-coroutine-2300",
     ),
     Promise(
-        "import modelguard over importing its three dependencies",
+        "extra time of `from modelguard import guard`, after its three dependencies",
         "at most 15 ms",
         "import_cost",
-        r"import modelguard, after its dependencies",
+        r"from modelguard import guard, after its dependencies",
     ),
     Promise(
-        "50 reloads of ja_ginza: memory between copies over the bare process",
-        "at most 50 MB, and no trend",
+        "50 reloads of ja_ginza: private memory between two copies, above that of the bare process",
+        "at most 50 MB, no trend",
         "reload_ja_ginza",
         r"(between copies: modelguard|slope over)",
         missed="decisions.md#a-guards-loads-run-in-one-kept-thread",
     ),
     Promise(
-        "bursty ja_ginza: longest call while a copy loads over the steady p99",
+        "ja_ginza, calls in bursts: longest call during a load, relative to the p99 of all other calls",
         "at most 2",
         "reload_stall",
         r"bursty ja_ginza.*: modelguard",
     ),
     Promise(
-        "MiniLM without gaps: the same",
+        "the same for MiniLM, calls without gaps",
         "at most 4",
         "reload_stall",
         r"gapless MiniLM.*: modelguard",
         missed="decisions.md#a-load-keeps-all-its-native-threads",
     ),
     Promise(
-        "story 1, 6,000 texts: growth, and what it costs",
-        "at most 40 MB and flat, at most 2 % of throughput",
+        "story 1, 6,000 texts: growth of memory, and its price",
+        "at most 40 MB and flat; at most 2 % of throughput",
         "spacy_growth",
         r"(largest growth|lowest in second half|CPU time): zoned",
     ),
     Promise(
-        "story 2, ever new lengths: growth and CPU time over doing nothing",
-        "at most 40 MB, at no more CPU time",
+        "story 2, many input lengths: growth of memory, and CPU time compared with doing nothing",
+        "at most 40 MB and no extra CPU time",
         "torch_dynamic_shapes",
         r"(growth|CPU time): bucketed$",
     ),
     Promise(
-        "batched, a no-op model, 64 clients: the one-future floor over it, and Ray Serve's batcher over it",
-        "at least 0.8 of the floor, at least 3 times Ray's: ratios of at most 1.25 and 0.33",
+        "story 3, a no-op model and 64 clients: rate of the floor, and of Ray Serve's batcher, relative to `batched`",
+        "at least 0.8 of the floor's rate and 3 times Ray's: ratios of at most 1.25 and 0.33",
         "batching",
         r"no-op, (floor|Ray Serve's batcher.*) / modelguard",
         missed="decisions.md#half-of-the-floor-not-08",
     ),
-    Promise("a lone request over asyncio.to_thread", "at most 1.1", "batching", r"lone, modelguard / to_thread"),
     Promise(
-        "overload at twice the capacity: the capacity over answers inside the deadline",
-        "0.97 of the capacity in time: a ratio of at most 1.03",
+        "story 3, one request at a time: time relative to asyncio.to_thread",
+        "at most 1.1",
+        "batching",
+        r"lone, modelguard / to_thread",
+    ),
+    Promise(
+        "story 3, load of twice the capacity: capacity relative to the rate of answers before the deadline",
+        "answers in time at 0.97 of the capacity: a ratio of at most 1.03",
         "batching",
         r"2x overload, capacity / in time, modelguard",
     ),
     Promise(
-        "a parent and 8 workers on 300 MB of objects, all of it read, CPython 3.12 or newer: copies",
+        "story 4, a parent and 8 workers with 300 MB of objects, all read, CPython 3.12 or newer: copies",
         "at most 1.05",
         "sharing",
         r"300 MB of objects, every object read: prefork\.prepare",
         missed="decisions.md#106-copies-not-105",
-        otherwise="not in this run: it takes CPython 3.12 or newer",
+        otherwise="not in this run: needs CPython 3.12 or newer",
     ),
     Promise(
-        "the same with 500 MB of tensors, forked, and under a server that spawns",
+        "the same with 500 MB of tensors: forked workers, and workers that uvicorn spawns",
         "at most 1.1",
         "sharing",
-        r"tensors(, uvicorn)?: (prefork\.prepare|sharing\.weights)",
+        r"tensors(, uvicorn)?: (prefork\.prepare|weights\.load)",
     ),
     Promise(
-        "a worker recycled by a fork, from the order to its first answer, over a reload of the model",
+        "a worker replaced by a fork: time from the order to its first answer, relative to a reload in the worker",
         "at most 1/20",
         "recycling",
         r"recycled by fork / reloaded",
         missed="decisions.md#a-fork-takes-a-twelfth-of-a-reload-not-a-twentieth",
     ),
-    Promise("isolate, small arguments, over a bare Connection", "at most 2", None, otherwise=_LATER),
-    Promise("isolate, 6 MB array, over the same Connection", "at most 0.3", None, otherwise=_LATER),
+    Promise("isolate, small arguments: time relative to a bare Connection", "at most 2", None, otherwise=_LATER),
+    Promise("isolate, 6 MB array: time relative to the same Connection", "at most 0.3", None, otherwise=_LATER),
 )
 
 _HEAD = """\
 # Figures
 
-What the project set out to reach, and what was measured. Made by `make bench` (`python -m benchmarks --page`) of the
-files that the benchmarks write; nothing on this page is written by hand. Only differences and ratios within one run
-mean anything: absolute times drift with the machine. How to read the tables, and what each script counts:
-`benchmarks/README.md`.
+The targets of the project, met or missed, and what was measured. `make bench` (`python -m benchmarks --page`) makes
+this page from the files that the benchmarks write; nothing here is written by hand. Compare figures within one run
+only: absolute times vary with the machine. `benchmarks/README.md` explains the tables and what each script counts.
+
+The stories are four services from practice: (1) spaCy and texts full of new words, (2) torch on CPUs and inputs of many
+lengths, (3) many clients and one model, (4) many workers, each with a copy of the model.
 """
 
 
@@ -143,30 +150,30 @@ def write(page: Path, out: Path, names: Iterable[str], *, quick: bool = False) -
     """Write the page, with the pictures in a folder beside it that has its name.
 
     Args:
-        page: Where to.
-        out: Where the benchmarks left their files. Those of other interpreters may lie in folders below it.
+        page: The page to write.
+        out: The folder with the benchmarks' files. Those of other interpreters may be in folders below it.
         names: The benchmarks, in the order of the page.
-        quick: Whether quick runs will do; the page then says that it shows no figures.
+        quick: Whether to accept quick runs; the page then says that its figures do not count.
 
     Returns:
-        The benchmarks of which nothing was found.
+        The benchmarks without a file.
 
     Raises:
-        NoFigures: There are no files, or some are of a quick run, and ``quick`` was not asked for.
+        NoFigures: There are no files, or some are from quick runs and ``quick`` is false.
     """
     names = list(names)
     records = [(path, record) for path, record in found(out) if record["benchmark"] in names]
     records.sort(key=lambda item: (names.index(item[1]["benchmark"]), item[0].parent != out, item[0]))
     if not records:
-        raise NoFigures(f"there are no files of a run below {out}: run python -m benchmarks first")
+        raise NoFigures(f"{out} has no files of a run: run python -m benchmarks first")
     hasty = sorted({record["benchmark"] for _, record in records if record["quick"]})
     if hasty and not quick:
         raise NoFigures(f"quick runs are not for figures: run {', '.join(hasty)} again without --quick")
     pictures = page.with_suffix("")
     parts = [_HEAD.rstrip()]
     if hasty:
-        parts.append(f"**Of quick runs, and no figures: {', '.join(hasty)}.**")
-    parts.append("## Promised, and measured")
+        parts.append(f"**Quick runs, not valid as figures: {', '.join(hasty)}.**")
+    parts.append("## Targets and results")
     parts.append("\n".join(promised([record for _, record in records])))
     parts += [part for path, record in records for part in section(path, record, out, pictures)]
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +182,7 @@ def write(page: Path, out: Path, names: Iterable[str], *, quick: bool = False) -
 
 
 def found(out: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Give the records of a run, and of runs on other interpreters in folders below."""
+    """The records of a run, and those of other interpreters in folders below."""
     for path in sorted((*out.glob("*.json"), *out.glob("*/*.json"))):
         record = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(record, dict) and {"benchmark", "rows", "machine", "quick"} <= record.keys():
@@ -183,8 +190,8 @@ def found(out: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def promised(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The table of all that was promised."""
-    yield "| figure | target | measured | quartiles | n | |"
+    """The table of all targets."""
+    yield "| figure | target | measured | quartiles | n | result |"
     yield "|---|---|---|---|---|---|"
     for promise in PROMISES:
         hits = [(row, record) for record in records for row in judged(promise, record)]
@@ -203,7 +210,7 @@ def promised(records: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def judged(promise: Promise, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of one record that tell whether a promise is kept."""
+    """The rows of one record that show whether a promise is kept."""
     if record["benchmark"] != promise.benchmark:
         return []
     return [row for row in record["rows"] if row["target"] is not None and re.match(promise.rows, row["name"].strip())]
@@ -211,12 +218,12 @@ def judged(promise: Promise, record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def section(path: Path, record: dict[str, Any], out: Path, pictures: Path) -> Iterator[str]:
     """One benchmark: its machine, its table, its notes, its picture."""
-    where = "" if path.parent == out else f" ({python_of(record)})"
-    yield f"## {record['title']}{where}"
+    title = record["title"] if path.parent == out else f"{record['title']} ({python_of(record)})"
+    yield f"## {title}"
     if record["quick"]:
-        yield "A quick run, not for figures."
+        yield "A quick run, not valid as figures."
     yield "  \n".join(_common.describe(record["machine"]).splitlines())
-    lines = ["| figure | target | measured | quartiles | min .. max | n | |", "|---|---|---|---|---|---|---|"]
+    lines = ["| figure | target | measured | quartiles | min .. max | n | result |", "|---|---|---|---|---|---|---|"]
     for row in record["rows"]:
         low, high = row["quartiles"]
         target = "" if row["target"] is None else f"at most {shown(row['target'], row)}"
@@ -233,7 +240,7 @@ def section(path: Path, record: dict[str, Any], out: Path, pictures: Path) -> It
         pictures.mkdir(parents=True, exist_ok=True)
         name = "-".join((*path.parent.relative_to(out).parts, picture.name))
         shutil.copyfile(picture, pictures / name)
-        yield f"![{record['title']}]({pictures.name}/{name})"
+        yield f"![{title}]({pictures.name}/{name})"
 
 
 def shown(value: float, row: dict[str, Any]) -> str:
@@ -242,7 +249,7 @@ def shown(value: float, row: dict[str, Any]) -> str:
 
 
 def cell(text: str) -> str:
-    """Text that does not end its cell, and is not taken for markup."""
+    """Text without anything that Markdown would take for the end of a cell, or for markup."""
     return re.sub(r"([|<_*\[\]])", r"\\\1", text)
 
 

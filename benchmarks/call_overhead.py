@@ -1,11 +1,11 @@
-"""What a guard adds to a call: nanoseconds over a bare wrapt decorator that only calls through.
+"""What a guard adds to a call: nanoseconds compared with a bare wrapt decorator that only calls the function.
 
-All variants take turns in short rounds of one process, so that whatever else the machine does meets all of them
-alike; an overhead is the difference of two neighbours in one round. The guard has a real policy, and its keeper thread
-asks it meanwhile.
+All variants alternate in short rounds of one process, so other work on the machine affects all of them alike. An
+overhead is the difference between two neighbours in one round. The guard has a real policy, which the ticker's thread
+evaluates meanwhile.
 
-The peer is what the author of story 1 wrote: the model comes out of a cachetools TTLCache, whose look-up takes a lock
-(``lock=``) or a condition (``condition=``, the variant that keeps callers from loading twice).
+The comparison is what the author of story 1 wrote: the model comes from a cachetools TTLCache, which takes a lock
+(``lock=``) or a condition (``condition=``, which keeps callers from loading twice).
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def rows(found: dict[str, list[float]]) -> list[_common.Row]:
 
 
 def main() -> None:
-    benchmark = _common.Benchmark("call_overhead", "A guarded call over a bare wrapt decorator")
+    benchmark = _common.Benchmark("call_overhead", "Extra time of a guarded call")
     nlp.load()
     gc.collect()
     gc.disable()  # as timeit does
@@ -207,14 +207,14 @@ def main() -> None:
 
     def draw(figure: Figure) -> None:
         overheads = [row for row in lines if not row.name.startswith(" ")]
-        _common.bars(figure.subplots(), overheads, "What one call costs more (dashed: target)")
+        _common.bars(figure.subplots(), overheads, "Extra time for one call", axis="nanoseconds")
 
     bests = ", ".join(
         f"{kind} {min(found[f'{kind}, guarded']) - min(found[f'{kind}, bare']):,.0f}"
         for kind in ("function", "method", "async")
     )
     benchmark.finish(
-        lines, draw, size=(10, 4), notes=["", f"Guarded over bare, best round against best round: {bests} ns"], ns=found
+        lines, draw, size=(10, 4), notes=["", f"Guarded less bare, best round against best round: {bests} ns"], ns=found
     )
     nlp.close()
 

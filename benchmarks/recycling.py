@@ -1,15 +1,15 @@
-"""A fresh copy of ja_ginza in a real gunicorn: from the order to the first answer that comes from it.
+"""A fresh copy of ja_ginza in a real gunicorn: time from the order to its first answer.
 
-Three ways to get one, each in a gunicorn of its own with one worker, in turns:
+Three ways, each in its own gunicorn with one worker, alternating:
 
-* recycled by fork: ``modelguard.frameworks.gunicorn``; the policy is due, the master forks its prepared copy;
-* reloaded: the same guard without pre-fork loads another copy in the worker, beside the calls (``defer=0``);
-* gunicorn's own: without preloading and without modelguard, the worker is told to end (``SIGTERM``, as after
+* recycled by fork: ``modelguard.frameworks.gunicorn``; a policy is due, and the master forks its prepared copy;
+* reloaded: the same guard without pre-fork loads another copy in the worker, while calls run (``defer=0``);
+* gunicorn's own: without preloading and without modelguard, the worker is stopped (``SIGTERM``, as after
   ``max_requests``), and the next one imports and loads.
 
-The order is a request that fails, which ``Errors(1)`` makes due, or the signal. From then on one client asks every two
-milliseconds; the clock stops when an answer names another process or another generation than before. Meanwhile
-requests must be answered, except in the third way, where nobody is there to do it.
+The order is a request that fails, which makes ``Errors(1)`` due, or the signal. From then on one client sends a request
+every two milliseconds; the time ends with the first answer from another process or another generation. Requests must
+be answered meanwhile, except in the third way, where no worker is left to answer them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Service(Server):
         return None
 
     def wait_for(self, old: str) -> tuple[str, int]:
-        """Ask until another copy than ``old`` answers; returns which, and how many requests nobody answered."""
+        """Ask until another copy than ``old`` answers; returns which, and how many requests were not answered."""
         deadline, lost = time.monotonic() + PATIENCE, 0
         while (copy := self.copy()) in (None, old):
             self.check()
@@ -107,7 +107,7 @@ class Service(Server):
         return str(copy), lost
 
     def renew(self) -> tuple[float, int]:
-        """Order a fresh copy; returns the seconds until its first answer, and how many requests nobody answered."""
+        """Order a fresh copy; returns the seconds until its first answer, and how many requests were not answered."""
         old = self.copy()
         assert old is not None
         started = time.perf_counter()
@@ -130,7 +130,7 @@ def service(way: str) -> Iterator[Service]:
 
 
 def main() -> None:
-    benchmark = _common.Benchmark("recycling", "A fresh ja_ginza under gunicorn: from the order to its first answer")
+    benchmark = _common.Benchmark("recycling", "A fresh ja_ginza under gunicorn: time to its first answer")
     rounds = 1 if benchmark.quick else 9
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     lost = dict.fromkeys(WAYS, 0)
@@ -145,16 +145,16 @@ def main() -> None:
     ratios = [fork / reload for fork, reload in zip(seconds["fork"], seconds["reload"], strict=True)]
     rows = [_common.Row("recycled by fork / reloaded", ratios, "x", TARGET, ours=True)]
     rows += [_common.Row(f"  {name}", seconds[way], "s", ours=way == "fork") for way, name in WAYS.items()]
-    notes = ["", "Requests that nobody answered: " + ", ".join(f"{way} {lost[way]}" for way in WAYS)]
+    notes = ["", "Requests without an answer: " + ", ".join(f"{way} {lost[way]}" for way in WAYS)]
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for way, name in WAYS.items():
             axes.plot(range(1, rounds + 1), seconds[way], color=COLOURS[way], marker="o", markersize=4, label=name)
         axes.set_yscale("log")
-        axes.set_xlabel("order")
-        axes.set_ylabel("s until a fresh copy answers")
-        axes.set_title("ja_ginza under gunicorn: from the order to the first answer of a fresh copy")
+        axes.set_xlabel("order for a fresh copy")
+        axes.set_ylabel("seconds (logarithmic)")
+        axes.set_title("ja_ginza under gunicorn: time from the order to the first answer of a fresh copy")
         axes.legend(frameon=False)
 
     benchmark.finish(rows, draw, size=(9, 4), notes=notes, seconds=seconds, lost=lost)

@@ -1,23 +1,23 @@
-"""What reloading ja_ginza again and again leaves behind: private memory over the bare process.
+"""What repeated reloads of ja_ginza leave behind: private memory above that of the bare process.
 
-Three ways, each in a process of its own:
+Three ways, each in its own process:
 
 * modelguard with ``swap="drain_first"``;
-* keep: load the new copy, then replace the old one by it (what a cache or a plain assignment does);
-* drop: give the old copy up first, then load (no more than that: no collection, no trim).
+* keep: load the new copy, then replace the old one (what a cache or a plain assignment does);
+* drop: drop the old copy, then load (nothing else: no collection, no trim).
 
-"Bare" is the process once spacy, ginza, sudachipy and the model's package are imported and before anything is loaded.
-"Between copies" is private memory at the moment at which the loader of the next copy is called: there the drop ways
-hold no copy, and the keep way still holds one. "Serving" is read after a few calls on the new copy, "peak" is the
-highest resident memory while a copy is replaced. After each reload a few sentences are analysed, always the same ones:
-how a model grows by new words is the business of spacy_growth.py.
+"Bare" is the process after it has imported spacy, ginza, sudachipy and the model's package, with nothing loaded.
+"Between copies" is private memory when the loader of the next copy is called: with "drop" and modelguard there is no
+copy then, with "keep" there is still one. "Serving" is read after a few calls on the new copy; "peak" is the highest
+resident memory during a replacement. After each reload the same few sentences are analysed: spacy_growth.py measures
+growth by new words.
 
-Private memory here is its dirty part (``Private_Dirty``): what this process wrote, less what it gave back. The clean
-part is file pages, 121 MB of libraries and dictionary in this process, which turn from private to shared and back
-whenever another process that maps the same files starts or ends, and so tell nothing about a reload.
+Private memory here is its dirty part (``Private_Dirty``): what this process wrote, less what it returned. The clean
+part is file pages, 121 MB of libraries and dictionary in this process. These change from private to shared and back
+whenever another process that maps the same files starts or ends, so they say nothing about a reload.
 
-What is noted goes into arrays that were made beforehand: an object that outlives the model it was made beside keeps a
-whole arena of pymalloc (1 MiB) from going back, so a meter that keeps objects measures itself.
+Readings are stored in arrays that were made beforehand. An object that outlives the model beside which it was made
+keeps a whole arena of pymalloc (1 MiB), so a benchmark that keeps objects would measure itself.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 MB = 1e6
 TARGET = 50.0
-#: MB a reload over the second half of the reloads: less than this is no trend.
+#: MB for each reload, over the second half of the reloads: less than this is not a trend.
 FLAT = 0.1
-#: Fewer reloads than this tell no trend.
+#: With fewer reloads than this there is no trend to see.
 FEWEST = 10
 TEXTS = (
     "銀座でランチをご一緒しましょう。",
@@ -84,7 +84,7 @@ def load() -> Language:
 
 
 class Meter:
-    """Reads memory over the bare process."""
+    """Reads memory above that of the bare process."""
 
     def __init__(self) -> None:
         for name in BARE:
@@ -182,7 +182,9 @@ def rows(found: dict[str, dict[str, Any]], betweens: dict[str, list[float]]) -> 
 
 
 def main() -> None:
-    benchmark = _common.Benchmark("reload_ja_ginza", "Reloading ja_ginza: private memory over the bare process")
+    benchmark = _common.Benchmark(
+        "reload_ja_ginza", "Reloading ja_ginza: private memory above that of the bare process"
+    )
     counts = {"guard": 5, "keep": 2, "drop": 2} if benchmark.quick else {"guard": 50, "keep": 20, "drop": 20}
     found = {way: _common.fresh(__file__, way, str(counts[way])) for way in WAYS}
     betweens = {way: [sample["between"] for sample in found[way]["samples"]] for way in WAYS}
@@ -195,7 +197,7 @@ def main() -> None:
         axes.axhline(TARGET, color="black", linestyle="--", linewidth=1.2, label=f"target: {TARGET:.0f} MB")
         axes.set_ylim(bottom=min(0, *betweens["guard"]))
         axes.set_xlabel("reload")
-        axes.set_ylabel("MB over the bare process")
+        axes.set_ylabel("MB above the bare process")
         axes.set_title("ja_ginza: private memory when the next copy begins to load")
         axes.legend(frameon=False, loc="center right")
 

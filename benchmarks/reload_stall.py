@@ -1,23 +1,23 @@
-"""The longest call while a copy of the model loads, over the p99 of the calls when none does.
+"""The longest call while a copy of the model loads, relative to the p99 of the calls while none loads.
 
-Two kinds of traffic, each guarded and, beside it, with the naive reload in a thread (load, warm up, swap a variable):
+Two kinds of traffic, each with a guard and with the naive reload in a thread (load, warm up, assign to a variable):
 
-* bursty: calls on ja_ginza back to back for a second, then a gap of two. ja_ginza's loader holds the GIL for most of
-  its time, so calls beside it stand still; the guard waits for a gap. With one calling thread, and with two.
-* gapless: calls on MiniLM (transformers, torch on the CPU) back to back for ever. There is no gap to wait for: after
-  ``defer`` (five seconds) the guard loads beside the calls, on one thread.
+* bursty: calls on ja_ginza without gaps for a second, then a gap of two. ja_ginza's loader holds the GIL for most of
+  its time, so calls stand still meanwhile; the guard waits for a gap. With one calling thread, and with two.
+* gapless: calls on MiniLM (transformers, torch on the CPU) without any gap. There is nothing to wait for: after
+  ``defer`` (five seconds) the guard loads while calls run, on one thread.
 
-In both, a reload falls due after a number of calls, that is inside a burst. The guard is the default one with
-``swap="load_first"``; both sides warm the new copy up before it serves. A call counts if any part of it lies between
-the start of the load (``LoadStarted``, or the naive thread's first line) and its end (``LoadFinished``, or the swap);
-its time is held against the p99 of all calls of the same process that lie outside of every load and release. A load
-that meets no call stalls none: its ratio is 0. The second table has what comes after the swap: the calls that meet the
+In both, a reload becomes due after a number of calls, so inside a burst. The guard has its defaults and
+``swap="load_first"``; both sides warm the new copy up before they use it. A call counts if any part of it lies between
+the start of the load (``LoadStarted``, or the naive thread's first line) and its end (``LoadFinished``, or the
+assignment). Its time is divided by the p99 of all calls of the same process outside of loads and releases. A load that
+meets no call stalls none: its ratio is 0. The second table shows what comes after the swap: the calls that meet the
 release of the old copy, and the first ten calls on the new one.
 
-Both sides take turns, two reloads in a process at a time, because their p99 hangs on what else the machine does.
+Both sides alternate, two reloads in a process at a time, because their p99 depends on what else the machine does.
 
-Calls on one ja_ginza take turns by a lock on both sides, because SudachiPy's tokenizer refuses a second thread
-("Already borrowed"); waiting for one's turn is a part of the call.
+On both sides a lock lets one call at a time use ja_ginza, because SudachiPy's tokenizer refuses a second thread
+("Already borrowed"). The wait for that lock is part of the call.
 """
 
 from __future__ import annotations
@@ -98,6 +98,12 @@ class Guarded:
                 return fresh(text)
 
         self.call: Callable[[str], object] = call
+        self._model = model
+
+    def join(self) -> None:
+        """Wait for the reload under way: what it runs does not survive the end of the interpreter."""
+        while self._model.status().state == "reloading":
+            time.sleep(0.05)
 
     def _note(self, event: telemetry.Event) -> None:
         now = time.perf_counter()
@@ -178,8 +184,7 @@ def work(kind: str, threads: int, way: str) -> dict[str, list[Any]]:
     load, text, uses = (load_spacy, TEXT, 80) if spacy else (load_minilm, ENGLISH, 300)
     side = (Guarded if way == "guard" else Naive)(load, turn, text, uses)
     calls = drive(side, text, threads=threads, gaps=spacy)
-    if isinstance(side, Naive):
-        side.join()
+    side.join()
     spans = list(zip(side.loads, side.releases, strict=False))
     busy = [(load[0] - MARGIN, release[1] + MARGIN) for load, release in spans]
     steady = [end - begin for begin, end in calls[WARM:] if not any(meeting([(begin, end)], span) for span in busy)]
@@ -250,7 +255,7 @@ def details(found: Sides) -> list[str]:
             f"{_common.number(statistics.median(side[key]))} ({_common.number(max(side[key]))})" for key in columns
         ]
         lines.append((f"{SCENES[scene][0]}: {WAYS[way]}", *cells))
-    return ["", "Medians, the worst in brackets:", *_common.table(lines)]
+    return ["", "Medians, with the worst in brackets:", *_common.table(lines)]
 
 
 def paint(figure: Figure, found: Sides) -> None:
@@ -262,13 +267,13 @@ def paint(figure: Figure, found: Sides) -> None:
         axes.axvspan(0, statistics.median(found[scene, "naive"]["load s"]), color="#eeeeee", zorder=0)
         axes.set_yscale("log")
         axes.set_title(title)
-        axes.set_xlabel("seconds since a load began (grey: until it ended)")
-    every[0].set_ylabel("one call, ms")
+        axes.set_xlabel("seconds since a load began (grey: the load)")
+    every[0].set_ylabel("duration of a call, ms (logarithmic)")
     every[0].legend(frameon=False, markerscale=3, loc="upper right")
 
 
 def main() -> None:
-    benchmark = _common.Benchmark("reload_stall", "The longest call while a copy loads, over the steady p99")
+    benchmark = _common.Benchmark("reload_stall", "The longest call during a load, relative to the usual p99")
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     if benchmark.quick:
         quiet |= {"STALL_RELOADS": "1", "STALL_GAP": "0.5"}

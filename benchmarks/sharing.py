@@ -1,22 +1,22 @@
-"""Story 4: N forked workers that read one model. How many copies of it they hold, and what keeping it at one costs.
+"""Story 4: N forked workers that read one model. How many copies they hold, and what it costs to keep that at one.
 
-Three models: 300 MB of small Python objects, ``ja_ginza``, 500 MB of tensors; what is not installed is left out. Ways:
+Three models: 300 MB of small Python objects, ``ja_ginza``, 500 MB of tensors; missing ones are left out. Ways:
 
 * no preload: each worker loads its own;
 * preload: the parent loads and serves one request, then forks;
 * preload + gc.freeze: it freezes before it forks, as the story's author did;
-* prepare: ``prefork.prepare``, which besides makes the model's objects immortal, from CPython 3.12 on. Below that it
-  cannot, so on 3.11 its figure is what freezing gives.
+* prepare: ``prefork.prepare``, which also makes the model's objects immortal on CPython 3.12 and newer. On 3.11 it
+  cannot, so its figure there is that of freezing.
 
-Each way runs in a process of its own, which forks the workers. Each worker serves a few requests, reads every object of
-the model, runs a full collection, and tells that it is done. Then the memory (PSS) of parent and workers is added up,
-and divided by what the parent of the way "preload" holds before it forks: one copy, with all that a process needs
-besides. Then each worker serves further requests and collects again: the growth.
+Each way runs in its own process, which forks the workers. Each worker serves a few requests, reads every object of
+the model, runs a full collection, and reports that it is done. Then the memory (PSS) of parent and workers is added up
+and divided by what the parent of the way "preload" holds before it forks: one copy, with everything else that a process
+needs. Then each worker serves further requests and collects again, which shows the growth.
 
-Of 500 MB of tensors nobody writes a byte, but each worker that uses them has memory of the library's own. So every tree
-is measured a second time with next to no tensors, and its memory is taken off: what is left is divided by the tensors'
-size. Under uvicorn, which starts its workers afresh, each one either makes its own tensors or maps the file that the
-first one published.
+Nothing writes to the 500 MB of tensors, but each worker that uses them has memory of the library's own. So every tree
+is measured a second time with almost no tensors, and that memory is subtracted; the rest is divided by the tensors'
+size. Under uvicorn, which spawns its workers, each one either makes its own tensors or maps the file that the first
+one published.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TEXTS = ("銀座でランチを食べた。", "山田太郎は東京に住んで
 FIRST = 20
 
 FORKED = {"none": "no preload", "preload": "preload", "freeze": "preload + gc.freeze", "prepare": "prefork.prepare"}
-STARTED = {"own": "each its own", "mapped": "sharing.weights"}
+STARTED = {"own": "each its own", "mapped": "weights.load"}
 OURS = ("prepare", "mapped")
 WAYS = FORKED | STARTED
 WHY_MORTAL = prefork.immortalize_unsupported()
@@ -118,7 +118,7 @@ def read_objects(model: Any) -> None:
         if id(one) not in seen and not isinstance(one, others):
             seen.add(id(one))
             stack += gc.get_referents(one)
-            if isinstance(one, dict):  # its keys are not told if all of them are text
+            if isinstance(one, dict):  # the collector does not show its keys if all of them are text
                 stack += one
     del seen, stack
     allocator.trim()  # the walk took memory of its own, which is no part of the figure
@@ -165,7 +165,7 @@ OBJECTS, MODELS = ("graph", "ginza"), ("graph", "ginza", "tensors")
 
 
 def work(name: str, way: str, workers: int, requests: int) -> dict[str, Any]:
-    """Fork workers, and read what all hold: when they have served, have read all, and have served the rest."""
+    """Fork workers, and read their memory: after some requests, after reading the whole model, after the rest."""
     subject, found = SUBJECTS[name], dict[str, Any]()
     model = None if way == "none" else prepared(subject, found) if way == "prepare" else subject.load()
     if way in ("preload", "freeze"):
@@ -202,10 +202,10 @@ def prepared(subject: Subject, found: dict[str, Any]) -> Any:
 
 
 class Worker:
-    """A forked process that does one thing after the other, and waits to be told before each."""
+    """A forked process that does one step after another, each on request."""
 
     def __init__(self, subject: Subject, model: Any, requests: int, seed: int) -> None:
-        self._told, ours = os.pipe()
+        self._reports, ours = os.pipe()
         theirs, self._tell = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -214,12 +214,12 @@ class Worker:
         os.close(theirs)
 
     def wait(self) -> None:
-        """Wait until it has done the next thing."""
-        if not os.read(self._told, 1):
+        """Wait until it has done the next step."""
+        if not os.read(self._reports, 1):
             raise RuntimeError(f"worker {self.pid} died")
 
     def go_on(self) -> None:
-        """Have it do the thing after that, or end."""
+        """Make it do the next step, or end."""
         os.write(self._tell, b".")
 
 
@@ -241,7 +241,7 @@ def _live(subject: Subject, model: Any, requests: int, rng: random.Random, pipes
 
 
 def pss(*pids: int) -> float:
-    """What this process and these hold, each shared page divided by the processes that map it, in MB."""
+    """MB that this process and these hold, each shared page divided by the processes that map it."""
     return sum(memory.usage(pid).pss or 0 for pid in (os.getpid(), *pids)) / MB
 
 
@@ -261,7 +261,7 @@ def create() -> Callable[..., Awaitable[None]]:
     gc.collect()
 
     async def app(*_: Any) -> None:
-        run_layers(model)  # nobody asks; but it keeps the model
+        run_layers(model)  # no request comes, but the model stays in use
 
     (folder / f"{os.getpid()}.ready").touch()
     return app
@@ -302,7 +302,7 @@ def rows(found: dict[str, dict[str, Any]], workers: int, requests: dict[str, int
 
 
 def copies(name: str, trees: dict[str, Any]) -> list[_common.Row]:
-    """What each tree holds over what one process holds."""
+    """What each tree holds, relative to what one process holds."""
     subject, alone = SUBJECTS[name], trees["preload"]["alone"]
     # Where no object can be immortal, a worker that reads all of a graph copies all of it.
     judged = name != "graph" or WHY_MORTAL is None
@@ -315,7 +315,7 @@ def copies(name: str, trees: dict[str, Any]) -> list[_common.Row]:
 
 
 def tensors(title: str, trees: dict[str, Any], few: dict[str, Any]) -> list[_common.Row]:
-    """What each tree holds over the same tree without tensors, in copies of the tensors."""
+    """What each tree holds in addition to the same tree without tensors, in copies of the tensors."""
     return [
         row(f"{title}: {WAYS[way]}", (tree["read"] - few[way]["read"]) / TENSORS_MB, "x", way, 1.1)
         for way, tree in trees.items()
@@ -339,13 +339,14 @@ def row(name: str, value: float, unit: str, way: str, target: float | None = Non
     return _common.Row(name, [value], unit, target if way in OURS else None, ours=way in OURS)
 
 
-def paint(figure: Figure, lines: list[_common.Row], workers: int) -> None:
+def paint(figure: Figure, lines: list[_common.Row], workers: int, python: str) -> None:
     shown = [line for line in lines if line.unit == "x"]
-    _common.bars(figure.subplots(), shown, f"What a parent and {workers} workers hold, in copies")
+    title = f"What a parent and {workers} workers hold on {python}"
+    _common.bars(figure.subplots(), shown, title, axis="copies of the model; a single process holds one")
 
 
 def main() -> None:
-    benchmark = _common.Benchmark("sharing", "Story 4: what N workers with one model hold")
+    benchmark = _common.Benchmark("sharing", "Story 4: memory of N workers with one model")
     workers, share = (2, 0.02) if benchmark.quick else (8, 1.0)
     requests = {name: int(subject.requests * share) for name, subject in SUBJECTS.items()}
     found: dict[str, dict[str, Any]] = {}
@@ -370,12 +371,15 @@ def main() -> None:
     lines = rows(found, workers, requests)
     notes = [
         "",
-        f"A parent and {workers} workers; memory is PSS. x: what all hold over what one process holds; of tensors,",
-        "over the tensors' size, after what the same tree holds without them was taken off.",
+        f"A parent and {workers} workers; memory is PSS. x: memory of all of them relative to one process. For",
+        "tensors: relative to their size, after the memory of the same tree without them was subtracted.",
         *([f"No object was made immortal: {WHY_MORTAL}."] if WHY_MORTAL else []),
         *([f"Not installed, so left out: {', '.join(missing)}."] if missing else []),
     ]
-    benchmark.finish(lines, lambda figure: paint(figure, lines, workers), size=(10, 8), notes=notes, trees=found)
+    python = benchmark.machine["python"]
+    benchmark.finish(
+        lines, lambda figure: paint(figure, lines, workers, python), size=(10, 8), notes=notes, trees=found
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Story 1: a spaCy tokenizer that meets ever new words. How much it grows, and what each remedy costs in throughput.
+"""Story 1: a spaCy tokenizer and texts full of new words. Its growth, and what each remedy costs in throughput.
 
 6,000 texts of 300 words each, no word twice, through ``spacy.blank("en")``, which keeps every word that it has seen.
-The texts are made beforehand. Each way runs in a process of its own, in every round, in an order that turns from round
-to round:
+The texts are made beforehand. Each way runs in its own process, in every round, in an order that changes from round to
+round:
 
-* nothing: one pipeline for ever;
-* TTLCache: what the story's author did, a pipeline out of a cachetools TTLCache; his hour is two seconds here;
+* nothing: one pipeline for the whole run;
+* TTLCache: what the story's author did, a pipeline from a cachetools TTLCache; the author's hour is two seconds here;
 * memory_zone: spaCy's own zone around each text (safe with one thread only);
-* uses, growth: a guard that reloads on ``Uses`` or on ``MemoryGrowth``; these texts leave no gap to wait for, so both
+* uses, growth: a guard that reloads on ``Uses`` or on ``MemoryGrowth``; the texts leave no pause to wait for, so both
   have ``defer=0``;
-* zoned: ``modelguard.adapters.spacy.zoned`` with a reload on ``IndexGrowth``, all by default.
+* zoned: ``modelguard.adapters.spacy.zoned`` with a reload on ``IndexGrowth``, both with their defaults.
 
-Growth is private dirty memory over what it was when the first text was through. Throughput is judged by CPU time,
-background threads included, because other work on the machine lengthens the wall time of either side at random.
+Growth is private dirty memory compared with that after the first text. Throughput is judged by CPU time, background
+threads included, because other work on the machine lengthens the wall time at random.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WORDS, LETTERS = 300, 9
-#: Texts between two readings of memory; the readings are outside of the times.
+#: Texts between two readings of memory; the readings do not count as time.
 BLOCK = 25
 MB = 1e6
 GROWTH_TARGET, CREEP_TARGET, COST_TARGET = 40.0, 5.0, 2.0
@@ -129,7 +129,7 @@ def private() -> float:
 
 
 def creep(growth: list[float]) -> float:
-    """The lowest point of the second half: what no reload and no zone gave back. A curve that is flat has little."""
+    """The lowest point of the second half: what no reload and no zone returned. It is small if the curve is flat."""
     return min(growth[len(growth) // 2 :])
 
 
@@ -168,13 +168,14 @@ def paint(figure: Figure, found: dict[str, list[dict[str, Any]]], lines: list[_c
     left.set_title(f"Growth of private memory; every text has {WORDS} new words")
     left.set_xlabel("texts")
     left.set_ylabel("MB (above 100: logarithmic)")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(WAYS) + 1, frameon=False)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
     costs = [row for row in lines if row.name.startswith("CPU time")]
-    _common.bars(right, costs, "CPU time over doing nothing")
+    title = "CPU time compared with doing nothing"
+    _common.bars(right, costs, title, axis="difference in CPU time, %", prefix="CPU time: ")
 
 
 def main() -> None:
-    benchmark = _common.Benchmark("spacy_growth", "Story 1: growth and throughput over ever new words")
+    benchmark = _common.Benchmark("spacy_growth", "Story 1: growth and throughput with texts full of new words")
     count, rounds = (100, 1) if benchmark.quick else (6_000, 3)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     order = list(WAYS)
@@ -186,8 +187,8 @@ def main() -> None:
     lines = rows(found, count)
     notes = [
         "",
-        f"{count:,} texts of {WORDS} new words. Times are over doing nothing in the same round.",
-        "Lowest in second half: what was never given back. Little of it means that memory is flat.",
+        f"{count:,} texts of {WORDS} new words. Times are relative to doing nothing in the same round.",
+        "Lowest in second half: what was never returned. If it is small, memory is flat.",
     ]
     benchmark.finish(lines, lambda figure: paint(figure, found, lines), size=(14, 5.5), notes=notes, runs=found)
 

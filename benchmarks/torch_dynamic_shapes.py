@@ -1,15 +1,15 @@
-"""Story 2: convolutions over lengths that vary, on CPU. What each remedy saves in memory, and costs in CPU time.
+"""Story 2: convolutions over inputs of many lengths, on CPU. What each remedy saves in memory and costs in CPU time.
 
-Every length is another shape, and for each shape oneDNN makes kernels and keeps them, by default up to 1,024 in each of
-two caches. Three stacks of Conv1d meet random lengths from 50 to 4,000, a VITS (``transformers.VitsModel`` from its
-default configuration, with random weights) meets texts of random length; two threads.
+Every length is another shape. For each shape oneDNN makes kernels and keeps them, by default up to 1,024 in each of two
+caches. Three stacks of Conv1d get random lengths from 50 to 4,000; a VITS (``transformers.VitsModel`` with its default
+configuration and random weights) gets texts of random length; two threads.
 
-Each cell runs in a process of its own. Growth is private dirty memory at the end over what it was before the first
-call: it counts what the first call takes too. The price is CPU time over doing nothing, of the same calls in the same
-order. Threads that wait for others spin, as is the default: on a machine that does other work too that is most of the
-time, and the prices mean nothing.
-``bucketed`` is ``modelguard.adapters.torch.bucketed``, with everything by default; the VITS pads its text and, inside,
-what its decoder makes sound of.
+Each cell runs in its own process. Growth is private dirty memory at the end compared with that before the first call,
+so it includes what the first call takes. The price is CPU time compared with doing nothing, for the same calls in the
+same order. Threads that wait for others spin, as is the default. On a machine with other work that is most of the time,
+and the prices mean nothing.
+``bucketed`` is ``modelguard.adapters.torch.bucketed`` with its defaults. The VITS pads its text and, inside, what its
+decoder turns into sound.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import random
 import statistics
+import string
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,14 +35,17 @@ Infer = Callable[[int], Any]
 
 MB = 1e6
 GROWTH_TARGET, COST_TARGET = 40.0, 0.0
-#: Differences below these are the noise of one run: nothing is dominated by them.
+#: Smaller differences are the noise of one run, and do not make one remedy better than another.
 NOISE_MB, NOISE_PERCENT = 5.0, 3.0
-#: Of the remedies on the workload that the targets are about; one elsewhere.
+#: Rounds of the remedies on the workload that has targets; one elsewhere.
 ROUNDS = 2
-#: Calls between two readings of memory, which are outside of the times.
+#: Calls between two readings of memory; the readings do not count as time.
 BLOCK = 20
 #: Calls of each cell in a quick run.
 QUICK = 10
+CAPPED = "8 x Conv1d(192), both caches capped"
+#: Ticks of the axis that shows growth, in MB.
+TICKS = (0, 5, 10, 25, 50, 100, 250)
 CAPS = (0, 1, 8, 16, 32, 64, 128, 256, 512, 1024)
 NOTHING, BUCKETED, PRESET = "nothing", "bucketed", "torch-cpu-dynamic"
 
@@ -67,7 +71,7 @@ WORKLOADS = {
 }
 #: Where the remedies are compared; the rest is for the choice of buckets.
 COMPARED = ("small", "probe", "large", "vits")
-#: Ways of padding, and what they tell ``bucketed``.
+#: Ways of padding, and their arguments of ``bucketed``.
 BUCKETS: dict[str, dict[str, Any]] = {
     BUCKETED: {},
     "growth 1.25": {"growth": 1.25},
@@ -78,7 +82,7 @@ BUCKETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Remedy:
-    """What is done about it: variables at the start, and a way of calling."""
+    """A remedy: environment variables, and a way of calling."""
 
     title: str
     variables: dict[str, str] = field(default_factory=dict)
@@ -92,7 +96,7 @@ def caps(onednn: int | None = None, ideep: int | None = None) -> dict[str, str]:
 
 
 def remedies() -> dict[str, Remedy]:
-    """All that this machine can run; the preset as it is."""
+    """All remedies that this machine can run."""
     preset = presets.get(PRESET).environment({})
     found = {
         NOTHING: Remedy("nothing"),
@@ -224,7 +228,7 @@ class Cell:
 
     @property
     def point(self) -> tuple[float, float]:
-        """Its price and its growth."""
+        """Its price in CPU time, and its growth."""
         return statistics.median(self.cost), statistics.median(self.growth)
 
     def beats(self, other: Cell) -> bool:
@@ -277,17 +281,49 @@ def rows(found: Cells) -> list[_common.Row]:
     return of(BUCKETED, GROWTH_TARGET, COST_TARGET) + peers
 
 
-def scatter(axes: Axes, title: str, found: Cells) -> None:
+def scatter(axes: Axes, title: str, found: Cells, letters: dict[str, str]) -> None:
+    """A point for each remedy; :func:`key` explains the letters."""
     front = on_front(found)
     for name, cell in found.items():
-        cost, growth = cell.point
-        colour = _common.OURS if cell.remedy.ours else _common.PEER
-        axes.scatter(cost, growth, s=40, color=colour, edgecolors="black" if name in front else "none")
-        axes.annotate(f" {name}", (cost, growth), fontsize=8, va="center")
+        edge = "black" if name in front else "none"
+        axes.scatter(*cell.point, s=40, color=colour_of(cell.remedy), edgecolors=edge, zorder=3)
     axes.set_title(title)
-    axes.set_xlabel("CPU time over doing nothing, %")
-    axes.set_ylabel("MB grown")
-    axes.margins(x=0.2)
+    axes.set_xlabel("difference in CPU time, %")
+    axes.set_ylabel("growth, MB (above 10: logarithmic)")
+    axes.margins(x=0.25, y=0.1)
+    axes.set_yscale("symlog", linthresh=10)
+    axes.set_yticks(TICKS, map(str, TICKS))
+    axes.set_ylim(0, 1.3 * max(cell.point[1] for cell in found.values()))
+    _common.label(axes, [(*cell.point, letters.get(name, name)) for name, cell in found.items()])
+
+
+def key(axes: Axes, chosen: dict[str, Remedy], letters: dict[str, str]) -> None:
+    """What letters and colours mean."""
+    lines = [(letters[name], remedy.title, colour_of(remedy)) for name, remedy in chosen.items()]
+    notes = ("", "Blue: modelguard. Orange: everything else.", "Black edge: no other remedy is better in both.")
+    lines += [("", note, "black") for note in notes]
+    for place, (letter, text, colour) in enumerate(lines):
+        for column, words in ((0.0, letter), (0.05 if letter else 0.0, text)):
+            spot = (column, 1 - place / len(lines))
+            axes.annotate(words, spot, xycoords="axes fraction", color=colour, va="top", fontsize=9)
+
+
+def colour_of(remedy: Remedy) -> str:
+    return _common.OURS if remedy.ours else _common.PEER
+
+
+def paint(figure: Figure, found: dict[str, Cells], chosen: dict[str, Remedy]) -> None:
+    panels = iter(figure.subplots(2, 4).flat)
+    letters = dict(zip(chosen, string.ascii_uppercase, strict=False))
+    for axes, (title, every) in zip(panels, found.items(), strict=False):
+        if title == CAPPED:
+            curve(axes, every)
+        else:
+            scatter(axes, title, every, letters if set(every) <= set(chosen) else {})
+    for place, axes in enumerate(figure.axes[len(found) : 2 * 4]):
+        if place == 0:
+            key(axes, chosen, letters)
+        axes.axis("off")
 
 
 def curve(axes: Axes, found: Cells) -> None:
@@ -296,17 +332,17 @@ def curve(axes: Axes, found: Cells) -> None:
     places = range(len(measured))
     axes.plot(places, [growth for _, growth in points], color=_common.OURS, marker="o")
     axes.set_xticks(places, measured)
-    axes.set_title("8 x Conv1d(192), both caches capped")
-    axes.set_xlabel("entries in each")
-    axes.set_ylabel("MB grown", color=_common.OURS)
+    axes.set_title(CAPPED)
+    axes.set_xlabel("entries in each cache")
+    axes.set_ylabel("growth, MB", color=_common.OURS)
     costs = axes.twinx()
     costs.plot(places, [cost for cost, _ in points], color=_common.PEER, marker="o")
-    costs.set_ylabel("CPU time over doing nothing, %", color=_common.PEER)
+    costs.set_ylabel("difference in CPU time, %", color=_common.PEER)
     costs.grid(visible=False)
 
 
 def measure(workload: str, chosen: dict[str, Remedy], *, rounds: int, quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Every remedy in every round, in an order that turns, so that none always runs on the warmest machine."""
+    """Every remedy in every round, in a changing order, so that none always runs on the warmest machine."""
     calls = QUICK if quick else WORKLOADS[workload].calls
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
     order = list(chosen)
@@ -320,7 +356,7 @@ def measure(workload: str, chosen: dict[str, Remedy], *, rounds: int, quick: boo
 
 
 def main() -> None:
-    benchmark = _common.Benchmark("torch_dynamic_shapes", "Story 2: memory and CPU time over lengths that vary")
+    benchmark = _common.Benchmark("torch_dynamic_shapes", "Story 2: memory and CPU time with inputs of many lengths")
     chosen = remedies()
     few = {name: chosen[name] for name in (NOTHING, BUCKETED)}
     nothing = {NOTHING: chosen[NOTHING]}
@@ -328,31 +364,22 @@ def main() -> None:
     ladder = nothing | {str(cap): Remedy(f"both caps {cap}", caps(cap, max(1, cap))) for cap in CAPS}
     buckets = nothing | {way: Remedy(way, way=way, ours=True) for way in BUCKETS}
     plans = {WORKLOADS[name].title: (name, chosen) for name in COMPARED}
-    plans["8 x Conv1d(192), both caches capped"] = ("probe", ladder)
+    plans[CAPPED] = ("probe", ladder)
     plans |= {f"{WORKLOADS[name].title}, buckets": (name, buckets) for name in ("probe", "tokens")}
     if benchmark.quick:  # a process each takes seconds to start
         plans = {WORKLOADS["probe"].title: ("probe", {name: chosen[name] for name in (*few, PRESET, "story")})}
         plans[WORKLOADS["tokens"].title] = ("tokens", few)
         ladder = {name: ladder[name] for name in (NOTHING, str(CAPS[-1]))}
-        plans["8 x Conv1d(192), both caches capped"] = ("probe", ladder)
+        plans[CAPPED] = ("probe", ladder)
     runs, found = {}, {}
     for title, (name, compared) in plans.items():
         rounds = ROUNDS if (name, compared) == ("probe", chosen) and not benchmark.quick else 1
         runs[title] = measure(name, compared, rounds=rounds, quick=benchmark.quick)
         found[title] = cells(runs[title], compared)
 
-    def paint(figure: Figure) -> None:
-        panels = figure.subplots(2, 4).flat
-        for axes, (title, every) in zip(panels, found.items(), strict=False):
-            if plans[title][1] is ladder:
-                curve(axes, every)
-            else:
-                scatter(axes, title, every)
-        figure.axes[len(found)].axis("off")
-
     notes = [line for title, every in found.items() for line in matrix(title, every)]
     lines = rows(found[WORKLOADS["probe"].title])
-    benchmark.finish(lines, paint, size=(20, 9), notes=notes, runs=runs)
+    benchmark.finish(lines, lambda figure: paint(figure, found, chosen), size=(20, 9), notes=notes, runs=runs)
 
 
 if __name__ == "__main__":

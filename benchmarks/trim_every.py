@@ -1,15 +1,15 @@
-"""What ``trim_every`` gives back, and what it costs: story 2's convolutions over ever new lengths, under glibc.
+"""What ``trim_every`` returns to the system, and what it costs: story 2's convolutions of many lengths, under glibc.
 
 200 random lengths (50 to 4,000) through eight one-dimensional convolutions, behind a guard. oneDNN keeps its primitives
-(the environment guard sees to that); what is measured here is the rest, which glibc holds after it was freed. Ways:
+(the preset caps those); this measures the rest, which glibc holds after it was freed. Ways:
 
 * nothing: a guard without ``trim_every``;
 * 5 s, 1 s, 100 MB: with it;
-* capped: no ``trim_every``, both of oneDNN's caches held to 64 entries;
+* capped: no ``trim_every``, both of oneDNN's caches limited to 64 entries;
 * capped, 1 s: both.
 
-Each way runs in a process of its own, in every round, in an order that turns from round to round. Growth is private
-memory over what it was after the first length. CPU time includes the background threads.
+Each way runs in its own process, in every round, in an order that changes from round to round. Growth is private
+memory compared with that after the first length. CPU time includes the background threads.
 """
 
 from __future__ import annotations
@@ -114,15 +114,17 @@ def paint(figure: Figure, found: dict[str, list[dict[str, Any]]], lines: list[_c
     colours = (_common.GREY, _common.FIFTH, _common.OURS, _common.THIRD, _common.FOURTH, _common.PEER)
     for (way, (name, _, _)), colour in zip(WAYS.items(), colours, strict=True):
         left.plot(found[way][-1]["growth"], color=colour, label=name, linewidth=1.5)
-    left.set_title("Growth of private memory over ever new lengths")
+    left.set_title("Growth of private memory; nearly every call has a new length")
     left.set_xlabel("calls")
     left.set_ylabel("MB")
     left.legend(frameon=False)
-    _common.bars(right, [row for row in lines if row.name.startswith("CPU time")], "CPU time over doing nothing")
+    costs = [row for row in lines if row.name.startswith("CPU time")]
+    title = "CPU time compared with doing nothing"
+    _common.bars(right, costs, title, axis="difference in CPU time, %", prefix="CPU time: ")
 
 
 def main() -> None:
-    benchmark = _common.Benchmark("trim_every", "Story 2: giving freed memory back in the course of traffic")
+    benchmark = _common.Benchmark("trim_every", "Story 2: returning freed memory to the system while calls run")
     count, rounds = (10, 1) if benchmark.quick else (200, 3)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     order = list(WAYS)
@@ -132,7 +134,7 @@ def main() -> None:
             found[way].append(_common.fresh(__file__, way, str(count)))
         order = [*order[2:], *order[:2]]
     lines = rows(found)
-    notes = ["", f"{count} lengths; times are over doing nothing in the same round."]
+    notes = ["", f"{count} lengths; times are relative to doing nothing in the same round."]
     benchmark.finish(lines, lambda figure: paint(figure, found, lines), size=(14, 5.5), notes=notes, runs=found)
 
 

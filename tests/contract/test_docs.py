@@ -4,6 +4,9 @@ The snippets of one page share one namespace, from top to bottom, and each page 
 out is a comment on the line before the fence, which has to say why::
 
     <!-- not run: it serves until it is stopped -->
+
+The tutorial shows files instead, below comments such as ``<!-- file: app.py -->``. ``tests/process/test_tutorial.py``
+writes them and runs the commands beside them.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ OPTIONAL = {"ja_ginza", "matplotlib", "prometheus_client", "rich", "spacy", "tor
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\w*)")
 NOT_RUN = re.compile(r"^ *<!-- *not run\b:?(?P<reason>.*?)-->")
+FILE = re.compile(r"^<!-- file: \S+ -->$")
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,13 @@ class Snippet:
         line: Where its first line of code stands in the page, counted from 1.
         code: Its lines, without the fence's indentation.
         reason: Why it is not run, None where it is.
+        file: Whether it is a file that the reader writes.
     """
 
     line: int
     code: list[str]
     reason: str | None
+    file: bool
 
 
 def snippets(page: str) -> list[Snippet]:
@@ -57,7 +63,8 @@ def snippets(page: str) -> list[Snippet]:
                 block.append(inner.removeprefix(fence["indent"]))
             if fence["language"] == "python":
                 excuse = NOT_RUN.match(previous)
-                found.append(Snippet(number + 1, block, excuse["reason"].strip() if excuse else None))
+                reason = excuse["reason"].strip() if excuse else None
+                found.append(Snippet(number + 1, block, reason, file=bool(FILE.match(previous))))
         previous = line
     return found
 
@@ -66,7 +73,7 @@ def script(page: str) -> str:
     """Blank out all that is not to be run, so that a traceback's line is the page's line."""
     lines: list[str] = []
     for snippet in snippets(page):
-        if snippet.reason is None:
+        if snippet.reason is None and not snippet.file:
             lines += [""] * (snippet.line - 1 - len(lines)) + snippet.code
     return "\n".join(lines) + "\n"
 
@@ -112,6 +119,13 @@ def test_a_snippet_that_is_not_run_says_why(page: Path) -> None:
     reasons = [snippet.reason for snippet in snippets(text) if snippet.reason is not None]
     assert [] == [reason for reason in reasons if len(reason.split()) < 2]
     assert len(reasons) == sum(1 for line in text.splitlines() if NOT_RUN.match(line))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_only_the_tutorial_shows_files(page: Path) -> None:
+    """A file is not run with its page, so only the page whose own test writes and uses its files may show any."""
+    shows_files = any(snippet.file for snippet in snippets(page.read_text(encoding="utf-8")))
+    assert shows_files is (page.name == "tutorial.md")
 
 
 def test_the_readme_shows_something_that_runs_on_its_first_screen() -> None:

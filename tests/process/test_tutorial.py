@@ -1,71 +1,159 @@
-"""The tutorial's last service, started by the command that stands below it.
-
-The snippets in between run with those of all pages, in ``tests/contract/test_docs.py``.
-"""
+"""The tutorial, followed literally: its files are written and its commands are run, in the order of the page."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-import shlex
+import subprocess
 import sys
-import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from tests.process.harness import Answer, Server, write_app
+from tests.process.harness import Server, write_app
 
 from modelguard import sharing
 
-for needed in ("fastapi", "gunicorn", "spacy"):
+for needed in ("fastapi", "gunicorn", "spacy", "uvicorn"):
     pytest.importorskip(needed, reason="the tutorial's service needs it")
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
-FENCE = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+SERVER = re.compile(r"(^|-- |\n  )(uvicorn|gunicorn) ")
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux", reason="forked workers"),
+]
 
 
-def last_service() -> tuple[str, list[str]]:
-    """Find the last snippet that makes a whole service, and the command that follows it."""
-    blocks = FENCE.findall(TUTORIAL.read_text(encoding="utf-8"))
-    place = max(at for at, (language, text) in enumerate(blocks) if language == "python" and "app = FastAPI(" in text)
-    language, command = blocks[place + 1]
-    assert "sh" == language
-    here = {"modelguard": [sys.executable, "-m", "modelguard"], "gunicorn": [sys.executable, "-m", "gunicorn"]}
-    return blocks[place][1], [
-        part for word in shlex.split(command.replace("\\\n", " ")) for part in here.get(word, [word])
-    ]
+class Step(NamedTuple):
+    """What the page asks its reader to do.
+
+    Attributes:
+        file: The name of the file to write, None for a command.
+        text: The file's contents, or the command.
+    """
+
+    file: str | None
+    text: str
+
+
+def steps() -> list[Step]:
+    """Read the page; what it installs is installed here already."""
+    found = [Step(match["file"], match["text"]) for match in BLOCK.finditer(TUTORIAL.read_text(encoding="utf-8"))]
+    return [step for step in found if "pip install" not in step.text]
+
+
+class Reader:
+    """Follows the tutorial in a folder of its own, with free ports in place of the page's port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.server: Server | None = None
+        self.environment = {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "MODELGUARD_RUNTIME_DIR": str(folder),
+            "UVICORN_PORT": "0",
+            "GUNICORN_CMD_ARGS": "--bind 127.0.0.1:0",
+        }
+
+    def do(self, step: Step) -> str:
+        """Write a file, start a server in place of the one before, or run a command and return its output."""
+        text = step.text
+        if self.server is not None:
+            text = text.replace("localhost:8000", f"127.0.0.1:{self.server.port}")
+        if step.file is not None:
+            write_app(self.folder, text, step.file)
+            return ""
+        if SERVER.search(text):
+            self.stop()
+            self.start(text)
+            return ""
+        if self.server is not None:  # other servers of this machine may have the same name
+            text = re.sub(r'"\$\(pgrep [^"]*\)"', str(self.server.process.pid), text)
+        done = subprocess.run(
+            ["sh", "-c", text],
+            cwd=self.folder,
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0 or "doctor" in text, f"{text}{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def start(self, command: str) -> None:
+        """Start a server and wait until it answers, with all its workers."""
+        server = self.server = Server(self.folder, "sh", "-c", f"exec {command}", environment=self.environment)
+        server.wait_until_serving("/openapi.json")
+        workers = 4 if "-w 4" in command else 0
+        server.wait_until(lambda: len(server.children()) == workers, "all workers")
+
+    def stop(self) -> None:
+        """End the server, if there is one."""
+        if self.server is not None:
+            self.server.kill()
+            self.server = None
+
+    def get(self, path: str) -> Any:
+        """Return the JSON of an answer with status 200."""
+        assert self.server is not None
+        answer = self.server.ask(path)
+        assert 200 == answer.status, answer.text
+        return answer.json
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Server]:
-    """The service, all of whose workers are there."""
-    code, command = last_service()
-    write_app(tmp_path, code)
-    environment = {"MODELGUARD_RUNTIME_DIR": str(tmp_path)}
-    with Server(tmp_path, *command, "-b", "127.0.0.1:0", environment=environment) as server:
-        server.wait_until_serving("/readyz", 120)
-        server.wait_until(lambda: server.log.count("Booting worker") >= 4, "all workers")
-        yield server
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    """Follow the tutorial; whatever server is left in the end is stopped."""
+    found = Reader(tmp_path)
+    try:
+        yield found
+    finally:
+        found.stop()
 
 
-def json_of(answer: Answer) -> Any:
-    """The content of an answer that is well."""
-    assert 200 == answer.status, answer.text
-    return answer.json
+def test_a_reader_who_follows_the_tutorial_gets_what_it_promises(reader: Reader) -> None:
+    """Every file and command works as shown; four workers share one model in the end, and no request is lost."""
+    said: dict[str, list[str]] = {}
+    for step in steps():
+        output = reader.do(step)
+        if step.file is None:
+            said.setdefault(step.text.split("\n")[0].split(" --")[0], []).append(output)
+    unguarded, guarded = (int(output.removesuffix(" MB\n")) for output in said["python grow.py"])
+    assert guarded < unguarded / 2
+    (reload,) = said["python reload.py"]
+    assert "generation 2 is ready" in reload
+    assert "generation 1 released" in reload
+    (asked,) = said["curl -X POST 'localhost:8000/words?text=Four%20parts,%20one%20service.'"]
+    assert ["Four", "parts", ",", "one", "service", "."] == json.loads(asked)
+    assert "Examined: process" in said["modelguard doctor"][0]
+    assert "gunicorn app:app" in said["modelguard top"][0]
+    assert '{"status": "ready"}' in said["curl -i localhost:8000/readyz"][0]
+    answers, hurried, _ = said["python crowd.py"][0].splitlines()
+    assert "Counter({200: 400})" == answers
+    assert hurried in {"503", "504"}
 
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forked workers")
-def test_the_service_of_the_tutorial_serves_with_all_four_guards(service: Server) -> None:
-    """Whoever follows the tutorial to its end has four workers on the parent's model, and one answer for each text."""
-    query = urllib.parse.urlencode({"text": "Four guards, one service."})
-    for _ in range(20):
-        assert ["Four", "guards", ",", "one", "service", "."] == json_of(service.ask(f"/words?{query}", method="POST"))
-    status = json_of(service.ask("/status"))
+    assert reader.server is not None
+    status = reader.get("/status")
     assert (1, "ready") == (status["model"]["generation"], status["model"]["state"])
-    assert 32 >= status["queue"]["batch_size"]["max"] >= 1
-    assert 4 == len(service.children())
-    assert 3 > sharing.report(service.process.pid).copies  # five processes that do not share hold about five
-    environment = Path(f"/proc/{service.process.pid}/environ").read_bytes().split(b"\0")
+    assert 4 == len(reader.server.children())
+    assert 3 > sharing.report(reader.server.process.pid).copies  # five processes that do not share hold about five
+    environment = Path(f"/proc/{reader.server.process.pid}/environ").read_bytes().split(b"\0")
     assert b"TOKENIZERS_PARALLELISM=false" in environment  # the preset was there from the start
+
+
+def test_the_files_of_the_tutorial_pass_a_strict_type_checker(tmp_path: Path) -> None:
+    """A reader whose project uses `mypy --strict` can paste every file."""
+    pytest.importorskip("mypy", reason="the checkers are installed beside the main interpreter only")
+    files = [step for step in steps() if step.file is not None]
+    for number, step in enumerate(files):
+        last = step.file not in {later.file for later in files[number + 1 :]}
+        (tmp_path / (str(step.file) if last else f"before_{number}_{step.file}")).write_text(step.text)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", *sorted(path.name for path in tmp_path.iterdir())]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert 0 == done.returncode, done.stdout + done.stderr

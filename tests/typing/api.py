@@ -9,6 +9,7 @@ from typing import Any, assert_type
 
 import torch
 from spacy.lang.ja import Japanese
+from starlette.applications import Starlette
 
 from modelguard import (
     TTL,
@@ -33,6 +34,7 @@ from modelguard import (
 )
 from modelguard.adapters.spacy import IndexGrowth, Zoned, zoned
 from modelguard.adapters.torch import bucketed, pad_to_bucket
+from modelguard.frameworks.asgi import ModelGuardMiddleware
 
 
 class Model:
@@ -351,3 +353,8 @@ assert_type(presets.get("low-memory").apply().ok, bool)
 assert_type(prefork.prepare(model, freeze=True), prefork.ForkReport)
 assert_type(sharing.report(), sharing.TreeReport)
 assert_type(weights.load(torch.nn.Module, "weights"), torch.nn.Module)
+
+# Middleware.
+
+application = Starlette()
+application.add_middleware(ModelGuardMiddleware, deadline="2s", readyz=None)

@@ -22,8 +22,9 @@ _SERVERS: dict[str, tuple[str, ...]] = {
     "uwsgi": ("-w", "--module", "--wsgi", "--wsgi-file"),
 }
 
-#: ``package.module:app``; unlike in an address, a name follows the colon.
-_APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(?:\(\))?")
+#: ``package.module:app``; unlike in an address, a name follows the colon. ``-c python:module`` of gunicorn names a
+#: configuration.
+_APP = re.compile(r"(?!python:)[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(?:\(\))?")
 
 
 def process_name(command: Sequence[str]) -> str:

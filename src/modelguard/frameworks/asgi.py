@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from modelguard import _units
 from modelguard.errors import ModelGuardError
-from modelguard.frameworks._answers import ANSWERED, Answer, WebOptions
+from modelguard.frameworks._answers import ANSWERED, Answer, Ready, WebOptions
 from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
 __all__ = ["ModelGuardMiddleware", "exception_handlers"]
@@ -47,16 +48,37 @@ class ModelGuardMiddleware:
 
     Args:
         app: The application.
-        options: ``deadline``, ``timeout_header``, ``livez``, ``readyz``, ``guards``, ``detail``; see
-            :class:`~modelguard.frameworks._answers.WebOptions`.
+        deadline: Bound on the batched calls of every request, from its arrival. Default: no bound.
+        timeout_header: The header with which a client can shorten it, in seconds; None to read none.
+        livez: Path of the liveness probe; None to leave it to the application.
+        readyz: Path of the readiness probe; None to leave it to the application.
+        guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
+        detail: Whether a response contains the error's own text, with names of functions and figures. For development.
 
     Raises:
         InvalidOption: An option is invalid.
     """
 
-    def __init__(self, app: App, **options: Any) -> None:
+    def __init__(
+        self,
+        app: App,
+        *,
+        deadline: _units.Duration | None = None,
+        timeout_header: str | None = "Request-Timeout",
+        livez: str | None = "/livez",
+        readyz: str | None = "/readyz",
+        guards: Iterable[Ready] | None = None,
+        detail: bool = False,
+    ) -> None:
         self.app = app
-        self._options = WebOptions(**options)
+        self._options = WebOptions(
+            deadline=deadline,
+            timeout_header=timeout_header,
+            livez=livez,
+            readyz=readyz,
+            guards=guards,
+            detail=detail,
+        )
         header = self._options.timeout_header
         self._header = None if header is None else header.lower().encode("latin-1")
 

@@ -129,7 +129,10 @@ class ModelGuard(Generic[M]):
         await self.engine.aload(timeout)
 
     def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
-        """Replace the model by one whose load begins after this call. Does not wait for a quiet moment or a backoff.
+        """Replace the model by one whose load begins after this call. Does not wait for a pause or a backoff.
+
+        A load that is running already becomes stale: while an old generation takes calls, its model is discarded
+        (``LoadDiscarded``) and loaded again, once.
 
         Args:
             wait: Return when the new generation takes calls; if False, return at once.
@@ -321,34 +324,49 @@ def guard(
 ) -> ModelGuard[Any]:
     """Guard a model: load it once, lend it to calls, replace it when a policy says so, and prove that the old is gone.
 
-    Durations are seconds, ``timedelta`` or text such as ``"1h30m"``. Nothing is loaded before the first use or
-    :meth:`ModelGuard.load`.
+    Durations are seconds, a ``timedelta`` or text such as ``"250ms"``, ``"1h30m"`` or ``"2d"``. Nothing is loaded
+    before the first use or :meth:`ModelGuard.load`.
 
     Args:
         load: Makes the model, without arguments; may be ``async`` (it then runs on an event loop of its own). It runs
-            in a background thread, one at a time however many callers wait.
-        reload_on: When to replace the model: policies joined by ``|`` and ``&``, or None for "only on request".
+            in a background thread, one at a time however many callers wait, so it must not need the main thread, as
+            signal handlers do. If it raises or returns None, the load has failed. It must not use its own guard
+            (``WouldDeadlock``).
+        reload_on: When to replace the model: policies joined by ``|`` (any) and ``&`` (all), or None to reload only on
+            request. Required, so that nothing is reloaded, or never reloaded, by accident.
         swap: ``"load_first"``: the old generation takes calls until the new one is ready; needs memory for both.
             ``"drain_first"``: calls wait while the old one ends and returns its memory, and only then the new one
-            loads; if that load fails, no generation takes calls until a retry succeeds. ``"auto"``: load first if the
-            memory limit leaves room for a second copy of the model as it was measured, else drain first.
-        warmup: Called with the new model before it takes calls. Guarded functions that it calls run on the new model.
-        validate: Called with the new model before the warm-up. If it raises or returns something false, the model is
-            rejected.
-        unload: Called with the old model before it is dropped.
-        load_timeout: Bound on load, validation and warm-up together; a loader past it is left behind. Default: none.
-        wait_timeout: How long a call waits while the model is being replaced and none takes calls, before
-            ``Reloading``.
-        drain_timeout: How long a replaced generation may take to finish its calls before it is abandoned to them.
-        defer: How long a due reload may wait for a moment without calls. A loader that holds the GIL stalls every
-            call beside it, so such a moment is worth waiting for. 0 does not wait.
+            loads; if that load fails, no generation takes calls until a retry succeeds. ``"auto"``: load first if 1.25
+            times the size of the model, as it was measured, may still be allocated, else drain first; load first if
+            one of the two is unknown.
+        warmup: Called with each new model before it takes calls, so that no request pays for what the first call
+            builds. Guarded functions that it calls run on the new model. If it raises, the load has failed. May be
+            ``async``.
+        validate: Called with each new model before the warm-up. If it raises, or returns something false other than
+            None, the model is rejected: the load has failed with ``ModelRejected``. May be ``async``.
+        unload: Called with each old model after its last call and before it is dropped, also with a model that was
+            loaded and never used: close its files and threads here. If it raises, the release continues, and
+            ``GenerationReleased.error`` reports the error. May be ``async``.
+        load_timeout: Limit for load, validation and warm-up together. After that the load has failed with
+            ``LoadTimeout``. A thread cannot be stopped, so the loader is left behind; if it ends after all, its model
+            is unloaded and dropped. Default: none. Set it if the loader uses the network.
+        wait_timeout: How long a call waits while the model is being replaced and no generation takes calls, before
+            ``Reloading``. The first load has no such limit; the ``timeout`` of :meth:`ModelGuard.lease` limits both.
+        drain_timeout: How long a replaced generation may take to finish its calls. After that the guard continues
+            without it and emits ``GenerationAbandoned``: the model stays loaded for these calls, and is released when
+            the last of them ends.
+        defer: How long a due reload waits for a pause between calls, because a loader that holds the GIL stalls every
+            call beside it. The load starts when no call has run for 50 ms after one ended, or when ``defer`` has
+            passed; a guard without any calls waits for all of it. 0 does not wait, and neither does
+            :meth:`ModelGuard.reload`.
         backoff: How failed loads are retried. Default: ``Backoff("1s", "1m")``.
         trim_every: Return freed memory to the system while calls run: at this interval (``"30s"``), or each time the
-            process has grown by this much (``"100 MB"``). It covers the whole process. Default: only when a generation
-            is released.
+            process has grown by this much (``"100 MB"``: text that ends in B is a size). It is done in the background
+            and for the whole process, so one guard with it is enough, and only if there were calls since the last
+            time. Each time emits ``MemoryTrimmed``. Default: only when a generation is released.
         prefork: Let :func:`modelguard.prefork.prepare` share this model among forked workers when no guard is named
             there, as the servers' hooks do.
-        name: For events, logs and errors. Default: the loader's name.
+        name: For events, logs and errors. Default: the loader's name; for a lambda, its module and line.
 
     Raises:
         InvalidOption: An option is invalid; the message gives its name, its value and the fix.

@@ -50,7 +50,7 @@ class Snapshot:
 
     Attributes:
         generation: Its number; the first is 1.
-        age: Seconds since it began to serve.
+        age: Seconds since it began to take calls.
         uses: Calls and leases that have ended on it.
         consecutive_errors: Consecutive calls, up to the latest, that raised an ``Exception``.
         memory: The latest readings of private memory in bytes, oldest first, at most three,
@@ -61,7 +61,7 @@ class Snapshot:
         files: What is known about the paths that a policy watches.
         gauges: Figures that the model's adapter reads from the model (spaCy: ``lexemes``, ``strings``,
             ``index_bytes``).
-        first_gauges: The same figures when the generation began to serve.
+        first_gauges: The same figures when the generation began to take calls.
     """
 
     generation: int = 1
@@ -90,11 +90,16 @@ class Horizon(NamedTuple):
 
 
 class Policy(ABC):
-    """Decides when a generation is over. Subclass it and write :meth:`due`; combine policies with ``|`` and ``&``."""
+    """Decides when a generation is over. Subclass it and write :meth:`due`; combine policies with ``|`` and ``&``.
+
+    The guard calls :meth:`due` at the end of every call and once a second, so it should be fast. If it raises, the
+    guard goes on without it and emits ``CallbackErrored``.
+    """
 
     #: The word for it in events and metrics.
     kind: ClassVar[ReasonKind] = "custom"
-    #: Whether it reads ``Snapshot.memory``, so that the guard takes the readings.
+    #: Whether it reads ``memory``, ``baseline`` or ``settled_memory`` of the snapshot: only then the guard takes
+    #: readings.
     reads_memory: bool = False
     #: Whether it asks for new weights (TTL, Modified), and not for a fresh process.
     renews: bool = False
@@ -330,9 +335,11 @@ class _Memory(_Value):
 class MemoryGrowth(_Memory):
     """Due when private memory has grown by ``size`` since this generation settled.
 
-    A generation has settled when its predecessor is gone and it has served for a while (ten calls or five seconds).
-    Three consecutive readings must be above the bound. Private memory is what this process alone has written. RSS is
-    never used: it counts what a forked worker shares, and it does not fall after a peak.
+    A generation has settled when its predecessor is gone and it has taken ten calls or five seconds have passed. The
+    median of the first three readings after that is the baseline. Later, three consecutive readings must be above the
+    bound. Readings take at most 1 % of the time: one every 0.1 to 10 seconds, and at most about one a second without
+    calls. Private memory is what this process alone has written. RSS is never used: it counts what a forked worker
+    shares, and it does not fall after a peak.
 
     Args:
         size: Bytes, text such as ``"500 MB"`` or ``"1.5 GiB"``, or a percentage of the effective limit such as
@@ -384,7 +391,8 @@ class Modified(_Value):
 
     A half-written file is never loaded: a change counts once the path has been unchanged for ``quiet``. If writers
     replace the path atomically (write beside it, then rename), set ``atomic=True``, and a change counts at once. While
-    the path is missing, nothing is due.
+    the path is missing, nothing is due. Name, inode, size and time of change are compared. Links are followed, except
+    folders that are links inside a watched folder. Of a folder, at most 10,000 files are compared.
 
     Args:
         path: The file or folder. A folder counts as changed when any file below it does.

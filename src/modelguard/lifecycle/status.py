@@ -25,11 +25,12 @@ class Status:
         generation: Number of the current generation, 0 if there is none.
         age: Seconds since it began to take calls.
         uses: Calls that have ended on it.
-        in_flight: Calls that run now, on it or on generations that are being drained.
+        in_flight: Calls that run now, on it or on generations that are being drained or were abandoned.
         reloads: Loads in this process that replaced a generation.
         failures: Consecutive loads that have failed.
         last_error: The latest of these failures in one line.
-        model_bytes: Size of the model in bytes, as measured at its load.
+        model_bytes: Size of the model in bytes: growth of private memory during a load, or what the model's library
+            reports if that is more; the largest of all loads so far.
         last_release: The event of the latest release of a replaced generation.
     """
 

@@ -25,6 +25,9 @@ _WARNINGS = (
     events.CircuitOpened,
 )
 
+#: Seconds. A shorter wait for a pause would be shown as 0.0.
+_WORTH_MENTIONING = 0.05
+
 _DISCARDED: dict[events.DiscardCause, str] = {
     "closed": "the guard was closed",
     "late": "it was ready only after load_timeout",
@@ -50,7 +53,8 @@ def describe(event: events.Event) -> str:
 
 
 def _load_started(event: events.LoadStarted) -> str:
-    deferred = f", after waiting {event.deferred_seconds:.1f} s for a pause" if event.deferred_seconds else ""
+    waited = event.deferred_seconds >= _WORTH_MENTIONING
+    deferred = f", after waiting {event.deferred_seconds:.1f} s for a pause" if waited else ""
     return f"loading generation {event.generation}: {_reasons(event.reasons)}{deferred}"
 
 

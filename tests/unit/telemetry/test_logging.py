@@ -76,7 +76,18 @@ LINES: list[tuple[Event, str, str]] = [
             host_lock="host",
         ),
         "INFO",
-        "loads generation 4: first use, after 0.5 s without a pause",
+        "loads generation 4: first use, after waiting 0.5 s for a pause",
+    ),
+    (
+        LoadStarted(
+            guard="nlp",
+            generation=4,
+            reasons=(FIRST_USE,),
+            deferred_seconds=3e-6,
+            host_lock="host",
+        ),
+        "INFO",
+        "loads generation 4: first use",
     ),
     (
         LoadFinished(
