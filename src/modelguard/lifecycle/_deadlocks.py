@@ -37,6 +37,11 @@ def waiting_for(state: GuardState[Any]) -> Iterator[None]:
 def raise_on_event_loop(name: str, action: str, instead: str) -> None:
     """Refuse to block a running event loop, which the awaited work may need.
 
+    Args:
+        name: The guard's or pool's name.
+        action: What would block.
+        instead: The expression to write in its place.
+
     Raises:
         WouldDeadlock: This thread runs an event loop.
     """
@@ -44,9 +49,7 @@ def raise_on_event_loop(name: str, action: str, instead: str) -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise WouldDeadlock(
-        name, why=f"{action}() would block the running event loop", fix=f"Write: await guard.{instead}()."
-    )
+    raise WouldDeadlock(name, why=f"{action}() would block the running event loop", fix=f"Write: {instead}.")
 
 
 def _raise_on_circle(state: GuardState[Any], me: int) -> None:
