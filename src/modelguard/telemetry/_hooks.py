@@ -5,12 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import TYPE_CHECKING
+
+from modelguard import _units
+from modelguard.errors import InvalidOption
 
 if TYPE_CHECKING:
     from modelguard.telemetry.events import Event
 
 Hook = Callable[["Event"], None]
+
+#: The modules whose functions make hooks.
+_FACTORIES = ("modelguard.telemetry.prometheus", "modelguard.telemetry.opentelemetry")
 
 logger = logging.getLogger("modelguard")
 logger.addHandler(logging.NullHandler())
@@ -26,7 +33,11 @@ def add_hook(hook: Hook) -> Callable[[], None]:
 
     Returns:
         A callable that removes the hook again.
+
+    Raises:
+        InvalidOption: ``hook`` cannot be called, or is the function that makes a hook.
     """
+    _check(hook)
     global _hooks
     with _lock:
         _hooks = (*_current(), hook)
@@ -46,10 +57,22 @@ def add_hook(hook: Hook) -> Callable[[], None]:
 
 
 def set_hooks(hooks: Iterable[Hook] | None) -> None:
-    """Replace all hooks; ``[]`` silences modelguard, None brings the default (logging) back."""
+    """Replace all hooks; ``[]`` silences modelguard, None brings the default (logging) back.
+
+    Raises:
+        InvalidOption: It is not a collection of hooks.
+    """
     global _hooks
+    if callable(hooks) or isinstance(hooks, str) or not isinstance(hooks, Iterable | None):
+        why = f"must be a list of hooks or None, not {_units.kind_of(hooks)}"
+        raise InvalidOption(
+            "hooks", hooks, why=why, fix="Write set_hooks([hook]), or add_hook(hook) to keep the others."
+        )
+    chosen = None if hooks is None else tuple(hooks)
+    for hook in chosen or ():
+        _check(hook)
     with _lock:
-        _hooks = None if hooks is None else tuple(hooks)
+        _hooks = chosen
 
 
 def emit(event: Event) -> None:
@@ -64,6 +87,15 @@ def emit(event: Event) -> None:
 def listening() -> bool:
     """Whether somebody wants the events that come with every batch."""
     return _hooks is not None or logger.isEnabledFor(logging.DEBUG)
+
+
+def _check(hook: Hook) -> None:
+    if not callable(hook):
+        why = f"must be a function of one event, not {_units.kind_of(hook)}"
+        raise InvalidOption("hook", hook, why=why, fix="Pass the function itself, without calling it: add_hook(note).")
+    if getattr(hook, "__module__", None) in _FACTORIES and isinstance(hook, FunctionType):
+        name = hook.__name__
+        raise InvalidOption("hook", hook, why="makes a hook and is not one", fix=f"Call it: add_hook({name}()).")
 
 
 def _current() -> tuple[Hook, ...]:
