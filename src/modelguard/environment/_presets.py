@@ -78,9 +78,18 @@ class Preset:
     knobs: tuple[Knob, ...]
 
     def __or__(self, other: Preset) -> Preset:
-        """Compose two presets; where both set a variable, the value on the right wins, as with ``dict``."""
+        """Compose two presets; where both set a variable, the value on the right wins, as with ``dict``.
+
+        Raises:
+            InvalidOption: ``other`` is not a preset.
+        """
+        _require_preset(other)
         together = {knob.name: knob for knob in (*self.knobs, *other.knobs)}
         return Preset(f"{self.name} | {other.name}", f"{self.does} {other.does}", tuple(together.values()))
+
+    def __ror__(self, other: object) -> Preset:
+        _require_preset(other)
+        return NotImplemented  # two presets are composed by __or__
 
     def explain(self) -> str:
         """Describe every knob: its value, when and by what it is read, what it does and costs, and the source."""
@@ -129,6 +138,12 @@ class Preset:
             InvalidOption: There is no such format, or it cannot hold one of the values.
         """
         return _renderings.render(self.name, self.knobs, format)
+
+
+def _require_preset(given: object) -> None:
+    if not isinstance(given, Preset):
+        fix = f"Write presets.get({given!r})." if given in _PRESETS else "Write for example presets.get('low-memory')."
+        raise InvalidOption("preset", given, why=f"| joins two presets, and this is {_units.kind_of(given)}", fix=fix)
 
 
 def names() -> tuple[str, ...]:

@@ -56,7 +56,7 @@ class ModelGuardMiddleware:
 
     def __init__(self, app: App, **options: Any) -> None:
         self.app = app
-        self._options = WebOptions(**options)
+        self._options = WebOptions.read(options)
         header = self._options.timeout_header
         self._header = None if header is None else header.lower().encode("latin-1")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, WebOptions
 from modelguard.serving.deadlines import WebRequest, on_behalf_of
@@ -41,7 +42,7 @@ class ModelGuardMiddleware:
 
     def __init__(self, app: App, **options: Any) -> None:
         self.app = app
-        self._options = WebOptions(**options)
+        self._options = WebOptions.read(options)
         header = self._options.timeout_header
         self._variable = None if header is None else f"HTTP_{header.upper().replace('-', '_')}"
 
@@ -88,10 +89,10 @@ def install(app: Any, **options: Any) -> None:
         InvalidOption: It is not a Flask application, or an option is invalid.
     """
     if not hasattr(app, "wsgi_app") or not hasattr(app, "register_error_handler"):
-        why = f"must be a Flask application, not a {type(app).__name__}"
+        why = f"must be a Flask application, not {_units.kind_of(app)}"
         fix = "Wrap any other: application = ModelGuardMiddleware(application)."
         raise InvalidOption("app", app, why=why, fix=fix)
-    web = WebOptions(**options)
+    web = WebOptions.read(options)
 
     def handle(error: ModelGuardError) -> tuple[bytes, int, list[tuple[str, str]]]:
         answer = web.answer(error)
