@@ -108,7 +108,7 @@ def _preset(preset: str | _presets.Preset | None) -> _presets.Preset | None:
         if preset is None or isinstance(preset, _presets.Preset):
             return preset
         fix = "Give the name of a preset, or what presets.get() returns."
-        raise InvalidOption("preset", preset, why=f"it is a {type(preset).__name__}", fix=fix)
+        raise InvalidOption("preset", preset, why=f"must be a preset, not {_units.kind_of(preset)}", fix=fix)
     return reduce(or_, (_presets.get(name.strip()) for name in preset.split(",")))
 
 

@@ -46,9 +46,24 @@ class Loader:
         calls: How often it was called, failures included.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_delay",
+        "_error",
+        "_failures",
+        "_held",
+        "_lock",
+        "_make",
+        "_models",
+        "_open",
+        "_reached",
+        "_sleep",
+        "calls",
+    )
+
     def __init__(self, make: Callable[..., Any] | None = None, *, sleep: Callable[[float], None] = time.sleep) -> None:
         if make is not None and not callable(make):
-            why = f"a function is needed, and this is a {type(make).__name__}"
+            why = f"must be a function, not {_units.kind_of(make)}"
             raise InvalidOption("make", make, why=why, fix="Pass the function itself, without calling it.")
         self.calls = 0
         self._make = make
@@ -90,7 +105,7 @@ class Loader:
             raise InvalidOption(
                 "make",
                 self._make,
-                why=f"it returned a {type(model).__name__}, and no weak reference can tell whether that is alive",
+                why=f"it returned {_units.kind_of(model)}, and no weak reference can tell whether that is alive",
                 fix="Return an object of a class, which holds it.",
             ) from None
         return model
@@ -119,12 +134,13 @@ class Loader:
             error: What they raise. Default: an ``OSError``.
 
         Raises:
-            InvalidOption: ``times`` is no number of loads, or ``error`` is no exception.
+            InvalidOption: ``times`` is not a number of loads, or ``error`` is not an exception object.
         """
         if times is not None and (isinstance(times, bool) or not isinstance(times, int) or times < 0):
             raise InvalidOption("times", times, why="it counts loads", fix="Give a whole number, or None for all.")
         if error is not None and not isinstance(error, BaseException):
-            raise InvalidOption("error", error, why="it cannot be raised", fix="Give an exception, as in OSError().")
+            given = error.__name__ if isinstance(error, type) else "OSError"
+            raise InvalidOption("error", error, why="must be an exception object", fix=f"Write error={given}('...').")
         with self._lock:
             self._failures = float("inf") if times is None else times
             self._error = error or OSError("modelguard_loader was told to fail")
