@@ -182,7 +182,7 @@ def get(name: str, *, workers: int = 1, distinct_shapes: int | None = None, cpus
     if distinct_shapes is not None:
         _units.whole_number(distinct_shapes, "distinct_shapes")
     if cpus is not None and (isinstance(cpus, bool) or not isinstance(cpus, int | float) or not 0 < cpus < _MAX_CPUS):
-        raise InvalidOption("cpus", cpus, why="it is not a number of CPUs", fix="Give a number such as 4 or 2.5.")
+        raise InvalidOption("cpus", cpus, why="must be a number above 0", fix="Write for example cpus=4 or cpus=2.5.")
     return Preset(name, recipe.does, recipe.knobs(_Service(workers, distinct_shapes, cpus)))
 
 

@@ -196,8 +196,9 @@ def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:
         raise InvalidOption("guards", given, why=why, fix="Write guards=[...].") from None
     for one in guards:
         if not hasattr(one, "ready") or not hasattr(one, "name"):
-            why = f"must hold guards and batched functions; a {type(one).__name__} has no 'ready'"
-            raise InvalidOption("guards", one, why=why, fix="Give guards and batched functions.")
+            why = "must be guards and batched functions"
+            fix = "For a guarded function give its guard: guard_of(function)."
+            raise InvalidOption("guards", one, why=why, fix=fix)
     return guards
 
 

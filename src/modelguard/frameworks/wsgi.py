@@ -90,7 +90,10 @@ def install(app: Any, **options: Any) -> None:
     """
     if not hasattr(app, "wsgi_app") or not hasattr(app, "register_error_handler"):
         why = f"must be a Flask application, not {_units.kind_of(app)}"
-        fix = "Wrap any other: application = ModelGuardMiddleware(application)."
+        fix = (
+            "Wrap any other WSGI application: application = ModelGuardMiddleware(application). FastAPI and Starlette "
+            "need modelguard.frameworks.asgi."
+        )
         raise InvalidOption("app", app, why=why, fix=fix)
     web = WebOptions.read(options)
 

@@ -271,7 +271,7 @@ def guard_of(function: Callable[..., object]) -> ModelGuard[Any]:
     if not isinstance(owner, ModelGuard):
         fix = "Decorate it, or keep the guard in a variable."
         if isinstance(function, ModelGuard):
-            fix = "It is the guard itself: use it as it is."
+            fix = "It is the guard itself: use it directly."
         elif owner_of(getattr(function, "__wrapped__", None)) is not None:  # a batched function
             fix = "A function that wraps it is: write guard_of(function.__wrapped__)."
         raise InvalidOption("function", function, why="is not decorated by a guard", fix=fix)

@@ -89,7 +89,9 @@ class ModelPool(Generic[K, M]):
             """
             if others:
                 why = "only key= can be passed"
-                raise InvalidOption("key", others[0], why=why, fix="Write @pool(key='voice'), a parameter's name.")
+                raise InvalidOption(
+                    "key", others[0], why=why, fix="Write @pool(key='voice'), with the name of a parameter."
+                )
             return Keyed(self.lease, key)
 
     def status(self) -> PoolStatus[K]:

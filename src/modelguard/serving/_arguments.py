@@ -62,7 +62,7 @@ class Arguments:
 
     def wrong_count(self, count: int) -> TypeError:
         """The error for a call that does not have exactly one positional argument."""
-        hints = [f"{self._name}() takes one item and got {count} positional arguments"]
+        hints = [f"{self._name}() takes one item by position, and got {count or 'none'}"]
         if count > 1:
             hints += ["Pass everything else by keyword", *self._guard_hint()]
         if count in (0, _ASGI_ARGUMENTS):  # as Flask and Starlette call their routes

@@ -92,8 +92,9 @@ def unknown_source(source: object) -> InvalidOption:
     """Make the error for an object that no format writes."""
     why = f"{_units.kind_of(source)} cannot be mapped safely"
     if isinstance(source, Mapping):
-        kinds = sorted({_units.kind_of(value) for value in source.values()})
-        why = f"its values must all be arrays or all be tensors, and are {' and '.join(kinds) or 'missing'}"
+        kinds = sorted({type(value).__name__ for value in source.values()})
+        given = f"are of the types {' and '.join(kinds)}" if kinds else "there are none"
+        why = f"its values must all be arrays or all be tensors, and {given}"
     fix = f"Give {_SAFE}, or a function that makes one; or allow_pickle=True for an object that holds arrays."
     return InvalidOption("source", type(source).__name__, why=why, fix=fix)
 

@@ -137,7 +137,9 @@ class Loader:
             InvalidOption: ``times`` is not a number of loads, or ``error`` is not an exception object.
         """
         if times is not None and (isinstance(times, bool) or not isinstance(times, int) or times < 0):
-            raise InvalidOption("times", times, why="it counts loads", fix="Give a whole number, or None for all.")
+            raise InvalidOption(
+                "times", times, why="must be a whole number of at least 0", fix="Write times=2, or times=None for all."
+            )
         if error is not None and not isinstance(error, BaseException):
             given = error.__name__ if isinstance(error, type) else "OSError"
             raise InvalidOption("error", error, why="must be an exception object", fix=f"Write error={given}('...').")

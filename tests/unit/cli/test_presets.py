@@ -55,7 +55,7 @@ def test_a_format_is_written_and_nothing_else(capsys: pytest.CaptureFixture[str]
         (["nothing-like-it"], "The presets are torch-cpu, torch-cpu-dynamic, prefork, low-memory."),
         (["torch-cpu", "--workers", "0"], "--workers=0: must be a whole number of at least 1"),
         (["torch-cpu", "--workers", "two"], "--workers='two': must be a whole number of at least 1"),
-        (["torch-cpu", "--cpus", "nan"], "--cpus=nan: it is not a number of CPUs"),
+        (["torch-cpu", "--cpus", "nan"], "--cpus=nan: must be a number above 0"),
         (["torch-cpu", "--distinct-shapes", "0"], "--distinct-shapes=0: must be a whole number of at least 1"),
         (["torch-cpu", "--format", "toml"], "The formats are shell, env, gunicorn, dockerfile, systemd, kubernetes."),
         (["--format", "shell"], "it needs the name of a preset"),

@@ -166,9 +166,9 @@ class TestPublish:
 
     def test_says_which_values_are_no_arrays(self, path: Path) -> None:
         """A mapping with other values than arrays is rejected with the kinds that it holds."""
-        with pytest.raises(InvalidOption, match="all be arrays or all be tensors, and are a ndarray and an int"):
+        with pytest.raises(InvalidOption, match=r"must all be arrays.*are of the types int and ndarray"):
             weights.publish({"table": np.arange(3), "size": 3}, path)
-        with pytest.raises(InvalidOption, match="and are missing"):
+        with pytest.raises(InvalidOption, match="and there are none"):
             weights.publish({}, path)
 
     def test_takes_a_model_that_can_be_called_for_a_model(self, path: Path) -> None:
