@@ -18,6 +18,8 @@ __all__ = [
     "Percentage",
     "format_bytes",
     "format_seconds",
+    "kind_of",
+    "process_id",
     "seconds",
     "size",
     "size_or_percentage",
@@ -43,12 +45,17 @@ _AMOUNT = rf"({_NUMBER})\s*([A-Za-z%]*)"
 # From large to small, each unit once, so that a slip such as "1h30h" is rejected.
 _DURATION = r"\s*".join(rf"(?:(?P<{unit}>{_NUMBER})\s*{unit}(?![A-Za-z]))?" for unit in _SECONDS)
 
+#: The smallest bound on memory, in bytes: an allocator alone takes memory in pieces of up to a megabyte. A smaller
+#: number is one of megabytes whose unit is missing.
+_LEAST_BOUND = 1_000_000
+
 #: Longer than any wait, and still within what every lock and clock accepts.
 _LONGEST = 100 * 365 * _SECONDS["d"]
 
 _DURATION_FIX = "Give seconds as a number, a timedelta, or text such as '90s', '1h30m', '1.5h', '250ms' or '2d'."
 _SIZE_FIX = "Give bytes as a whole number, or text such as '500 MB' or '1.5 GiB'."
-_PERCENTAGE_FIX = f"{_SIZE_FIX[:-1]}, or a percentage of the memory limit such as '80%'."
+_OR_PERCENTAGE = ", or a percentage of the memory limit such as '80%'."
+_PERCENTAGE_FIX = _SIZE_FIX[:-1] + _OR_PERCENTAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +121,10 @@ def size(value: int | str, argument: str) -> int:
 
 
 def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
-    """Read a size of memory, or a percentage of the memory limit such as ``"80%"``.
+    """Read a bound on the memory of models: a size, or a percentage of the memory limit such as ``"80%"``.
 
     Args:
-        value: What :func:`size` reads, or text that is a percentage above 0 and up to 100.
+        value: What :func:`size` reads, at least 1 MB; or text that is a percentage above 0 and up to 100.
         argument: The name of the caller's argument, for the error.
 
     Returns:
@@ -128,7 +135,12 @@ def size_or_percentage(value: int | str, argument: str) -> int | Percentage:
     """
     if isinstance(value, str) and value.rstrip().endswith("%"):
         return _percentage(value, argument)
-    return _size(value, argument, _percentage_fix(value))
+    count = _size(value, argument, _percentage_fix(value))
+    if count < _LEAST_BOUND:
+        why = f"is only {format_bytes(count)}, and must be at least {format_bytes(_LEAST_BOUND)}"
+        fix = f"Write '{value} MB' for megabytes{_OR_PERCENTAGE}" if isinstance(value, int) else _PERCENTAGE_FIX
+        raise InvalidOption(argument, value, why=why, fix=fix)
+    return count
 
 
 def whole_number(value: int, argument: str, *, at_least: int = 1) -> int:
@@ -146,6 +158,30 @@ def whole_number(value: int, argument: str, *, at_least: int = 1) -> int:
         why = f"must be a whole number of at least {at_least}"
         raise InvalidOption(argument, value, why=why, fix=f"Write for example {argument}={max(at_least, 8)}.")
     return value
+
+
+def process_id(value: int, argument: str) -> int:
+    """Check the number of a process.
+
+    Args:
+        value: An int of at least 1.
+        argument: The name of the caller's argument, for the error.
+
+    Raises:
+        InvalidOption: It is anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        fix = "Give the id of a running process as an int, as os.getpid() returns it and pgrep prints it."
+        raise InvalidOption(argument, value, why="must be a process id", fix=fix)
+    return value
+
+
+def kind_of(value: object) -> str:
+    """What kind of object a value is, for messages: ``"a str"``, ``"an int"``, ``"a class"``, ``"None"``."""
+    if value is None or isinstance(value, type):
+        return "None" if value is None else "a class"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def format_bytes(count: int) -> str:
@@ -185,7 +221,8 @@ def _seconds(value: object, argument: str) -> float:
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidOption(argument, value, why=f"must be a duration, not a {type(value).__name__}", fix=_DURATION_FIX)
+        why = f"must be a duration, not {kind_of(value)}"
+        raise InvalidOption(argument, value, why=why, fix=_DURATION_FIX)
     try:
         return float(value)
     except OverflowError:
@@ -250,5 +287,7 @@ def _why_unreadable(text: str, units: Collection[str], kind: str) -> str:
         return "must not be negative"
     if re.fullmatch(_NUMBER, text.strip()):
         return "has no unit"
-    unknown = next((word for word in re.findall(r"[^\W\d_]+|%", text) if word.lower() not in units), None)
+    words = re.findall(r"[^\W\d_]+|%", text) if re.search(r"[0-9]", text) else []
+    # Only the units of sizes may be written in either case: "5M" does not mean five minutes.
+    unknown = next((word for word in words if (word if kind == "duration" else word.lower()) not in units), None)
     return f"is not a valid {kind}" if unknown is None else f"has the unknown unit {unknown!r}"

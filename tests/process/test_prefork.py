@@ -168,7 +168,10 @@ def test_a_warm_up_that_hangs_in_a_child_is_told_with_its_stack() -> None:
     ("call", "error", "says"),
     [
         ("prefork.prepare()", "InvalidOption", "there is no guard to prepare"),
-        ("prefork.prepare(load)", "InvalidOption", "it is a function, not a guard"),
+        ("prefork.prepare(load)", "InvalidOption", "Give what modelguard.guard() returned"),
+        ("prefork.prepare(nlp(len))", "InvalidOption", "prepare(guard_of(function))"),
+        ("prefork.prepare([nlp])", "InvalidOption", "prepare(*guards)"),
+        ("prefork.prepare(nlp, freeze='no')", "InvalidOption", "freeze='no': must be True or False"),
         ("prefork.prepare(nlp, on_hazard='ignore')", "InvalidOption", "on_hazard='ignore'"),
         ("prefork.prepare(nlp, immortalize='yes')", "InvalidOption", "immortalize='yes'"),
         ("prefork.prepare(nlp, warm_timeout=0)", "InvalidOption", "warm_timeout"),

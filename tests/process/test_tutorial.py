@@ -154,6 +154,14 @@ def test_the_files_of_the_tutorial_pass_a_strict_type_checker(tmp_path: Path) ->
     for number, step in enumerate(files):
         last = step.file not in {later.file for later in files[number + 1 :]}
         (tmp_path / (str(step.file) if last else f"before_{number}_{step.file}")).write_text(step.text)
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", *sorted(path.name for path in tmp_path.iterdir())]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--follow-imports",
+        "silent",
+        *sorted(path.name for path in tmp_path.iterdir()),
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert 0 == done.returncode, done.stdout + done.stderr

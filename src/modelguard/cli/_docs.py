@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def read(reference: str) -> str:
     pages = _pages()
     page = pages.get(name.removesuffix(".md"))
     if page is None:
-        raise _unknown("page", name, pages)
+        raise _unknown_section(name, pages) or _unknown("page", name, pages)
     text = page.read_text(encoding="utf-8")
     return _section(text, section) if has_section else text
 
@@ -126,6 +126,16 @@ def _anchor(heading: str) -> str:
     """A heading's anchor as on GitHub: its words in lower case, joined by hyphens."""
     words = heading.strip().lower().replace(" ", "-")
     return "".join(char for char in words if char.isalnum() or char in "-_")
+
+
+def _unknown_section(name: str, pages: Mapping[str, Path]) -> InvalidOption | None:
+    """The error for the name of a section that was given without its page; None if no page has such a section."""
+    for title, page in pages.items():
+        lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
+        if name and name.lower() in {anchor for _, _, anchor in _headings(lines)}:
+            fix = f"Write modelguard docs {title}#{name.lower()}."
+            return InvalidOption("page", name, why=f"is a section of the page {title}", fix=fix)
+    return None
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> InvalidOption:

@@ -18,6 +18,15 @@ USAGE = 2
 # The options with the numbers of a preset, and their types.
 _SIZES: dict[str, Callable[[str], float]] = {"workers": int, "distinct_shapes": int, "cpus": float}
 
+#: The arguments of the library, as the command line calls them.
+_TYPED = {
+    "name": "NAME",
+    "workers": "--workers",
+    "distinct_shapes": "--distinct-shapes",
+    "cpus": "--cpus",
+    "format": "--format",
+}
+
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to those of ``modelguard``."""
@@ -43,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         print(_answer(options), end="")  # noqa: T201 - the output of the command
     except InvalidOption as error:
-        print(f"modelguard presets: {error}", file=sys.stderr)  # noqa: T201
+        option = _TYPED.get(error.argument, error.argument)
+        print(f"modelguard presets: {option}{str(error).removeprefix(error.argument)}", file=sys.stderr)  # noqa: T201
         return USAGE
     return 0
 

@@ -21,6 +21,9 @@ USAGE = 2
 #: The options with the numbers of a preset. Parsed here and not by argparse, which prints errors of several lines.
 _SIZES = {"--workers": "workers", "--distinct-shapes": "distinct_shapes"}
 
+#: The arguments of the library, as the command line calls them.
+_TYPED = {"name": "--preset", "allocator": "--allocator"}
+
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to those of ``modelguard``."""
@@ -66,6 +69,9 @@ def run(options: argparse.Namespace) -> int:
     except CannotRun as error:
         _say(str(error))
         return error.status
+    except InvalidOption as error:
+        _say(_as_typed(error))
+        return USAGE
     except ModelGuardError as error:
         _say(str(error))
         return USAGE
@@ -84,6 +90,10 @@ def _preset(options: argparse.Namespace) -> Preset | None:
         return None
     from modelguard.environment import _presets
 
+    for name in options.presets:
+        if "," in name:
+            fix = f"Write {' '.join(f'--preset {each}' for each in name.split(','))}."
+            raise InvalidOption("--preset", name, why="must be one name", fix=fix)
     return functools.reduce(operator.or_, [_presets.get(name, **sizes) for name in options.presets])
 
 
@@ -94,9 +104,15 @@ def _note_on_nothing_set(options: argparse.Namespace) -> list[str]:
 
 
 def _whole_number(option: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise InvalidOption(option, text, why="must be a whole number", fix="Give a number such as 4.")
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) == 0:
+        raise InvalidOption(option, text, why="must be a whole number of at least 1", fix=f"Write {option} 4.")
     return int(text)
+
+
+def _as_typed(error: InvalidOption) -> str:
+    """The message, with the option as it is written on the command line."""
+    option = _TYPED.get(error.argument, error.argument)
+    return option + str(error).removeprefix(error.argument)
 
 
 def _say(line: str) -> None:

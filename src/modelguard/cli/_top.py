@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from modelguard.errors import InvalidOption, ModelGuardError
@@ -130,13 +130,13 @@ def _interval(text: str | None) -> float:
 
     if text is None:
         return INTERVAL
-    amount: float | str = text
-    with suppress(ValueError):
-        amount = float(text)
-    interval = _units.seconds(amount, "--interval")
-    if interval < SHORTEST:
-        why = "is too short: a reading takes longer"
-        raise InvalidOption("--interval", text, why=why, fix=f"Give at least {SHORTEST:g} seconds.")
+    try:
+        interval = float(text)
+    except ValueError:
+        interval = _units.seconds(text, "--interval", zero=True)
+    if not SHORTEST <= interval < math.inf:
+        why = f"must be at least {SHORTEST:g} s, because a reading takes longer than that"
+        raise InvalidOption("--interval", text, why=why, fix=f"Write --interval {INTERVAL:g}.")
     return interval
 
 

@@ -77,7 +77,7 @@ def usage(pid: int | None = None, *, root: Path = _proc.ROOT) -> MemoryUsage:
         NotSupported: Neither ``/proc`` nor psutil shows the memory of a process.
     """
     if pid is not None:
-        _units.whole_number(pid, "pid")
+        _units.process_id(pid, "pid")
     if not _has_smaps(root):
         return _from_psutil(pid)
     try:

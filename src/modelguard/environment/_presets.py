@@ -78,9 +78,18 @@ class Preset:
     knobs: tuple[Knob, ...]
 
     def __or__(self, other: Preset) -> Preset:
-        """Combine two presets; if both set a variable, the value on the right wins, as with ``dict``."""
+        """Combine two presets; if both set a variable, the value on the right wins, as with ``dict``.
+
+        Raises:
+            InvalidOption: ``other`` is not a preset.
+        """
+        _require_preset(other)
         together = {knob.name: knob for knob in (*self.knobs, *other.knobs)}
         return Preset(f"{self.name} | {other.name}", f"{self.does} {other.does}", tuple(together.values()))
+
+    def __ror__(self, other: object) -> Preset:
+        _require_preset(other)
+        return NotImplemented  # two presets are composed by __or__
 
     def explain(self) -> str:
         """Describe every knob: its value, when it is read and by what, what it does and costs, and the source."""
@@ -131,6 +140,12 @@ class Preset:
         return _renderings.render(self.name, self.knobs, format)
 
 
+def _require_preset(given: object) -> None:
+    if not isinstance(given, Preset):
+        fix = f"Write presets.get({given!r})." if given in _PRESETS else "Write for example presets.get('low-memory')."
+        raise InvalidOption("preset", given, why=f"| joins two presets, and this is {_units.kind_of(given)}", fix=fix)
+
+
 def names() -> tuple[str, ...]:
     """The names of all presets."""
     return tuple(_PRESETS)
@@ -167,7 +182,7 @@ def get(name: str, *, workers: int = 1, distinct_shapes: int | None = None, cpus
     if distinct_shapes is not None:
         _units.whole_number(distinct_shapes, "distinct_shapes")
     if cpus is not None and (isinstance(cpus, bool) or not isinstance(cpus, int | float) or not 0 < cpus < _MAX_CPUS):
-        raise InvalidOption("cpus", cpus, why="must be a number of CPUs", fix="Give a number such as 4 or 2.5.")
+        raise InvalidOption("cpus", cpus, why="must be a number above 0", fix="Write for example cpus=4 or cpus=2.5.")
     return Preset(name, recipe.does, recipe.knobs(_Service(workers, distinct_shapes, cpus)))
 
 

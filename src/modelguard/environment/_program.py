@@ -82,6 +82,8 @@ def _fix_missing(command: str) -> str:
     first = command.split(maxsplit=1)[:1]
     if first and first[0] != command:
         return f"Write it without quotes around the whole command: -- {command}"
+    if re.match(r"[A-Za-z_][A-Za-z0-9_]*=", command):
+        return f"To set a variable, write env before it: -- env {command} ..."
     return "Correct the name, install it, or give its path."
 
 

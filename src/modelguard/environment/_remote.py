@@ -62,7 +62,7 @@ def observe(pid: int, *, root: Path = _proc.ROOT) -> Observed:
         PermissionError: The process belongs to another user.
         NotSupported: There is no ``/proc``, as on systems other than Linux.
     """
-    _units.whole_number(pid, "pid")
+    _units.process_id(pid, "pid")
     process = _read(pid, root)
     mapped = tuple(_allocators(process))
     preload = (*preload_entries(process.environ), *process.system)

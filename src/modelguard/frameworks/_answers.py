@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from modelguard import _units
 from modelguard.errors import (
@@ -101,6 +101,8 @@ class WebOptions:
     def __post_init__(self) -> None:
         if self.deadline is not None:
             _units.seconds(self.deadline, "deadline")
+        if not isinstance(self.detail, bool):
+            raise InvalidOption("detail", self.detail, why="must be True or False", fix="Write detail=True.")
         for name in ("livez", "readyz"):
             path = getattr(self, name)
             if path is not None and not (isinstance(path, str) and path.startswith("/")):
@@ -114,6 +116,20 @@ class WebOptions:
             raise InvalidOption("timeout_header", header, why=why, fix="Write 'Request-Timeout'.")
         if self.guards is not None:
             object.__setattr__(self, "guards", _check_guards(self.guards))
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> Self:
+        """Make them of a middleware's keyword arguments.
+
+        Raises:
+            TypeError: There is no such option.
+            InvalidOption: One of them is invalid.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise TypeError(f"ModelGuardMiddleware has no option {name!r}. Its options are {', '.join(known)}.")
+        return cls(**options)
 
     def probe(self, method: str, path: str) -> Answer | None:
         """The answer to a probe; None if the request is not a probe."""
@@ -177,12 +193,13 @@ def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:
     try:
         guards = tuple(given)
     except TypeError:
-        why = f"must be a list, not a {type(given).__name__}"
+        why = f"must be a list, not {_units.kind_of(given)}"
         raise InvalidOption("guards", given, why=why, fix="Write guards=[...].") from None
     for guard in guards:
         if not hasattr(guard, "ready") or not hasattr(guard, "name"):
-            why = f"must contain only guards and batched functions, not a {type(guard).__name__}"
-            raise InvalidOption("guards", guard, why=why, fix="Give guards and batched functions.")
+            why = "must be guards and batched functions"
+            fix = "For a guarded function give its guard: guard_of(function)."
+            raise InvalidOption("guards", guard, why=why, fix=fix)
     return guards
 
 

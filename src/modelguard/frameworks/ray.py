@@ -288,7 +288,7 @@ def _guard(function: Any) -> ModelGuard[Any]:
 def _reference(function: Any) -> str:
     """Where replicas find the function."""
     if not isinstance(function, Batched):
-        why = f"must be a batched function, not a {type(function).__name__}"
+        why = f"must be a batched function, not {_units.kind_of(function)}"
         fix = "Put @batched(max_size=...) above the guard's decorator, and pass the decorated function."
         raise InvalidOption("function", function, why=why, fix=fix)
     try:

@@ -110,10 +110,13 @@ def install(app: Any, **options: Any) -> None:
         InvalidOption: It is not a Flask application, or an option is invalid.
     """
     if not hasattr(app, "wsgi_app") or not hasattr(app, "register_error_handler"):
-        why = f"must be a Flask application, not a {type(app).__name__}"
-        fix = "Wrap any other application: application = ModelGuardMiddleware(application)."
+        why = f"must be a Flask application, not {_units.kind_of(app)}"
+        fix = (
+            "Wrap any other WSGI application: application = ModelGuardMiddleware(application). FastAPI and Starlette "
+            "need modelguard.frameworks.asgi."
+        )
         raise InvalidOption("app", app, why=why, fix=fix)
-    web = WebOptions(**options)
+    web = WebOptions.read(options)
 
     def handle(error: ModelGuardError) -> tuple[bytes, int, list[tuple[str, str]]]:
         answer = web.answer(error)

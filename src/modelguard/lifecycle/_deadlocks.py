@@ -87,13 +87,16 @@ def on_event_loop() -> bool:
 def raise_on_event_loop(name: str, action: str, instead: str) -> None:
     """Refuse to block a running event loop, which the awaited work may need.
 
+    Args:
+        name: The guard's or pool's name.
+        action: What would block.
+        instead: The expression to write in its place.
+
     Raises:
         WouldDeadlock: This thread runs an event loop.
     """
     if on_event_loop():
-        raise WouldDeadlock(
-            name, why=f"{action}() would block the running event loop", fix=f"Write: await guard.{instead}()."
-        )
+        raise WouldDeadlock(name, why=f"{action}() would block the running event loop", fix=f"Write: {instead}.")
 
 
 def _raise_on_circle(state: GuardState[Any], me: int) -> None:

@@ -188,7 +188,7 @@ class Engine(Generic[M]):
 
     def load(self, timeout: _units.Duration | None = None) -> None:
         """Block until there is a current generation; load one if need be."""
-        _deadlocks.raise_on_event_loop(self.name, "load", "aload")
+        _deadlocks.raise_on_event_loop(self.name, "load", "await guard.aload()")
         self.ensure_loaded(timeout)
 
     def ensure_loaded(self, timeout: _units.Duration | None = None) -> None:
@@ -204,7 +204,7 @@ class Engine(Generic[M]):
     def reload(self, *, wait: bool, timeout: _units.Duration | None = None) -> None:
         """Replace the model by one whose load begins after this call."""
         if wait:
-            _deadlocks.raise_on_event_loop(self.name, "reload", "areload")
+            _deadlocks.raise_on_event_loop(self.name, "reload", "await guard.areload()")
             self.raise_inside_call("reload")
             with _deadlocks.waiting_for(self.state):
                 pass  # a loader that asks for its own reload is refused before the request makes its load stale
@@ -314,7 +314,7 @@ class Engine(Generic[M]):
             raise WouldDeadlock(
                 self.name,
                 why=f"{action}() inside a call on the same guard would wait for that call to end",
-                fix="Call it outside, or use reload(wait=False).",
+                fix="Call it outside." if action == "close" else "Call it outside, or use reload(wait=False).",
             )
 
     # Policies
@@ -390,7 +390,7 @@ class Engine(Generic[M]):
 
     def close(self) -> None:
         """Refuse further calls, wait for those under way up to ``drain_timeout``, and release the model."""
-        _deadlocks.raise_on_event_loop(self.name, "close", "aclose")
+        _deadlocks.raise_on_event_loop(self.name, "close", "await guard.aclose()")
         self.raise_inside_call("close")
         self.shut_down()
 

@@ -69,6 +69,14 @@ class Lease(Generic[M]):
         """:meth:`take` without blocking the event loop."""
         return cls.of(engine, await engine.aenter(timeout))
 
+    if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"a lease has no attribute {name!r}: it is not the model. Write: with guard.lease() as model: "
+                f"model.{name}"
+            )
+
     def __enter__(self) -> M:
         self._raise_on_second_use()
         return self._begin(self._engine.enter(self._timeout))
@@ -99,8 +107,16 @@ class Lease(Generic[M]):
 
     @property
     def model(self) -> M:
-        """The model, while the lease lasts."""
-        assert self._generation is not None  # noqa: S101 - only read between taking and ending
+        """The model, while the lease lasts.
+
+        Raises:
+            RuntimeError: The lease has not begun, or has ended.
+        """
+        if self._generation is None:
+            raise RuntimeError(
+                f"a lease of guard {self._engine.name!r} has a model only inside its block. Write: with guard.lease() "
+                "as model: ..."
+            )
         return self._generation.model
 
     def step(self, work: Callable[..., T], *args: Any) -> T:

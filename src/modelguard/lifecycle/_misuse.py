@@ -46,6 +46,27 @@ def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, k
     return None
 
 
+def check_made_by(call: str, cls: type, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    """Check that a class is instantiated by its function, which passes no keywords and no loader.
+
+    Raises:
+        TypeError: It is called directly.
+    """
+    if kwargs or not args or callable(args[0]):
+        raise TypeError(f"{cls.__name__} is not called directly. Write: {call}")
+
+
+def check_ask(ask: object) -> None:
+    """Check what a guard is told to call when this process should be replaced.
+
+    Raises:
+        InvalidOption: It cannot be called.
+    """
+    if not callable(ask):
+        fix = "Give a function that takes the reasons."
+        raise InvalidOption("ask", ask, why="must be a function of one argument", fix=fix)
+
+
 def check_not_routed(function: Any) -> None:
     """Check that no web framework calls ``function`` without the decorator that is about to be put on it.
 

@@ -9,12 +9,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
-from modelguard.lifecycle import _adapters
+from modelguard.lifecycle import _adapters, _policy_hints
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.policies import MemoryGrowth, MemoryLimit, Modified, Policy
 
@@ -38,7 +39,12 @@ class TrimSchedule:
         """Read ``trim_every``: a size if it is text that ends in a B, as in ``"100 MB"``, else a duration."""
         if isinstance(value, str) and value.rstrip().upper().endswith("B"):
             return cls(growth=_units.size(value, "trim_every"))
-        return cls(seconds=_units.seconds(value, "trim_every"))
+        try:
+            return cls(seconds=_units.seconds(value, "trim_every"))
+        except InvalidOption:
+            fix = "Write for example '30s', or '100 MB' to trim whenever the process has grown by that much."
+            why = "must be a duration of more than 0 s, or a size"
+            raise InvalidOption("trim_every", value, why=why, fix=fix) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,8 @@ class GuardOptions(Generic[M]):
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):
-            check_callable(argument, getattr(self, argument), arguments=1, optional=True)
+            if getattr(self, argument) is not None:
+                check_callable(argument, getattr(self, argument), arguments=1, fix=_FIXES[argument])
         if self.swap not in get_args(SwapMode):
             names = ", ".join(repr(name) for name in get_args(SwapMode))
             raise InvalidOption("swap", self.swap, why="must be one of the known modes", fix=f"Choose one of {names}.")
@@ -70,26 +77,30 @@ class GuardOptions(Generic[M]):
             raise InvalidOption("backoff", self.backoff, why="must be a Backoff", fix="Write Backoff('1s', '1m').")
         if not isinstance(self.prefork, bool):
             raise InvalidOption("prefork", self.prefork, why="must be True or False", fix="Write prefork=True.")
-        if not isinstance(self.name, str) or not self.name:
+        if not isinstance(self.name, str) or not self.name.strip():
             why = "must be text that is not empty"
             raise InvalidOption("name", self.name, why=why, fix="Give a short name, or leave it out.")
 
 
 _HOW = ("a function without arguments", "a function of one argument")
 
+_FIXES = {
+    "warmup": "Write a function of the model, such as warmup=lambda model: model('a typical text').",
+    "validate": "Write a function of the model, such as validate=lambda model: model('2 + 2') == '4'.",
+    "unload": "Write a function of the model, such as unload=lambda model: model.close().",
+}
 
-def check_callable(argument: str, value: object, *, arguments: int, optional: bool = False) -> None:
+
+def check_callable(argument: str, value: object, *, arguments: int, fix: str) -> None:
     """Check that ``value`` can be called with this many arguments.
 
     Raises:
         InvalidOption: It cannot.
     """
-    if value is None and optional:
-        return
     how = _HOW[arguments]
     if not callable(value):
-        hint = "Pass the function itself, without calling it: load=lambda: make_model()."
-        raise InvalidOption(argument, value, why=f"must be {how}, got {type(value).__name__}", fix=hint)
+        why = f"must be {how}, not {_units.kind_of(value)}"
+        raise InvalidOption(argument, value, why=why, fix=fix)
     try:
         signature = inspect.signature(value)
     except (ValueError, TypeError):  # many built-in callables have none
@@ -97,8 +108,7 @@ def check_callable(argument: str, value: object, *, arguments: int, optional: bo
     try:
         signature.bind(*(object() for _ in range(arguments)))
     except TypeError as error:
-        fix = "Bind its other arguments, as in lambda: load(path)."
-        raise InvalidOption(argument, value, why=f"is called as {how}, but {error}", fix=fix) from None
+        raise InvalidOption(argument, value, why=f"is called as {how}: {error}", fix=fix) from None
 
 
 def check_loader(load: object, *, arguments: int = 0) -> None:
@@ -110,7 +120,15 @@ def check_loader(load: object, *, arguments: int = 0) -> None:
     if _adapters.is_model(load):
         why = "is a model itself; the guard needs a function that makes one, to be able to replace it"
         raise InvalidOption("load", load, why=why, fix="Write for example load=lambda: make_model().")
-    check_callable("load", load, arguments=arguments)
+    if arguments:
+        fix = "Pass a function of the key that makes its model: load=lambda key: make_model(key)."
+    elif inspect.isroutine(load) or isinstance(load, type | partial):
+        fix = "Bind its arguments: load=lambda: make_model(path)."
+    else:
+        fix = (
+            "Pass the function that makes the model, without calling it: load=make_model, or load=lambda: make_model()."
+        )
+    check_callable("load", load, arguments=arguments, fix=fix)
 
 
 def loader_name(load: object) -> str:
@@ -132,8 +150,8 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
         raise InvalidOption(
             "reload_on",
             policy,
-            why=f"must be a policy or None, got {type(policy).__name__}",
-            fix="Write for example TTL('1h') | MemoryGrowth('500 MB'), or None to reload only on request.",
+            why=f"must be a policy or None, not {_units.kind_of(policy)}",
+            fix=_policy_hints.fix_for(policy),
         )
     for part in policy.parts():
         if isinstance(part, MemoryLimit | MemoryGrowth):

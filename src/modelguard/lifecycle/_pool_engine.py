@@ -107,7 +107,7 @@ class PoolEngine(Generic[K, M]):
 
     def close(self) -> None:
         """Refuse further leases, wait for those under way, and release every model."""
-        _deadlocks.raise_on_event_loop(self.name, "close", "aclose")
+        _deadlocks.raise_on_event_loop(self.name, "close", "await pool.aclose()")
         with self._changed:
             models = list(self._models.values())
             for model in models:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
@@ -10,7 +11,7 @@ from modelguard.errors import InvalidOption
 from modelguard.lifecycle._engine import Wrapper
 from modelguard.lifecycle._lazy_results import is_lazy, keep
 from modelguard.lifecycle._signatures import call_parameters, plain_function
-from modelguard.lifecycle._wrappers import wrap
+from modelguard.lifecycle._wrappers import check_function, wrap
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -83,7 +84,8 @@ class Keyed(Generic[M]):
     def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
     def __call__(self, function: Any, /) -> Any:
         """Decorate ``function``: functions, methods, coroutines and generators alike."""
-        lease_for = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call
+        check_function(plain_function(function), None)
+        lease_for = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call(function)
         return wrap(
             function,
             call=_function(lease_for),
@@ -92,26 +94,53 @@ class Keyed(Generic[M]):
             owner=None,
         )
 
-    def _by_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolLease[M]:
-        assert callable(self._key)  # noqa: S101 - names go to _by_name
-        return self._lease(self._key(*args, **kwargs))
+    def _by_call(self, function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], PoolLease[M]]:
+        signature, key = _signature(self._key), self._key
+        assert callable(key)  # noqa: S101 - names go to _by_name
+
+        def lease_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolLease[M]:
+            if signature is not None:
+                try:
+                    signature.bind(*args, **kwargs)
+                except TypeError as misfit:
+                    name = plain_function(function).__qualname__
+                    raise TypeError(
+                        f"{name}(): its pool's key function{signature} gets all of the call's arguments: {misfit}"
+                    ) from None
+            return self._lease(key(*args, **kwargs))
+
+        return lease_for
 
     def _by_name(self, function: Any, name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], PoolLease[M]]:
         signature = call_parameters(function)
+        title = plain_function(function).__qualname__
         if name not in signature.parameters:
+            names = ", ".join(map(repr, signature.parameters))
             raise InvalidOption(
                 "key",
                 name,
-                why=f"is not a parameter of {plain_function(function).__qualname__}() besides the model",
-                fix=f"Choose one of {', '.join(map(repr, signature.parameters))}, or give a function.",
+                why=f"is not a parameter of {title}() besides the model",
+                fix=f"Choose one of {names}, or give a function." if names else f"Give {title}() that parameter.",
             )
 
         def lease_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolLease[M]:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as misfit:
+                raise TypeError(
+                    f"{title}{signature}: {misfit}. The pool passes the model as the first argument: leave it out"
+                ) from None
             bound.apply_defaults()
             return self._lease(bound.arguments[name])
 
         return lease_for
+
+
+def _signature(key: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(key)
+    except (ValueError, TypeError):  # many built-in functions have none
+        return None
 
 
 _LeaseFor = Callable[[tuple[Any, ...], dict[str, Any]], PoolLease[Any]]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import wrapt
 
+from modelguard import _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine, Wrapper
@@ -152,7 +153,7 @@ def wrap(
         InvalidOption: It is not a function, or has no parameter to take the model.
     """
     plain = plain_function(function)
-    _check(plain, owner)
+    check_function(plain, owner)
     if inspect.iscoroutinefunction(plain):
         call = _coroutine(atake)
     elif inspect.isasyncgenfunction(plain):
@@ -162,7 +163,7 @@ def wrap(
     return Guarded(function, call, owner)
 
 
-def owner_of(function: Callable[..., object]) -> object:
+def owner_of(function: object) -> object:
     """The guard of a decorated function, None if no guard decorates it."""
     parent = getattr(function, "_self_parent", None)  # if it is bound to an instance
     return getattr(function if parent is None else parent, "_self_guard", None)
@@ -223,10 +224,16 @@ def _async_generator(atake: AsyncTake) -> Wrapper:
     return call
 
 
-def _check(plain: Any, owner: object) -> None:
+def check_function(plain: Any, owner: object) -> None:
+    """Check that a guard can decorate ``plain``.
+
+    Raises:
+        InvalidOption: It is not a function, has no parameter to take the model, is batched, or is decorated by
+            ``owner`` already.
+    """
     why = fix = ""
     if not callable(plain) or isinstance(plain, type):
-        why = f"must be a function, got {'a class' if isinstance(plain, type) else type(plain).__name__}"
+        why = f"must be a function, not {_units.kind_of(plain)}"
         fix = "Decorate a function or a method, or use guard.lease() where the model is needed."
     elif hasattr(plain, "aio") and hasattr(plain, "submit"):
         why = "is a batched function, whose callers pass one item and no model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
@@ -44,6 +44,12 @@ class ModelGuard(Generic[M]):
     Attributes:
         engine: What runs the guard. For modelguard's own integrations; it may change without notice.
     """
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: object, **kwargs: object) -> Self:  # noqa: D102 - Python's own
+            _misuse.check_made_by("guard(load, reload_on=...)", cls, args, kwargs)
+            return super().__new__(cls)
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
         self.engine: Engine[M] = Engine(options, runtime)
@@ -143,7 +149,10 @@ class ModelGuard(Generic[M]):
             Reloading: ``timeout`` has passed. The reload goes on.
             GuardClosed: The guard is closed.
             WouldDeadlock: With ``wait``: called inside a call on this guard, or on a running event loop.
+            InvalidOption: ``wait`` is not a bool.
         """
+        if not isinstance(wait, bool):
+            raise InvalidOption("wait", wait, why="must be True or False", fix="To bound the wait, give timeout='5s'.")
         self.engine.reload(wait=wait, timeout=timeout)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
@@ -236,6 +245,7 @@ class ModelGuard(Generic[M]):
             ask: Called in the child, from whichever thread finds the policy due.
             takes_calls: Whether calls run in this process too. If not, only ``TTL`` and ``Modified`` count here.
         """
+        _misuse.check_ask(ask)
         self.engine.recycle_in_children(ask, takes_calls=takes_calls)
 
     def recycle_here(self, ask: Callable[[tuple[Reason, ...]], object]) -> None:
@@ -247,6 +257,7 @@ class ModelGuard(Generic[M]):
         Args:
             ask: Called from whichever thread finds the policy due.
         """
+        _misuse.check_ask(ask)
         self.engine.recycle_here(ask)
 
 
@@ -263,9 +274,12 @@ def guard_of(function: Callable[..., object]) -> ModelGuard[Any]:
     """
     owner = owner_of(function)
     if not isinstance(owner, ModelGuard):
-        raise InvalidOption(
-            "function", function, why="is not decorated by a guard", fix="Decorate it, or keep its guard."
-        )
+        fix = "Decorate it, or keep the guard in a variable."
+        if isinstance(function, ModelGuard):
+            fix = "It is the guard itself: use it directly."
+        elif owner_of(getattr(function, "__wrapped__", None)) is not None:  # a batched function
+            fix = "A function that wraps it is: write guard_of(function.__wrapped__)."
+        raise InvalidOption("function", function, why="is not decorated by a guard", fix=fix)
     return owner
 
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
+from modelguard.lifecycle import _policy_hints
 from modelguard.telemetry.reasons import Reason, ReasonKind
 
 __all__ = ["TTL", "Errors", "MemoryGrowth", "MemoryLimit", "Modified", "Policy", "Snapshot", "Uses"]
@@ -124,19 +125,21 @@ class Policy(ABC):
         """Return why a reload could not help, None if it can."""
         return None
 
-    def __bool__(self) -> bool:
-        raise InvalidOption(
-            "reload_on",
-            self,
-            why="a policy is neither true nor false, so 'and' and 'or' would silently drop one of two policies",
-            fix="Join policies with & and |.",
-        )
-
     def __or__(self, other: "Policy") -> "Policy":
-        return _Any(_operand(self, other, "|"))
+        return _Any((self, _operand(other, "|")))
 
     def __and__(self, other: "Policy") -> "Policy":
-        return _All(_operand(self, other, "&"))
+        return _All((self, _operand(other, "&")))
+
+    def __ror__(self, other: object) -> "Policy":
+        return _Any((_operand(other, "|"), self))
+
+    def __rand__(self, other: object) -> "Policy":
+        return _All((_operand(other, "&"), self))
+
+    def __bool__(self) -> bool:  # TTL("1h") or Uses(5) would be the first of the two
+        why = "is a policy, which is neither true nor false"
+        raise InvalidOption("reload_on", self, why=why, fix="Join policies with | and &, not with `or` and `and`.")
 
 
 class _Value(Policy):
@@ -158,15 +161,11 @@ class _Value(Policy):
         return hash((type(self), *self.__dict__.values()))
 
 
-def _operand(left: Policy, right: object, sign: str) -> tuple[Policy, Policy]:
-    if not isinstance(right, Policy):
-        raise InvalidOption(
-            "reload_on",
-            right,
-            why=f"{sign} joins two policies, and this is a {type(right).__name__}",
-            fix="Write for example TTL('1h') | Uses(50_000).",
-        )
-    return left, right
+def _operand(given: object, sign: str) -> Policy:
+    if isinstance(given, Policy):
+        return given
+    why = f"{sign} joins two policies, and this is {_units.kind_of(given)}"
+    raise InvalidOption("reload_on", given, why=why, fix=_policy_hints.fix_for(given))
 
 
 class _Joined(_Value):
@@ -346,7 +345,7 @@ class MemoryGrowth(_Memory):
             ``"20%"``.
 
     Raises:
-        InvalidOption: ``size`` is not a positive size.
+        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage.
         NoMemoryLimit: A percentage was given and nothing limits this process (raised by ``guard``).
     """
 
@@ -368,7 +367,7 @@ class MemoryLimit(_Memory):
             percentage is of the whole limit: each of N workers in one container should ask for 80 % / N.
 
     Raises:
-        InvalidOption: ``size`` is not a positive size.
+        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage.
         NoMemoryLimit: A percentage was given and nothing limits this process (raised by ``guard``).
     """
 
@@ -400,7 +399,7 @@ class Modified(_Value):
         atomic: Whether writers always replace the path by a rename.
 
     Raises:
-        InvalidOption: ``path`` is empty or ``quiet`` is not a duration.
+        InvalidOption: ``path`` is empty, ``quiet`` is not a duration, or ``atomic`` is not a bool.
     """
 
     kind = "modified"
@@ -414,6 +413,8 @@ class Modified(_Value):
             raise InvalidOption(
                 "path", path, why="must be a path that is not empty", fix="Give the path that the loader reads."
             )
+        if not isinstance(atomic, bool):
+            raise InvalidOption("atomic", atomic, why="must be True or False", fix="Write atomic=True.")
         self._set(path=Path(path).absolute(), quiet=_units.seconds(quiet, "quiet", zero=True), atomic=atomic)
 
     def due(self, now: Snapshot) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
 
 from modelguard import _public, _units
-from modelguard.errors import UnhashableKey
+from modelguard.errors import InvalidOption, UnhashableKey
+from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._pool_engine import PoolEngine, PoolOptions
 from modelguard.lifecycle._pool_leases import Keyed, PoolLease
@@ -27,6 +28,12 @@ M = TypeVar("M")
 class ModelPool(Generic[K, M]):
     """Models by key, within one memory budget. Made by :func:`pool`; see there for the options."""
 
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: object, **kwargs: object) -> Self:  # noqa: D102 - Python's own
+            _misuse.check_made_by("pool(load, max_memory=...)", cls, args, kwargs)
+            return super().__new__(cls)
+
     def __init__(self, engine: PoolEngine[K, M]) -> None:
         self._engine = engine
 
@@ -34,6 +41,9 @@ class ModelPool(Generic[K, M]):
     def name(self) -> str:
         """The pool's name, as events and errors show it."""
         return self._engine.name
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"pool {self.name!r} cannot be pickled: import the module that makes it, in each process")
 
     def __repr__(self) -> str:
         status = self.status()
@@ -59,17 +69,29 @@ class ModelPool(Generic[K, M]):
         wait = engine.options.wait_timeout if timeout is None else _units.seconds(timeout, "timeout", zero=True)
         return PoolLease(partial(engine.take, key, wait), partial(engine.atake, key, wait))
 
-    def __call__(self, *, key: str | Callable[..., K]) -> Keyed[M]:
-        """Decorate a function that takes the model as its first parameter, after ``self`` or ``cls`` in a class.
+    if TYPE_CHECKING:
 
-        Args:
-            key: Which model a call needs: the name of one of the function's parameters, or a function of the call's
-                arguments (without model and ``self``).
+        def __call__(self, *, key: str | Callable[..., K]) -> Keyed[M]: ...  # noqa: D102
 
-        Raises:
-            InvalidOption: ``key`` is neither, or the function has no such parameter.
-        """
-        return Keyed(self.lease, key)
+    else:  # accepts what type checkers reject, to say what is wrong with it
+
+        def __call__(self, *others: Never, key: str | Callable[..., K] | None = None) -> Keyed[M]:
+            """Decorate a function that takes the model as its first parameter, after ``self`` or ``cls`` in a class.
+
+            Args:
+                others: None; the key is passed by keyword.
+                key: Which model a call needs: the name of one of the function's parameters, or a function of the
+                    call's arguments (without model and ``self``).
+
+            Raises:
+                InvalidOption: ``key`` is neither, or the function has no such parameter.
+            """
+            if others:
+                why = "only key= can be passed"
+                raise InvalidOption(
+                    "key", others[0], why=why, fix="Write @pool(key='voice'), with the name of a parameter."
+                )
+            return Keyed(self.lease, key)
 
     def status(self) -> PoolStatus[K]:
         """The pool's figures at this moment."""

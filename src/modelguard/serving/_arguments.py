@@ -33,7 +33,7 @@ class Arguments:
         self._max_weight = options.limits.max_weight
         self._item_type = item_type_name(function)
         self._accepted: set[tuple[str, ...]] = set()
-        self._incomplete = self._mismatch({})  # why a call without keyword arguments fails
+        self._incomplete = self._unbound() or self._mismatch({})  # why a call without keyword arguments fails
 
     @property
     def always_checked(self) -> bool:
@@ -62,7 +62,7 @@ class Arguments:
 
     def wrong_count(self, count: int) -> TypeError:
         """The error for a call that does not have exactly one positional argument."""
-        hints = [f"{self._name}() takes one item and got {count} positional arguments"]
+        hints = [f"{self._name}() takes one item by position, and got {count or 'none'}"]
         if count > 1:
             hints += ["Pass everything else by keyword", *self._guard_hint()]
         if count in (0, _ASGI_ARGUMENTS):  # as Flask and Starlette call their routes
@@ -90,6 +90,27 @@ class Arguments:
             why = f"only items with equal keyword arguments share a batch, so these must be hashable: {error}"
             raise ItemRefused(self._name, why=why) from None
         return group or None
+
+    def check_items(self, items: object) -> None:
+        """Check what ``map`` was given.
+
+        Raises:
+            ItemRefused: It is one text, whose characters would be the items.
+        """
+        if isinstance(items, str | bytes):
+            kind = type(items).__name__
+            why = f"map() needs many items, and a {kind} is one; write f(item), or f.map([item])"
+            raise ItemRefused(self._name, why=why)
+
+    def _unbound(self) -> str | None:
+        """Why no call can work, if the function is a method and no instance was bound to it."""
+        try:
+            first = next(iter(inspect.signature(self._function).parameters), None)
+        except (ValueError, TypeError):  # many built-in functions have none
+            return None
+        if first not in {"self", "cls"}:
+            return None
+        return "it is a method: call it on an instance, and put no @classmethod or @property above @batched(...)"
 
     def _mismatch(self, extras: dict[str, Any]) -> str | None:
         try:

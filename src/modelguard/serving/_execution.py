@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from modelguard import _units
 from modelguard.errors import (
     BatchFailed,
     GuardClosed,
@@ -222,8 +223,7 @@ def _check_results(results: Any, name: str, count: int) -> list[Any]:
         why = f"it returned None instead of a list of {wanted}; is its return statement missing?"
         raise WrongResults(name, why, size=count)
     if isinstance(results, _NOT_LISTS) or not (isinstance(results, Sequence) or _is_list_like(results)):
-        article = "an" if kind.__name__[0] in "aeiouAEIOU" else "a"
-        raise WrongResults(name, f"it returned {article} {kind.__name__} instead of a list of {wanted}", size=count)
+        raise WrongResults(name, f"it returned {_units.kind_of(results)} instead of a list of {wanted}", size=count)
     values = list(results)
     if len(values) != count:
         raise WrongResults(name, f"it returned a list of {len(values)} instead of {wanted}", size=count)

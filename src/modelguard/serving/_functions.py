@@ -47,7 +47,7 @@ def check_function(function: Any, caller: Mapping[str, Any]) -> None:
         kind = type(function).__name__
         raise _rejected(function, why=f"it is a {kind}", fix=f"Put @batched(...) below @{kind}, next to the def.")
     if not callable(function) or isinstance(function, type):
-        why = f"it must be a function or a method, not a {type(function).__name__}"
+        why = f"it must be a function or a method, not {_units.kind_of(function)}"
         raise _rejected(function, why=why, fix="Decorate: def predict(items): return [...]")
     _check_kind(function)
     _check_parameters(function)

@@ -48,8 +48,9 @@ def check_options(
     max_weight: float | None,
     on_error: OnError,
     breaker: Breaker | None,
+    name: str | None,
 ) -> BatchOptions:
-    """Check all options; see :func:`~modelguard.batched`. The name is still missing.
+    """Check all options; see :func:`~modelguard.batched`. Without a ``name`` the function gives it later.
 
     Raises:
         InvalidOption: One of them is invalid.
@@ -62,10 +63,10 @@ def check_options(
     if on_error not in ("isolate", "fail"):
         raise InvalidOption("on_error", on_error, why="is not a known value", fix="Write 'isolate' or 'fail'.")
     if breaker is not None and not isinstance(breaker, Breaker):
-        why = f"must be a Breaker, not {type(breaker).__name__}"
+        why = f"must be a Breaker, not {_units.kind_of(breaker)}"
         raise InvalidOption("breaker", breaker, why=why, fix="Write breaker=Breaker(failures=5, cooldown='10s').")
     limits = Limits(
-        name="",
+        name=_check_name(name),
         max_size=size,
         max_queue=queue,
         max_wait=_units.seconds(max_wait, "max_wait", zero=True),
@@ -75,6 +76,13 @@ def check_options(
         weighed=weight is not None,
     )
     return BatchOptions(limits=limits, weight=weight, on_error=on_error, breaker=breaker)
+
+
+def _check_name(name: str | None) -> str:
+    if name is not None and (not isinstance(name, str) or not name.strip()):
+        why = "must be text that is not empty"
+        raise InvalidOption("name", name, why=why, fix="Give a short name, or leave it out.")
+    return name or ""
 
 
 def _check_weight(max_weight: float | None, weight: Callable[[Any], float] | None) -> float:

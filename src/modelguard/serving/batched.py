@@ -146,9 +146,11 @@ class Batched(Generic[X, Y]):
 
         Raises:
             Exception: What an item failed with, in its place; items that are queued then are dropped.
+            ItemRefused: ``items`` is a text, whose characters would be the items.
         """
         if others:
             raise self._arguments.wrong_count(1 + len(others))
+        self._arguments.check_items(items)
         self._refuse_on_loop("map() would block", "await f.aio(item) for each item")
         return self._map(items, timeout, extras)
 
@@ -305,7 +307,7 @@ class Decorator(Protocol):
 
 
 def batched(
-    *,
+    *others: Never,
     max_size: int,
     max_wait: _units.Duration = 0.0,
     max_queue: int = 256,
@@ -335,6 +337,7 @@ def batched(
     It can decorate functions and methods. They are called by one thread at a time unless ``threads`` is more than 1.
 
     Args:
+        others: None; every option is passed by keyword.
         max_size: Most items in a batch.
         max_wait: How long the oldest item may wait for a fuller batch while a thread is free; less where a deadline
             requires it. Default: not at all, which is right unless a batch costs much more than its items.
@@ -356,6 +359,10 @@ def batched(
     Raises:
         InvalidOption: An option is invalid, or the function cannot be batched; the message gives the fix.
     """
+    if others:
+        raise InvalidOption(
+            "batched", others[0], why="takes keyword arguments only", fix="Write @batched(max_size=32)."
+        )
     options = check_options(
         max_size=max_size,
         max_wait=max_wait,
@@ -366,6 +373,7 @@ def batched(
         max_weight=max_weight,
         on_error=on_error,
         breaker=breaker,
+        name=name,
     )
 
     def decorate(function: Any) -> Any:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import ContextDecorator, contextmanager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from modelguard import _units
+from modelguard.errors import InvalidOption
 
 __all__ = ["Call", "Scope", "WebRequest", "current_scope", "deadline", "left", "on_behalf_of"]
 
@@ -120,8 +122,40 @@ _UNBOUNDED = Scope()
 current_scope: ContextVar[Scope | None] = ContextVar("modelguard scope", default=None)
 
 
-@contextmanager
-def deadline(timeout: _units.Duration) -> Iterator[None]:
+class Bound(ContextDecorator):
+    """A block whose batched calls have a deadline. Made by :func:`deadline`; also decorates plain functions."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._tokens: list[Token[Scope | None]] = []
+
+    def __enter__(self) -> None:
+        outer = current_scope.get() or _UNBOUNDED
+        until = min(outer.deadline, time.monotonic() + self._timeout)
+        self._tokens.append(current_scope.set(replace(outer, deadline=until)))
+
+    def __exit__(self, *exc_info: object) -> None:
+        current_scope.reset(self._tokens.pop())
+
+    def _recreate_cm(self) -> Self:
+        return type(self)(self._timeout)  # a decorated function may run in several threads at once
+
+    if not TYPE_CHECKING:  # checkers reject these; without a checker they need a message that says what to write
+
+        def __call__(self, function: Any) -> Any:
+            if inspect.iscoroutinefunction(function):
+                why = "is a coroutine function, which runs after the deadline's block has ended"
+                fix = "Write inside it: with deadline(...):"
+                raise InvalidOption("function", function, why=why, fix=fix)
+            return super().__call__(function)
+
+        async def __aenter__(self) -> None:
+            raise TypeError("deadline() does not wait. Write `with deadline(...):`, without async.")
+
+        async def __aexit__(self, *exc_info: object) -> None: ...
+
+
+def deadline(timeout: _units.Duration) -> Bound:
     """Bound the batched calls inside the block: they must have their answers within ``timeout`` from now.
 
     Blocks can be nested; an inner one can only shorten the time. The bound follows the context into tasks and into
@@ -134,13 +168,7 @@ def deadline(timeout: _units.Duration) -> Iterator[None]:
         InvalidOption: ``timeout`` is negative, not a number, or cannot be read.
         DeadlineExceeded: From the calls inside, when the time has passed.
     """
-    outer = current_scope.get() or _UNBOUNDED
-    until = min(outer.deadline, time.monotonic() + _units.seconds(timeout, "timeout", zero=True))
-    token = current_scope.set(replace(outer, deadline=until))
-    try:
-        yield
-    finally:
-        current_scope.reset(token)
+    return Bound(_units.seconds(timeout, "timeout", zero=True))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from modelguard import _units
 from modelguard.environment import _allocator, _memory
 from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, NotSupported
 from modelguard.lifecycle._threads import THREADS
+from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
 from modelguard.sharing import _hazards, _immortal, _restore, _trial
@@ -130,7 +131,7 @@ def prepare(
         LoadFailed: A model could not be loaded.
         NotSupported: ``immortalize=True`` on an interpreter without immortal objects.
     """
-    _check_options(immortalize, on_hazard)
+    _check_options(freeze, immortalize, on_hazard)
     timeout = _units.seconds(warm_timeout, "warm_timeout")
     started = time.monotonic()
     chosen = _chosen(guards)
@@ -193,7 +194,9 @@ def in_child() -> None:
         raise _state.failure
 
 
-def _check_options(immortalize: object, on_hazard: object) -> None:
+def _check_options(freeze: object, immortalize: object, on_hazard: object) -> None:
+    if not isinstance(freeze, bool):
+        raise InvalidOption("freeze", freeze, why="must be True or False", fix="True is right for most services.")
     if on_hazard not in get_args(OnHazard):
         names = ", ".join(map(repr, get_args(OnHazard)))
         raise InvalidOption("on_hazard", on_hazard, why="is not a known choice", fix=f"Choose one of {names}.")
@@ -205,13 +208,20 @@ def _check_options(immortalize: object, on_hazard: object) -> None:
 def _chosen(guards: Sequence[ModelGuard[Any]]) -> tuple[ModelGuard[Any], ...]:
     for guard in guards:
         if not isinstance(guard, ModelGuard):
-            why = f"must be a guard, not a {type(guard).__name__}"
-            raise InvalidOption("guards", guard, why=why, fix="Give what modelguard.guard() returned.")
+            raise InvalidOption("guards", guard, why="must be guards", fix=_fix_for(guard))
     chosen = tuple(dict.fromkeys(guards)) or _marked()
     if not chosen:
         fix = "Give a guard, or make it with guard(..., prefork=True) in a module that is imported before."
         raise InvalidOption("guards", (), why="must not be empty, and no guard has prefork=True", fix=fix)
     return chosen
+
+
+def _fix_for(given: object) -> str:
+    if isinstance(given, list | tuple | set):
+        return "Give each guard as an argument of its own: prepare(*guards)."
+    if callable(given) and isinstance(owner_of(given), ModelGuard):
+        return "Give the guard of this function: prepare(guard_of(function))."
+    return "Give what modelguard.guard() returned."
 
 
 def _marked() -> tuple[ModelGuard[Any], ...]:

@@ -291,7 +291,7 @@ def _pids(tree: int | Iterable[int]) -> tuple[int, ...]:
     pids: tuple[Any, ...] = tuple(tree) if isinstance(tree, Iterable) and not isinstance(tree, str) else (tree,)
     if not pids:
         raise InvalidOption("tree", tree, why="must not be empty", fix="Give a process id, or several.")
-    return tuple(_units.whole_number(pid, "tree") for pid in pids)
+    return tuple(_units.process_id(pid, "tree") for pid in pids)
 
 
 def _not_running(pid: int, root: Path) -> ProcessLookupError:

@@ -6,6 +6,8 @@
     net = guard(lambda: weights.load(Net, "/var/lib/app/net"), reload_on=Modified("/var/lib/app/net", atomic=True))
 """
 
+import functools
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,8 +93,12 @@ def publish(
     if form is None and not callable(source):
         raise _weights_formats.unknown_source(source)
     if form is None and key is None:
-        why = "is needed to know whether the published weights are those that this function makes"
-        raise InvalidOption("key", key, why=why, fix="Name the weights, such as key='2026-11' or the file's hash.")
+        if not (
+            inspect.isroutine(source) or isinstance(source, type | functools.partial)
+        ):  # a model that can be called
+            raise _weights_formats.unknown_source(source)
+        why = "without a key, it is unknown whether the published weights are those that this function makes"
+        raise InvalidOption("key", key, why=why, fix="Name what it makes, such as key='2026-11' or the file's hash.")
     if form is None and (found := _with_key(store, key)):  # reading needs no write permission
         return _published(store, found, fresh=False)
     with store.locked(timeout):
@@ -132,11 +138,13 @@ def load(build: Callable[..., M], path: str | os.PathLike[str], *, allow_pickle:
         NotSupported: This is Windows, or the library of the format (torch, numpy, joblib) is not installed.
     """
     if not callable(build):
-        raise InvalidOption("build", build, why="must be a function", fix="Give a function that makes the model.")
+        fix = "Write weights.load(build, path): first the function that makes the model."
+        raise InvalidOption("build", build, why="must be a function", fix=fix)
     store = WeightsStore(_path(path))
     while True:
         manifest, folder = store.checked()
         form = _weights_formats.format_named(manifest.kind, store.path, allow_pickle=allow_pickle)
+        _check_build(build, manifest.kind)
         try:
             model: M = form.load(build, folder, manifest.details)
         except FileNotFoundError:
@@ -145,6 +153,19 @@ def load(build: Callable[..., M], path: str | os.PathLike[str], *, allow_pickle:
                 raise
         else:
             return model
+
+
+def _check_build(build: Callable[..., Any], kind: str) -> None:
+    how, given = ("without arguments", ()) if kind == "torch" else ("with what was published", (object(),))
+    try:
+        signature = inspect.signature(build)
+    except (ValueError, TypeError):  # many built-in functions have none
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        fix = "Write load(Net, path)." if kind == "torch" else "Write load(lambda arrays: Model(arrays), path)."
+        raise InvalidOption("build", build, why=f"is called {how}: {error}", fix=fix) from None
 
 
 def current(path: str | os.PathLike[str]) -> Published:
@@ -162,6 +183,9 @@ def current(path: str | os.PathLike[str]) -> Published:
 def _path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not Path(path).name:
         raise InvalidOption("path", path, why="must be the path of a file", fix="Give a path such as 'weights/net'.")
+    if Path(path).is_dir():
+        fix = f"Give a file in it, such as {os.path.join(path, 'weights')!r}."  # noqa: PTH118 - as the caller wrote it
+        raise InvalidOption("path", os.fspath(path), why="is a folder", fix=fix)
     return Path(path).absolute()
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
-from modelguard import _extras
+from modelguard import _extras, _units
 from modelguard.errors import InvalidOption, WeightsRefused
 
 __all__ = ["Create", "WeightsFormat", "format_named", "format_of", "unknown_source"]
@@ -90,7 +90,11 @@ def format_named(kind: str, path: Path, *, allow_pickle: bool) -> WeightsFormat:
 
 def unknown_source(source: object) -> InvalidOption:
     """Make the error for an object that no format writes."""
-    why = "cannot be mapped safely"
+    why = f"{_units.kind_of(source)} cannot be mapped safely"
+    if isinstance(source, Mapping):
+        kinds = sorted({type(value).__name__ for value in source.values()})
+        given = f"are of the types {' and '.join(kinds)}" if kinds else "there are none"
+        why = f"its values must all be arrays or all be tensors, and {given}"
     fix = f"Give {_SAFE}, or a function that makes one; or allow_pickle=True for an object that contains arrays."
     return InvalidOption("source", type(source).__name__, why=why, fix=fix)
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import TYPE_CHECKING
 
+from modelguard import _units
 from modelguard.errors import InvalidOption
 
 if TYPE_CHECKING:
     from modelguard.telemetry.events import Event
 
 Hook = Callable[["Event"], None]
+
+#: The modules whose functions make hooks.
+_FACTORIES = ("modelguard.telemetry.prometheus", "modelguard.telemetry.opentelemetry")
 
 logger = logging.getLogger("modelguard")
 logger.addHandler(logging.NullHandler())
@@ -30,11 +35,10 @@ def add_hook(hook: Hook) -> Callable[[], None]:
         A callable that removes the hook again.
 
     Raises:
-        InvalidOption: ``hook`` cannot be called.
+        InvalidOption: ``hook`` cannot be called, or is the function that makes a hook.
     """
+    _check(hook)
     global _hooks
-    if not callable(hook):
-        raise InvalidOption("hook", hook, why="must be a callable of one event", fix="Pass the function itself.")
     with _lock:
         _hooks = (*_current(), hook)
     added = True
@@ -56,16 +60,19 @@ def set_hooks(hooks: Iterable[Hook] | None) -> None:
     """Replace all hooks; ``[]`` silences modelguard, None restores the default (logging).
 
     Raises:
-        InvalidOption: One of them cannot be called.
+        InvalidOption: It is not a collection of hooks.
     """
     global _hooks
-    if hooks is not None:
-        hooks = tuple(hooks)
-        for hook in hooks:
-            if not callable(hook):
-                raise InvalidOption("hooks", hook, why="must be callables of one event", fix="Pass functions.")
+    if callable(hooks) or isinstance(hooks, str) or not isinstance(hooks, Iterable | None):
+        why = f"must be a list of hooks or None, not {_units.kind_of(hooks)}"
+        raise InvalidOption(
+            "hooks", hooks, why=why, fix="Write set_hooks([hook]), or add_hook(hook) to keep the others."
+        )
+    chosen = None if hooks is None else tuple(hooks)
+    for hook in chosen or ():
+        _check(hook)
     with _lock:
-        _hooks = None if hooks is None else tuple(hooks)
+        _hooks = chosen
 
 
 def emit(event: Event) -> None:
@@ -80,6 +87,15 @@ def emit(event: Event) -> None:
 def listening() -> bool:
     """Whether a hook or the log receives the events of every batch."""
     return _hooks is not None or logger.isEnabledFor(logging.DEBUG)
+
+
+def _check(hook: Hook) -> None:
+    if not callable(hook):
+        why = f"must be a function of one event, not {_units.kind_of(hook)}"
+        raise InvalidOption("hook", hook, why=why, fix="Pass the function itself, without calling it: add_hook(note).")
+    if getattr(hook, "__module__", None) in _FACTORIES and isinstance(hook, FunctionType):
+        name = hook.__name__
+        raise InvalidOption("hook", hook, why="makes a hook and is not one", fix=f"Call it: add_hook({name}()).")
 
 
 def _current() -> tuple[Hook, ...]:

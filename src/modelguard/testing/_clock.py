@@ -42,6 +42,20 @@ class Clock:
     leases, and everything in ``batched``.
     """
 
+    # A misspelt attribute is an error, and does not go unnoticed.
+    __slots__ = (
+        "_headroom",
+        "_installed",
+        "_limit",
+        "_lock",
+        "_memory",
+        "_over",
+        "_runtime",
+        "_test",
+        "_threads",
+        "_ticks",
+    )
+
     def __init__(self, test: str) -> None:
         self._test = test
         self._lock = threading.Lock()

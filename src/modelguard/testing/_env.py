@@ -108,8 +108,8 @@ def _preset(preset: str | _presets.Preset | None) -> _presets.Preset | None:
     if not isinstance(preset, str):
         if preset is None or isinstance(preset, _presets.Preset):
             return preset
-        why = f"must be a preset, not a {type(preset).__name__}"
-        raise InvalidOption("preset", preset, why=why, fix="Give the name of a preset, or the result of presets.get().")
+        fix = "Give the name of a preset, or the result of presets.get()."
+        raise InvalidOption("preset", preset, why=f"must be a preset, not {_units.kind_of(preset)}", fix=fix)
     return reduce(or_, (_presets.get(name.strip()) for name in preset.split(",")))
 
 

@@ -62,7 +62,7 @@ def assert_shared_after_fork(
     __tracebackhide__ = True
     if not callable(read):
         fix = "Give a function of the model, such as lambda model: model('a text')."
-        raise InvalidOption("read", read, why=f"must be a function, not a {type(read).__name__}", fix=fix)
+        raise InvalidOption("read", read, why="must be a function of one argument", fix=fix)
     if not sys.platform.startswith("linux"):
         raise NotSupported("assert_shared_after_fork", reason=f"it requires Linux, and this is {sys.platform}")
     allowed = None if tolerance is None else _units.size(tolerance, "tolerance")

@@ -96,10 +96,9 @@ def assert_no_growth(
     """
     __tracebackhide__ = True
     if not callable(fn):
-        why = f"must be a function, not a {type(fn).__name__}"
-        raise InvalidOption("fn", fn, why=why, fix="Pass the function itself.")
+        raise InvalidOption("fn", fn, why="must be a function", fix="Pass the function itself.")
     if isinstance(calls, bool) or not isinstance(calls, int) or calls < 1:
-        raise InvalidOption("calls", calls, why="must be a positive whole number", fix="Give a number such as 100.")
+        raise InvalidOption("calls", calls, why="must be a whole number of at least 1", fix="Write calls=100.")
     spare = _units.size(tolerance, "tolerance")
     feed = _feed(inputs)
     run = _runner(fn)
@@ -145,7 +144,7 @@ def _feed(inputs: Iterable[Any]) -> Iterator[Any]:
     try:
         reading = iter(inputs)
     except TypeError:
-        why = f"must be an iterable, not a {type(inputs).__name__}"
+        why = f"must be a collection of inputs, not {_units.kind_of(inputs)}"
         raise InvalidOption("inputs", inputs, why=why, fix="Give a list of inputs, or a generator.") from None
     if reading is inputs:
         return reading
@@ -170,7 +169,9 @@ def _runner(fn: Callable[[Any], object]) -> Callable[[list[Any]], None]:
         def run_async(given: list[Any]) -> None:
             from modelguard.lifecycle._deadlocks import raise_on_event_loop
 
-            raise_on_event_loop("assert_no_growth", "assert_no_growth", "to_thread")
+            raise_on_event_loop(
+                "assert_no_growth", "assert_no_growth", "await asyncio.to_thread(assert_no_growth, fn, inputs)"
+            )
 
             async def all_of_them() -> None:
                 for item in given:

@@ -47,9 +47,24 @@ class Loader:
         calls: How often it was called, including failures.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_delay",
+        "_error",
+        "_failures",
+        "_held",
+        "_lock",
+        "_make",
+        "_models",
+        "_open",
+        "_reached",
+        "_sleep",
+        "calls",
+    )
+
     def __init__(self, make: Callable[..., Any] | None = None, *, sleep: Callable[[float], None] = time.sleep) -> None:
         if make is not None and not callable(make):
-            why = f"must be a function, not a {type(make).__name__}"
+            why = f"must be a function, not {_units.kind_of(make)}"
             raise InvalidOption("make", make, why=why, fix="Pass the function itself, without calling it.")
         self.calls = 0
         self._make = make
@@ -91,7 +106,7 @@ class Loader:
             raise InvalidOption(
                 "make",
                 self._make,
-                why=f"returned a {type(model).__name__}, which has no weak references, so it cannot be tracked",
+                why=f"returned {_units.kind_of(model)}, which has no weak references, so it cannot be tracked",
                 fix="Return an object of your own class that contains it.",
             ) from None
         return model
@@ -120,13 +135,15 @@ class Loader:
             error: The error that they raise. Default: an ``OSError``.
 
         Raises:
-            InvalidOption: ``times`` is not a number of loads, or ``error`` is not an exception.
+            InvalidOption: ``times`` is not a number of loads, or ``error`` is not an exception object.
         """
         if times is not None and (isinstance(times, bool) or not isinstance(times, int) or times < 0):
-            why = "must be None or a whole number of at least 0"
-            raise InvalidOption("times", times, why=why, fix="Give a whole number, or None for all.")
+            raise InvalidOption(
+                "times", times, why="must be a whole number of at least 0", fix="Write times=2, or times=None for all."
+            )
         if error is not None and not isinstance(error, BaseException):
-            raise InvalidOption("error", error, why="must be an exception", fix="Give an exception, as in OSError().")
+            given = error.__name__ if isinstance(error, type) else "OSError"
+            raise InvalidOption("error", error, why="must be an exception object", fix=f"Write error={given}('...').")
         with self._lock:
             self._failures = float("inf") if times is None else times
             self._error = error or OSError("modelguard_loader fails because of fail()")

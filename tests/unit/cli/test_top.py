@@ -210,7 +210,7 @@ def test_once_is_plain_on_a_terminal() -> None:
         (["1", "--interval", "0"], "--interval"),
         (["1", "--interval", "nan"], "--interval"),
         (["1", "--interval", "soon"], "--interval"),
-        (["1", "--interval", "1ms"], "Give at least 0.1 seconds"),
+        (["1", "--interval", "1ms"], "must be at least 0.1 s"),
         (["1", "--model-bytes", "much"], "--model-bytes"),
         (["1", "--model-bytes", "0"], "--model-bytes"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from modelguard import presets
@@ -208,5 +210,18 @@ def test_an_invalid_count(argument: str, value: object) -> None:
 @pytest.mark.parametrize("value", [0, -1.5, float("nan"), float("inf"), "2", True])
 def test_an_invalid_number_of_cpus(value: object) -> None:
     """The number of CPUs is positive; fractions are allowed."""
-    with pytest.raises(InvalidOption, match=r"cpus=.*not a number of CPUs"):
+    with pytest.raises(InvalidOption, match=r"cpus=.*must be a number above 0"):
         presets.get("torch-cpu", cpus=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("other", "fix"),
+    [("low-memory", "presets.get('low-memory')"), (None, "Write for example presets.get"), (3, "presets.get")],
+)
+def test_only_presets_are_composed(other: Any, fix: str) -> None:
+    """A preset's name is not the preset: the error says how to get it, on either side of ``|``."""
+    preset = presets.get("torch-cpu")
+    for compose in (lambda: preset | other, lambda: other | preset):
+        with pytest.raises(InvalidOption, match="joins two presets") as rejected:
+            compose()
+        assert fix in rejected.value.fix

@@ -104,7 +104,7 @@ def test_a_process_of_someone_else(proc: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("pid", [0, -1, True, "1", None])
 def test_an_invalid_process_id_is_rejected(pid: Any) -> None:
     """A process id is a positive whole number."""
-    with pytest.raises(InvalidOption, match="must be a whole number of at least 1"):
+    with pytest.raises(InvalidOption, match=r"must be a process id.*os.getpid"):
         allocator.observe(pid)
 
 

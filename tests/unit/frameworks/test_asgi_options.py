@@ -20,6 +20,7 @@ from modelguard.frameworks.asgi import ModelGuardMiddleware
         *(("readyz", value) for value in ("", "readyz", 3)),
         *(("timeout_header", value) for value in ("", "a b", "a:b", "Ø", "a\r\nb", 3, b"a")),
         *(("guards", value) for value in ([1], [None], 5, "ab")),
+        ("detail", "yes"),
     ],
 )
 def test_an_invalid_option_is_rejected_by_name(option: str, value: Any) -> None:
@@ -32,3 +33,9 @@ def test_a_guard_in_place_of_a_list_of_guards_is_rejected_by_name() -> None:
     """The error names the option."""
     with pytest.raises(InvalidOption, match="guards"):
         ModelGuardMiddleware(fine, guards=guard(dict, reload_on=None))
+
+
+def test_an_unknown_option_is_answered_with_the_known_ones() -> None:
+    """A misspelt option names the middleware, and lists what there is."""
+    with pytest.raises(TypeError, match=r"ModelGuardMiddleware has no option 'timeout'. Its options are deadline, "):
+        ModelGuardMiddleware(fine, timeout="2s")

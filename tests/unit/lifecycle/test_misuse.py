@@ -12,8 +12,8 @@ from flask import Flask
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from modelguard import ModelGuard, batched
-from modelguard.errors import InvalidOption
+from modelguard import ModelGuard, batched, guard_of
+from modelguard.errors import InvalidOption, WouldDeadlock
 
 if TYPE_CHECKING:
     from tests.unit.lifecycle.world import World
@@ -207,3 +207,47 @@ def test_generators_keep_pythons_own_message(nlp: ModelGuard[Any]) -> None:
         list(numbers())  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="later"):
         asyncio.run(anext(later()))  # type: ignore[call-arg, arg-type]
+
+
+class TestHandles:
+    def test_a_guard_is_made_by_its_function(self) -> None:
+        """``ModelGuard(...)`` says what to write instead."""
+        with pytest.raises(TypeError, match=r"ModelGuard is not called directly. Write: guard\(load, reload_on=...\)"):
+            ModelGuard(dict, reload_on=None)  # type: ignore[arg-type, call-arg]
+        with pytest.raises(TypeError, match="is not called directly"):
+            ModelGuard(dict)  # type: ignore[arg-type, call-arg]
+
+    def test_a_lease_is_not_the_model(self, nlp: ModelGuard[Any]) -> None:
+        """``nlp.lease().pipe`` says that the model is inside the block."""
+        lease = nlp.lease()
+        with pytest.raises(AttributeError, match=r"a lease has no attribute 'pipe'.*with guard.lease\(\) as model"):
+            lease.pipe  # type: ignore[attr-defined]  # noqa: B018 - it is looked up
+        with pytest.raises(RuntimeError, match="has a model only inside its block"):
+            lease.model  # noqa: B018 - it is looked up
+
+    def test_wait_is_no_duration(self, nlp: ModelGuard[Any]) -> None:
+        """``reload(wait=5)`` probably intends a timeout, and says how to write it."""
+        with pytest.raises(InvalidOption, match="To bound the wait, give timeout='5s'"):
+            nlp.reload(wait=5)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("method", ["recycle_here", "recycle_in_children"])
+    def test_what_asks_a_server_can_be_called(self, nlp: ModelGuard[Any], method: str) -> None:
+        """A policy that becomes due hours later must not be the first to notice."""
+        with pytest.raises(InvalidOption, match=r"ask=.*must be a function of one argument"):
+            getattr(nlp, method)("restart")
+
+    def test_guard_of_says_which_guard(self, nlp: ModelGuard[Any]) -> None:
+        """For a guard itself and for a batched function the error says what to write."""
+        with pytest.raises(InvalidOption, match="It is the guard itself"):
+            guard_of(nlp)
+        with pytest.raises(InvalidOption, match=r"guard_of\(function.__wrapped__\)"):
+            guard_of(batched(max_size=2)(nlp(lambda _model, items: items)))
+
+    def test_closing_inside_a_call_has_one_fix(self, nlp: ModelGuard[Any]) -> None:
+        """``close()`` inside a call can only be moved; ``reload()`` can also be asked not to wait."""
+        with nlp.lease():
+            with pytest.raises(WouldDeadlock) as close:
+                nlp.close()
+            with pytest.raises(WouldDeadlock) as reload:
+                nlp.reload()
+        assert ("Call it outside.", True) == (close.value.fix, "wait=False" in reload.value.fix)

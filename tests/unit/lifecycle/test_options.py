@@ -26,6 +26,13 @@ class Fonts:
         return object()
 
 
+class CallableModel:
+    """A model that is passed in place of its loader."""
+
+    def __call__(self, text: str) -> str:
+        return text
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -46,6 +53,8 @@ class Fonts:
         ("backoff", 3),
         ("name", ""),
         ("name", 7),
+        ("name", " "),
+        ("trim_every", "100 M"),
     ],
 )
 def test_options_are_checked_where_they_are_written(world: World, option: str, value: object) -> None:
@@ -64,9 +73,13 @@ def test_a_misspelt_swap_is_answered_with_the_choices(world: World) -> None:
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (object(), "must be a function without arguments, got object"),
-        (None, "got NoneType.*Pass the function itself, without calling it"),
-        (lambda path: path, r"missing a required argument: 'path'.*lambda: load\(path\)"),
+        (object(), "must be a function without arguments, not an object"),
+        (None, "not None.*Pass the function that makes the model, without calling it"),
+        (
+            lambda path: path,
+            r"missing a required argument: 'path'.*Bind its arguments: load=lambda: make_model\(path\)",
+        ),
+        (CallableModel(), "missing a required argument: 'text'.*Pass the function that makes the model"),
     ],
 )
 def test_loaders_are_checked(loader: Any, why: str) -> None:
@@ -195,6 +208,13 @@ class TestNeverFires:
             world.limit = 3000 * MB
             made: ModelGuard[Any] = world.guard(reload_on=MemoryLimit("2 GB") | MemoryGrowth("50%"))
         assert "new" == made.status().state
+
+
+class CallableModel:
+    """A model that is passed in place of its loader."""
+
+    def __call__(self, text: str) -> str:
+        return text
 
 
 @pytest.mark.parametrize(

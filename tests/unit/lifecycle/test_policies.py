@@ -151,11 +151,35 @@ class TestJoined:
         assert (2, 50) == (Uses(5) & TTL("1m", jitter=0)).horizon(now)
 
     @pytest.mark.parametrize("join", [operator.or_, operator.and_])
-    @pytest.mark.parametrize("other", ["1h", 3, TTL])
-    def test_only_policies_can_be_joined(self, join: Callable[[Any, Any], Policy], other: object) -> None:
-        """What is no policy is refused where it is joined."""
-        with pytest.raises(InvalidOption, match=r"joins two policies.*Write for example TTL\('1h'\)"):
-            join(Uses(1), other)
+    @pytest.mark.parametrize(
+        ("other", "fix"),
+        [
+            ("1h", "Write TTL('1h')."),
+            ("500 MB", "Write MemoryGrowth('500 MB')."),
+            (3, "Write Uses(3) for a number of calls, or TTL(3) for seconds."),
+            (TTL, "Write it with its argument: TTL(...)."),
+            ([Uses(2)], "Join policies with |"),
+            (len, "Write a subclass of Policy"),
+            (None, "Write for example TTL('1h')"),
+        ],
+    )
+    def test_only_policies_can_be_joined(self, join: Callable[[Any, Any], Policy], other: Any, fix: str) -> None:
+        """Anything else is rejected where it is joined, on either side, with what probably was intended."""
+        for left, right in ((Uses(1), other), (other, Uses(1))):
+            with pytest.raises(InvalidOption, match="joins two policies") as rejected:
+                join(left, right)
+            assert rejected.value.fix.startswith(fix)
+
+    def test_or_and_and_do_not_join(self) -> None:
+        """``TTL(...) or Uses(...)`` would silently be the first of the two, so it is an error."""
+        with pytest.raises(InvalidOption, match=r"TTL\('1h'\).*neither true nor false.*with \| and &"):
+            TTL("1h") or Uses(5)
+        with pytest.raises(InvalidOption, match="not with `or` and `and`"):
+            TTL("1h") and Uses(5)
+
+    def test_three_policies_join_from_either_side(self) -> None:
+        """The reflected operators leave two policies to the ordinary ones."""
+        assert "TTL('1h') | Uses(2) | Uses(3)" == repr(TTL("1h") | Uses(2) | Uses(3))
 
 
 @pytest.mark.parametrize(

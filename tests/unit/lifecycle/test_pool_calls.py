@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from modelguard import guard_of, pool
+from modelguard import ModelPool, guard_of, pool
 from modelguard.errors import GuardClosed, InvalidOption, UnhashableKey
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ voices = pool(lambda key: f"model of {key}", max_memory="1 GB", name="voices")
 @voices(key="voice")
 def speak(model: str, text: str, voice: str = "anna") -> list[str]:
     """Say a text."""
+    return [model, text]
+
+
+@voices(key=lambda text, voice="anna": voice)
+def speak_by_function(model: str, text: str, voice: str = "anna") -> list[str]:
     return [model, text]
 
 
@@ -188,3 +193,57 @@ class TestADecoratedFunction:
         made.close()
         with pytest.raises(GuardClosed, match="'pool'"):
             function("a")
+
+
+class TestMistakes:
+    def test_arguments_that_do_not_fit_are_explained(self) -> None:
+        """The message names the function, shows its signature without the model, and says who passes the model."""
+        with pytest.raises(
+            TypeError, match=r"speak\(text: 'str', voice.*too many positional.*The pool passes the model"
+        ):
+            speak("model", "hi", "anna")
+        with pytest.raises(TypeError, match=r"speak\(text.*missing a required argument: 'text'"):
+            speak()
+
+    def test_a_key_function_gets_all_arguments(self) -> None:
+        """A key function that does not accept the call's arguments is named, with its signature."""
+        assert ["model of bert", "hi"] == speak_by_function("hi", "bert")
+        with pytest.raises(TypeError, match=r"speak_by_function\(\).*key function\(text, voice='anna'\).*'tone'"):
+            speak_by_function("hi", tone="low")  # type: ignore[call-arg]
+
+    def test_an_error_of_the_key_function_is_its_own(self) -> None:
+        """What the key function raises passes unchanged."""
+
+        @voices(key=lambda text: {}[text])
+        def fails(model: str, text: str) -> str:
+            return text
+
+        with pytest.raises(KeyError):
+            fails("hi")
+
+    @pytest.mark.parametrize("key", [None, 5])
+    def test_the_key_is_passed_by_name(self, key: Any) -> None:
+        """``@voices`` and ``@voices("voice")`` are rejected with what to write."""
+        with pytest.raises(InvalidOption, match=r"Write @pool\(key='voice'\)"):
+            voices(len)  # type: ignore[misc, call-arg]
+        with pytest.raises(InvalidOption, match=r"Write @pool\(key='voice'\)"):
+            voices("voice")  # type: ignore[misc, call-arg]
+        with pytest.raises(InvalidOption, match="key='voice'"):
+            voices(key=key)
+
+    def test_what_is_decorated_is_checked_before_its_key(self) -> None:
+        """A class is rejected as a class, and a function without parameters is told the one it needs."""
+        with pytest.raises(InvalidOption, match="must be a function, not a class"):
+            voices(key="voice")(Service)
+        with pytest.raises(InvalidOption, match=r"Give .*\(\) that parameter"):
+            voices(key="voice")(lambda model: model)
+
+    def test_a_pool_is_made_by_its_function(self) -> None:
+        """``ModelPool(...)`` says what to write instead."""
+        with pytest.raises(TypeError, match=r"ModelPool is not called directly. Write: pool\(load, max_memory=...\)"):
+            ModelPool(len, max_memory="1 GB")  # type: ignore[arg-type, call-arg]
+
+    def test_a_pool_does_not_pickle(self) -> None:
+        """The error says how each process gets its pool."""
+        with pytest.raises(TypeError, match="pool 'voices' cannot be pickled: import the module"):
+            pickle.dumps(voices)

@@ -98,7 +98,7 @@ class TestClose:
         async def main() -> None:
             pool.close()
 
-        with pytest.raises(WouldDeadlock, match=r"await guard.aclose\(\)"):
+        with pytest.raises(WouldDeadlock, match=r"await pool.aclose\(\)"):
             asyncio.run(main())
         assert ["a"] == use(pool, "a")
 

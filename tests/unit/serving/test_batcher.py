@@ -67,6 +67,33 @@ def test_deadlines_nest_and_only_shorten() -> None:
     assert left() is None
 
 
+def test_a_deadline_decorates_plain_functions() -> None:
+    """Each call of a decorated function has the whole time, counted from its start."""
+
+    @deadline("1h")
+    def step() -> float | None:
+        return left()
+
+    assert 3500 < (step() or 0) <= 3600
+    assert 3500 < (step() or 0) <= 3600
+    assert left() is None
+
+
+def test_a_deadline_is_not_asynchronous() -> None:
+    """``async with`` and a coroutine function are rejected with what to write: the block itself never waits."""
+
+    async def step() -> None: ...
+
+    async def block() -> None:
+        async with deadline("1s"):  # type: ignore[attr-defined]
+            pass
+
+    with pytest.raises(InvalidOption, match=r"Write inside it: with deadline\(...\):"):
+        deadline("1s")(step)
+    with pytest.raises(TypeError, match=r"Write `with deadline\(...\):`, without async"):
+        asyncio.run(block())
+
+
 def test_no_time_at_all_admits_nothing(model: Gated) -> None:
     """A caller without any time left gets its error at once."""
     f = batched(max_size=1)(model)
@@ -82,8 +109,8 @@ def test_an_invalid_timeout_is_that_callers_error_alone(model: Gated, timeout: A
     f = batched(max_size=1)(model)
     with pytest.raises(InvalidOption, match="timeout"):
         f(1, timeout=timeout)
-    with pytest.raises(InvalidOption, match="timeout"), deadline(timeout):
-        pass
+    with pytest.raises(InvalidOption, match="timeout"):
+        deadline(timeout)
     assert 1 == f(1)
 
 

@@ -12,7 +12,7 @@ from fastapi import Depends, FastAPI
 from flask import Flask
 
 from modelguard import Batched, batched, guard
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, ItemRefused
 
 nlp = guard(dict, reload_on=None, name="nlp")
 
@@ -256,3 +256,42 @@ def test_a_guard_goes_below_it() -> None:
 
     assert 3 == lengths("abc")
     assert 1 == pipeline.status().uses
+
+
+# Mistakes around the decorator
+
+
+def test_options_are_passed_by_keyword() -> None:
+    """``batched(32)`` and ``@batched`` are rejected with what to write, or with what is missing."""
+    with pytest.raises(InvalidOption, match=r"Write @batched\(max_size=32\)"):
+        batched(32, max_size=32)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'max_size'"):
+        batched(double)  # type: ignore[call-arg, arg-type]
+
+
+@pytest.mark.parametrize("name", ["", " ", 5])
+def test_a_name_is_text(name: Any) -> None:
+    """Events and metrics show the name, so it must be text that is not empty."""
+    with pytest.raises(InvalidOption, match=r"name=.*must be text that is not empty"):
+        batched(max_size=4, name=name)
+
+
+def test_one_text_is_not_many_items() -> None:
+    """``f.map("abc")`` would compute three items of one letter each, so it is an error."""
+    f = batched(max_size=4)(double)
+    with pytest.raises(ItemRefused, match=r"a str is one; write f\(item\), or f.map\(\[item\]\)"):
+        f.map("abc")
+    assert [2, 4] == list(f.map([1, 2]))
+
+
+def test_a_decorator_above_batched_takes_the_instance_away() -> None:
+    """``@classmethod`` above ``@batched`` calls it without an instance: the error says so."""
+
+    class Service:
+        @classmethod
+        @batched(max_size=4)
+        def double(cls, items: list[int]) -> list[int]:
+            return items
+
+    with pytest.raises(TypeError, match=r"it is a method: call it on an instance, and put no @classmethod"):
+        Service.double(3)

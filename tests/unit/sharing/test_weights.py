@@ -158,6 +158,24 @@ class TestPublish:
         with pytest.raises(InvalidOption, match="path="):
             weights.load(same, path)
 
+    def test_rejects_a_folder(self, tmp_path: Path) -> None:
+        """The path of a folder is rejected with the path of a file in it."""
+        for use in (lambda: weights.publish(np.arange(3), tmp_path), lambda: weights.load(same, tmp_path)):
+            with pytest.raises(InvalidOption, match=f"is a folder. Give a file in it, such as '{tmp_path}/weights'"):
+                use()
+
+    def test_says_which_values_are_no_arrays(self, path: Path) -> None:
+        """A mapping with other values than arrays is rejected with the kinds that it holds."""
+        with pytest.raises(InvalidOption, match=r"must all be arrays.*are of the types int and ndarray"):
+            weights.publish({"table": np.arange(3), "size": 3}, path)
+        with pytest.raises(InvalidOption, match="and there are none"):
+            weights.publish({}, path)
+
+    def test_takes_a_model_that_can_be_called_for_a_model(self, path: Path) -> None:
+        """Without a key, only a function or a class can be meant to make the model."""
+        with pytest.raises(InvalidOption, match="a Makes cannot be mapped safely"):
+            weights.publish(Makes(3), path)
+
     def test_says_where_the_folder_is_missing(self, tmp_path: Path) -> None:
         """Missing folders are not created, so that a typo in the path is noticed."""
         with pytest.raises(PublishFailed, match="Create the folder"):
@@ -175,6 +193,12 @@ class TestLoad:
         """Build is a function."""
         with pytest.raises(InvalidOption, match="build="):
             weights.load(build, path)
+
+    def test_says_how_build_is_called(self, path: Path) -> None:
+        """A ``build`` that does not accept the arrays is rejected before it is called."""
+        weights.publish(np.arange(3), path)
+        with pytest.raises(InvalidOption, match=r"build=.*is called with what was published: too many positional"):
+            weights.load(lambda: None, path)
 
     def test_that_is_overtaken_by_publishers_takes_the_newest(self, path: Path) -> None:
         """A reader whose version was removed during the load starts again, with the newest."""

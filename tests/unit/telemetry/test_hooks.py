@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.unit.telemetry.every_event import EVERY
 
 from modelguard import guard, telemetry
+from modelguard.errors import InvalidOption
 from modelguard.telemetry import Event, LoadDiscarded, LoadFinished, LoadStarted, ReloadDue, add_hook, emit, set_hooks
 
 EVENT = LoadDiscarded(guard="nlp", cause="late")
@@ -152,3 +155,30 @@ class TestEvents:
         model.load()
         model.close()
         assert ["loading", "ready"] == states
+
+
+class TestWrongHooks:
+    @pytest.mark.parametrize("hook", ["print", None, 3])
+    def test_what_cannot_be_called_is_rejected(self, hook: Any) -> None:
+        """A hook that is not a function is rejected where it is added, and not logged at every event."""
+        with pytest.raises(InvalidOption, match=r"hook=.*must be a function of one event"):
+            add_hook(hook)
+        with pytest.raises(InvalidOption, match=r"hook=.*must be a function of one event"):
+            set_hooks([hook])
+
+    @pytest.mark.parametrize("module", ["prometheus", "opentelemetry"])
+    def test_a_function_that_makes_a_hook_has_to_be_called(self, module: str) -> None:
+        """``add_hook(prometheus)`` without the parentheses is rejected with what to write."""
+        makes = getattr(importlib.import_module(f"modelguard.telemetry.{module}"), module)
+        with pytest.raises(InvalidOption, match=rf"Call it: add_hook\({module}\(\)\)"):
+            add_hook(makes)
+
+    @pytest.mark.parametrize("hooks", [len, "print", 3])
+    def test_all_hooks_are_a_list(self, hooks: Any) -> None:
+        """``set_hooks`` takes a list of hooks, or None; the hooks stay as they were after a mistake."""
+        seen: list[Event] = []
+        set_hooks([seen.append])
+        with pytest.raises(InvalidOption, match=r"hooks=.*must be a list of hooks or None"):
+            set_hooks(hooks)
+        emit(EVENT)
+        assert [EVENT] == seen

@@ -273,3 +273,9 @@ def test_guards_of_other_tests_are_left_alone(modelguard_loader: Loader) -> None
     """Without the fixture, a guard lives in real time, whatever tests before it did."""
     nlp = guard(modelguard_loader, reload_on=None)
     assert time.monotonic is nlp.engine.guard.runtime.clock
+
+
+def test_a_misspelt_attribute_of_the_clock_is_an_error(modelguard_clock: Clock) -> None:
+    """A typing error does not go unnoticed."""
+    with pytest.raises(AttributeError, match="memmory"):
+        modelguard_clock.memmory = "1 GB"  # type: ignore[attr-defined]

@@ -108,3 +108,15 @@ def test_other_nonsense_is_refused(modelguard_loader: Loader) -> None:
 def test_the_models_say_what_they_are() -> None:
     """A model in a failed assert shows its number and key."""
     assert ["<Model 1>", "<Model 2 of 'anna'>"] == [repr(Model(1)), repr(Model(2, "anna"))]
+
+
+def test_an_exception_is_made_before_it_is_raised(modelguard_loader: Loader) -> None:
+    """A class in place of an exception is rejected with what to write."""
+    with pytest.raises(InvalidOption, match=r"Write error=OSError\('...'\)"):
+        modelguard_loader.fail(error=OSError)  # type: ignore[arg-type]
+
+
+def test_a_misspelt_attribute_of_the_loader_is_an_error(modelguard_loader: Loader) -> None:
+    """A typing error does not go unnoticed."""
+    with pytest.raises(AttributeError, match="dealy"):
+        modelguard_loader.dealy = "2s"  # type: ignore[attr-defined]
