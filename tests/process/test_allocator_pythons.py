@@ -173,8 +173,23 @@ def test_a_trim_returns_freed_memory(python: list[str], kind: Kind) -> None:
 
 def test_releases_return_the_model(python: list[str]) -> None:
     """A guard that reloads under glibc returns its models' memory, release by release."""
-    for trimmed_by, error, freed in answer(python, RELEASES, "glibc"):
-        assert ("glibc", None) == (trimmed_by, error)
+    check_releases(python, "glibc")
+
+
+@pytest.mark.parametrize("kind", ["jemalloc", "tcmalloc"])
+def test_releases_return_the_model_under_what_auto_prefers(kind: Kind) -> None:
+    """So do the allocators that `find` lists first."""
+    check_releases([sys.executable], kind)
+
+
+def test_releases_return_the_model_under_mimalloc_with_its_setting() -> None:
+    """Its releases return it with the variables that `modelguard run` names, for versions before and from 2.1."""
+    check_releases([sys.executable], "mimalloc", MIMALLOC_RESET_DELAY="0", MIMALLOC_PURGE_DELAY="0")
+
+
+def check_releases(python: list[str], kind: Kind, **variables: str) -> None:
+    for trimmed_by, error, freed in answer(python, RELEASES, kind, **variables):
+        assert (kind, None) == (trimmed_by, error)
         assert 150e6 < freed
 
 

@@ -13,6 +13,7 @@ from modelguard.errors import InvalidOption, NotSupported
 
 LIBC = "/lib/x86_64-linux-gnu/libc.so.6"
 JEMALLOC = AllocatorFile("jemalloc", "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2")
+TCMALLOC = AllocatorFile("tcmalloc", "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 MIMALLOC = AllocatorFile("mimalloc", "/usr/lib/x86_64-linux-gnu/libmimalloc.so.2")
 
 GLIBC = {"MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
@@ -49,12 +50,26 @@ def linux(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_best_that_is_installed() -> None:
     """`auto` uses the first that was found, without a note."""
     assert ({"LD_PRELOAD": JEMALLOC.path}, []) == Machine(JEMALLOC, MIMALLOC).choose("auto")
-    assert ({"LD_PRELOAD": MIMALLOC.path}, []) == Machine(MIMALLOC).choose("auto")
 
 
 def test_a_named_allocator() -> None:
     """The named allocator is used, whatever else is installed."""
-    assert ({"LD_PRELOAD": MIMALLOC.path}, []) == Machine(JEMALLOC, MIMALLOC).choose("mimalloc")
+    assert ({"LD_PRELOAD": TCMALLOC.path}, []) == Machine(JEMALLOC, TCMALLOC).choose("tcmalloc")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "mimalloc"])
+def test_mimalloc_with_a_note(wanted: str) -> None:
+    """It is used where nothing else is installed or it is named, and the user learns that it keeps freed memory."""
+    variables, notes = Machine(MIMALLOC).choose(wanted)
+    assert {"LD_PRELOAD": MIMALLOC.path} == variables
+    assert 1 == len(notes)
+    assert "MIMALLOC_RESET_DELAY=0" in notes[0]
+
+
+@pytest.mark.parametrize("name", ["MIMALLOC_RESET_DELAY", "MIMALLOC_DECOMMIT_DELAY", "MIMALLOC_PURGE_DELAY"])
+def test_mimalloc_that_is_set_already(name: str) -> None:
+    """No note for a user who has decided when mimalloc returns memory."""
+    assert ({"LD_PRELOAD": MIMALLOC.path}, []) == Machine(MIMALLOC).choose("mimalloc", **{name: "0"})
 
 
 def test_nothing_but_glibc() -> None:
