@@ -79,9 +79,9 @@ def assert_no_growth(
     garbage is collected and free memory is returned to the system. A leak grows in every round, by about the same
     amount per call. Growth that stops is accepted, usually after the first round. If it does not stop, there is one
     more round, and up to 31 others while an ``lru_cache`` or a cache of ``cachetools`` is filling: these stop growing
-    when they are full. The readings are: what ``malloc`` has allocated (glibc since 2.33, jemalloc), the blocks of Python's own allocator, and
-    private memory. Only private memory includes mappings and other allocators, but it only shows growth of much more
-    than a page per call.
+    when they are full. The readings are: what ``malloc`` has allocated (glibc since 2.33, jemalloc), the blocks of
+    Python's own allocator, and private memory. Only private memory includes mappings and other allocators, but it only
+    shows growth of much more than a page per call.
 
     The readings are of the whole process, so they include what other threads allocate in the meantime.
 
