@@ -193,5 +193,5 @@ def _hash(path: Path) -> str:
 
 def _unreadable(path: Path, error: OSError) -> WeightsRefused:
     if isinstance(error, PermissionError):
-        return WeightsRefused(path, why="this user may not read them", fix="Publish them as the user who serves them.")
-    return WeightsRefused(path, why=f"they cannot be read ({error.strerror})", fix=_REPUBLISH)
+        return WeightsRefused(path, why="this user may not read it", fix="Publish it as the user who serves it.")
+    return WeightsRefused(path, why=f"it cannot be read ({error.strerror})", fix=_REPUBLISH)
