@@ -99,7 +99,7 @@ def test_a_zone_that_cannot_be_opened_passes_the_turn_on(nlp: Guard, monkeypatch
 # Waiting for a turn
 
 
-def test_a_call_that_waits_too_long_is_told_so(nlp: Guard) -> None:
+def test_a_call_that_waits_too_long_is_overloaded(nlp: Guard) -> None:
     """After wait_timeout it gets Overloaded, synchronous or not, block or function; the others are not disturbed."""
     zone = zoned(nlp, wait_timeout=0)
     words = words_of(zone)
@@ -109,7 +109,7 @@ def test_a_call_that_waits_too_long_is_told_so(nlp: Guard) -> None:
         return [token.text for token in nlp(text)]
 
     with another_inside(zone):
-        with pytest.raises(Overloaded, match=r"'en'.*one call runs there at a time"):
+        with pytest.raises(Overloaded, match=r"'en'.*only one call at a time can run there"):
             words("a b")
         with pytest.raises(Overloaded):
             asyncio.run(words_later("a b"))
@@ -266,7 +266,7 @@ def test_tasks_and_threads_that_a_call_starts_are_part_of_it(nlp: Guard) -> None
 
 
 def test_a_task_that_outlives_its_call_queues_like_any_other(nlp: Guard) -> None:
-    """Having been started in a zone is no way past the queue once that zone is closed."""
+    """A task that was started in a zone waits in the queue like any other once that zone is closed."""
     zone = zoned(nlp, wait_timeout=0)
     words = words_of(zone)
 
