@@ -25,8 +25,8 @@ __all__ = ["check_preload", "find"]
 
 #: From best to worst. A guard that reloads 200 MB of 8 kB blocks, one in 200 of which survives, held 226, 244 and
 #: 424 MB after 8 reloads, and its releases returned 205, 181 - 195 and 0 - 1 MB (jemalloc 5.3.0, tcmalloc 2.10,
-#: mimalloc 2.0.9; glibc: 216 and 199 - 200 MB). With 200 lengths of input, eight small Conv1d layers and both oneDNN caches capped, a
-#: process grew by 9, 15 and 8 MB, and by 4, 10 and 8 MB after a trim, at the same CPU time.
+#: mimalloc 2.0.9; glibc: 216 and 199 - 200 MB). With 200 lengths of input, eight small Conv1d layers and both oneDNN
+#: caches capped, a process grew by 9, 15 and 8 MB, and by 4, 10 and 8 MB after a trim, at the same CPU time.
 _KINDS: tuple[Kind, ...] = ("jemalloc", "tcmalloc", "mimalloc")
 
 # Normal builds only: nobody should get a debugging or profiling build by accident.

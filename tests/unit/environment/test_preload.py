@@ -131,12 +131,12 @@ def test_no_second_allocator(wanted: str) -> None:
 
 def test_a_library_that_others_may_write_to() -> None:
     """If it was named, it is rejected; `auto` notes why, and uses the next one."""
-    machine = Machine(JEMALLOC, MIMALLOC, refused=(JEMALLOC.path,))
+    machine = Machine(JEMALLOC, TCMALLOC, refused=(JEMALLOC.path,))
     with pytest.raises(InvalidOption, match="other users may write") as refused:
         machine.choose("jemalloc")
     assert "allocator" == refused.value.argument
     variables, notes = machine.choose("auto")
-    assert {"LD_PRELOAD": MIMALLOC.path} == variables
+    assert {"LD_PRELOAD": TCMALLOC.path} == variables
     assert [str(refused.value)] == notes
 
 
