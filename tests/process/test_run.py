@@ -207,6 +207,14 @@ def test_presets_are_in_force(program: str) -> None:
     assert "OMP_NUM_THREADS=17 stays" in done.stderr
 
 
+@pytest.mark.parametrize("value", ["", "0", "abc"])
+def test_a_value_that_would_crash_the_command(value: str) -> None:
+    """The command is not started with a variable of the preset that crashes torch."""
+    done = run("--preset", "torch-cpu-dynamic", "--", "true", env=CLEAN | {"LRU_CACHE_CAPACITY": value})
+    assert 2 == done.returncode
+    assert f"LRU_CACHE_CAPACITY={value!r}: is read as 0" in done.stderr
+
+
 @pytest.mark.parametrize("kind", ["jemalloc", "mimalloc", "tcmalloc"])
 @pytest.mark.parametrize("program", [TELL, TELL_CHILD], ids=["command", "its child"])
 def test_the_allocator_really_serves(kind: str, program: str) -> None:

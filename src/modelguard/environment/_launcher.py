@@ -84,7 +84,8 @@ def plan(
 
     Raises:
         CannotRun: The command was not found, or cannot be executed.
-        InvalidOption: The command is empty or contains a NUL byte, or the allocator is not available.
+        InvalidOption: The command is empty or contains a NUL byte, the allocator is not available, or a variable of the
+            preset is set in the caller's environment to a value on which its reader crashes.
         NotSupported: An allocator was named, but nothing can be preloaded here.
     """
     _require_command(command)
