@@ -92,7 +92,7 @@ def plan(
     before = inherited() if environ is None else dict(environ)
     program = locate(command[0], before)
     settings = preset.environment(before) if preset else {}
-    preloading, notes = choose(allocator, program, before | settings)
+    preloading, notes = choose(allocator, program, before | settings, arguments=command[1:])
     added = settings | preloading
     return Plan(program, tuple(command), before | added, added, (*_kept(preset, before), *notes))
 

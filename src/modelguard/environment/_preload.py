@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from modelguard.environment import _allocator, _allocator_files, _knobs
-from modelguard.environment._program import ignores_preload
+from modelguard.environment._allocator_files import RUNNING
+from modelguard.environment._program import binary, ignores_preload, is_static
 from modelguard.errors import InvalidOption, NotSupported
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ def choose(
     program: str,
     environ: Mapping[str, str],
     *,
+    arguments: Sequence[str] = (),
     detect: Callable[[], AllocatorInfo] = _allocator.detect,
     find: Callable[..., Sequence[AllocatorFile]] = _allocator_files.find,
     check: Callable[..., None] = _allocator_files.check_preload,
@@ -64,9 +68,11 @@ def choose(
         wanted: The allocator.
         program: The file that will be executed.
         environ: The variables that the program would get otherwise.
+        arguments: Its arguments. A static program with arguments, such as gosu, may start another program, which the
+            preload is then meant for.
         detect: Describes the allocator of this process, where the caller's ``LD_PRELOAD`` is already in force.
-        find: Lists the libraries that are installed, best first.
-        check: Rejects a library that must not be preloaded.
+        find: Lists the libraries that are installed and that a program can load, best first.
+        check: Rejects a library that must not be preloaded into a program.
 
     Returns:
         The variables to set, and what the user should know, one sentence each.
@@ -78,14 +84,23 @@ def choose(
     _require_known(wanted)
     if wanted == "none":
         return {}, []
-    if obstacle := _obstacle(program):
+    if obstacle := _obstacle(program, starts_others=bool(arguments)):
         return _without(wanted, obstacle)
     current = detect()
     if current.how == "preloaded":
         return {}, [f"{current.path} is preloaded already and serves malloc; it stays, and nothing is added"]
+    file = binary(program)
+    passed_on = [_passed_on(file)] if is_static(file) else []
     if wanted == "glibc":
-        return _glibc(environ), []
-    return _preload(wanted, environ, find(None if wanted == "auto" else wanted, environ=environ), check)
+        return _glibc(environ), passed_on
+    kind = None if wanted == "auto" else wanted
+    # Which program a static one starts is unknown; most probably it is one like this.
+    target = RUNNING if passed_on else Path(file)
+    suitable = find(kind, environ=environ, program=target)
+    if not suitable and (unsuitable := find(kind, environ=environ)):
+        return _without(wanted, f"{file} cannot load {unsuitable[0].path}, which is for another C library or machine")
+    variables, notes = _preload(wanted, environ, suitable, functools.partial(check, program=target))
+    return variables, [*passed_on, *notes]
 
 
 def _require_known(wanted: str) -> None:
@@ -96,10 +111,14 @@ def _require_known(wanted: str) -> None:
         raise InvalidOption(_ARGUMENT, wanted, why="is not a known allocator", fix=fix)
 
 
-def _obstacle(program: str) -> str | None:
+def _obstacle(program: str, *, starts_others: bool) -> str | None:
     if not sys.platform.startswith("linux"):
         return f"LD_PRELOAD requires Linux, and this is {sys.platform}"
-    return ignores_preload(program)
+    return ignores_preload(program, starts_others=starts_others)
+
+
+def _passed_on(file: str) -> str:
+    return f"{file} is statically linked, so the allocator changes only in the programs that it starts"
 
 
 def _without(wanted: Allocator, reason: str) -> tuple[dict[str, str], list[str]]:

@@ -33,8 +33,8 @@ class Outcome:
         knob: The knob.
         state: ``"applied"``: its value is set and is in force, or will be once its reader reads it. ``"kept"``: the
             user's own value stays. ``"invalid"``: so does this one, but its reader crashes on it. ``"too late"``: its
-            reader has read the variable already, with another value. ``"needs exec"``: it has an effect only if it is set when the program starts. ``"not supported"``: nothing
-            in this process reads it.
+            reader has read the variable already, with another value. ``"needs exec"``: it has an effect only if it is
+            set when the program starts. ``"not supported"``: nothing in this process reads it.
         value: The current value of the variable; None if it is not set.
         evidence: The reason for the state.
     """
@@ -71,11 +71,20 @@ class Preset:
         name: Its name; for a combined preset the names joined by ``" | "``.
         does: Its purpose.
         knobs: Its knobs; no variable appears twice.
+
+    Raises:
+        InvalidOption: The name is empty or has a line break or another control character: files of configuration begin
+            with it.
     """
 
     name: str
     does: str
     knobs: tuple[Knob, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.isprintable():
+            why = "must be printable text in one line"
+            raise InvalidOption("name", self.name, why=why, fix="Use a short name without line breaks.")
 
     def __or__(self, other: Preset) -> Preset:
         """Combine two presets; if both set a variable, the value on the right wins, as with ``dict``.

@@ -246,3 +246,10 @@ def test_a_knob_that_crashes_its_reader(value: str) -> None:
     """A preset of one's own cannot set such a value either."""
     with pytest.raises(InvalidOption, match="torch crashes"):
         mine(f"LRU_CACHE_CAPACITY={value}")
+
+
+@pytest.mark.parametrize("name", ["", "a\nexport PATH=/tmp", "a\rb", "a\u2028b", "a\0b"])
+def test_a_name_that_would_be_a_line_of_its_own(name: str) -> None:
+    """A name is written into a comment, and must not end it."""
+    with pytest.raises(InvalidOption, match="must be printable text in one line"):
+        Preset(name, "Mine.", ())
