@@ -102,7 +102,7 @@ class GuardState(Generic[M]):
         outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:
             generation = self.current if outer is None or outer.dropped else outer
-            if generation is None:
+            if generation is None and not self.closed:
                 generation = self._half_used_here()
             if generation is not None:
                 generation.leases.append(None)
