@@ -115,7 +115,8 @@ class GuardState(Generic[M]):
         generation, the drain would wait for the generator, and so for them.
         """
         held = (lease.held_here() for lease in list(self.held_leases))
-        return next((one for one in held if one is not None and one.retired and not one.dropped), None)
+        waited_for = self.draining - self.abandoned
+        return next((one for one in held if one in waited_for and not one.dropped), None)
 
     def enclosing_generation(self) -> Generation[M] | None:
         """The generation of the call that encloses this one, if any."""

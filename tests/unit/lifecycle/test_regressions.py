@@ -355,6 +355,25 @@ def test_calls_of_other_threads_wait_for_the_new_model(world: World) -> None:
     outcome(reload)
 
 
+def test_a_model_whose_drain_was_given_up_takes_no_new_calls(world: World) -> None:
+    """After ``drain_timeout`` nothing waits for the generator, so the calls between its steps wait like all others."""
+    nlp = world.guard(swap="drain_first", drain_timeout=0)
+
+    @nlp
+    def numbers(model: Any) -> Iterator[int]:
+        yield model.number
+        yield model.number
+
+    steps = numbers()
+    assert 1 == next(steps)
+    world.loader.fails = True
+    with pytest.raises(LoadFailed):
+        nlp.reload()
+    with pytest.raises(LoadFailed, match="no weights"):
+        number(nlp)
+    assert [1] == list(steps)
+
+
 class TestClosing:
     def test_on_a_loop_needs_no_thread_of_the_loop_s_own(self, world: World) -> None:
         """The loop's few threads may all wait for the model that ``aclose`` is to end their wait for."""
