@@ -105,7 +105,7 @@ class GuardState(Generic[M]):
         outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:
             generation = self.current if outer is None or outer.dropped else outer
-            if generation is None:
+            if generation is None and not self.closed:
                 generation = self._half_used_here()
             if generation is not None:
                 generation.leases.append(None)
@@ -118,7 +118,8 @@ class GuardState(Generic[M]):
         generation, the drain would wait for the generator, and so for them.
         """
         held = (lease.held_here() for lease in list(self.held_leases))
-        return next((one for one in held if one is not None and one.retired and not one.dropped), None)
+        waited_for = self.draining - self.abandoned
+        return next((one for one in held if one in waited_for and not one.dropped), None)
 
     def enclosing_generation(self) -> Generation[M] | None:
         """The generation of the call that encloses this one, if any."""
