@@ -307,7 +307,9 @@ class GuardState(Generic[M]):
             future.set_result(failure)
 
     def finish(self, job: LoadJob, followup: tuple[Reason, ...]) -> LoadJob | None:
-        """End a job; returns the next one if requests came in after its load had begun.
+        """End a job; returns the next one if requests came in after its load had begun, or if callers wait in vain.
+
+        They do if the guard was closed and reopened after this job had installed its model.
 
         Args:
             job: What has ended.
@@ -316,7 +318,8 @@ class GuardState(Generic[M]):
         with self.lock:
             self._end(job)
             covers = self.requests if job.covers is None else job.covers
-            if self.closed or self.job is not None or self.requests <= covers:
+            in_vain = self.current is None and bool(self.waiting)
+            if self.closed or self.job is not None or not (self.requests > covers or in_vain):
                 return None
             self.job = LoadJob(followup, urgent=True, replaces=self.current is not None)
             return self.job

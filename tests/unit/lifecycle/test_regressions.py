@@ -18,7 +18,7 @@ from tests.unit.lifecycle.world import MB, TIMEOUT, number, outcome, until
 
 from modelguard import TTL, MemoryGrowth, MemoryLimit, Policy, Snapshot, Uses, batched, guard, telemetry
 from modelguard.errors import InvalidOption, LoadFailed, ModelRejected, NotSupported, Reloading, WouldDeadlock
-from modelguard.telemetry import CallbackErrored, GenerationReleased, LoadErrored
+from modelguard.telemetry import CallbackErrored, Event, GenerationReleased, LoadErrored, LoadFinished
 
 if TYPE_CHECKING:
     from tests.unit.lifecycle.world import World
@@ -461,3 +461,27 @@ def test_guards_of_the_module_are_not_affected_by_a_world(world: World) -> None:
     """A guard that is made outside of a test's runtime lives in real time."""
     nlp = guard(lambda: "model", reload_on=None)
     assert nlp.engine.guard.runtime is not world.runtime
+
+
+def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: World) -> None:
+    """Whoever calls between the installation of a model and the end of that load's thread is served."""
+    installed, gate = threading.Event(), threading.Event()
+
+    def hold(event: Event) -> None:
+        if isinstance(event, LoadFinished) and not installed.is_set():
+            installed.set()
+            assert gate.wait(TIMEOUT)
+
+    remove = telemetry.add_hook(hold)
+    try:
+        nlp = world.guard()
+        assert 1 == number(nlp)
+        assert installed.wait(TIMEOUT)
+        nlp.close()
+        nlp.engine.reopen()
+        call = world.spawn(number, nlp)
+        until(lambda: bool(nlp.engine.state.waiting))
+        gate.set()
+        assert 2 == outcome(call)
+    finally:
+        remove()
