@@ -18,6 +18,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
+from modelguard.lifecycle._creep import Creep
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 
@@ -60,6 +61,7 @@ class GuardState(Generic[M]):
         current: The generation that takes new calls; None if there is none.
         job: The load under way, if any.
         least_memory: The least private memory, in bytes, that a release has left so far.
+        creep: What replacements leave behind. Used by the one load that runs.
         epoch: How many forks lie between this process and the one that made the guard.
         held_leases: Leases that objects hold, which a forked child may have to take again.
     """
@@ -81,6 +83,7 @@ class GuardState(Generic[M]):
         self.model_bytes: int | None = None
         self.last_release: GenerationReleased | None = None
         self.least_memory: int | None = None
+        self.creep = Creep()
         self._released_model: weakref.ref[Any] | None = None
         self.epoch = 0
         self.held_leases: weakref.WeakSet[HeldLease] = weakref.WeakSet()
@@ -421,6 +424,7 @@ class GuardState(Generic[M]):
         self.abandoned.clear()
         self.reloads = self.failures = 0
         self.failure, self.retry_at, self.last_release, self.least_memory = None, -math.inf, None, None
+        self.creep = Creep()
         generation = self.current
         if generation is not None:
             generation.leases = []
