@@ -295,9 +295,9 @@ class GuardState(Generic[M]):
         """
         with self.lock:
             covers = self.requests if job.covers is None else job.covers
-            if self.requests <= covers:
+            if self.requests <= covers and self.job is job:
                 # At the same time: a caller that came between the failure and the end of the job would wait in vain.
-                self._end(job)
+                self.job = None
             self.failures = failure.attempt
             # Not kept: the cause's traceback holds the loader's frames, and these may hold half a model.
             self.failure = failure.again(failure.retry_after)
@@ -316,17 +316,17 @@ class GuardState(Generic[M]):
             followup: The reasons of the next job.
         """
         with self.lock:
-            self._end(job)
+            if self.job is not job:
+                # Its failure has ended it (or this is a forked child): later requests have had a job of their own.
+                return None
+            self.job = None
             covers = self.requests if job.covers is None else job.covers
             in_vain = self.current is None and bool(self.waiting)
-            if self.closed or self.job is not None or not (self.requests > covers or in_vain):
+            if self.closed or not (self.requests > covers or in_vain):
+                return None
                 return None
             self.job = LoadJob(followup, urgent=True, replaces=self.current is not None)
             return self.job
-
-    def _end(self, job: LoadJob) -> None:
-        if self.job is job:  # not in a child that was forked meanwhile, nor after a failure
-            self.job = None
 
     # The end of a generation
 
