@@ -324,7 +324,6 @@ class GuardState(Generic[M]):
             in_vain = self.current is None and bool(self.waiting)
             if self.closed or not (self.requests > covers or in_vain):
                 return None
-                return None
             self.job = LoadJob(followup, urgent=True, replaces=self.current is not None)
             return self.job
 
