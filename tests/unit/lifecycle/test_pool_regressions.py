@@ -24,7 +24,7 @@ def run(main: Callable[[], Awaitable[Any]]) -> Any:
 
 
 class TestEvictionOnAnEventLoop:
-    """A plain call in a coroutine blocks the loop, but it works: models are evicted, unloaded and loaded as elsewhere."""
+    """A plain call in a coroutine blocks the loop, but it works: models are evicted, unloaded and loaded."""
 
     def test_makes_room_and_unloads(self, world: World) -> None:
         """The evicted model's hook is called, and the pool goes on."""
