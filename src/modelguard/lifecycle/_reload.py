@@ -150,7 +150,8 @@ class Reload(Generic[M]):
             why = f"a second copy needs {_units.format_bytes(need)} while it loads, and {free} is free"
             if chosen == "load_first" and guard.state.creep.is_too_much(size or 0):
                 chosen = "drain_first"
-                why = f"earlier reloads left {_units.format_bytes(guard.state.creep.amount)} behind in all, which it returns"
+                left = _units.format_bytes(guard.state.creep.amount)
+                why = f"earlier reloads left {left} behind in all, which it returns"
         else:
             chosen, why = guard.options.swap, "set by the guard's author"
         telemetry.emit(telemetry.SwapChosen(guard=guard.name, swap=chosen, why=why, model_bytes=size, headroom=room))
