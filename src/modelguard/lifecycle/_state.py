@@ -307,9 +307,7 @@ class GuardState(Generic[M]):
             future.set_result(failure)
 
     def finish(self, job: LoadJob, followup: tuple[Reason, ...]) -> LoadJob | None:
-        """End a job; returns the next one if requests came in after its load had begun, or if callers wait in vain.
-
-        They do if the guard was closed and reopened after this job had installed its model.
+        """End a job; returns the next one if requests came in after its load had begun, or callers have no model.
 
         Args:
             job: What has ended.
@@ -321,8 +319,9 @@ class GuardState(Generic[M]):
                 return None
             self.job = None
             covers = self.requests if job.covers is None else job.covers
-            in_vain = self.current is None and bool(self.waiting)
-            if self.closed or not (self.requests > covers or in_vain):
+            # Closed and reopened since this job installed its model: its waiters have made no request, and need a load.
+            reopened = self.current is None and bool(self.waiting)
+            if self.closed or (self.requests <= covers and not reopened):
                 return None
             self.job = LoadJob(followup, urgent=True, replaces=self.current is not None)
             return self.job
