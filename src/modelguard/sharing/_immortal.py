@@ -73,7 +73,7 @@ def immortalize_unsupported() -> str | None:
     """Why :func:`immortalize` does not work in this interpreter; None if it does.
 
     It works in 64-bit builds of CPython 3.12 to 3.15 that are neither free-threaded nor debug builds. The first call
-    tries it on one small object.
+    tries it on a small object of each kind.
     """
     return _refcounts.unsupported_here()
 
@@ -137,7 +137,7 @@ class _Walk:
         self._branches: list[Any] = []
         self._dicts: list[dict[Any, Any]] = []
         self._words = _refcounts.memory()
-        self._value = _refcounts.value(sys.version_info[:2])
+        self._value = _refcounts.mark(sys.version_info[:2])
         self._namespaces = {id(sys.modules), *_namespaces()}
 
     def run(self, roots: Sequence[object]) -> None:
@@ -156,7 +156,7 @@ class _Walk:
     def _mark(self, found: Sequence[Any], holders: Sequence[Any]) -> None:
         """Make those objects immortal that are the model's own. This loop takes most of the time."""
         count, kinds, branches = sys.getrefcount, self._kinds, self._branches
-        words, value, immortal = self._words, self._value, _refcounts.IMMORTAL
+        words, value, kept, immortal = self._words, self._value, _refcounts.KEPT, _refcounts.IMMORTAL
         marked: list[Any] = []
         for item in found:
             if count(item) >= immortal:  # made immortal by CPython or by this walk, which ends cycles
@@ -169,7 +169,8 @@ class _Walk:
             elif kind != LEAF and not self._follow(item, kind):
                 self._skip(item, kind, holders)
                 continue
-            words[id(item) >> 2] = value
+            at = id(item) >> 3
+            words[at] = words[at] & kept | value
             marked.append(item)
             if len(marked) == self.left:
                 self.complete = False
