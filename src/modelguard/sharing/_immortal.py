@@ -21,7 +21,8 @@ from typing import Any
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.sharing import _refcounts
-from modelguard.sharing._object_kinds import BRANCH, CODE, DICT, HANDLES, LEAF, TEXT, UNDECIDED, ObjectKinds, type_name
+from modelguard.sharing._first_use import AttributeDicts, FirstUse, use_text
+from modelguard.sharing._object_kinds import BRANCH, CODE, DICT, HANDLES, LEAF, UNDECIDED, ObjectKinds, type_name
 
 __all__ = ["ImmortalReport", "Skipped", "immortalize", "immortalize_unsupported"]
 
@@ -134,6 +135,8 @@ class _Walk:
         self.examples: dict[str, str] = {}
         self.seen: dict[str, set[int]] = {}
         self._kinds = ObjectKinds()
+        self._first_use = FirstUse()
+        self._attribute_dicts = AttributeDicts()
         self._branches: list[Any] = []
         self._dicts: list[dict[Any, Any]] = []
         self._words = _refcounts.memory()
@@ -147,34 +150,55 @@ class _Walk:
             self._follow(root, self._kinds[type(root)])
         while self.complete and (self._branches or self._dicts):
             branches, dicts = _last(self._branches), _last(self._dicts)
+            dicts += self._attributes(branches)
             found = gc.get_referents(*branches, *dicts)
             # A dict whose keys are all strings does not show them to the garbage collector. This runs no Python code,
             # so no other thread can change a dict meanwhile.
             found.extend(itertools.chain.from_iterable(map(dict.__iter__, dicts)))
             self._mark(found, branches + dicts)
 
+    def _attributes(self, branches: Sequence[Any]) -> list[dict[Any, Any]]:
+        """The dicts of instances, each made if it is not there yet, and made immortal with its instance."""
+        getters, made = self._attribute_dicts, list[dict[Any, Any]]()
+        for item in branches:
+            getter = getters[type(item)]
+            if getter is not None and id(attributes := getter(item)) not in self._namespaces:
+                made.append(attributes)
+        mortal = [one for one in made if sys.getrefcount(one) < _refcounts.IMMORTAL]
+        self.complete = len(mortal) <= self.left
+        for one in mortal[: self.left]:
+            self._words[id(one) >> 3] = self._words[id(one) >> 3] & _refcounts.KEPT | self._value
+        self._count(mortal[: self.left])
+        return made
+
     def _mark(self, found: Sequence[Any], holders: Sequence[Any]) -> None:
         """Make those objects immortal that are the model's own. This loop takes most of the time."""
-        count, kinds, branches = sys.getrefcount, self._kinds, self._branches
+        count, kinds, first_use, branches = sys.getrefcount, self._kinds, self._first_use, self._branches
         words, value, kept, immortal = self._words, self._value, _refcounts.KEPT, _refcounts.IMMORTAL
         marked: list[Any] = []
         for item in found:
             if count(item) >= immortal:  # made immortal by CPython or by this walk, which ends cycles
+                if type(item) is str and not item.isascii():  # CPython's own: a name in a program, for one
+                    use_text(item)
                 continue
             kind = kinds[type(item)]
-            if kind == TEXT:
-                hash(item)
-            elif kind == BRANCH:
+            if kind == BRANCH:
                 branches.append(item)
             elif kind != LEAF and not self._follow(item, kind):
                 self._skip(item, kind, holders)
                 continue
+            use = first_use[type(item)]
+            if use is not None:
+                use(item)
             at = id(item) >> 3
             words[at] = words[at] & kept | value
             marked.append(item)
             if len(marked) == self.left:
                 self.complete = False
                 break
+        self._count(marked)
+
+    def _count(self, marked: list[Any]) -> None:
         self.left -= len(marked)
         self.objects += len(marked)
         self.held += self._sizes(marked)
@@ -223,18 +247,25 @@ def _last(stack: list[Any]) -> list[Any]:
 
 
 def _elements(item: Any) -> list[Any]:
-    """The contents of a numpy array of Python objects, which numpy does not show to the garbage collector."""
-    if getattr(getattr(item, "dtype", None), "kind", None) != "O":
+    """The Python objects in a numpy array or record, which numpy does not show to the garbage collector."""
+    if not getattr(getattr(item, "dtype", None), "hasobject", False):
         return []
     numpy: Any = sys.modules["numpy"]
-    elements: list[Any] = numpy.asarray(item).ravel().tolist()
+    elements: list[Any] = []
+    arrays = [numpy.asarray(item)]
+    while arrays:
+        array = arrays.pop()
+        if array.dtype.names is not None:
+            arrays += (array[name] for name in array.dtype.names if array.dtype[name].hasobject)
+        elif array.dtype.kind == "O":
+            elements += array.ravel().tolist()
     return elements
 
 
 def _where(item: Any, holders: Sequence[Any]) -> str:
     """The place of an object in the graph: which of the holders refers to it, and how."""
     for holder in holders:
-        if any(referent is item for referent in gc.get_referents(holder)):
+        if any(referent is item for referent in (*gc.get_referents(holder), *_attributes(holder).values())):
             return _place(item, holder)
     return "given as a root"
 

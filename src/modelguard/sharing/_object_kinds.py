@@ -7,11 +7,10 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["BRANCH", "CODE", "DICT", "HANDLES", "LEAF", "TEXT", "UNDECIDED", "ObjectKinds", "type_name"]
+__all__ = ["BRANCH", "CODE", "DICT", "HANDLES", "LEAF", "UNDECIDED", "ObjectKinds", "type_name"]
 
 # The model's own.
 LEAF = "leaf"  #: refers to nothing that the garbage collector knows of
-TEXT = "text"  #: a leaf that stores its hash when it is first used
 BRANCH = "branch"  #: refers to other objects
 DICT = "dict"  #: a branch whose keys are visited separately, unless it is the namespace of a module
 UNDECIDED = "undecided"  #: depends on the object, not only on its type
@@ -98,7 +97,9 @@ _CODE = (
 
 _KINDS = {
     "builtins.dict": DICT,
-    **dict.fromkeys(("builtins.mappingproxy", "builtins.builtin_function_or_method", "numpy.ndarray"), UNDECIDED),
+    **dict.fromkeys(
+        ("builtins.mappingproxy", "builtins.builtin_function_or_method", "numpy.ndarray", "numpy.void"), UNDECIDED
+    ),
     **dict.fromkeys(_CODE, CODE),
     **{name: kind for kind, names in HANDLES.items() for name in names},
 }
@@ -114,7 +115,7 @@ class ObjectKinds(dict[type, str]):
     """
 
     def __init__(self) -> None:
-        super().__init__({str: TEXT, bytes: TEXT})
+        super().__init__()
         self.sized: set[type] = set()
 
     def __missing__(self, cls: type) -> str:
@@ -127,7 +128,7 @@ class ObjectKinds(dict[type, str]):
         """Whether an object of the kind :data:`UNDECIDED` is the model's own."""
         if isinstance(item, types.BuiltinFunctionType):  # {}.get belongs to the dict, but len to its module
             owner = item.__self__
-            return owner is not None and self[type(owner)] in {LEAF, TEXT, BRANCH, DICT}
+            return owner is not None and self[type(owner)] in {LEAF, BRANCH, DICT}
         if isinstance(item, types.MappingProxyType):  # the namespace of a class, or a read-only dict
             mappings = gc.get_referents(item)
             return not any(isinstance(mapping, dict) and dict.__contains__(mapping, "__doc__") for mapping in mappings)

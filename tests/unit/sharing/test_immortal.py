@@ -69,7 +69,7 @@ def test_every_object_of_the_model_becomes_immortal() -> None:
     number, (fraction, label) = entry.parts
     for one in (model, *model, entry, entry.name, entry.parts, number, entry.parts[1], fraction, label):
         assert is_immortal(one), one
-    assert 9 == report.objects
+    assert 10 == report.objects  # with the dict of the attributes
     assert report.complete
     assert () == report.skipped
     assert sys.getsizeof(model) < report.bytes_held < sys.getsizeof(model) + 1000
@@ -142,6 +142,21 @@ def test_objects_in_numpy_arrays_are_reached() -> None:
     weights = numpy.zeros(3)
     immortalize(model, weights)
     for one in (leaf, other, weights, *model.values()):
+        assert is_immortal(one)
+
+
+@needs_immortals
+def test_objects_in_the_fields_of_numpy_arrays_are_reached() -> None:
+    """Arrays and records with fields may have objects in some of them, in fields of fields, and in small arrays."""
+    numpy = pytest.importorskip("numpy")
+    kind = numpy.dtype([("number", "i8"), ("one", object), ("inner", [("two", object, (2,))])])
+    parts = [text(number) for number in range(6)]
+    table = numpy.zeros(1, dtype=kind)
+    table[0] = (7, parts[0], ((parts[1], parts[2]),))
+    record = numpy.zeros(1, dtype=kind)[0]
+    record["one"], record["inner"]["two"] = parts[3], (parts[4], parts[5])
+    immortalize({"table": table, "record": record})
+    for one in (*parts, table, record):
         assert is_immortal(one)
 
 
