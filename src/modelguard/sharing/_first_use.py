@@ -83,7 +83,7 @@ def _use_of(cls: type) -> Use | None:
         if base is tuple:
             return _use_tuple if _TUPLES_KEEP_HASHES else None
         if name in _HASHED:
-            return functools.partial(_hash, base.__hash__)
+            return functools.partial(_hash, base)
         if name in _DATED:
             return functools.partial(_hash_dated, base)
     return None
@@ -98,9 +98,9 @@ def _getter_of_dict(cls: type) -> Use | None:
     return None if getter is None else getter.__get__
 
 
-def _hash(method: Use, item: Any) -> None:
+def _hash(base: Any, item: Any) -> None:
     with suppress(TypeError, ValueError):  # a signalling NaN has no hash
-        method(item)
+        base.__hash__(item)
 
 
 def _hash_dated(base: Any, item: Any) -> None:

@@ -13,18 +13,18 @@ import itertools
 import reprlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.sharing import _refcounts
 from modelguard.sharing._first_use import AttributeDicts, FirstUse, use_text
+from modelguard.sharing._graph import Mortal, behind_code, elements, is_code_with_data, namespaces
 from modelguard.sharing._object_kinds import BRANCH, CODE, DICT, HANDLES, LEAF, UNDECIDED, ObjectKinds, type_name
 
-__all__ = ["ImmortalReport", "Skipped", "immortalize", "immortalize_unsupported"]
+__all__ = ["ImmortalReport", "Mortal", "Skipped", "immortalize", "immortalize_unsupported"]
 
 #: More objects than any known model has; at 0.4 us per object, 20 seconds.
 LIMIT = 50_000_000
@@ -59,8 +59,11 @@ class ImmortalReport:
         bytes_held: Their size by ``sys.getsizeof``, in bytes: memory that is never freed. It does not include what
             native libraries hold for them.
         seconds: How long it took.
-        complete: Whether the whole graph was visited; False if ``limit`` ended the walk.
+        complete: Whether all of the model's data became immortal; False if ``limit`` ended the walk, or if ``mortal``
+            is not empty.
         skipped: Handles that were left unchanged, one entry for each kind.
+        mortal: Data of 1 MB or more that only the model's functions and classes lead to: in closures, in attributes of
+            classes, in caches. Largest first. The namespaces of modules are not searched.
     """
 
     objects: int
@@ -68,6 +71,7 @@ class ImmortalReport:
     seconds: float
     complete: bool
     skipped: tuple[Skipped, ...]
+    mortal: tuple[Mortal, ...] = ()
 
 
 def immortalize_unsupported() -> str | None:
@@ -83,16 +87,17 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     """Make a model's own objects immortal, so that reading them in a forked process copies nothing.
 
     A model's own objects are the roots, everything that can be reached from them as the garbage collector sees it, and
-    the objects in numpy's object arrays. Never included are types, modules, functions (bound methods are a part of
+    the objects in numpy's arrays. Never included are types, modules, functions (bound methods are a part of
     their object), code, frames, generators, weak references, loggers, context variables, handles such as locks and
-    files, and anything that can only be reached through these. Objects that C extensions hide from the garbage
-    collector are not visited.
+    files, and anything that can only be reached through these; the report's ``mortal`` names it. Objects that C
+    extensions hide from the garbage collector are not visited.
 
     Objects that are already immortal are not changed, and their referents are visited only if they are roots: after a
-    change to the model, give its new parts. The hash of each string is computed, since its first use would write it.
-    The call ends with a garbage collection, which removes the immortal objects from the collector's generations. Call
-    ``gc.freeze`` before: then this collection is short, and collections in the children do not touch the mortal objects
-    on the model's pages.
+    change to the model, give its new parts. What the first use of an object would write to it is written now: hashes
+    that are kept, the UTF-8 form of text that is not ASCII (as many bytes as it has in UTF-8), the ``__dict__`` of
+    plain instances (64 bytes each). The call ends with a garbage collection, which removes the immortal objects from
+    the collector's generations. Call ``gc.freeze`` before: then this collection is short, and collections in the
+    children do not touch the mortal objects on the model's pages.
 
     Args:
         roots: Models, or parts of them.
@@ -115,12 +120,14 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     walk = _Walk(limit)
     walk.run(roots)
     gc.collect()
+    mortal = walk.mortal()
     return ImmortalReport(
         objects=walk.objects,
         bytes_held=walk.held,
         seconds=time.perf_counter() - started,
-        complete=walk.complete,
+        complete=walk.complete and not mortal,
         skipped=tuple(Skipped(kind, example, len(walk.seen[kind])) for kind, example in walk.examples.items()),
+        mortal=mortal,
     )
 
 
@@ -141,7 +148,8 @@ class _Walk:
         self._dicts: list[dict[Any, Any]] = []
         self._words = _refcounts.memory()
         self._value = _refcounts.mark(sys.version_info[:2])
-        self._namespaces = {id(sys.modules), *_namespaces()}
+        self._namespaces = set(namespaces())
+        self._code: dict[int, Any] = {}
 
     def run(self, roots: Sequence[object]) -> None:
         known = [root for root in roots if sys.getrefcount(root) >= _refcounts.IMMORTAL]
@@ -156,6 +164,10 @@ class _Walk:
             # so no other thread can change a dict meanwhile.
             found.extend(itertools.chain.from_iterable(map(dict.__iter__, dicts)))
             self._mark(found, branches + dicts)
+
+    def mortal(self) -> tuple[Mortal, ...]:
+        """What stays mortal since only code leads to it."""
+        return behind_code(self._code.values())
 
     def _attributes(self, branches: Sequence[Any]) -> list[dict[Any, Any]]:
         """The dicts of instances, each made if it is not there yet, and made immortal with its instance."""
@@ -201,7 +213,7 @@ class _Walk:
     def _count(self, marked: list[Any]) -> None:
         self.left -= len(marked)
         self.objects += len(marked)
-        self.held += self._sizes(marked)
+        self.held += self._kinds.size_of(*marked)
 
     def _follow(self, item: Any, kind: str) -> bool:
         """Visit an object's referents later; False if it is not the model's own."""
@@ -210,13 +222,15 @@ class _Walk:
         elif kind == DICT and id(item) not in self._namespaces:
             self._dicts.append(item)
         elif kind == UNDECIDED and self._kinds.belongs_to_model(item):
-            self._branches += (item, _elements(item))
+            self._branches += (item, elements(item))
         else:
             return False
         return True
 
     def _skip(self, item: Any, kind: str, holders: Sequence[Any]) -> None:
         if kind not in HANDLES:
+            if is_code_with_data(item):
+                self._code[id(item)] = item
             if holders:
                 return  # every model refers to classes and functions
             kind = CODE
@@ -224,42 +238,12 @@ class _Walk:
         if kind not in self.examples:
             self.examples[kind] = f"{type_name(type(item))}, {_where(item, holders)}"
 
-    def _sizes(self, marked: list[Any]) -> int:
-        custom = self._kinds.sized
-        if not custom:
-            return sum(map(sys.getsizeof, marked))
-        return sum(object.__sizeof__(item) if type(item) in custom else sys.getsizeof(item) for item in marked)
-
-
-def _namespaces() -> Iterator[int]:
-    """The ids of the modules' namespaces."""
-    for module in list(sys.modules.values()):
-        # By its type, and without its own `__getattribute__`, which may load a module on first use.
-        if issubclass(type(module), ModuleType):
-            yield id(object.__getattribute__(module, "__dict__"))
-
 
 def _last(stack: list[Any]) -> list[Any]:
     """Pop the objects of one step off a stack."""
     popped = stack[-_STEP:]
     del stack[-_STEP:]
     return popped
-
-
-def _elements(item: Any) -> list[Any]:
-    """The Python objects in a numpy array or record, which numpy does not show to the garbage collector."""
-    if not getattr(getattr(item, "dtype", None), "hasobject", False):
-        return []
-    numpy: Any = sys.modules["numpy"]
-    elements: list[Any] = []
-    arrays = [numpy.asarray(item)]
-    while arrays:
-        array = arrays.pop()
-        if array.dtype.names is not None:
-            arrays += (array[name] for name in array.dtype.names if array.dtype[name].hasobject)
-        elif array.dtype.kind == "O":
-            elements += array.ravel().tolist()
-    return elements
 
 
 def _where(item: Any, holders: Sequence[Any]) -> str:

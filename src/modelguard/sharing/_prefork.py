@@ -22,7 +22,7 @@ from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
-from modelguard.sharing import _hazards, _immortal, _restore, _trial
+from modelguard.sharing import _graph, _hazards, _immortal, _restore, _trial
 from modelguard.sharing._hazards import Hazard
 from modelguard.sharing._immortal import ImmortalReport
 
@@ -72,6 +72,7 @@ class ForkReport:
             f"prepared {', '.join(self.guards)} in {self.seconds:.1f} s: {_units.format_bytes(self.private)} to share",
             f"{self.frozen:,} objects frozen, {counts}",
             *(f"warm-up of {name} tried in a child: {seconds:.2f} s" for name, seconds in self.tried.items()),
+            *(f"mortal: {one}" for one in (self.immortal.mortal if self.immortal else ())),
             *map(str, self.hazards),
         ]
         return "\n".join(lines)
@@ -310,14 +311,25 @@ def _immortalize(chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize) -> tu
         why = _immortal.immortalize_unsupported()
         if why is not None:
             return None, why
-        size = sum(guard.status().model_bytes or 0 for guard in chosen)
+    current = (guard.engine.state.current for guard in chosen)
+    models = [generation.model for generation in current if generation is not None]
+    if wanted == "auto":
+        size = _size(chosen, models)
         if size < _IMMORTALIZE_FROM:
             return None, f"the models take only {_units.format_bytes(size)}"
-    current = (guard.engine.state.current for guard in chosen)
-    made = _immortal.immortalize(*(generation.model for generation in current if generation is not None))
+    made = _immortal.immortalize(*models)
     with suppress(NotSupported):
         _allocator.trim()  # the walk through a model leaves free heap behind: 52 MB for ja_ginza
     return made, None
+
+
+def _size(chosen: tuple[ModelGuard[Any], ...], models: list[Any]) -> int:
+    """Bytes of the models: what their loads have added or, if that is little, their objects up to the bound.
+
+    A model that was made when a module was imported, or in freed memory, adds nothing when it is loaded.
+    """
+    grown = sum(guard.status().model_bytes or 0 for guard in chosen)
+    return grown if grown >= _IMMORTALIZE_FROM else max(grown, _graph.measure(*models, enough=_IMMORTALIZE_FROM))
 
 
 # In the child

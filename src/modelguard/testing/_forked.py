@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 import traceback
-import types
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from modelguard.environment import _memory
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle.guard import ModelGuard
+from modelguard.sharing import _graph
 from modelguard.sharing._trial import read_until
 
 __all__ = ["assert_shared_after_fork"]
@@ -29,8 +29,6 @@ _NOISE = 1_000_000
 _COPIED_PART = 0.2
 _COPIED = b"copied "
 _TAIL = 4000
-#: Types that are not part of any model, and refer to everything else in the process.
-_NOT_PART_OF_MODEL = (type, types.ModuleType, types.FunctionType, types.FrameType, types.CodeType)
 
 
 def assert_shared_after_fork(
@@ -149,18 +147,4 @@ def _size_of(model: Any) -> int:
         with model.lease() as leased:
             return _size_of(leased)
     reported = _adapters.find(model).size(model) or 0
-    return max(reported, _graph(model))
-
-
-def _graph(model: Any) -> int:
-    """Bytes of all objects that belong to the model, as far as ``sys.getsizeof`` reports them."""
-    seen: set[int] = set()
-    waiting, total = [model], 0
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen or isinstance(item, _NOT_PART_OF_MODEL):
-            continue
-        seen.add(id(item))
-        total += sys.getsizeof(item, 0)
-        waiting.extend(gc.get_referents(item))
-    return total
+    return max(reported, _graph.measure(model))

@@ -191,6 +191,77 @@ def test_sizes_are_taken_without_running_the_models_code() -> None:
     assert is_immortal(rude)
 
 
+# What stays mortal
+
+
+def table() -> list[str]:
+    """More than a report leaves out: 1 MB."""
+    return [text(number) for number in range(20_000)]
+
+
+class Shop:
+    """A model whose data hangs on its code."""
+
+    BIG: list[str]
+    SMALL = ("a", "b")
+
+    def find(self) -> object:
+        return self.BIG
+
+
+def closing_over(held: list[str]) -> Callable[[], object]:
+    return lambda: held
+
+
+def defaulting_to(held: list[str]) -> Callable[[], object]:
+    def find(held: list[str] = held) -> object:
+        return held
+
+    return find
+
+
+def remembering(held: list[str]) -> Callable[[int], object]:
+    cached = functools.lru_cache(lambda number: held[number:])
+    cached(0)
+    return cached
+
+
+@needs_immortals
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (closing_over, "closure or defaults of .*closing_over.<locals>.<lambda>"),
+        (defaulting_to, "closure or defaults of .*defaulting_to.<locals>.find"),
+        (remembering, "cache of .*remembering.<locals>.<lambda>"),
+    ],
+    ids=["closure", "default", "cache"],
+)
+def test_what_only_functions_lead_to_is_named(make: Callable[[list[str]], object], place: str) -> None:
+    """Data in a closure, a default or a cache stays mortal, and the report says where it is and how much."""
+    held = table()
+    report = immortalize({text(1): make(held), "small": lambda: text(1)})
+    assert not is_immortal(held[1])
+    assert not report.complete
+    (mortal,) = report.mortal
+    assert re.fullmatch(place, mortal.place)
+    assert 20_001 <= mortal.objects <= 20_020
+    assert 1_000_000 < mortal.bytes_held < 2_000_000
+
+
+@needs_immortals
+def test_what_only_a_class_leads_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of the class stays mortal, and is named with its attribute; on the instance it would not."""
+    monkeypatch.setattr(Shop, "BIG", table(), raising=False)
+    shop = Shop()
+    report = immortalize([shop])
+    assert (False, [f"attribute 'BIG' of class {__name__}.Shop"]) == (
+        report.complete,
+        [mortal.place for mortal in report.mortal],
+    )
+    immortalize(Shop.BIG)
+    assert () == immortalize([Shop()]).mortal, "what was made immortal on its own is not told again"
+
+
 # What stays as it was
 
 
