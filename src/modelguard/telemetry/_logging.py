@@ -55,7 +55,8 @@ def describe(event: events.Event) -> str:
 
 def _load_started(event: events.LoadStarted) -> str:
     waited = event.deferred_seconds >= _WORTH_MENTIONING
-    deferred = f", after waiting {event.deferred_seconds:.1f} s for a pause" if waited else ""
+    grown = f", in which memory grew by {_units.format_bytes(event.deferred_growth)}" if event.deferred_growth else ""
+    deferred = f", after waiting {event.deferred_seconds:.1f} s for a pause{grown}" if waited else ""
     return f"loading generation {event.generation}: {_reasons(event.reasons)}{deferred}"
 
 

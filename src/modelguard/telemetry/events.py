@@ -81,12 +81,14 @@ class LoadStarted(Event):
         generation: The number of the new generation.
         reasons: Why it is loaded.
         deferred_seconds: How long the load waited for a pause between calls.
+        deferred_growth: Bytes by which private memory grew in that time.
         host_lock: Which lock the load holds.
     """
 
     generation: int
     reasons: tuple[Reason, ...]
     deferred_seconds: float
+    deferred_growth: int
     host_lock: HostLockHeld
 
 
