@@ -38,7 +38,8 @@ _DISCARDED: dict[events.DiscardCause, str] = {
 
 def log_event(event: events.Event) -> None:
     """Log one event: at WARNING if it needs attention, otherwise at INFO; frequent events at DEBUG."""
-    needs_attention = isinstance(event, _WARNINGS) or (isinstance(event, events.GenerationReleased) and event.alive)
+    stays = isinstance(event, events.GenerationReleased) and (event.alive or event.immortal)
+    needs_attention = isinstance(event, _WARNINGS) or stays
     level = logging.WARNING if needs_attention else logging.INFO
     if isinstance(event, events.BatchFinished):
         level = logging.DEBUG
@@ -73,6 +74,11 @@ def _load_errored(event: events.LoadErrored) -> str:
 
 
 def _released(event: events.GenerationReleased) -> str:
+    if event.immortal:
+        return (
+            f"generation {event.generation} was dropped, but stays in memory until the process ends: "
+            "prefork.prepare() made its objects immortal, and each further generation adds as much"
+        )
     if event.alive:
         held_by = "; ".join(event.holders) or "unknown"
         return f"generation {event.generation} was dropped but is still alive, held by: {held_by}"

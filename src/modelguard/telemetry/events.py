@@ -159,6 +159,9 @@ class GenerationReleased(Event):
         seconds: Duration of the release itself.
         drain_seconds: How long its last calls took to end; None if they outlasted ``drain_timeout``.
         error: The error that ``unload`` raised; None if it did not.
+        immortal: Whether ``prefork.prepare`` had made the model immortal. Then its objects stay in memory until the
+            process ends, and each further generation that is made immortal adds its size. No collection was tried, and
+            no holders were looked for.
     """
 
     generation: int
@@ -172,6 +175,7 @@ class GenerationReleased(Event):
     seconds: float
     drain_seconds: float | None
     error: str | None
+    immortal: bool = False
 
     @property
     def freed(self) -> int:
