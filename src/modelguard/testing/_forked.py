@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import time
 import traceback
 import types
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from modelguard import _units
@@ -19,7 +17,7 @@ from modelguard.environment import _memory
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.sharing._trial import read_until
+from modelguard.sharing._forked_child import ForkedChild
 
 __all__ = ["assert_shared_after_fork"]
 
@@ -118,13 +116,12 @@ def _in_child(work: Callable[[], int], timeout: float, *, leads: bool = True) ->
         os.close(reader)
         _answer(work, writer, leads=leads)
     os.close(writer)
+    child = ForkedChild(pid)
     try:
-        output, ended = read_until(reader, time.monotonic() + timeout)
+        output, ended = child.read(reader, time.monotonic() + timeout)
     finally:
         os.close(reader)
-        with suppress(ProcessLookupError):
-            (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        child.end(group=leads)
     if not ended:
         raise AssertionError(f"the forked child that reads the model did not end within {timeout:g} s")
     if not output.startswith(_COPIED):
