@@ -48,7 +48,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|SmallObjects"),
     ("py:class", r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|_Memory|_Value)"),
     ("py:class", r"(.*\.)?(Engine|ForkingProcess|GuardOptions|PoolEngine|ProcessHistory|ReasonKind|SwapMode)"),
-    ("py:class", r"(.*\.)?(Decorator|Generation|Hook|Reloadable|State)"),
+    ("py:class", r"(.*\.)?(Bound|Decorator|Generation|Hook|Ready|Reloadable|State)"),
     ("py:class", r"CollectorRegistry|MeterProvider|TracerProvider"),  # of the libraries for metrics
     ("py:class", r"concurrent\.futures\..*|tuple\[int|Path"),
 ]

@@ -135,7 +135,7 @@ class _Parser(argparse.ArgumentParser):
     """Refuses by an exception and prints nothing."""
 
     def error(self, message: str) -> None:  # type: ignore[override] # argparse exits here, we raise
-        raise InvalidOption("modelguard run", message, why="it would be refused", fix="See modelguard run --help.")
+        raise InvalidOption("modelguard run", message, why="is not a valid command", fix="See modelguard run --help.")
 
 
 def _run_options(words: list[str]) -> argparse.Namespace:

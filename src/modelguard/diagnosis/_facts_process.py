@@ -36,16 +36,16 @@ def facts_of_process(pid: str | int, *, root: Path = _proc.ROOT) -> Facts:
         root: The folder that holds ``proc``, ``sys`` and ``dev``.
 
     Raises:
-        InvalidOption: It is not a process id, there is no such process, or it belongs to someone else.
+        InvalidOption: It is not a process id, the process does not exist, or it belongs to another user.
         NotSupported: There is no ``/proc``, or it hides what has to be read.
     """
     number = _number(pid)
     try:
         return _facts(number, root)
     except ProcessLookupError:
-        raise InvalidOption(_ARGUMENT, number, why="there is no such process", fix=_FIX) from None
+        raise InvalidOption(_ARGUMENT, number, why="does not exist", fix=_FIX) from None
     except PermissionError:
-        why = "the process belongs to someone else, or /proc is hidden from this user"
+        why = "belongs to another user, or /proc is hidden from this user"
         raise InvalidOption(_ARGUMENT, number, why=why, fix="Run modelguard doctor as its owner, or as root.") from None
 
 
@@ -73,7 +73,7 @@ def _facts(pid: int, root: Path) -> Facts:
 def _number(pid: str | int) -> int:
     text = str(pid)
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) < 1:
-        raise InvalidOption(_ARGUMENT, pid, why="it is not a process id", fix=_FIX)
+        raise InvalidOption(_ARGUMENT, pid, why="must be a process id", fix=_FIX)
     return int(text)
 
 

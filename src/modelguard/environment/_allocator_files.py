@@ -190,8 +190,8 @@ def _why_unsafe(path: Path) -> tuple[str, str] | None:
     for each in dict.fromkeys([file, *nearest, *path.parents, *file.parents]):
         state = each.stat()
         if state.st_uid not in (0, os.geteuid()):
-            return f"{each} belongs to another user (id {state.st_uid})", _SAFER
+            return f"is not safe: {each} belongs to another user (id {state.st_uid})", _SAFER
         sticky = bool(state.st_mode & stat.S_ISVTX) and each not in nearest
         if state.st_mode & _OTHERS_WRITE and not sticky:
-            return f"other users may write to {each}", _SAFER
+            return f"is not safe: other users may write to {each}", _SAFER
     return None

@@ -143,7 +143,9 @@ class Preset:
 def _require_preset(given: object) -> None:
     if not isinstance(given, Preset):
         fix = f"Write presets.get({given!r})." if given in _PRESETS else "Write for example presets.get('low-memory')."
-        raise InvalidOption("preset", given, why=f"| joins two presets, and this is {_units.kind_of(given)}", fix=fix)
+        raise InvalidOption(
+            "preset", given, why=f"must be a preset, because | joins two presets, not {_units.kind_of(given)}", fix=fix
+        )
 
 
 def names() -> tuple[str, ...]:

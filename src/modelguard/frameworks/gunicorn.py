@@ -10,7 +10,7 @@ This applies to the guards made with ``prefork=True``; if there is none, to all 
 import.
 
 Environment variables set the options: ``MODELGUARD_FREEZE``, ``MODELGUARD_IMMORTALIZE``, ``MODELGUARD_ON_HAZARD``,
-``MODELGUARD_WARM_TIMEOUT``; see :class:`~modelguard.frameworks._prefork_options.PreforkOptions`.
+``MODELGUARD_WARM_TIMEOUT``; see ``_prefork_options.PreforkOptions``.
 
 In your own configuration file, first import everything from this module. If you define a hook of the same name as a
 hook here, call this one from yours::

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _own_thread, _units, telemetry
 from modelguard.errors import LoadFailed, WouldDeadlock
-from modelguard.lifecycle import _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
+from modelguard.lifecycle import _at_exit, _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._evaluator import Evaluator
 from modelguard.lifecycle._generation import Generation
@@ -70,6 +70,7 @@ class Engine(Generic[M]):
         self._recycling = Recycling(self.guard)
         self._ticking = threading.Lock()
         _engines.add(self)
+        _at_exit.unload(self.guard)
         _fork.register(self)
 
     def __repr__(self) -> str:

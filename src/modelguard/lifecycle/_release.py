@@ -71,7 +71,7 @@ def release(
     runtime = guard.runtime
     started, before = runtime.clock(), runtime.private()
     model = guard.state.take_model(generation)
-    error = _unload(guard, model)
+    error = unload(guard, model)
     adapter = _adapters.find(model)
     watch = _watch(model)
     del model
@@ -114,7 +114,8 @@ def _too_little_came_back(guard: GuardContext[M], generation: Generation[M], bef
     return missing > max(expected / 2, NOISE) or left_behind > max(expected * CREEP, NOISE)
 
 
-def _unload(guard: GuardContext[M], model: M) -> str | None:
+def unload(guard: GuardContext[M], model: M) -> str | None:
+    """Call the ``unload`` hook, if there is one; returns its error as text."""
     if guard.options.unload is None:
         return None
     try:

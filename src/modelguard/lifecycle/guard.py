@@ -359,8 +359,9 @@ def guard(
         validate: Called with each new model before the warm-up. If it raises, or returns something false other than
             None, the model is rejected: the load has failed with ``ModelRejected``. May be ``async``.
         unload: Called with each old model after its last call and before it is dropped, also with a model that was
-            loaded and never used: close its files and threads here. If it raises, the release continues, and
-            ``GenerationReleased.error`` reports the error. May be ``async``.
+            loaded and never used, and at interpreter exit: close its files and threads here. If it raises, the release
+            continues, and ``GenerationReleased.error`` reports the error. May be ``async``. A forked process does not
+            unload the model of its parent at its exit; and no exit handler runs in a process that a signal ends.
         load_timeout: Limit for load, validation and warm-up together. After that the load has failed with
             ``LoadTimeout``. A thread cannot be stopped, so the loader is left behind; if it ends after all, its model
             is unloaded and dropped. Default: none. Set it if the loader uses the network.

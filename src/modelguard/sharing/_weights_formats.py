@@ -82,7 +82,7 @@ def format_named(kind: str, path: Path, *, allow_pickle: bool) -> WeightsFormat:
         fix = "Load them with the modelguard that published them."
         raise WeightsRefused(path, why=f"the kind {kind!r} is unknown", fix=fix)
     if kind == "pickle" and not allow_pickle:
-        why = "they are a pickle, and loading one runs any code that it contains"
+        why = "they are a pickle, and loading a pickle runs any code that it contains"
         fix = f"Publish {_SAFE}; or, if you trust its author, give allow_pickle=True."
         raise WeightsRefused(path, why=why, fix=fix)
     return _import(kind)

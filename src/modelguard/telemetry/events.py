@@ -22,7 +22,7 @@ HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 DiscardCause = Literal["closed", "late", "rejected", "stale"]
 
 #: A callable that the user has given.
-Callback = Literal["reload_on", "recycle", "release"]
+Callback = Literal["reload_on", "recycle", "release", "unload"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,7 +180,9 @@ def test_an_app_that_is_elsewhere(place: Place) -> None:
 def test_a_preload_that_does_not_exist(place: Place) -> None:
     """An entry with a path is checked; the dynamic linker searches bare names."""
     facts = place.facts("uvicorn", "app:app", LD_PRELOAD="/no/such.so libc.so.6:$ORIGIN/x.so")
-    assert ["LD_PRELOAD names /no/such.so, and there is no such file"] == [problem.seen for problem in facts.problems]
+    assert ["LD_PRELOAD names /no/such.so, but that file does not exist"] == [
+        problem.seen for problem in facts.problems
+    ]
 
 
 def test_secrets_in_a_command_and_its_variables(place: Place) -> None:

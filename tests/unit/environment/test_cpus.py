@@ -99,7 +99,7 @@ def test_another_process_has_its_own(machine: Machine) -> None:
 
 def test_a_process_that_is_gone_has_none(machine: Machine) -> None:
     """No figure of another process is given for it."""
-    with pytest.raises(ProcessLookupError, match="process 78 is gone"):
+    with pytest.raises(ProcessLookupError, match="process 78 does not exist"):
         machine.cpus(78)
 
 

@@ -71,7 +71,7 @@ def test_planning_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bad_commands() -> None:
     """A missing command and a NUL byte are rejected before anything is searched."""
-    with pytest.raises(InvalidOption, match="there is no command"):
+    with pytest.raises(InvalidOption, match="command='': must not be empty"):
         plan()
     with pytest.raises(InvalidOption, match="NUL"):
         plan("sh", "-c", "a\0b")

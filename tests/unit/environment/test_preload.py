@@ -35,7 +35,9 @@ class Machine:
 
     def check(self, path: str, *, argument: str) -> None:
         if path in self.refused:
-            raise InvalidOption(argument, path, why="others may write to it", fix="Take that right away.")
+            raise InvalidOption(
+                argument, path, why="is not safe: other users may write to it", fix="Take that right away."
+            )
 
     def choose(self, wanted: Any, program: str = sys.executable, **environ: str) -> tuple[dict[str, str], list[str]]:
         return _preload.choose(wanted, program, environ, detect=self.detect, find=self.find, check=self.check)
@@ -83,7 +85,7 @@ def test_none_leaves_everything_alone() -> None:
 )
 def test_an_allocator_that_is_not_installed(kind: str, package: str) -> None:
     """The error names the package to install."""
-    with pytest.raises(InvalidOption, match="it is not installed") as refused:
+    with pytest.raises(InvalidOption, match="is not installed") as refused:
         Machine().choose(kind)
     assert f"apt install {package})" in refused.value.fix
 
@@ -91,7 +93,7 @@ def test_an_allocator_that_is_not_installed(kind: str, package: str) -> None:
 @pytest.mark.parametrize(("wanted", "near"), [("jemaloc", '"jemalloc"'), ("Auto", '"auto"'), ("hoard", "one of auto")])
 def test_an_allocator_that_does_not_exist(wanted: str, near: str) -> None:
     """The fix names the nearest allocator, or all."""
-    with pytest.raises(InvalidOption, match="there is no such allocator") as refused:
+    with pytest.raises(InvalidOption, match="is not a known allocator") as refused:
         Machine(JEMALLOC).choose(wanted)
     assert near in refused.value.fix
 
@@ -115,7 +117,7 @@ def test_no_second_allocator(wanted: str) -> None:
 def test_a_library_that_others_may_write_to() -> None:
     """If it was named, it is rejected; `auto` notes why, and uses the next one."""
     machine = Machine(JEMALLOC, MIMALLOC, refused=(JEMALLOC.path,))
-    with pytest.raises(InvalidOption, match="others may write") as refused:
+    with pytest.raises(InvalidOption, match="other users may write") as refused:
         machine.choose("jemalloc")
     assert "allocator" == refused.value.argument
     variables, notes = machine.choose("auto")
@@ -135,7 +137,7 @@ def test_auto_with_nothing_that_may_be_preloaded() -> None:
     """It falls back to glibc, and notes every rejection."""
     variables, notes = Machine(JEMALLOC, refused=(JEMALLOC.path,)).choose("auto")
     assert GLIBC == variables.keys()
-    assert ["others may write" in note for note in notes] == [True, False]
+    assert ["other users may write" in note for note in notes] == [True, False]
 
 
 def test_a_program_that_ignores_preloading(monkeypatch: pytest.MonkeyPatch) -> None:

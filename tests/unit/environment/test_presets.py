@@ -186,7 +186,7 @@ def test_what_to_add_for_a_program() -> None:
 )
 def test_an_unknown_preset(name: str, hint: str) -> None:
     """The error suggests the nearest name and lists all of them."""
-    with pytest.raises(InvalidOption, match="there is no such preset") as raised:
+    with pytest.raises(InvalidOption, match="is not a known preset") as raised:
         presets.get(name)
     assert hint in raised.value.fix
     assert all(known in raised.value.fix for known in presets.names())
@@ -195,7 +195,7 @@ def test_an_unknown_preset(name: str, hint: str) -> None:
 @pytest.mark.parametrize("name", [None, 3, ["torch-cpu"]])
 def test_a_name_that_is_not_text(name: object) -> None:
     """It is rejected like any other unknown preset."""
-    with pytest.raises(InvalidOption, match="there is no such preset"):
+    with pytest.raises(InvalidOption, match="is not a known preset"):
         presets.get(name)  # type: ignore[arg-type]
 
 

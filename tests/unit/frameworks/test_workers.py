@@ -39,7 +39,7 @@ def worker(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Workers:
 
 
 def test_a_worker_leaves_once_when_a_policy_has_asked_and_it_is_old_enough(worker: Workers, clock: Clock) -> None:
-    """Not before its least lifetime, whatever its policies say; and a server that asks twice is told once."""
+    """Not before its least lifetime, whatever its policies say; and a server that asks twice gets one request."""
     clock.now += 60
     assert not worker.must_end(), "nobody asked"
     worker.begin()
@@ -68,7 +68,7 @@ def test_workers_leave_one_at_a_time(worker: Workers, clock: Clock) -> None:
 
 
 def test_a_board_begins_with_the_first_edition_and_nobody_gone() -> None:
-    """A fresh board tells nobody to leave."""
+    """A new board asks no worker to end."""
     board = SharedState()
     assert 0 == board.weights_version
     board.weights_version = 2**40
@@ -83,7 +83,7 @@ def test_a_lifetime_that_cannot_be_meant_is_refused(value: Any) -> None:
 
 
 def test_new_weights_are_prepared_once_for_each_load(worker: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a generation that has not been prepared is; after a failure the next load is tried, and no worker told."""
+    """Only an unprepared generation is prepared; after a failure the next load is tried, and no worker has to end."""
     monkeypatch.setattr(
         _prefork_options, "loading", lambda guards: False
     )  # the old generation may still be on its way out

@@ -259,7 +259,7 @@ class TestPickles:
     def test_are_loaded_only_when_allowed(self, path: Path, model: Any) -> None:
         """A pickle runs code, so it is loaded only with allow_pickle."""
         weights.publish(lambda: model, path, key="a", allow_pickle=True)
-        with pytest.raises(WeightsRefused, match="runs whatever code it holds"):
+        with pytest.raises(WeightsRefused, match="runs any code that it contains"):
             weights.load(same, path)
 
     def test_are_not_even_opened_when_they_were_changed(self, path: Path, model: Any) -> None:

@@ -157,7 +157,9 @@ def test_a_real_guard_and_a_real_batch_are_counted(registry: Any) -> None:
 def test_registering_twice_is_refused(registry: Any) -> None:
     """A second hook on one registry would count everything twice: it is refused, and the first one goes on."""
     hook = prometheus(registry)
-    with pytest.raises(InvalidOption, match=r"registry=.*names already.*Make one hook for a registry"):
+    with pytest.raises(
+        InvalidOption, match=r"registry=.*already has metrics of these names.*Make one hook for a registry"
+    ):
         prometheus(registry)
     hook(EVERY[1])
     assert 1 == registry.get_sample_value("modelguard_loads_total", {**GUARD, "swap": "first"})
@@ -174,9 +176,9 @@ def test_a_registry_where_a_name_is_taken_is_left_as_it_was(registry: Any) -> No
 
 
 @pytest.mark.parametrize("wrong", [True, "default", object])
-def test_a_registry_that_is_none_is_refused(wrong: object) -> None:
-    """What is handed in for a registry is looked at where it is written."""
-    with pytest.raises(InvalidOption, match=r"registry=.*no CollectorRegistry"):
+def test_an_invalid_registry_is_rejected(wrong: object) -> None:
+    """The error comes when the hook is made, not at the first event."""
+    with pytest.raises(InvalidOption, match=r"registry=.*must be a CollectorRegistry"):
         prometheus(wrong)  # type: ignore[arg-type]
 
 
@@ -235,6 +237,6 @@ def test_one_hook_writes_a_processs_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """Without the folder every event would fail to be written: told where the hook is made, with the fix."""
-    told = _run(tmp_path / "missing")
-    assert "no folder that this process can write to. Make the folder, empty" in told[0]
+    """Without the folder no event could be written, so making the hook fails, with the fix."""
+    said = _run(tmp_path / "missing")
+    assert "is not a folder that this process can write to. Make an empty folder" in said[0]

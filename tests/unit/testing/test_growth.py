@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+from cachetools import LRUCache
 
 from modelguard.errors import InvalidOption, WouldDeadlock
 from modelguard.testing import assert_no_growth
@@ -37,7 +38,7 @@ def test_a_leak_of_objects_is_found_and_named() -> None:
     told = str(caught.value)
     assert "predict() grows with its calls" in told
     assert "Python's own blocks: +" in told
-    assert "in rounds of 1,000, 2,000, 4,000, 8,000 calls" in told
+    assert "in rounds of 1,000, 2,000, 4,000, 8,000, 8,000 calls" in told
     assert "+1,000 tests.unit.testing.test_growth.test_a_leak_of_objects_is_found_and_named.<locals>.Request" in told
     assert "test_growth.py:" in told
 
@@ -61,6 +62,50 @@ def test_a_full_cache_passes() -> None:
     """Growth that ends is no leak, even if it goes on beyond the warm-up."""
     cached = functools.lru_cache(maxsize=150)(lambda number: bytes(1000 + number % 7))
     assert_no_growth(cached, count(), calls=100)
+
+
+@pytest.mark.parametrize("entries", [300, 1024, 1500, 3000])
+def test_a_cache_that_fills_over_all_rounds_passes(entries: int) -> None:
+    """Growth that ends when an lru_cache is full is not a leak, however many calls that takes."""
+    cached = functools.lru_cache(maxsize=entries)(lambda number: bytes(1000 + number % 7))
+    assert_no_growth(cached, count(), calls=100)
+
+
+def test_a_cache_of_cachetools_that_fills_passes() -> None:
+    """The same holds for the caches of cachetools."""
+    kept: LRUCache[int, bytes] = LRUCache(1500)
+
+    def predict(number: int) -> None:
+        kept[number] = bytes(1000)
+
+    assert_no_growth(predict, count(), calls=100)
+
+
+def test_a_leak_beside_a_cache_that_fills_is_found() -> None:
+    """A cache that fills does not excuse a leak."""
+    kept: list[bytes] = []
+    cached = functools.lru_cache(maxsize=1500)(lambda number: bytes(1000 + number % 7))
+
+    def predict(number: int) -> None:
+        cached(number)
+        kept.append(bytes(1000))
+
+    with pytest.raises(AssertionError, match="grows with its calls"):
+        assert_no_growth(predict, count(), calls=100)
+
+
+def test_a_cache_too_large_to_fill_is_named() -> None:
+    """If the rounds end before the cache is full, the message names the cache and how full it is."""
+    cached = functools.lru_cache(maxsize=10**6)(lambda number: bytes(1000 + number % 7))
+    with pytest.raises(AssertionError, match=r"the lru_cache of .*lambda.* \(filled to .* of 1,000,000\) grows"):
+        assert_no_growth(cached, count(), calls=20)
+
+
+def test_a_leak_is_found_where_the_inputs_end_with_the_rounds() -> None:
+    """An iterator with just enough inputs for the rounds is judged by these."""
+    vocabulary: set[str] = set()
+    with pytest.raises(AssertionError, match="grows with its calls"):
+        assert_no_growth(vocabulary.add, (f"word {number}" for number in range(16 * MANY)), calls=MANY)
 
 
 def test_a_rare_start_up_cost_passes() -> None:
