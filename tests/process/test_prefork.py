@@ -167,7 +167,7 @@ def test_a_warm_up_that_hangs_in_a_child_is_told_with_its_stack() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        ("prefork.prepare()", "InvalidOption", "there is no guard to prepare"),
+        ("prefork.prepare()", "InvalidOption", "guards=(): must not be empty, and no guard has prefork=True"),
         ("prefork.prepare(load)", "InvalidOption", "Give what modelguard.guard() returned"),
         ("prefork.prepare(nlp(len))", "InvalidOption", "prepare(guard_of(function))"),
         ("prefork.prepare([nlp])", "InvalidOption", "prepare(*guards)"),
@@ -175,9 +175,9 @@ def test_a_warm_up_that_hangs_in_a_child_is_told_with_its_stack() -> None:
         ("prefork.prepare(nlp, on_hazard='ignore')", "InvalidOption", "on_hazard='ignore'"),
         ("prefork.prepare(nlp, immortalize='yes')", "InvalidOption", "immortalize='yes'"),
         ("prefork.prepare(nlp, warm_timeout=0)", "InvalidOption", "warm_timeout"),
-        ("(prefork.prepare(nlp), prefork.prepare(nlp))", "ForkOrder", "prepared already"),
+        ("(prefork.prepare(nlp), prefork.prepare(nlp))", "ForkOrder", "this process is already prepared"),
         ("(prefork.prepare(nlp), prefork.in_child())", "ForkOrder", "this is the parent"),
-        ("prefork.in_child()", "ForkOrder", "nothing was prepared"),
+        ("prefork.in_child()", "ForkOrder", "the parent was not prepared"),
         ("asyncio.run(on_a_loop())", "ForkUnsafe", "an event loop runs"),
     ],
 )

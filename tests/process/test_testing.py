@@ -88,8 +88,8 @@ def test_a_program_that_fails_or_hangs_is_told(modelguard_env: Env) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"program": " "}, "there is nothing to run"),
-        ({"program": "1", "preset": "torch-gpu"}, "there is no such preset"),
+        ({"program": " "}, "must be Python source, and not empty"),
+        ({"program": "1", "preset": "torch-gpu"}, "is not a known preset"),
         ({"program": "1", "preset": 3}, "preset=3"),
         ({"program": "1", "timeout": "soon"}, "timeout='soon'"),
     ],
@@ -170,4 +170,4 @@ def test_the_fixtures_work_in_each_worker_of_xdist(pytester: pytest.Pytester) ->
     pytester.makepyfile(textwrap.dedent(source).replace("50 MB", "50"))
     result = pytester.runpytest_subprocess("-n", "2", timeout=60)
     result.assert_outcomes(errors=6)
-    assert "modelguard_memory='50': the unit is missing" in result.stdout.str() + result.stderr.str()
+    assert "modelguard_memory='50': has no unit" in result.stdout.str() + result.stderr.str()

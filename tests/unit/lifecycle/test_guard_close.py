@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -54,9 +54,26 @@ def test_every_use_after_close_is_refused(world: World, use: int, loaded: bool) 
         guard.load()
     call = uses_of(guard)[use]
     guard.close()
-    with pytest.raises(GuardClosed, match="guard 'model' is closed; make a new one") as refusal:
+    with pytest.raises(GuardClosed, match="'model' is closed; make a new one") as refusal:
         call()
     assert ("model", int(loaded)) == (refusal.value.guard, world.loader.calls)
+
+
+def test_a_generator_that_is_still_running_opens_no_closed_guard(world: World) -> None:
+    """Between its steps each use is refused, as anywhere after ``close()``; the generator itself runs to its end."""
+    guard = world.guard(drain_timeout=0)
+
+    @guard
+    def numbers(model: Any) -> Iterator[int]:
+        yield model.number
+        yield model.number
+
+    running = numbers()
+    assert 1 == next(running)
+    guard.close()
+    with pytest.raises(GuardClosed):
+        number(guard)
+    assert [1] == list(running)
 
 
 def test_entering_a_closed_guard_reopens_it(world: World) -> None:
