@@ -1,7 +1,7 @@
 """What reloads of ja_ginza leave behind in each swap mode, in a bare process and in a service under traffic.
 
 Private memory is its dirty part, as in reload_ja_ginza.py, read 0.8 s after each reload while one model is loaded,
-above that of the process before the first load. The service is FastAPI under uvicorn: its plain routes run in the thread
+above that of the process before the first load. The service is FastAPI under uvicorn: its plain routes run in a thread
 pool, and four clients ask without a break, also during the reloads.
 """
 
