@@ -61,7 +61,7 @@ def test_each_promise_is_met_missed_or_not_measured(tmp_path: Path) -> None:
     assert "359 ns: guarded function over bare wrapt" in promises[0]
     assert promises[0].endswith("| 358 ns to 360 ns | 7 | met |")
     (missed,) = [line for line in promises if "**missed**" in line]
-    assert missed.startswith("| batched, a no-op model")
+    assert missed.startswith("| story 3, a no-op model and 64 clients: rate of the floor")
     assert 15 == len(promises)
     assert 13 == sum("not in this run" in line or "not measured" in line for line in promises)
     assert "without sharing: it has left no file" in done.stdout

@@ -287,5 +287,5 @@ def test_a_process_that_is_gone_or_not_ours_is_told_by_the_builtin_errors() -> N
     """The errors are those of reading its memory."""
     with subprocess.Popen([sys.executable, "-c", ""]) as other:
         other.wait()
-        with pytest.raises(ProcessLookupError, match=f"process {other.pid} is gone"):
+        with pytest.raises(ProcessLookupError, match=f"process {other.pid} does not exist"):
             allocator.observe(other.pid)

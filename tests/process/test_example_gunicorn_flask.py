@@ -93,7 +93,7 @@ def test_top_shows_the_tree(guarded: Service) -> None:
     pids = {str(process.pid) for process in guarded.holds().processes}
     lines = drive.top(guarded.server).splitlines()
     assert pids == {line.split()[0] for line in lines if line} & pids
-    assert any(f"{1 + WORKERS} processes hold" in line for line in lines), lines
+    assert any(f"{1 + WORKERS} processes use" in line for line in lines), lines
 
 
 def test_status_tells_of_the_guard(guarded: Service) -> None:

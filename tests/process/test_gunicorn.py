@@ -81,7 +81,7 @@ def test_a_ttl_is_the_masters_to_keep(tmp_path: Path) -> None:
     """Time passes once for all: the master renews and rolls, and no worker recycles itself for its age."""
     with running(tmp_path, "-w", "2", policy="TTL('2s')") as server:
         wait_until(lambda: server.log.count("prepared nlp") >= 3 and server.replaced() >= 2, what="two renewals")
-        assert server.replaced() == server.log.count("is replaced: there are new weights")
+        assert server.replaced() == server.log.count("is being replaced: there are new weights")
 
 
 @pytest.mark.timeout(120)
@@ -213,7 +213,7 @@ def test_a_replacement_that_cannot_warm_up_harms_nobody(tmp_path: Path) -> None:
         (tmp_path / "cold").touch()
         old = server.children()
         with Clients(server, count=2) as clients:
-            wait_until(lambda: "the old one serves on" in server.log, what="the replacement is given up")
+            wait_until(lambda: "the old worker stays" in server.log, what="the replacement is given up")
         assert (clients.sent, []) == (clients.answered, clients.failures), f"{clients}\n{server.log}"
         assert "cannot start" in server.log
         assert "OSError: no warmth" in server.log

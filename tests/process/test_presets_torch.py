@@ -121,7 +121,7 @@ def test_caps_that_the_report_calls_too_late_indeed_do_nothing() -> None:
     force = "\n".join(f"os.environ[{name!r}] = '64'" for name in CAPS)
     report, grown = run(START, TORCH, "convolve(2000)", force, "apply()", GROW, **ONE_THREAD)
     assert ["too late", "too late"] == [report[name][0] for name in CAPS]
-    assert all("which does nothing" in report[name][2] for name in CAPS)
+    assert all("which has no effect" in report[name][2] for name in CAPS)
     assert GROWN < grown
 
 

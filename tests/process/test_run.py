@@ -325,7 +325,7 @@ def test_a_library_that_others_may_write_to(tmp_path: Path) -> None:
     folder.chmod(folder.stat().st_mode | stat.S_IWOTH)
     done = run("--allocator", "auto", "--print", "--", "true", env=CLEAN | {"VIRTUAL_ENV": str(tmp_path)})
     assert str(folder) not in done.stdout
-    assert f"others may write to {folder}" in done.stderr
+    assert f"other users may write to {folder}" in done.stderr
 
 
 def test_print_is_a_command_that_does_the_same() -> None:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import pytest
 
-from modelguard import allocator, guard
-from modelguard.errors import InvalidOption
+from modelguard import TTL, allocator, guard
+from modelguard.errors import InvalidOption, NotSupported
 from modelguard.testing import Env, assert_no_growth, assert_shared_after_fork
 
 pytestmark = [
@@ -88,8 +88,8 @@ def test_a_program_that_fails_or_hangs_is_told(modelguard_env: Env) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"program": " "}, "there is nothing to run"),
-        ({"program": "1", "preset": "torch-gpu"}, "there is no such preset"),
+        ({"program": " "}, "must be Python source, and not empty"),
+        ({"program": "1", "preset": "torch-gpu"}, "is not a known preset"),
         ({"program": "1", "preset": 3}, "preset=3"),
         ({"program": "1", "timeout": "soon"}, "timeout='soon'"),
     ],
@@ -131,6 +131,23 @@ def test_a_guard_is_prepared_as_a_server_would() -> None:
     words.close()
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="no immortal objects before CPython 3.12")
+def test_a_guard_is_judged_as_production_prepares_it() -> None:
+    """A model that is renewed stays mortal in production, so it is copied here, and the failure says why."""
+    words = guard(Words, reload_on=TTL("1h"), name="words")
+    with pytest.raises(AssertionError, match=r"What stayed mortal: words: old models could never be freed after TTL"):
+        assert_shared_after_fork(words, lambda model: read_all(model.words))
+    assert_shared_after_fork(words, lambda model: read_all(model.words), immortalize=True)
+    words.close()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="this interpreter has immortal objects")
+def test_insisting_on_immortal_objects_is_refused_where_there_are_none() -> None:
+    """The reason is the interpreter's, and nothing is forked."""
+    with pytest.raises(NotSupported, match="has no immortal objects"):
+        assert_shared_after_fork(bytes(5_000_000), len, immortalize=True)
+
+
 def test_a_child_that_fails_hangs_or_dies_is_told() -> None:
     """The child's own words are in the failure, and nothing waits for it beyond its time."""
     data = bytes(5_000_000)
@@ -170,4 +187,4 @@ def test_the_fixtures_work_in_each_worker_of_xdist(pytester: pytest.Pytester) ->
     pytester.makepyfile(textwrap.dedent(source).replace("50 MB", "50"))
     result = pytester.runpytest_subprocess("-n", "2", timeout=60)
     result.assert_outcomes(errors=6)
-    assert "modelguard_memory='50': the unit is missing" in result.stdout.str() + result.stderr.str()
+    assert "modelguard_memory='50': has no unit" in result.stdout.str() + result.stderr.str()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, World, number, outcome, until
 
-from modelguard import Uses
+from modelguard import Uses, telemetry
 from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
-from modelguard.telemetry import GenerationAbandoned, GenerationReleased, LoadDiscarded
+from modelguard.telemetry import GenerationAbandoned, GenerationReleased, LoadDiscarded, LoadFinished
 
 
 def uses_of(guard: Any) -> list[Callable[[], object]]:
@@ -54,9 +55,26 @@ def test_every_use_after_close_is_refused(world: World, use: int, loaded: bool) 
         guard.load()
     call = uses_of(guard)[use]
     guard.close()
-    with pytest.raises(GuardClosed, match="guard 'model' is closed; make a new one") as refusal:
+    with pytest.raises(GuardClosed, match="'model' is closed; make a new one") as refusal:
         call()
     assert ("model", int(loaded)) == (refusal.value.guard, world.loader.calls)
+
+
+def test_a_generator_that_is_still_running_opens_no_closed_guard(world: World) -> None:
+    """Between its steps each use is refused, as anywhere after ``close()``; the generator itself runs to its end."""
+    guard = world.guard(drain_timeout=0)
+
+    @guard
+    def numbers(model: Any) -> Iterator[int]:
+        yield model.number
+        yield model.number
+
+    running = numbers()
+    assert 1 == next(running)
+    guard.close()
+    with pytest.raises(GuardClosed):
+        number(guard)
+    assert [1] == list(running)
 
 
 def test_entering_a_closed_guard_reopens_it(world: World) -> None:
@@ -73,6 +91,23 @@ def test_entering_a_closed_guard_reopens_it(world: World) -> None:
             return number(guard)
 
     assert [3, 4] == [asyncio.run(once()), asyncio.run(once())]
+
+
+def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: World) -> None:
+    """The thread of the first load still reports it: the callers of the reopened guard do not wait in vain."""
+    guard = world.guard()
+    ending = threading.Event()
+    remove = telemetry.add_hook(lambda event: isinstance(event, LoadFinished) and ending.wait(TIMEOUT))
+    try:
+        assert 1 == outcome(world.spawn(number, guard))
+        guard.close()
+        guard.engine.reopen()
+        again = world.spawn(number, guard)
+        until(lambda: len(guard.engine.state.waiting) == 1)
+    finally:
+        ending.set()
+        remove()
+    assert 2 == outcome(again)
 
 
 def test_closing_releases_the_model(world: World) -> None:

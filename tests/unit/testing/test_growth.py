@@ -46,7 +46,7 @@ def test_a_leak_of_objects_is_found_and_named() -> None:
 def test_a_leak_of_large_blocks_is_found() -> None:
     """What malloc gave out, and never got back, is found by its bytes."""
     kept: list[bytes] = []
-    with pytest.raises(AssertionError, match=r"by 20(\.\d)? kB each(.|\n)*given out by malloc"):
+    with pytest.raises(AssertionError, match=r"by 20(\.\d)? kB each(.|\n)*allocated by malloc"):
         assert_no_growth(lambda _: kept.append(bytes(20_000)), [1], calls=50)
 
 
@@ -178,7 +178,7 @@ def test_lazy_results_are_read() -> None:
         ((3, [1]), "fn=3"),
         ((len, []), "inputs="),
         ((len, 5), "inputs=5"),
-        ((len, ("x" for _ in range(150))), "ended too early"),
+        ((len, ("x" for _ in range(150))), "has too few inputs"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments: tuple[Any, Any], argument: str) -> None:

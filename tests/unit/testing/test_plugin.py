@@ -71,9 +71,7 @@ def test_what_a_test_leaves_counts(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest(*RUN)
     result.assert_outcomes(failed=1, passed=2)
     # Of a process with a history some pages come back, or go, meanwhile.
-    result.stdout.re_match_lines(
-        [r"the test leaves (29|30|31)(\.\d)? MB more private memory .*, and 10 MB may be left"]
-    )
+    result.stdout.re_match_lines([r"private memory grew by (29|30|31)(\.\d)? MB during the test; 10 MB are allowed"])
 
 
 def test_a_marked_test_that_fails_shows_its_own_failure(pytester: pytest.Pytester) -> None:
@@ -88,21 +86,24 @@ def test_a_marked_test_that_fails_shows_its_own_failure(pytester: pytest.Pyteste
     """)
     result = pytester.runpytest(*RUN)
     result.assert_outcomes(failed=1)
-    result.stdout.no_fnmatch_line("*more private memory*")
+    result.stdout.no_fnmatch_line("*private memory grew*")
 
 
 @pytest.mark.parametrize(
     ("use", "why"),
     [
-        ("", "modelguard_memory(): it takes one size and nothing else. Write @pytest.mark.modelguard_memory('50 MB')."),
-        ("'1 MB', '2 MB'", "modelguard_memory('1 MB', '2 MB'): it takes one size"),
-        ("limit='1 MB'", "modelguard_memory(limit='1 MB'): it takes one size"),
-        ("'50'", "modelguard_memory='50': the unit is missing"),
+        ("", "modelguard_memory(): takes exactly one argument, a size. Write @pytest.mark.modelguard_memory('50 MB')."),
+        ("'1 MB', '2 MB'", "modelguard_memory('1 MB', '2 MB'): takes exactly one argument, a size"),
+        ("limit='1 MB'", "modelguard_memory(limit='1 MB'): takes exactly one argument, a size"),
+        ("'50'", "modelguard_memory='50': has no unit"),
         ("'a lot'", "modelguard_memory='a lot'"),
         ("'80%'", "modelguard_memory='80%'"),
-        ("-5", "modelguard_memory=-5: a size cannot be negative"),
+        ("-5", "modelguard_memory=-5: must not be negative"),
         ("None", "modelguard_memory=None"),
-        ("'10 kB'", "modelguard_memory('10 kB'): any test may leave that much"),
+        (
+            "'10 kB'",
+            "modelguard_memory('10 kB'): is too small: allocators request memory in pieces of up to a megabyte",
+        ),
     ],
 )
 def test_an_impossible_marker_is_refused_at_collection(pytester: pytest.Pytester, use: str, why: str) -> None:
@@ -170,7 +171,9 @@ def test_off_and_clock_exclude_each_other(pytester: pytest.Pytester) -> None:
     """)
     result = pytester.runpytest(*RUN)
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*modelguard_off takes the policies away that modelguard_clock drives*"])
+    result.stdout.fnmatch_lines(
+        ["*modelguard_off switches off the policies that modelguard_clock drives: use only one of them*"]
+    )
 
 
 def test_a_kept_fixture_says_whose_it_was(pytester: pytest.Pytester) -> None:
@@ -189,7 +192,7 @@ def test_a_kept_fixture_says_whose_it_was(pytester: pytest.Pytester) -> None:
     """)
     result = pytester.runpytest(*RUN)
     result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(["*it belongs to *::test_one, which has ended. Ask for the fixture in the test*"])
+    result.stdout.fnmatch_lines(["*belongs to *::test_one, which has ended. Request the fixture in each test*"])
 
 
 def test_a_load_that_a_test_holds_up_does_not_outlive_it(pytester: pytest.Pytester) -> None:
