@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from modelguard.environment import _capacities
 from modelguard.errors import InvalidOption
 
 __all__ = [
@@ -61,7 +62,8 @@ class Knob:
         source: Where this is documented or measured.
 
     Raises:
-        InvalidOption: The name is not valid for a variable, or the value cannot be written in every preset format.
+        InvalidOption: The name is not valid for a variable, the value cannot be written in every preset format, or its
+            reader crashes on it.
     """
 
     name: str
@@ -79,6 +81,8 @@ class Knob:
         if not self.value.isprintable() or self.value != self.value.strip():
             why = "must not contain control characters, or spaces at its ends: not every preset format can keep them"
             raise InvalidOption("value", self.value, why=why, fix="Use printable text without spaces at its ends.")
+        if (crash := _capacities.why_unusable(self.name, self.value)) is not None:
+            raise InvalidOption("value", self.value, why=crash, fix="Use a whole number of at least 1.")
 
 
 def onednn_caches(entries: int) -> tuple[Knob, Knob]:
@@ -90,7 +94,7 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
     measured = "400 lengths through 8 convolutions grew by 339 MB without a limit, 77 MB with this one alone"
     return (
         Knob(
-            name="ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+            name=_capacities.ONEDNN,
             value=str(entries),
             read_at="first use",
             reader="oneDNN",
@@ -100,7 +104,7 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
             source=f"oneDNN developer guide, 'Primitive Cache'; {measured}",
         ),
         Knob(
-            name="LRU_CACHE_CAPACITY",
+            name=_capacities.IDEEP,
             value=str(entries),
             read_at="first use",
             reader="ideep (torch's layer over oneDNN), once in each thread",

@@ -331,6 +331,27 @@ def test_no_fix_leads_into_a_crash() -> None:
     assert f"Also set {IDEEP}=1" in finding.fix
 
 
+@pytest.mark.parametrize("value", ["", "0", "00", " 0", "abc", "0x10"])
+def test_every_notation_of_a_crash(value: str) -> None:
+    """What ideep reads as 0 is found however it is written, and no fix for the other cache repeats it."""
+    assert "MG205" in found(Facts("x", variables=(variable(ONEDNN, "64"), variable(IDEEP, value))))
+    (finding,) = [
+        one for one in examine(Facts("x", variables=(variable(IDEEP, value),))).findings if one.number == "MG201"
+    ]
+    assert f"Also set {ONEDNN}=64, or" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"), [("", "64"), ("abc", "1"), ("0x10", "1"), ("12abc", "12"), ("-1", "64"), ("0" * 20, "64")]
+)
+def test_the_fix_is_what_the_other_value_means(value: str, fix: str) -> None:
+    """The fix for ideep has a number that ideep can use, whatever oneDNN's variable has."""
+    (finding,) = [
+        one for one in examine(Facts("x", variables=(variable(ONEDNN, value),))).findings if one.number == "MG201"
+    ]
+    assert f"Also set {IDEEP}={fix}, or" in finding.fix
+
+
 @pytest.mark.parametrize("value", ["1", "64", None])
 def test_room_for_one_is_no_crash(value: str | None) -> None:
     """Only a cap of 0 for ideep is fatal."""
