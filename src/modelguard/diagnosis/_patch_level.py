@@ -19,7 +19,7 @@ def patch_level(file: Path, version: tuple[int, int]) -> int | None:
     text = "\\.".join(map(str, version)).encode()
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found = re.search(rb"\x00" + text + rb"\.(\d{1,3})\+?\x00", content)
+            found = re.search(rb"(?<![\d.])" + text + rb"\.(\d{1,3})\+?\x00", content)
             return int(found[1]) if found else None
     except (OSError, ValueError):  # not there, not readable, or empty
         return None
