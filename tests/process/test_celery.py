@@ -224,7 +224,10 @@ def test_new_weights_reach_every_process_without_a_lost_task(broker: str, tmp_pa
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--max-memory-per-child", "30000"), "each process would be replaced after every task. Give the guard a MemoryGrowth"),
+        (
+            ("--max-memory-per-child", "30000"),
+            "each process would be replaced after every task. Give the guard a MemoryGrowth",
+        ),
         (("cold",), "OSError: no warmth"),
     ],
     ids=["limit by peak", "warm-up fails"],

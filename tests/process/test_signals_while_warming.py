@@ -53,7 +53,7 @@ UWSGI_SLOW = UWSGI_APP.replace(
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
 def test_uwsgi_ends_at_once_while_a_worker_warms_up(number: signal.Signals, tmp_path: Path) -> None:
-    """uWSGI waits for its workers for ever, so one that does not hear the signal keeps the server."""
+    """The master waits for its workers for ever, so one that does not hear the signal keeps the server."""
     with Uwsgi(tmp_path, *FIT, "--processes", "2", app=UWSGI_SLOW) as server:
         wait_until(lambda: len(list(tmp_path.glob("warming-*"))) >= 2, what="the workers warm up")
         started = time.monotonic()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from modelguard import TTL, Uses, guard, prefork
 from modelguard.errors import InvalidOption
 from modelguard.frameworks import _prefork_options
-from modelguard.frameworks._prefork_options import PreforkOptions
+from modelguard.frameworks._prefork_options import PreforkOptions, log_report
+from modelguard.prefork import ForkReport, Hazard
 
 
 def test_nothing_set_means_the_defaults_of_prepare() -> None:
@@ -73,3 +76,35 @@ def test_models_that_are_renewed_stay_mortal(
     made = guard(dict, reload_on=policy)  # type: ignore[call-overload]
     PreforkOptions(immortalize=option).prepare([made])  # type: ignore[arg-type]
     assert [expected] == seen
+
+
+class Log:
+    """As gunicorn's: levels and texts."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def info(self, message: str, *arguments: object) -> None:
+        self.lines.append(f"info {message % arguments}")
+
+    def warning(self, message: str, *arguments: object) -> None:
+        self.lines.append(f"warning {message % arguments}")
+
+
+@pytest.mark.parametrize(
+    ("severity", "on_hazard", "level"),
+    [
+        ("warning", "fix", "warning"),
+        ("fixed", "fix", "info"),
+        ("fixed", "warn", "warning"),
+        ("fatal", "warn", "warning"),
+    ],
+)
+def test_a_hazard_that_no_child_repairs_is_logged_as_a_warning(severity: Any, on_hazard: str, level: str) -> None:
+    """Logs are filtered by level: what may break a worker must not look like information."""
+    hazard = Hazard("connection", "db:5432", "a connection is open", "Open it later.", severity)
+    report = ForkReport(("nlp",), (hazard,), {}, 0, 0, None, "not asked for", 0, 1.0)
+    log = Log()
+    log_report(log, report, on_hazard)
+    assert ["info", "info", level] == [line.split()[0] for line in log.lines]
+    assert str(hazard) in log.lines[-1]

@@ -71,9 +71,7 @@ def test_what_a_test_leaves_counts(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest(*RUN)
     result.assert_outcomes(failed=1, passed=2)
     # Of a process with a history some pages come back, or go, meanwhile.
-    result.stdout.re_match_lines(
-        [r"private memory grew by (29|30|31)(\.\d)? MB during the test; 10 MB are allowed"]
-    )
+    result.stdout.re_match_lines([r"private memory grew by (29|30|31)(\.\d)? MB during the test; 10 MB are allowed"])
 
 
 def test_a_marked_test_that_fails_shows_its_own_failure(pytester: pytest.Pytester) -> None:
@@ -102,7 +100,10 @@ def test_a_marked_test_that_fails_shows_its_own_failure(pytester: pytest.Pyteste
         ("'80%'", "modelguard_memory='80%'"),
         ("-5", "modelguard_memory=-5: must not be negative"),
         ("None", "modelguard_memory=None"),
-        ("'10 kB'", "modelguard_memory('10 kB'): is too small: allocators request memory in pieces of up to a megabyte"),
+        (
+            "'10 kB'",
+            "modelguard_memory('10 kB'): is too small: allocators request memory in pieces of up to a megabyte",
+        ),
     ],
 )
 def test_an_impossible_marker_is_refused_at_collection(pytester: pytest.Pytester, use: str, why: str) -> None:
@@ -170,7 +171,9 @@ def test_off_and_clock_exclude_each_other(pytester: pytest.Pytester) -> None:
     """)
     result = pytester.runpytest(*RUN)
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*modelguard_off switches off the policies that modelguard_clock drives: use only one of them*"])
+    result.stdout.fnmatch_lines(
+        ["*modelguard_off switches off the policies that modelguard_clock drives: use only one of them*"]
+    )
 
 
 def test_a_kept_fixture_says_whose_it_was(pytester: pytest.Pytester) -> None:
