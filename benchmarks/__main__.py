@@ -25,6 +25,7 @@ NAMES = (
     "call_overhead",
     "import_cost",
     "recycling",
+    "reload_creep",
     "reload_ja_ginza",
     "reload_stall",
     "sharing",

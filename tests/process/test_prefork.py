@@ -393,7 +393,7 @@ def test_torch_in_children_does_not_hang(parent: str) -> None:
         if {parent != "quiet"}:
             with nlp.lease() as model:
                 warm(model)
-        report = prefork.prepare(nlp, warm_timeout=20)
+        report = prefork.prepare(nlp, warm_timeout=60)
 
         def ask():
             prefork.in_child()

@@ -88,12 +88,13 @@ class RollingReplacement:
         self._old, self._new, self._started, self._signalled = old, new, self._clock(), -math.inf
 
     def _continue(self) -> None:
-        workers, now = self._arbiter.WORKERS, self._clock()
-        if self._old not in workers:
+        # Up to gunicorn 23 a signal handler removes workers, so it may do so between any two steps here.
+        old, new, now = self._arbiter.WORKERS.get(self._old), self._arbiter.WORKERS.get(self._new), self._clock()
+        if old is None:
             self._old = 0
-        elif self._new not in workers:
+        elif new is None:
             self._give_up(f"the new worker {self._new} ended before it could take over")
-        elif serves(workers[self._new], now):
+        elif serves(new, now):
             self._end_old(now)
         elif now - self._started > self._timeout:
             self._arbiter.kill_worker(self._new, signal.SIGKILL)

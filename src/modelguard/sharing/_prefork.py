@@ -8,6 +8,7 @@ broke.
 
 import gc
 import os
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
-from modelguard.sharing import _graph, _hazards, _immortal, _restore, _trial
+from modelguard.sharing import _graph, _hazards, _immortal, _loads, _restore, _signals, _trial
 from modelguard.sharing._hazards import Hazard
 from modelguard.sharing._immortal import ImmortalReport
 
@@ -34,8 +35,9 @@ Immortalize = Literal[True, False, "auto"]
 #: Bytes of models for which it is worth the time at start to make objects immortal.
 _IMMORTALIZE_FROM = 16_000_000
 
-#: Seconds between checks whether a guard's load or release has ended.
-_POLL = 0.005
+#: Seconds that any fork of a prepared process waits for running loads. Short, because the forking thread may hold the
+#: lease that a release waits for.
+_FORK_WAIT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +66,20 @@ class ForkReport:
     private: int
     seconds: float
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
+        """What was done, one sentence each, without the hazards."""
         counts = f"{self.immortal.objects:,} objects immortal" if self.immortal else "none immortal"
         if self.why_mortal is not None:
             counts += f" ({self.why_mortal})"
-        lines = [
+        return [
             f"prepared {', '.join(self.guards)} in {self.seconds:.1f} s: {_units.format_bytes(self.private)} to share",
             f"{self.frozen:,} objects frozen, {counts}",
             *(f"warm-up of {name} tried in a child: {seconds:.2f} s" for name, seconds in self.tried.items()),
             *(f"mortal: {one}" for one in (self.immortal.mortal if self.immortal else ())),
-            *map(str, self.hazards),
         ]
-        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines(), *map(str, self.hazards)])
 
 
 @dataclass
@@ -92,6 +96,7 @@ class _State:
 
 
 _state: _State | None = None
+_signal_mask = threading.local()  # of the thread that forks
 _trying = False
 _registered = False
 
@@ -144,7 +149,7 @@ def prepare(
         raise NotSupported("immortalize=True", reason=why)
     for guard in chosen:
         guard.load()
-        _wait_for_release(guard, timeout)
+    _wait_for_loads(timeout)
     generations = tuple(guard.status().generation for guard in chosen)
     again = _check_order(chosen, generations)
     THREADS.end_idle()
@@ -153,7 +158,7 @@ def prepare(
     before = _state
     _install(_State(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn"))
     try:
-        tried = _try_all(chosen, timeout, on_hazard)
+        tried, failed = _try_all(chosen, timeout, on_hazard)
     except ForkUnsafe:
         _install(before)  # a server that was prepared earlier continues to fork as before
         raise
@@ -161,7 +166,7 @@ def prepare(
     made, why = _immortalize(chosen, immortalize)
     return ForkReport(
         guards=tuple(guard.name for guard in chosen),
-        hazards=found,
+        hazards=(*failed, *found),
         tried=tried,
         collected=collected,
         frozen=frozen,
@@ -231,15 +236,12 @@ def _marked() -> tuple[ModelGuard[Any], ...]:
     return tuple(sorted((guard for guard in all_guards() if guard.prefork), key=lambda guard: guard.name))
 
 
-def _wait_for_release(guard: ModelGuard[Any], timeout: float) -> None:
-    """Wait for a guard's old model: a reload returns when the new model serves, and the old one would be frozen."""
-    end = time.monotonic() + timeout
-    while guard.engine.loading:
-        if time.monotonic() > end:
-            seen = f"a load or a release did not end within {timeout:g} s"
-            bad = Hazard("python thread", f"guard {guard.name!r}", seen, "Prepare after it has ended.", "fatal")
-            raise ForkUnsafe((bad,))
-        time.sleep(_POLL)
+def _wait_for_loads(timeout: float) -> None:
+    """Wait for all guards: a thread that loads holds locks, and an old model that is not released would be frozen."""
+    late = _loads.wait_for_loads(timeout)
+    if late is not None:
+        seen = f"a load or a release did not end within {timeout:g} s"
+        raise ForkUnsafe((Hazard("python thread", f"guard {late!r}", seen, "Prepare after it has ended.", "fatal"),))
 
 
 def _check_order(chosen: tuple[ModelGuard[Any], ...], generations: tuple[int, ...]) -> bool:
@@ -264,8 +266,11 @@ def _enforce(on_hazard: OnHazard, found: tuple[Hazard, ...]) -> None:
             warnings.warn(str(hazard), ForkHazard, stacklevel=3)
 
 
-def _try_all(chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnHazard) -> dict[str, float]:
-    tried = {}
+def _try_all(
+    chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnHazard
+) -> tuple[dict[str, float], list[Hazard]]:
+    """Run each guard's warm-up in a child: how long each took, and, if hazards only warn, which failed."""
+    tried, failed = {}, []
     for guard in chosen:
         if guard.engine.guard.options.warmup is None:
             continue
@@ -275,8 +280,9 @@ def _try_all(chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnH
             if on_hazard != "warn":
                 raise ForkUnsafe((bad,))
             warnings.warn(str(bad), ForkHazard, stacklevel=3)
+            failed.append(bad)
         tried[guard.name] = result.seconds
-    return tried
+    return tried, failed
 
 
 def _failed_trial(guard: ModelGuard[Any], result: _trial.TrialResult, timeout: float) -> Hazard:
@@ -356,18 +362,38 @@ def _install(state: _State | None) -> None:
     global _state, _registered
     _state = state
     if not _registered:
-        os.register_at_fork(after_in_child=_after_fork)
+        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
         _registered = True
+
+
+def _before_fork() -> None:
+    """Wait for loads in other threads, and hold back signals until the child can act on them."""
+    if _state is None or os.getpid() != _state.pid:
+        return
+    if not threading.current_thread().name.startswith(_hazards.OUR_THREADS):  # a loader may fork at any time
+        _loads.wait_for_loads(_FORK_WAIT)
+    _signal_mask.before = _signals.block()
+
+
+def _after_fork_in_parent() -> None:
+    mask = getattr(_signal_mask, "before", None)
+    if mask is not None:
+        _signal_mask.before = None
+        _signals.restore_mask(mask)
 
 
 def _after_fork() -> None:
     state = _state
     if state is None or os.getppid() != state.pid:  # the children of a worker are not ours
+        _after_fork_in_parent()
         return
     if _trying:
+        _after_fork_in_parent()
         _restore.restore(state.hazards if state.fixes else ())
         return
-    _repair(state)
+    with _signals.default_actions():
+        _after_fork_in_parent()
+        _repair(state)
 
 
 def _repair(state: _State) -> None:

@@ -211,6 +211,7 @@ def _read(holder: _Holder, words: memoryview[int], at: int) -> set[int]:
         in_slot, in_instance = holder.slot, holder.plain.own
         in_list, in_dict, in_tuple = holder.items[0], holder.keys["key"], holder.pair[0]
         unpacked, _nothing = holder.pair
+        iterated = returned = None
         for iterated in holder.items:
             returned = _passed(iterated), holder.returned()
         found.add(words[at])

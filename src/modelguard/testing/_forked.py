@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Literal, NoReturn
 
 from modelguard import _units
@@ -19,8 +17,8 @@ from modelguard.errors import InvalidOption, NotSupported
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.sharing import _graph
+from modelguard.sharing._forked_child import ForkedChild
 from modelguard.sharing._immortal import immortalize_unsupported
-from modelguard.sharing._trial import read_until
 
 __all__ = ["assert_shared_after_fork"]
 
@@ -132,13 +130,12 @@ def _in_child(work: Callable[[], tuple[int, str]], timeout: float, *, leads: boo
         os.close(reader)
         _answer(work, writer, leads=leads)
     os.close(writer)
+    child = ForkedChild(pid)
     try:
-        output, ended = read_until(reader, time.monotonic() + timeout)
+        output, ended = child.read(reader, time.monotonic() + timeout)
     finally:
         os.close(reader)
-        with suppress(ProcessLookupError):
-            (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        child.end(group=leads)
     if not ended:
         raise AssertionError(f"the forked child that reads the model did not end within {timeout:g} s")
     if not output.startswith(_COPIED):

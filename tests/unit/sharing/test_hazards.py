@@ -25,6 +25,10 @@ class Process:
     on_gpu: bool = False
     with_grpc: bool = False
     in_loop: bool = False
+    loops: list[str] = field(default_factory=list)
+    thread: str | None = None
+    others: list[str] = field(default_factory=list)
+    queues: int = 0
 
     def python_threads(self) -> Iterable[tuple[str, str]]:
         return self.python
@@ -47,6 +51,18 @@ class Process:
     def runs_event_loop(self) -> bool:
         return self.in_loop
 
+    def event_loops_elsewhere(self) -> Iterable[str]:
+        return self.loops
+
+    def forking_thread(self) -> str | None:
+        return self.thread
+
+    def connections(self) -> Iterable[str]:
+        return self.others
+
+    def event_queues(self) -> int:
+        return self.queues
+
 
 def test_a_quiet_process_has_none() -> None:
     """One thread, no accelerator, no event loop: nothing is found."""
@@ -62,6 +78,10 @@ def test_a_quiet_process_has_none() -> None:
         (Process(on_gpu=True), "cuda", "torch", "fatal"),
         (Process(with_grpc=True), "grpc", "grpcio", "warning"),
         (Process(in_loop=True), "event loop", "asyncio", "fatal"),
+        (Process(loops=["server"]), "event loop", "asyncio", "warning"),
+        (Process(thread="worker"), "python thread", "thread 'worker'", "warning"),
+        (Process(others=["10.0.0.1:5432"]), "connection", "10.0.0.1:5432", "warning"),
+        (Process(queues=2), "event queue", "epoll", "warning"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
