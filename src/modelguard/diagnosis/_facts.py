@@ -82,11 +82,13 @@ class Interpreter:
         version: Such as ``(3, 12)``.
         name: ``"CPython"`` or another implementation.
         free_threaded: Whether it is a build without the GIL.
+        micro: The patch, 2 in 3.12.2; None if unknown.
     """
 
     version: tuple[int, int]
     name: str = "CPython"
     free_threaded: bool = False
+    micro: int | None = None
 
     def __str__(self) -> str:
         build = " free-threaded" if self.free_threaded else ""

@@ -220,6 +220,8 @@ def test_nothing_known() -> None:
             },
             id="free-threaded",
         ),
+        pytest.param("MG502", "note", {"interpreter": Interpreter((3, 14), micro=0)}, id="3.14.0"),
+        pytest.param("MG502", "note", {"interpreter": Interpreter((3, 14), micro=4)}, id="3.14.4"),
     ],
 )
 def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any]) -> None:
@@ -263,6 +265,10 @@ def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any])
             {"server": replace(PREFORK, preload=None), "app": app(threads=1), "variables": caps()}, id="preload unknown"
         ),
         pytest.param({"server": PREFORK}, id="source unknown"),
+        pytest.param({"interpreter": Interpreter((3, 14), micro=5)}, id="3.14.5"),
+        pytest.param({"interpreter": Interpreter((3, 14))}, id="3.14 of unknown patch"),
+        pytest.param({"interpreter": Interpreter((3, 14), free_threaded=True, micro=1)}, id="another collector"),
+        pytest.param({"interpreter": Interpreter((3, 13), micro=1)}, id="3.13.1"),
         pytest.param(
             {
                 "variables": caps(),
