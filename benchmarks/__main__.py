@@ -25,11 +25,13 @@ NAMES = (
     "call_overhead",
     "import_cost",
     "recycling",
+    "reload_creep",
     "reload_ja_ginza",
     "reload_stall",
     "sharing",
     "spacy_growth",
     "torch_dynamic_shapes",
+    "torch_families",
     "trim_every",
 )
 

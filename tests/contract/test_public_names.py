@@ -84,6 +84,7 @@ OFFERED = {
         "Hazard",
         "HazardKind",
         "ImmortalReport",
+        "Mortal",
         "Skipped",
         "find_hazards",
         "immortalize",

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from tests.process.harness import run_python
 
+from modelguard import prefork
+
 JEMALLOC = next(Path("/usr/lib").glob("*/libjemalloc.so.2"), None)
 
 #: A model of Python objects, its guard, and a way to ask a forked child.
@@ -243,6 +245,94 @@ def test_preparing_again_after_a_reload_gives_back_what_was_frozen() -> None:
     assert 1 == alive
 
 
+needs_immortals = pytest.mark.skipif(
+    prefork.immortalize_unsupported() is not None, reason=str(prefork.immortalize_unsupported())
+)
+
+
+@needs_immortals
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("count", [1_000, 150_000], ids=["small", "20 MB"])
+def test_auto_weighs_a_model_that_was_made_at_import(count: int) -> None:
+    """A load that only hands out what exists adds no memory; its objects count, and 16 MB of them are worth it."""
+    why, objects = told(
+        f"""
+        MADE = Model({{f"feature {{n}}": [n, str(n)] for n in range({count})}})
+        nlp = guard(lambda: MADE, reload_on=None, name="nlp")
+        report = prefork.prepare(nlp)
+        print(json.dumps([report.why_mortal, report.immortal and report.immortal.objects]))
+        """
+    )
+    if count == 1_000:
+        assert "the models take only" in why
+    else:
+        assert None is why
+        assert 450_000 < objects
+
+
+@needs_immortals
+@pytest.mark.timeout(90)
+def test_auto_leaves_models_that_are_renewed_mortal() -> None:
+    """An immortal model would stay for ever after its renewal; others that are prepared with it are made immortal."""
+    why, objects, insisting = told(
+        """
+        from modelguard import TTL
+
+        def load_much():
+            return Model({f"feature {n}": [n, str(n)] for n in range(150_000)})
+
+        renewed = guard(load_much, reload_on=TTL("1h") | Uses(5), name="renewed")
+        stays = guard(load_much, reload_on=Uses(5), name="stays")
+        report = prefork.prepare(renewed, stays)
+        also = prefork.prepare(renewed, immortalize=True)
+        print(json.dumps([report.why_mortal, report.immortal.objects, also.immortal.objects]))
+        """
+    )
+    assert "renewed: old models could never be freed after TTL or Modified" == why
+    assert 450_000 < objects < 700_000
+    assert 450_000 < insisting
+
+
+@needs_immortals
+@pytest.mark.timeout(90)
+def test_data_that_only_code_leads_to_is_in_the_report() -> None:
+    """What is printed of a preparation says which table stays mortal, and where it is."""
+    printed = told(
+        """
+        class Shop:
+            TABLE = [f"row {n}" for n in range(100_000)]
+
+        nlp = guard(Shop, reload_on=None, name="nlp")
+        print(json.dumps(str(prefork.prepare(nlp, immortalize=True))))
+        """
+    )
+    assert "mortal: attribute 'TABLE' of class __main__.Shop: 100,001 objects" in printed
+
+
+@needs_immortals
+@pytest.mark.timeout(90)
+def test_the_release_of_an_immortal_model_says_that_its_memory_stays() -> None:
+    """Each roll of an immortal model adds its size to the parent, which its event and its log line say."""
+    immortal, alive, freed, line = told(
+        """
+        from modelguard.telemetry import GenerationReleased, _logging
+
+        seen = []
+        telemetry.set_hooks([seen.append])
+        nlp = guard(lambda: Model({f"feature {n}": [n] for n in range(100_000)}), reload_on=None, name="nlp")
+        prefork.prepare(nlp, immortalize=True)
+        nlp.reload()
+        while not (released := [event for event in seen if isinstance(event, GenerationReleased)]):
+            time.sleep(0.01)
+        (event,) = released
+        print(json.dumps([event.immortal, event.alive, event.freed, _logging.describe(event)]))
+        """
+    )
+    assert [True, True] == [immortal, alive]
+    assert freed < 5_000_000
+    assert "stays in memory until the process ends: prefork.prepare() made its objects immortal" in line
+
+
 @pytest.mark.timeout(90)
 def test_children_of_children_and_other_forks_are_left_alone() -> None:
     """A child of a worker does not warm up."""
@@ -303,7 +393,7 @@ def test_torch_in_children_does_not_hang(parent: str) -> None:
         if {parent != "quiet"}:
             with nlp.lease() as model:
                 warm(model)
-        report = prefork.prepare(nlp, warm_timeout=20)
+        report = prefork.prepare(nlp, warm_timeout=60)
 
         def ask():
             prefork.in_child()

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import pytest
 
-from modelguard import allocator, guard
-from modelguard.errors import InvalidOption
+from modelguard import TTL, allocator, guard
+from modelguard.errors import InvalidOption, NotSupported
 from modelguard.testing import Env, assert_no_growth, assert_shared_after_fork
 
 pytestmark = [
@@ -129,6 +129,23 @@ def test_a_guard_is_prepared_as_a_server_would() -> None:
     with words.lease() as model:
         assert sys.getrefcount(model.words[5]) < 1000
     words.close()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="no immortal objects before CPython 3.12")
+def test_a_guard_is_judged_as_production_prepares_it() -> None:
+    """A model that is renewed stays mortal in production, so it is copied here, and the failure says why."""
+    words = guard(Words, reload_on=TTL("1h"), name="words")
+    with pytest.raises(AssertionError, match=r"What stayed mortal: words: old models could never be freed after TTL"):
+        assert_shared_after_fork(words, lambda model: read_all(model.words))
+    assert_shared_after_fork(words, lambda model: read_all(model.words), immortalize=True)
+    words.close()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="this interpreter has immortal objects")
+def test_insisting_on_immortal_objects_is_refused_where_there_are_none() -> None:
+    """The reason is the interpreter's, and nothing is forked."""
+    with pytest.raises(NotSupported, match="has no immortal objects"):
+        assert_shared_after_fork(bytes(5_000_000), len, immortalize=True)
 
 
 def test_a_child_that_fails_hangs_or_dies_is_told() -> None:

@@ -13,6 +13,7 @@ from modelguard.diagnosis._commands import resolve
 from modelguard.diagnosis._deployment import Deployment, deployment_of, known_variables
 from modelguard.diagnosis._facts import Facts, Interpreter, Role, Server, ServiceProcess
 from modelguard.diagnosis._facts_machine import machine
+from modelguard.diagnosis._patch_level import patch_level
 from modelguard.environment import _memory, _proc, _remote
 from modelguard.environment._proc import MemoryMapping
 from modelguard.errors import InvalidOption, NotSupported
@@ -25,6 +26,7 @@ _FIX = "Give the id of a running process of yours, as pgrep prints it."
 #: Compiled parts of the standard library have the interpreter's version in their names: ``.cpython-313t-``.
 _VERSION = re.compile(r"\.(cpython|pypy)-?(\d)(\d+)(t?)[-.]|libpython(\d)\.(\d+)(t?)\.so")
 _PROGRAM = re.compile(r"/python(\d)\.(\d+)(t?)$")
+_PYTHON_FILE = re.compile(r"^/.*/(?:python\d[\d.]*t?|libpython\d[\d.]*t?\.so[\d.]*)$")
 _TORCH = re.compile(r"/libtorch_cpu\.(?:so|dylib)")
 
 
@@ -60,7 +62,7 @@ def _facts(pid: int, root: Path) -> Facts:
         f"process {pid}: {_redact.redact_command(words, environ)}",
         machine(root, pid),
         (*known_variables(environ, f"the environment that process {pid} was started with"), *deployment.variables),
-        _interpreter(_proc.maps(pid, root)),
+        _with_patch(_interpreter(_proc.maps(pid, root)), pid, root),
         seen.problems,
         _with_running_workers(deployment.server, words, processes),
         processes,
@@ -155,6 +157,15 @@ def _interpreter(mappings: Iterable[MemoryMapping]) -> Interpreter | None:
         if found := _PROGRAM.search(name):
             return Interpreter((int(found[1]), int(found[2])), free_threaded=bool(found[3]))
     return None
+
+
+def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter | None:
+    """The interpreter with its patch, which is in the program or in its library, as the process sees them."""
+    if python is None:
+        return None
+    files = (mapping.name for mapping in _proc.maps(pid, root) if _PYTHON_FILE.search(mapping.name))
+    levels = (patch_level(root / f"proc/{pid}/root{name}", python.version) for name in dict.fromkeys(files))
+    return replace(python, micro=next((level for level in levels if level is not None), None))
 
 
 def _above(pid: int, root: Path) -> Iterator[str]:

@@ -21,11 +21,11 @@ _YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False,
 class Log(Protocol):
     """The methods of a logger that are used here."""
 
-    def info(self, msg: str, /, *args: object) -> Any:
+    def info(self, message: str, /, *arguments: object) -> None:
         """Log something that is as it should be."""
         ...
 
-    def warning(self, msg: str, /, *args: object) -> Any:
+    def warning(self, message: str, /, *arguments: object) -> None:
         """Log something that somebody should look at."""
         ...
 
@@ -36,8 +36,7 @@ class PreforkOptions:
 
     Attributes:
         freeze: ``MODELGUARD_FREEZE``: ``yes`` (default) or ``no``.
-        immortalize: ``MODELGUARD_IMMORTALIZE``: ``auto`` (default), ``yes`` or ``no``. With ``auto``, models that are
-            renewed by ``TTL`` or ``Modified`` are not made immortal: the parent could never free the old model.
+        immortalize: ``MODELGUARD_IMMORTALIZE``: ``auto`` (default), ``yes`` or ``no``.
         on_hazard: ``MODELGUARD_ON_HAZARD``: ``fix`` (default), ``refuse`` or ``warn``.
         warm_timeout: ``MODELGUARD_WARM_TIMEOUT``: seconds, or text such as ``2m``. Default 60 s.
     """
@@ -66,11 +65,10 @@ class PreforkOptions:
 
     def prepare(self, chosen: Sequence[ModelGuard[Any]]) -> prefork.ForkReport:
         """Prepare this process to be forked."""
-        renewed = any(guard.engine.renews_weights for guard in chosen)
         return prefork.prepare(
             *chosen,
             freeze=self.freeze,
-            immortalize=False if renewed and self.immortalize == "auto" else self.immortalize,
+            immortalize=self.immortalize,
             on_hazard=self.on_hazard,
             warm_timeout=self.warm_timeout,
         )

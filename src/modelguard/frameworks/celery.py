@@ -50,7 +50,7 @@ def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> N
     In a pool that does not fork (solo, threads, eventlet, gevent) the guards work as in any other program, and a log
     message says so. A worker that cannot be prepared does not start: it logs the reason and exits with status 1.
 
-    Environment variables set the options of the preparation; see ``_prefork_options.PreforkOptions``.
+    Environment variables set the options of the preparation, as for :mod:`modelguard.frameworks.gunicorn`.
 
     Args:
         guards: The guards whose models are shared. Default: those made with ``prefork=True``, or all if there is none.

@@ -9,8 +9,9 @@ replaced, one at a time. A new worker serves before the old one ends, so no requ
 This applies to the guards made with ``prefork=True``; if there is none, to all guards that the application makes on
 import.
 
-Environment variables set the options: ``MODELGUARD_FREEZE``, ``MODELGUARD_IMMORTALIZE``, ``MODELGUARD_ON_HAZARD``,
-``MODELGUARD_WARM_TIMEOUT``; see ``_prefork_options.PreforkOptions``.
+Environment variables set the options, each with its default first: ``MODELGUARD_FREEZE`` (``yes`` or ``no``),
+``MODELGUARD_IMMORTALIZE`` (``auto``, ``yes`` or ``no``), ``MODELGUARD_ON_HAZARD`` (``fix``, ``refuse`` or ``warn``) and
+``MODELGUARD_WARM_TIMEOUT`` (``60s``, or another duration). ``modelguard docs sharing`` explains them.
 
 In your own configuration file, first import everything from this module. If you define a hook of the same name as a
 hook here, call this one from yours::

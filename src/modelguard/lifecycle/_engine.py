@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _own_thread, _units, telemetry
@@ -256,6 +257,9 @@ class Engine(Generic[M]):
             self._reload(job).run()
             self._after_load()
             job = self.state.finish(job, (Reason("requested", "requested during a load"),))
+            if job is not None and self.guard.runtime.ticks:
+                with suppress(RuntimeError):  # the interpreter is shutting down
+                    _ticker.TICKER.add(self)
 
     def _reload(self, job: LoadJob) -> Reload[M]:
         return Reload(self.guard, self._evaluator.readings, job)

@@ -352,7 +352,8 @@ def guard(
             ``"drain_first"``: calls wait while the old one ends and returns its memory, and only then the new one
             loads; if that load fails, no generation takes calls until a retry succeeds. ``"auto"``: load first if 1.25
             times the size of the model, as it was measured, may still be allocated, else drain first; load first if
-            one of the two is unknown.
+            one of the two is unknown. Once reloads have left a tenth of the model's size behind (at least 17 MB), the
+            next one drains first, which returns it.
         warmup: Called with each new model before it takes calls, so that no request pays for what the first call
             builds. Guarded functions that it calls run on the new model. If it raises, the load has failed. May be
             ``async``.
@@ -373,7 +374,7 @@ def guard(
         defer: How long a due reload waits for a pause between calls, because a loader that holds the GIL stalls every
             call beside it. The load starts when no call has run for 50 ms after one ended, or when ``defer`` has
             passed; a guard without any calls waits for all of it. 0 does not wait, and neither does
-            :meth:`ModelGuard.reload`.
+            :meth:`ModelGuard.reload`, nor a policy that protects memory where ``"auto"`` would drain first.
         backoff: How failed loads are retried. Default: ``Backoff("1s", "1m")``.
         trim_every: Return freed memory to the system while calls run: at this interval (``"30s"``), or each time the
             process has grown by this much (``"100 MB"``: text that ends in B is a size). It is done in the background

@@ -23,7 +23,7 @@ from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
-from modelguard.sharing import _hazards, _immortal, _loads, _restore, _signals, _trial
+from modelguard.sharing import _graph, _hazards, _immortal, _loads, _restore, _signals, _trial
 from modelguard.sharing._hazards import Hazard
 from modelguard.sharing._immortal import ImmortalReport
 
@@ -51,7 +51,7 @@ class ForkReport:
         collected: Number of objects that the garbage collector freed.
         frozen: Number of objects that the collector ignores from now on; 0 if ``freeze`` was off.
         immortal: What was made immortal; None if nothing was.
-        why_mortal: Why nothing was made immortal; None if something was.
+        why_mortal: Why models were not made immortal, or some of them; None if all were.
         private: Private memory afterwards, in bytes, which the children share.
         seconds: How long everything took, including loads.
     """
@@ -68,13 +68,14 @@ class ForkReport:
 
     def lines(self) -> list[str]:
         """What was done, one sentence each, without the hazards."""
-        counts = (
-            f"{self.immortal.objects:,} objects immortal" if self.immortal else f"none immortal ({self.why_mortal})"
-        )
+        counts = f"{self.immortal.objects:,} objects immortal" if self.immortal else "none immortal"
+        if self.why_mortal is not None:
+            counts += f" ({self.why_mortal})"
         return [
             f"prepared {', '.join(self.guards)} in {self.seconds:.1f} s: {_units.format_bytes(self.private)} to share",
             f"{self.frozen:,} objects frozen, {counts}",
             *(f"warm-up of {name} tried in a child: {seconds:.2f} s" for name, seconds in self.tried.items()),
+            *(f"mortal: {one}" for one in (self.immortal.mortal if self.immortal else ())),
         ]
 
     def __str__(self) -> str:
@@ -119,7 +120,8 @@ def prepare(
         freeze: Hide all objects from the garbage collector (``gc.freeze``), because its marks would copy their pages.
         immortalize: Stop counting references to the models' objects, so that reading them does not copy their pages
             (CPython 3.12 or newer). This cannot be undone: such objects are never freed. ``"auto"``: if the interpreter
-            supports it and the models take at least 16 MB; True: always, or raise ``NotSupported``.
+            supports it and the models take at least 16 MB, and not for guards with ``TTL`` or ``Modified``, whose old
+            models this process could never free. True: always, or raise ``NotSupported``.
         on_hazard: ``"fix"``: refuse what no child could survive, let children repair what they can, and warn about the
             rest. ``"refuse"``: refuse every hazard. ``"warn"``: warn about all and repair nothing.
         warm_timeout: How long a warm-up may take in the trial child before it counts as hung, and how long to wait for
@@ -312,18 +314,45 @@ def _freeze(*, again: bool) -> tuple[int, int]:
 def _immortalize(chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize) -> tuple[ImmortalReport | None, str | None]:
     if wanted is False:
         return None, "not asked for"
+    why = None
     if wanted == "auto":
-        why = _immortal.immortalize_unsupported()
-        if why is not None:
-            return None, why
-        size = sum(guard.status().model_bytes or 0 for guard in chosen)
-        if size < _IMMORTALIZE_FROM:
-            return None, f"the models take only {_units.format_bytes(size)}"
-    current = (guard.engine.state.current for guard in chosen)
-    made = _immortal.immortalize(*(generation.model for generation in current if generation is not None))
+        chosen, why = _worth_it(chosen)
+    if not chosen:
+        return None, why
+    made = _immortal.immortalize(*_models(chosen))
     with suppress(NotSupported):
         _allocator.trim()  # the walk through a model leaves free heap behind: 52 MB for ja_ginza
-    return made, None
+    return made, why
+
+
+def _worth_it(chosen: tuple[ModelGuard[Any], ...]) -> tuple[tuple[ModelGuard[Any], ...], str | None]:
+    """The guards whose models should become immortal, and why others should not."""
+    why = _immortal.immortalize_unsupported()
+    if why is not None:
+        return (), why
+    kept = tuple(guard for guard in chosen if not guard.engine.renews_weights)
+    renewed = ", ".join(guard.name for guard in chosen if guard not in kept)
+    why = f"{renewed}: old models could never be freed after TTL or Modified" if renewed else None
+    if kept and (size := _size(kept)) < _IMMORTALIZE_FROM:
+        small = f"the models take only {_units.format_bytes(size)}"
+        return (), small if why is None else f"{small}; {why}"
+    return kept, why
+
+
+def _models(chosen: tuple[ModelGuard[Any], ...]) -> list[Any]:
+    current = (guard.engine.state.current for guard in chosen)
+    return [generation.model for generation in current if generation is not None]
+
+
+def _size(chosen: tuple[ModelGuard[Any], ...]) -> int:
+    """Bytes of the models: what their loads have added or, if that is little, their objects up to the bound.
+
+    A model that was made when a module was imported, or in freed memory, adds nothing when it is loaded.
+    """
+    grown = sum(guard.status().model_bytes or 0 for guard in chosen)
+    return (
+        grown if grown >= _IMMORTALIZE_FROM else max(grown, _graph.measure(*_models(chosen), enough=_IMMORTALIZE_FROM))
+    )
 
 
 # In the child

@@ -188,7 +188,7 @@ def test_the_loop_can_call_while_its_own_coroutines_wait(nlp: Guard) -> None:
     async def main() -> list[list[str]]:
         with another_inside(zone) as leave:
             tasks = [asyncio.create_task(words_later(text)) for text in ("a", "b")]
-            await asyncio.sleep(0)  # both wait
+            await asyncio.wait(tasks, timeout=0)  # both queue
             leave()
             got = [words("c")]
             again = asyncio.create_task(words_later("d"))

@@ -221,11 +221,12 @@ def test_which_python_runs_a_program(tmp_path: Path) -> None:
     """By the first line of a script, the name of the file, or the virtual environment around it."""
     make: Callable[[str, str], str] = lambda name, text: str(_executable(tmp_path / name, text))  # noqa: E731
     assert Interpreter((3, 13), free_threaded=True) == interpreter(make("python3.13t", ""))
+    assert Interpreter((3, 14), micro=3) == interpreter(make("python3.14", "\0003.14.3\000"))
     assert Interpreter((3, 10), "PyPy") == interpreter(make("pypy3.10", ""))
     assert Interpreter((3, 13), free_threaded=True) == interpreter(make("gunicorn", f"#!{tmp_path}/python3.13t -s\n"))
     assert None is interpreter(make("other", "#!/usr/bin/env ruby\n"))
     _executable(tmp_path / "venv" / "pyvenv.cfg", "home = /usr/bin\nversion = 3.12.4\n")
-    assert Interpreter((3, 12)) == interpreter(str(_executable(tmp_path / "venv" / "bin" / "python", "")))
+    assert Interpreter((3, 12), micro=4) == interpreter(str(_executable(tmp_path / "venv" / "bin" / "python", "")))
     assert None is interpreter(str(tmp_path / "nothing"))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, Uses, guard, prefork
+from modelguard import TTL, guard, prefork
 from modelguard.errors import InvalidOption
 from modelguard.frameworks import _prefork_options
 from modelguard.frameworks._prefork_options import PreforkOptions, log_report
@@ -63,19 +63,13 @@ def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -
         _prefork_options.guards_to_share()
 
 
-@pytest.mark.parametrize(
-    ("policy", "option", "expected"),
-    [(Uses(5), "auto", "auto"), (None, "auto", "auto"), (TTL("1h") | Uses(5), "auto", False), (TTL("1h"), True, True)],
-)
-def test_models_that_are_renewed_stay_mortal(
-    policy: object, option: object, expected: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An immortal model would stay for ever after its renewal, so only who insists gets that."""
+@pytest.mark.parametrize("option", ["auto", True, False])
+def test_servers_prepare_as_prepare_does(option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option is passed on as it is: what ``auto`` means is decided in one place."""
     seen: list[object] = []
     monkeypatch.setattr(prefork, "prepare", lambda *_guards, immortalize, **_rest: seen.append(immortalize))
-    made = guard(dict, reload_on=policy)  # type: ignore[call-overload]
-    PreforkOptions(immortalize=option).prepare([made])  # type: ignore[arg-type]
-    assert [expected] == seen
+    PreforkOptions(immortalize=option).prepare([guard(dict, reload_on=TTL("1h"))])
+    assert [option] == seen
 
 
 class Log:

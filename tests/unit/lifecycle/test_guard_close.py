@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, World, number, outcome, until
 
-from modelguard import Uses
+from modelguard import Uses, telemetry
 from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
-from modelguard.telemetry import GenerationAbandoned, GenerationReleased, LoadDiscarded
+from modelguard.telemetry import GenerationAbandoned, GenerationReleased, LoadDiscarded, LoadFinished
 
 
 def uses_of(guard: Any) -> list[Callable[[], object]]:
@@ -90,6 +91,23 @@ def test_entering_a_closed_guard_reopens_it(world: World) -> None:
             return number(guard)
 
     assert [3, 4] == [asyncio.run(once()), asyncio.run(once())]
+
+
+def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: World) -> None:
+    """The thread of the first load still reports it: the callers of the reopened guard do not wait in vain."""
+    guard = world.guard()
+    ending = threading.Event()
+    remove = telemetry.add_hook(lambda event: isinstance(event, LoadFinished) and ending.wait(TIMEOUT))
+    try:
+        assert 1 == outcome(world.spawn(number, guard))
+        guard.close()
+        guard.engine.reopen()
+        again = world.spawn(number, guard)
+        until(lambda: len(guard.engine.state.waiting) == 1)
+    finally:
+        ending.set()
+        remove()
+    assert 2 == outcome(again)
 
 
 def test_closing_releases_the_model(world: World) -> None:

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import World, number, outcome
+from tests.unit.lifecycle.world import MB, World, number, outcome
 
-from modelguard import TTL, Errors, ModelGuard, Policy, Snapshot, Uses
+from modelguard import TTL, Errors, MemoryGrowth, ModelGuard, Policy, Snapshot, Uses
 from modelguard.telemetry import CallbackErrored, LoadFinished, LoadStarted, Reason, RecycleAsked, ReloadDue
 
 
@@ -171,6 +171,47 @@ class TestQuietMoments:
             number(guard)
             outcome(world.spawn(guard.reload))
         assert 0 == world.last(LoadStarted).deferred_seconds
+
+    @pytest.mark.parametrize(
+        ("headroom", "policy", "seconds"),
+        [
+            (124 * MB, MemoryGrowth("10 MB"), 0.0),
+            (126 * MB, MemoryGrowth("10 MB"), 3.0),
+            (None, MemoryGrowth("10 MB"), 3.0),
+            (124 * MB, Uses(8), 3.0),
+        ],
+        ids=["short", "enough", "unknown", "not for memory"],
+    )
+    def test_are_not_waited_for_where_memory_is_short(
+        self, world: World, headroom: int | None, policy: Policy, seconds: float
+    ) -> None:
+        """A policy that protects memory does not wait where a second copy, and a quarter of it, would not fit."""
+        world.inline = True
+        world.model_size = 100 * MB
+        guard = world.guard(reload_on=policy, defer="3s", drain_timeout=0)
+        guard.load()
+        world.headroom = headroom
+        with guard.lease():
+            for grown in (0, 0, 0, 0, 50, 0, 0, 0):
+                world.memory += grown * MB
+                number(guard)
+                guard.check()
+                world.tick(10)
+        assert seconds == pytest.approx(world.seen(LoadStarted)[1].deferred_seconds, abs=0.02)
+
+    def test_show_how_memory_grew_in_them(self, world: World) -> None:
+        """The event has the growth beside the seconds."""
+
+        def sleep(seconds: float) -> None:
+            world.tick(seconds)
+            world.memory += MB
+
+        object.__setattr__(world.runtime, "sleep", sleep)
+        world.inline = True
+        guard = world.guard(reload_on=Uses(1), defer="1s", drain_timeout=0)
+        with guard.lease():
+            number(guard)
+        assert 100 * MB == pytest.approx(world.last(LoadStarted).deferred_growth, abs=2 * MB)
 
     def test_end_when_somebody_is_in_a_hurry(self, world: World) -> None:
         """A request in so many words ends the waiting of a reload that was due already."""

@@ -12,6 +12,7 @@ from tests.unit.lifecycle.world import TIMEOUT, World, number, outcome, until
 from modelguard import Backoff, ModelGuard, Uses
 from modelguard.errors import LoadFailed, ModelRejected
 from modelguard.telemetry import GenerationReleased, LoadErrored, LoadFinished, LoadStarted
+from modelguard.telemetry.reasons import Reason
 
 CROWD = 16
 TASKS = 50
@@ -266,3 +267,17 @@ def test_a_fault_of_our_own_leaves_nobody_waiting(world: World) -> None:
     with pytest.raises(LoadFailed, match="OSError: no such cgroup"):
         guard.reload()
     assert ("degraded", 1) == (guard.status().state, number(guard))
+
+
+def test_a_load_that_failed_starts_no_other_load_when_its_thread_ends(world: World) -> None:
+    """A retry may begin and end while the thread of the failed load still runs: it is not repeated for that."""
+    state = world.guard().engine.state
+    failure = LoadFailed("model", "no weights", attempt=1, retry_after=1.0)
+    jobs = []
+    for _ in range(2):
+        _, job = state.request((Reason("requested", "requested"),), urgent=True)
+        assert job is not None
+        assert state.begin(job)
+        state.fail(job, failure, retry_at=0.0)
+        jobs.append(job)
+    assert [None, None] == [state.finish(job, ()) for job in jobs]

@@ -18,7 +18,7 @@ from tests.unit.lifecycle.world import MB, TIMEOUT, number, outcome, until
 
 from modelguard import TTL, MemoryGrowth, MemoryLimit, Policy, Snapshot, Uses, batched, guard, telemetry
 from modelguard.errors import InvalidOption, LoadFailed, ModelRejected, NotSupported, Reloading, WouldDeadlock
-from modelguard.telemetry import CallbackErrored, GenerationReleased, LoadErrored
+from modelguard.telemetry import CallbackErrored, Event, GenerationReleased, LoadErrored, LoadFinished
 
 if TYPE_CHECKING:
     from tests.unit.lifecycle.world import World
@@ -355,6 +355,25 @@ def test_calls_of_other_threads_wait_for_the_new_model(world: World) -> None:
     outcome(reload)
 
 
+def test_a_model_whose_drain_was_given_up_takes_no_new_calls(world: World) -> None:
+    """After ``drain_timeout`` nothing waits for the generator, so the calls between its steps wait like all others."""
+    nlp = world.guard(swap="drain_first", drain_timeout=0)
+
+    @nlp
+    def numbers(model: Any) -> Iterator[int]:
+        yield model.number
+        yield model.number
+
+    steps = numbers()
+    assert 1 == next(steps)
+    world.loader.fails = True
+    with pytest.raises(LoadFailed):
+        nlp.reload()
+    with pytest.raises(LoadFailed, match="no weights"):
+        number(nlp)
+    assert [1] == list(steps)
+
+
 class TestClosing:
     def test_on_a_loop_needs_no_thread_of_the_loop_s_own(self, world: World) -> None:
         """The loop's few threads may all wait for the model that ``aclose`` is to end their wait for."""
@@ -442,3 +461,27 @@ def test_guards_of_the_module_are_not_affected_by_a_world(world: World) -> None:
     """A guard that is made outside of a test's runtime lives in real time."""
     nlp = guard(lambda: "model", reload_on=None)
     assert nlp.engine.guard.runtime is not world.runtime
+
+
+def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: World) -> None:
+    """Whoever calls between the installation of a model and the end of that load's thread is served."""
+    installed, gate = threading.Event(), threading.Event()
+
+    def hold(event: Event) -> None:
+        if isinstance(event, LoadFinished) and not installed.is_set():
+            installed.set()
+            assert gate.wait(TIMEOUT)
+
+    remove = telemetry.add_hook(hold)
+    try:
+        nlp = world.guard()
+        assert 1 == number(nlp)
+        assert installed.wait(TIMEOUT)
+        nlp.close()
+        nlp.engine.reopen()
+        call = world.spawn(number, nlp)
+        until(lambda: bool(nlp.engine.state.waiting))
+        gate.set()
+        assert 2 == outcome(call)
+    finally:
+        remove()

@@ -169,8 +169,8 @@ class World:
             work()
             return
         thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()  # before another thread can find it, and join it
         self.threads.append(thread)
-        thread.start()
 
     def spawn(self, work: Callable[..., T], *args: Any) -> Future[T]:
         """Call ``work`` in a thread; ask for its outcome with :func:`outcome`."""
@@ -183,8 +183,8 @@ class World:
                 future.set_exception(error)
 
         thread = threading.Thread(target=run, name="test", daemon=True)
-        self.threads.append(thread)
         thread.start()
+        self.threads.append(thread)
         return future
 
     def end(self) -> None:

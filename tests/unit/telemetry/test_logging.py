@@ -73,10 +73,11 @@ LINES: list[tuple[Event, str, str]] = [
             generation=4,
             reasons=(FIRST_USE,),
             deferred_seconds=0.5,
+            deferred_growth=5 * 10**6,
             host_lock="host",
         ),
         "INFO",
-        "loading generation 4: first use, after waiting 0.5 s for a pause",
+        "loading generation 4: first use, after waiting 0.5 s for a pause, in which memory grew by 5 MB",
     ),
     (
         LoadStarted(
@@ -84,6 +85,7 @@ LINES: list[tuple[Event, str, str]] = [
             generation=4,
             reasons=(FIRST_USE,),
             deferred_seconds=3e-6,
+            deferred_growth=0,
             host_lock="host",
         ),
         "INFO",

@@ -77,6 +77,7 @@ def started(**more: Any) -> Event:
         "generation": 2,
         "reasons": (Reason("requested", "requested"),),
         "deferred_seconds": 0.0,
+        "deferred_growth": 0,
         "host_lock": "host",
     }
     return telemetry.LoadStarted(**{**fields, **more})
