@@ -110,4 +110,6 @@ def _scatter(axes: "Axes", record: Record, reload: Reload, colour: str) -> None:
         for one in record.outcomes
         if reload.began - AROUND <= one.due <= reload.ended + AROUND and one.error is None
     ]
-    axes.scatter([x for x, _ in near], [y for _, y in near], s=10, color=colour, alpha=0.7, linewidth=0, label=record.name)
+    axes.scatter(
+        [x for x, _ in near], [y for _, y in near], s=10, color=colour, alpha=0.7, linewidth=0, label=record.name
+    )

@@ -1,4 +1,4 @@
-"""What is told of the allocator in force: each one really preloaded, a placebo, a private copy, and two at once."""
+"""Reports about the allocator in force: really preloaded ones, ineffective ones, a private copy, two at once."""
 
 from __future__ import annotations
 

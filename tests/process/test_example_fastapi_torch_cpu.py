@@ -41,7 +41,7 @@ def services() -> Iterator[dict[str, Server]]:
 
 
 def test_both_say_the_same(services: dict[str, Server]) -> None:
-    """The guarded service pads its texts, and nobody can hear it."""
+    """The guarded service pads its texts, and the sound does not change."""
     for text in ("a", "Hello!", "Hello, world. " * 20, "銀座でランチを食べた。"):
         sounds = [drive.speak(service, text) for service in services.values()]
         assert 8 * len(text.encode()) == len(sounds[0])

@@ -106,7 +106,7 @@ def test_unguarded_the_vector_is_the_neighbours_too() -> None:
 
 
 def test_a_text_that_is_too_long_is_cut(guarded: Server) -> None:
-    """More tokens than the model can take are no reason for an error, and nobody else notices."""
+    """More tokens than the model can take cause no error, and do not affect other requests."""
     answers = ask_all(guarded, ["a", "long " * 2000, "b"])
     assert [200, 200, 200] == [answer.status for answer in answers]
 
@@ -129,7 +129,7 @@ def test_an_overload_is_refused_honestly(simulated: Server) -> None:
 
 
 def test_probes_and_status_answer(guarded: Server) -> None:
-    """A load balancer is told that it lives and is ready; the queue's own account is a page of the service."""
+    """A load balancer sees that it lives and is ready; the queue's status is a page of the service."""
     assert [200, 200] == [guarded.ask(path).status for path in ("/livez", "/readyz")]
     status = guarded.ask("/status").json
     assert ("minilm", "open", 0) == (status["name"], status["state"], status["waiting"])

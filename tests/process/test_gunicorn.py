@@ -86,7 +86,7 @@ def test_a_ttl_is_the_masters_to_keep(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_no_worker_is_forked_in_the_middle_of_a_load(tmp_path: Path) -> None:
-    """A HUP that comes while the master loads waits, and its workers have the new weights; nobody has to wait."""
+    """A HUP that comes while the master loads is delayed, and its workers have the new weights; no request waits."""
     with running(tmp_path, "-w", "2", policy="Modified(WEIGHTS, atomic=True)") as server:
         (tmp_path / "slow").touch()
         old = server.children()
@@ -102,7 +102,7 @@ def test_no_worker_is_forked_in_the_middle_of_a_load(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_new_weights_that_no_child_can_warm_up_are_not_rolled_out(tmp_path: Path) -> None:
-    """The throw-away child finds it; the log tells, and the workers serve on with the old weights."""
+    """The trial child finds it; the log reports it, and the workers continue with the old weights."""
     with running(tmp_path, "-w", "2", policy="Modified(WEIGHTS, atomic=True)") as server:
         old = server.children()
         (tmp_path / "cold").touch()

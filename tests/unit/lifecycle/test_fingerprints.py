@@ -1,4 +1,4 @@
-"""What tells one state of a watched path from another."""
+"""How two states of a watched path are distinguished."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_every_use_after_close_is_refused(world: World, use: int, loaded: bool) 
 
 
 def test_a_generator_that_is_still_running_opens_no_closed_guard(world: World) -> None:
-    """Between its steps each use is refused, as anywhere after ``close()``; the generator itself runs to its end."""
+    """Between its steps each use is rejected, as after any ``close()``; the generator itself runs to its end."""
     guard = world.guard(drain_timeout=0)
 
     @guard
@@ -163,7 +163,7 @@ def test_calls_are_not_waited_for_longer_than_the_drain_timeout(world: World) ->
 
 
 def test_who_waits_for_a_model_is_told(world: World) -> None:
-    """Whoever waits when the guard is closed gets ``GuardClosed``; the model that comes too late is dropped."""
+    """Callers that wait when the guard is closed get ``GuardClosed``; the model that comes too late is dropped."""
     guard = world.guard()
     world.loader.hold()
     calls = [world.spawn(guard.load), world.spawn(lambda: asyncio.run(guard.aload()))]
@@ -177,7 +177,7 @@ def test_who_waits_for_a_model_is_told(world: World) -> None:
 
 
 def test_a_reload_under_way_ends_without_a_model(world: World) -> None:
-    """Who waits for a reload is told as well, and neither the old nor the new model is left."""
+    """Callers that wait for a reload get the error as well, and neither the old nor the new model is left."""
     world.model_size = 50
     before = world.memory
     guard = world.guard()

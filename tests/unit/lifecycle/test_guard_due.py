@@ -146,7 +146,7 @@ class TestQuietMoments:
         assert 3.07 == pytest.approx(world.last(LoadStarted).deferred_seconds, abs=0.03)
 
     def test_are_not_waited_for_where_no_call_comes(self, world: World) -> None:
-        """A guard that nobody uses reloads after ``defer``."""
+        """An unused guard reloads after ``defer``."""
         world.inline = True
         guard = world.guard(reload_on=TTL("1h", jitter=0), defer="3s")
         guard.load()
@@ -291,7 +291,7 @@ class TestInAForkedChild:
         assert ([] if isinstance(policy, TTL) else [(Reason("uses", "Uses(3)"),)]) == asked
 
     def test_a_parent_that_serves_nobody_decides_on_new_weights_alone(self, world: World) -> None:
-        """It renews at once, since there is no quiet moment to wait for, and its own uses are nobody's."""
+        """It reloads at once, since there is no quiet moment to wait for, and its own uses do not count."""
         world.inline = True
         guard = world.guard(reload_on=TTL("1h") | Uses(1), defer="1h")
         guard.load()

@@ -108,7 +108,7 @@ class TestAFailedLoad:
         assert 1 == world.loader.calls
 
     def test_is_told_at_once_until_the_backoff_has_passed(self, world: World) -> None:
-        """Later callers get ``LoadFailed`` without another load, and are told when the next attempt is due."""
+        """Later callers get ``LoadFailed`` without another load, with the time of the next attempt."""
         guard = world.guard(backoff=Backoff("8s"))
         world.loader.fails = True
         for left in (4.0, 3.0, 1.0):  # a draw of 0 halves the backoff
@@ -139,7 +139,7 @@ class TestAFailedLoad:
         )
 
     def test_is_retried_in_the_background(self, world: World) -> None:
-        """Once the backoff has passed the keeper retries, so that nobody has to wait for it to be found out."""
+        """Once the backoff has passed the ticker retries, without waiting for a call."""
         guard = world.guard(backoff=Backoff("8s"))
         world.loader.fails = True
         with pytest.raises(LoadFailed):
@@ -225,7 +225,7 @@ class TestNoThread:
         assert (1, "can't start new thread") == (world.last(LoadErrored).current, guard.status().last_error)
 
     def test_an_abandoned_generation_is_released(self, world: World) -> None:
-        """The last call on an abandoned generation releases it itself, if nobody else can."""
+        """The last call on an abandoned generation releases it itself, if nothing else can."""
         guard = world.guard(drain_timeout=0)
         with guard.lease():
             outcome(world.spawn(guard.reload))
@@ -235,7 +235,7 @@ class TestNoThread:
 
 
 def test_events_tell_a_load_from_start_to_end(world: World) -> None:
-    """A load is told by two events: its start with the reason, and its end with time and size."""
+    """A load emits two events: its start with the reason, and its end with time and size."""
     guard = world.guard()
     world.model_size = 20_000_000
     guard.load()
@@ -256,7 +256,7 @@ def test_events_tell_a_load_from_start_to_end(world: World) -> None:
 
 
 def test_a_fault_of_our_own_leaves_nobody_waiting(world: World) -> None:
-    """Where a reload fails before its loader is called, say because memory cannot be read, all are told."""
+    """If a reload fails before its loader is called, because memory cannot be read, all callers get the error."""
 
     def unreadable() -> int:
         raise OSError("no such cgroup")

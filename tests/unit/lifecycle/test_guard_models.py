@@ -21,7 +21,7 @@ class TestARejectedModel:
             world.guard(lambda: None).load()
 
     def test_a_generator(self, world: World) -> None:
-        """A loader that yields its model instead of returning it is told so."""
+        """A loader that yields its model instead of returning it is rejected as a generator function."""
 
         def load() -> Any:
             yield world.loader()
@@ -30,7 +30,7 @@ class TestARejectedModel:
             world.guard(load).load()
 
     def test_a_verdict_that_is_neither(self, world: World) -> None:
-        """A verdict without a truth value, such as an array, is no good one."""
+        """A verdict without a truth value, such as an array, rejects the model."""
 
         class Array:
             def __bool__(self) -> bool:

@@ -75,7 +75,7 @@ class TestReload:
         assert (2, "ready") == (guard.status().generation, guard.status().state)
 
     def test_is_refused_where_it_would_wait_for_itself(self, guard: ModelGuard[Any]) -> None:
-        """Inside a call on the same guard, or on a running loop, waiting is refused with what to do instead."""
+        """Inside a call on the same guard, or on a running loop, waiting raises, with what to do instead."""
 
         async def on_the_loop() -> None:
             guard.reload()
@@ -240,7 +240,7 @@ class TestRequestsDuringALoad:
 
 
 def test_two_guards_keep_out_of_each_other_s_way(world: World) -> None:
-    """One guard's failing reload is no other guard's business."""
+    """One guard's failing reload does not affect other guards."""
     failing, sound = Loader(world), Loader(world)
     first, second = world.guard(failing, name="first"), world.guard(sound, name="second")
     first.load()

@@ -124,7 +124,7 @@ class TestAWaiterThatGoesAway:
 
 @pytest.mark.parametrize("use", ["load", "__enter__"])
 def test_blocking_a_running_loop_is_refused(world: World, use: str) -> None:
-    """On a running event loop ``load()`` and ``with`` are refused, with what to write instead."""
+    """On a running event loop ``load()`` and ``with`` raise, with what to write instead."""
     guard = world.guard()
 
     async def main() -> None:

@@ -18,7 +18,7 @@ from modelguard.telemetry import LoadStarted
 
 
 class Turn:
-    """Asks for slots in a time of its own."""
+    """Requests the lock on its own clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -64,7 +64,7 @@ def taken(lock: HostLock, while_taken: Callable[[], object]) -> None:
 
 class TestHeld:
     def test_a_free_slot_is_had_at_once(self, turn: Turn, folder: Path) -> None:
-        """Nobody waits for a lock that nobody holds, and it can be had again."""
+        """A free lock is acquired without a wait, and can be acquired again."""
         one = HostLock(lambda: folder)
         for _ in range(3):
             with turn.take(one) as how:
@@ -141,7 +141,7 @@ class TestALockThatIsHeldElsewhere:
 
 class TestThePrivateFolder:
     def test_is_made_for_its_user_alone(self, turn: Turn, folder: Path) -> None:
-        """The folder and the lock file can be read and written by nobody else."""
+        """No other user can read or write the folder and the lock file."""
         with turn.take(HostLock(lambda: folder)):
             modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "reload.lock")]
         assert [0o700, 0o600] == modes

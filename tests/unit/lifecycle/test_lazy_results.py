@@ -21,7 +21,7 @@ TEXT = "a b c"
 
 
 class Countdown:
-    """An iterator that is no generator."""
+    """An iterator that is not a generator."""
 
     def __init__(self, words: list[str]) -> None:
         self.left = words
@@ -147,7 +147,7 @@ class TestIterators:
         assert 0 == in_flight(guard)
 
     def test_give_it_back_when_they_are_dropped(self, guard: ModelGuard[Any], function: Callable[[Any], Any]) -> None:
-        """One that is abandoned half way, or before it began, gives its lease back when nobody holds it."""
+        """One that is abandoned half way, or before it began, returns its lease when nothing refers to it."""
         words, unstarted = guard(function)(), guard(function)()
         next(words)
         del words, unstarted

@@ -98,7 +98,7 @@ class TestABlock:
 
 
 def test_a_lease_serves_once(world: World) -> None:
-    """A lease that has been used is refused, with what to do instead, and the guard is unharmed."""
+    """A lease cannot be used twice; the error says what to do instead, and the guard works on."""
     guard = world.guard()
     lease = guard.lease()
     with lease:
@@ -115,7 +115,7 @@ def test_a_lease_serves_once(world: World) -> None:
 
 
 def test_a_lease_inside_itself_is_refused(world: World) -> None:
-    """Entering a lease inside its own block is refused as well; the block goes on."""
+    """A lease cannot be entered inside its own block either; the block goes on."""
     guard = world.guard()
     lease = guard.lease()
     with lease as model:
@@ -135,7 +135,7 @@ class TestALeaseThatIsTaken:
         assert ((0, 1), 0) == (counts(guard), errors(guard))
 
     def test_ends_when_it_is_dropped(self, world: World) -> None:
-        """A lease that nobody holds any more is over."""
+        """A lease that nothing refers to any more has ended."""
         guard = world.guard()
         lease = Lease.take(guard.engine)
         assert (1, 0) == counts(guard)

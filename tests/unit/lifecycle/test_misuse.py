@@ -74,7 +74,7 @@ class TestWrongArguments:
 
     @pytest.mark.parametrize("kind", range(4))
     def test_do_not_count_against_the_model(self, nlp: ModelGuard[Any], kind: int) -> None:
-        """A call that never reached the function is no reason for the policy ``Errors``."""
+        """A call that never reached the function does not count for the policy ``Errors``."""
         with pytest.raises(TypeError):
             call(functions(nlp)[kind])
         current = nlp.engine.state.current
@@ -186,7 +186,7 @@ class TestTheGuardIsNotTheModel:
         assert not hasattr(nlp, name)
 
     def test_a_model_instead_of_a_loader(self, world: World) -> None:
-        """A model of a known library is refused where a loader is needed, although it can be called."""
+        """A model of a known library is rejected as a loader, although it is callable."""
         torch = pytest.importorskip("torch")
         with pytest.raises(InvalidOption, match="is a model itself; the guard needs a function that makes one"):
             world.guard(torch.nn.Linear(2, 2))

@@ -58,7 +58,7 @@ class CallableModel:
     ],
 )
 def test_options_are_checked_where_they_are_written(world: World, option: str, value: object) -> None:
-    """An option that cannot be meant is refused by ``guard()`` itself, not at the first call, and named."""
+    """An invalid option is rejected by ``guard()`` itself, not at the first call, and named."""
     with pytest.raises(InvalidOption) as refusal:
         world.guard(**{option: value})
     assert option == refusal.value.argument
@@ -83,7 +83,7 @@ def test_a_misspelt_swap_is_answered_with_the_choices(world: World) -> None:
     ],
 )
 def test_loaders_are_checked(loader: Any, why: str) -> None:
-    """What cannot be called as a loader is refused with what to write instead."""
+    """What cannot be called as a loader is rejected, with what to write instead."""
     with pytest.raises(InvalidOption, match=why):
         guard(loader, reload_on=None)
 
@@ -142,7 +142,7 @@ def test_the_defaults_are_bounded() -> None:
 
 @pytest.mark.parametrize("policy", [MemoryLimit("80%"), TTL("1h") | MemoryGrowth("20%")], ids=repr)
 def test_a_share_needs_a_limit(world: World, policy: modelguard.Policy) -> None:
-    """``"80%"`` without any limit to take it of is refused, with what to write instead."""
+    """``"80%"`` without any memory limit is rejected, with what to write instead."""
     world.limit = None
     with pytest.raises(NoMemoryLimit, match=r"no cgroup limits this process.*Give bytes") as refusal:
         world.guard(reload_on=policy)
@@ -150,7 +150,7 @@ def test_a_share_needs_a_limit(world: World, policy: modelguard.Policy) -> None:
 
 
 def test_a_pool_s_share_needs_a_limit_too(world: World) -> None:
-    """A pool takes a share of the limit as its budget, and refuses one where there is no limit."""
+    """A pool accepts a share of the limit as its budget, and rejects it if there is no limit."""
     world.limit = 200 * MB
     assert 120 * MB == world.pool(max_memory="60%").status().max_memory
     world.limit = None
@@ -238,7 +238,7 @@ class CallableModel:
     ],
 )
 def test_a_pool_s_options_are_checked_where_they_are_written(option: str, value: Any) -> None:
-    """``pool()`` refuses what cannot be meant, and does not wait for the first lease to do so."""
+    """``pool()`` rejects invalid options at once, not at the first lease."""
     with pytest.raises(InvalidOption) as refusal:
         pool(**{"load": lambda key: key, "max_memory": "1 GB", option: value})
     assert option == refusal.value.argument

@@ -258,7 +258,7 @@ def test_a_policy_cannot_be_made_without_a_verdict() -> None:
     ],
 )
 def test_policies_that_cannot_be_meant_are_refused(make: Any, options: dict[str, Any], argument: str) -> None:
-    """Negative or unparsable sizes, durations and counts are refused where they are written, by their names."""
+    """Negative or unparsable sizes, durations and counts are rejected where they are given, by name."""
     with pytest.raises(InvalidOption) as refusal:
         make(**options)
     assert argument == refusal.value.argument
@@ -278,7 +278,7 @@ def test_policies_that_cannot_be_meant_are_refused(make: Any, options: dict[str,
     ],
 )
 def test_a_policy_parts_into_new_weights_and_the_rest(policy: Policy | None, weights: object, rest: object) -> None:
-    """What is due for age or a changed file is told from what is due for the state of the process, ``&`` kept whole."""
+    """Policies for age and changed files are separated from policies for the state of the process, ``&`` kept whole."""
 
     def text(part: object) -> str:
         return part if isinstance(part, str) else repr(part)

@@ -84,7 +84,7 @@ class TestRoom:
         assert {"small": 10, "other": 10, "large": 60} == loaded(pool)
 
     def test_is_not_made_where_there_is_enough(self, world: World) -> None:
-        """A model that turns out a little larger than before drives nobody out who fits beside it."""
+        """A model that turns out a little larger than before evicts no model that fits beside it."""
         sizes = Sizes(world, idle=40, grows=30)
         pool = world.pool(sizes, ttl="1h")
         use(pool, "grows")
@@ -210,7 +210,7 @@ class TestAModelTooLarge:
         assert ({}, 100 * MB) == (loaded(pool), world.memory)
 
     def test_is_not_loaded_again(self, world: World) -> None:
-        """Its size is known from then on, so it is refused without another load; others are served."""
+        """Its size is known from then on, so it is rejected without another load; others are served."""
         sizes = Sizes(world, huge=150, a=10)
         pool = world.pool(sizes)
         for _ in range(3):
@@ -267,7 +267,7 @@ class TestAFailedLoad:
         assert (["b"], ["b"]) == (use(pool, "b"), list(loaded(pool)))
 
     def test_by_interrupt_is_not_taken_for_the_model_s(self, world: World) -> None:
-        """Who waited for a load that was interrupted is told to try again; the interrupt goes where it belongs."""
+        """An interrupt reaches the caller whose load it stopped, and the next call loads again."""
         pool = world.pool()
 
         def interrupt(_work: object, _name: str) -> None:

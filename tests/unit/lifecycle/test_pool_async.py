@@ -92,7 +92,7 @@ def test_a_failed_load_is_told(world: World) -> None:
 
 class TestACancelledTask:
     def test_leaves_its_load_to_others(self, world: World) -> None:
-        """The load goes on, the lease that nobody wants any more is given back, and the model is there for the next."""
+        """The load goes on, the unwanted lease is returned, and the model is there for the next call."""
         pool = world.pool()
         world.loader.hold()
 
@@ -109,7 +109,7 @@ class TestACancelledTask:
         assert ((0, "a"), 1) == (run(main), world.loader.calls)
 
     def test_leaves_a_load_that_fails_to_nobody(self, world: World) -> None:
-        """If that load fails nobody is troubled with it."""
+        """If that load fails, no caller gets the error."""
         pool = world.pool()
         world.loader.hold()
         world.loader.fails = True

@@ -26,7 +26,7 @@ def use(guard: ModelGuard[Any], times: int = 1) -> None:
 
 
 def look(world: World, guard: ModelGuard[Any], times: int = 1) -> bool:
-    """Let the keeper come by, a second apart; true if it began a reload."""
+    """Let the ticker check, a second apart; true if it began a reload."""
     begun = False
     for _ in range(times):
         world.tick(1)
@@ -62,7 +62,7 @@ class TestMemory:
 
     @pytest.mark.parametrize(("uses", "seconds"), [(10, 0), (0, 5)], ids=["by calls", "by time"])
     def test_counts_from_where_the_generation_settled(self, world: World, uses: int, seconds: int) -> None:
-        """What a generation builds up in its first ten calls or five seconds is no growth."""
+        """What a generation builds up in its first ten calls or five seconds is not growth."""
         guard = world.guard(reload_on=MemoryGrowth("50 MB"))
         guard.load()
         world.memory += 500 * MB  # lazily built tables
@@ -224,7 +224,7 @@ class TestFiles:
         assert look(world, guard, 3)
 
     def test_the_end_of_a_call_does_not_look_at_files(self, world: World, path: Path) -> None:
-        """Files and memory are the keeper's business; no call waits for a disk."""
+        """The ticker reads files and memory; no call waits for a disk."""
         guard = world.guard(reload_on=Modified(path) | Uses(1000))
         guard.load()
         object.__setattr__(world.runtime, "fingerprint", lambda _path: pytest.fail("a call looked at a file"))

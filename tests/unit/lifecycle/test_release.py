@@ -232,7 +232,7 @@ class TestCollection:
 
 class TestAReleaseThatFails:
     def test_harms_nobody(self, world: World) -> None:
-        """If memory cannot be trimmed or read, the new generation serves all the same, and an event tells."""
+        """If memory cannot be trimmed or read, the new generation still serves, and an event reports it."""
 
         def broken() -> str:
             raise OSError("no malloc")
@@ -374,7 +374,7 @@ class TestUnload:
 
     @pytest.mark.parametrize(("swap", "ran_on"), [("load_first", [2]), ("drain_first", [])])
     def test_may_call_guarded_functions(self, world: World, swap: str, ran_on: list[int]) -> None:
-        """They run on the new model; where there is none yet they are refused, and the reload goes on."""
+        """They run on the new model; if there is none yet they raise, and the reload goes on."""
         seen: list[int] = []
         guard = world.guard(swap=swap, unload=lambda _model: seen.append(number(guard)))
         guard.load()
@@ -387,7 +387,7 @@ class TestUnload:
 
     @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
     def test_that_raises_is_reported(self, world: World, error: type[BaseException]) -> None:
-        """The release goes on whatever ``unload`` does, the event tells, and the model is gone."""
+        """The release goes on whatever ``unload`` does, the event reports it, and the model is gone."""
 
         def unload(_model: object) -> None:
             raise error("stuck")

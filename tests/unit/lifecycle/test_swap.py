@@ -158,7 +158,7 @@ class TestAuto:
         assert "a second copy needs 500 MB while it loads, and 300 MB is free" == chosen.why
 
     def test_says_where_it_does_not_know(self, world: World) -> None:
-        """Where nothing tells how much is free, the event says so."""
+        """If free memory is unknown, the event says so."""
         assert "an unknown amount is free" in self.reload(world, size=1, headroom=None).why
 
     def test_remembers_the_largest_size(self, world: World) -> None:

@@ -40,7 +40,7 @@ class Pool:
         self.threads: set[threading.Thread] = set()
 
     def run(self, name: str, job: Job | None = None) -> threading.Thread:
-        """Have a job done, and its thread ready for the next; tells which thread it was."""
+        """Run a job, and let its thread become idle; returns which thread it was."""
         job = Job() if job is None else job
         self.start(name, job)
         assert job.done.wait(TIMEOUT)

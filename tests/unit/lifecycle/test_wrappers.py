@@ -259,7 +259,7 @@ class TestGuardOf:
 class TestWhatCannotBeDecorated:
     @pytest.mark.parametrize("value", [Service, 3, None, "words"])
     def test_what_is_no_function(self, value: Any) -> None:
-        """Classes and values are refused where the decorator stands."""
+        """Classes and values are rejected at decoration."""
         with pytest.raises(InvalidOption, match="must be a function"):
             nlp(value)
 

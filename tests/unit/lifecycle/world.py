@@ -129,7 +129,7 @@ class World:
         return made
 
     def _load(self, made: ModelGuard[Any], load: Callable[..., None], timeout: float | None = None) -> None:
-        """Load, and let the load's own thread end: it has to set the policies up after it has told those who wait."""
+        """Load, and let the load's own thread end: it sets the policies up after it has notified callers."""
         ready = made.ready
         load(timeout)
         for thread in () if ready else [one for one in self.threads if one.name == f"modelguard-load-{made.name}"]:
