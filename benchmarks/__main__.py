@@ -31,6 +31,7 @@ NAMES = (
     "sharing",
     "spacy_growth",
     "torch_dynamic_shapes",
+    "torch_families",
     "trim_every",
 )
 

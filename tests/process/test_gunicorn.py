@@ -51,6 +51,7 @@ def test_no_request_is_lost_while_workers_are_recycled(kind: str, connections: s
         with Clients(server, keep_alive=connections == "kept alive") as clients:
             wait_until(lambda: server.replaced() >= 5, what="five workers are replaced")
         assert (clients.sent, []) == (clients.answered, clients.failures), f"{clients}\n{server.log}"
+        assert 0 == clients.closed_before_use, "a connection is closed after a response that says so"
         assert len(clients.pids) >= 4
         assert {"1": clients.answered} == clients.versions
         assert 1 == server.log.count("prepared nlp"), "the master loaded once"

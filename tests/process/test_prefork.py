@@ -435,3 +435,85 @@ def test_jemallocs_threads_are_started_again_in_children() -> None:
     )
     assert 0 == done.returncode, done.stderr[-2000:]
     assert '[true, false, true, ["allocator threads"' in done.stdout
+
+
+@pytest.mark.timeout(90)
+def test_a_signal_to_end_ends_a_child_that_warms_up() -> None:
+    """The parent's handler would note it for a loop that the child does not run; afterwards the handler is back."""
+    assert [-15, "noted"] == told(
+        """
+        def warm(model):
+            if os.getpid() != parent and slow:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(20)
+
+        parent, slow, noted = os.getpid(), [], []
+        signal.signal(signal.SIGTERM, lambda *_: noted.append("noted"))
+        nlp = guard(load, reload_on=None, warmup=warm, name="nlp")
+        prefork.prepare(nlp)
+
+        def ask():
+            os.kill(os.getpid(), signal.SIGTERM)
+            return noted[0]
+
+        served = in_child(ask)
+        slow.append(True)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), served]))
+        """
+    )
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("step", ["prepare", "fork"])
+def test_no_fork_in_the_middle_of_the_load_of_another_guard(step: str) -> None:
+    """Locks that the loading thread holds would stay locked in the child, so preparing and forking wait for it."""
+    assert told(
+        f"""
+        lock = threading.Lock()
+        begun = threading.Event()
+
+        def load_slowly():
+            with lock:
+                begun.set()
+                time.sleep(2)
+            return Model()
+
+        def warm(model):
+            if os.getpid() != parent:
+                assert lock.acquire(timeout=10), "still locked"
+                lock.release()
+
+        parent = os.getpid()
+        nlp = guard(load, reload_on=None, warmup=warm, prefork=True, name="nlp")
+        other = guard(load_slowly, reload_on=None, name="other")
+        if {step!r} == "fork":
+            prefork.prepare(nlp)
+        threading.Thread(target=other.load, name="modelguard-test", daemon=True).start()
+        begun.wait()
+        if {step!r} == "prepare":
+            prefork.prepare(nlp)
+        print(json.dumps(in_child(lambda: prefork.in_child() or True)))
+        """
+    )
+
+
+@pytest.mark.timeout(90)
+def test_a_failed_trial_that_only_warns_is_in_the_report() -> None:
+    """With ``on_hazard="warn"`` a server's log shows the report, not the warnings."""
+    assert ["warm-up"] == told(
+        """
+        def warm(model):
+            if os.getpid() != parent:
+                raise OSError("no disk")
+
+        parent = os.getpid()
+        nlp = guard(load, reload_on=None, warmup=warm, name="nlp")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = prefork.prepare(nlp, on_hazard="warn")
+        print(json.dumps([hazard.kind for hazard in report.hazards if hazard.severity == "fatal"]))
+        """
+    )

@@ -169,7 +169,7 @@ CHECKS = (
         "MG203",
         "torch runs on CPU without caps for inputs of many shapes",
         "torch keeps compiled code for up to 1024 shapes and layers, which takes hundreds of MB. If inputs differ in "
-        "length, memory grows with each new length; if all have the same shape, this does no harm.",
+        "length, memory grows with each new length; if all have the same shape, it does not grow.",
         _no_caps,
     ),
     Check(

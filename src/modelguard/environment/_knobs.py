@@ -30,9 +30,11 @@ __all__ = [
 #: each time that the value is needed.
 When = Literal["exec", "library load", "first use", "any time"]
 
-#: Entries in each of oneDNN's caches if the number of input shapes is unknown. From the curve that
-#: benchmarks/torch_dynamic_shapes.py prints: memory stays flat, and lengths that do not recur are no slower.
-DEFAULT_ENTRIES = 64
+#: Entries in each of oneDNN's caches if the number of input shapes is unknown. From the matrix that
+#: benchmarks/torch_families.py prints. 64 are fewer than one call of a VITS needs (65 convolutions): with inputs of one
+#: shape it took 2.1 times the CPU time, and with twelve shapes six transposed convolutions took 2.4 times as long. 256
+#: take no longer in both cases, and halve the growth of lengths that do not recur.
+DEFAULT_ENTRIES = 256
 
 #: Entries for one input shape. Each convolution layer takes one entry per shape: transformers' VitsModel took 65 for
 #: each length. This is about twice as many, because unused capacity takes no memory.
@@ -100,7 +102,8 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
             reader="oneDNN",
             does=f"keeps at most {entries} compiled operations; each convolution layer takes one per input shape, "
             "and the default is 1024",
-            costs="an operation that no longer fits is compiled again, which matters where the same shapes recur",
+            costs="an operation that no longer fits is compiled again, which doubles the time where the same shapes recur "
+            "and do not fit",
             source=f"oneDNN developer guide, 'Primitive Cache'; {measured}",
         ),
         Knob(

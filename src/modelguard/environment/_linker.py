@@ -175,34 +175,43 @@ class LoadedFile(NamedTuple):
         return ctypes.c_int32.from_address(base + value).value
 
 
-class _Info(ctypes.Structure):
-    """``struct dl_phdr_info`` of link.h."""
+class _LinkMap(ctypes.Structure):
+    """``struct link_map`` of link.h, an entry in the linker's list of files; its beginning, which debuggers read."""
 
     _fields_ = (
-        ("address", ctypes.c_void_p),
+        ("address", ctypes.c_size_t),
         ("name", ctypes.c_char_p),
-        ("headers", ctypes.c_void_p),
-        ("header_count", ctypes.c_uint16),
-        ("added", ctypes.c_ulonglong),
-        ("removed", ctypes.c_ulonglong),
-        ("tls_module", ctypes.c_size_t),
-        ("tls_data", ctypes.c_void_p),
+        ("dynamic", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
+        ("previous", ctypes.c_void_p),
     )
 
 
+_RTLD_DI_LINKMAP = 2  # of dlfcn.h
+_RTLD_DI_TLS_DATA = 10
+
+
 def loaded_files() -> list[LoadedFile]:
-    """List the files that the dynamic linker has loaded, as the calling thread sees them."""
+    """List the files that the dynamic linker has loaded, as the calling thread sees them, in the order of loading.
+
+    ``dl_iterate_phdr`` would call back into Python under the linker's lock. The callback may lose the GIL to a thread
+    that waits for that lock, in a dlopen or in the same call, and then both wait for ever. So this reads the linker's
+    list, as debuggers do, without a lock. A file that another thread closes meanwhile could be read after it is gone;
+    preloaded libraries, and those that Python has imported, are never closed.
+    """
+    program = ctypes.CDLL(None)
+    entry = ctypes.c_void_p()
+    handle = ctypes.c_void_p(program._handle)  # noqa: SLF001 - ctypes documents it
     found: list[LoadedFile] = []
-
-    def note(info: ctypes._Pointer[_Info], _size: int, _data: int | None) -> int:
-        loaded = info.contents
-        path = os.fsdecode(loaded.name or b"")
-        found.append(LoadedFile(path, loaded.address or 0, loaded.tls_data))
-        return 0
-
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Info), ctypes.c_size_t, ctypes.c_void_p)
-    # PyDLL keeps the GIL. Otherwise a thread in dlopen could take it and wait for the lock that this call holds.
-    ctypes.PyDLL(None).dl_iterate_phdr(kind(note), None)
+    if program.dlinfo(handle, _RTLD_DI_LINKMAP, ctypes.byref(entry)) != 0:
+        return found
+    while entry.value:
+        loaded = _LinkMap.from_address(entry.value)
+        data = ctypes.c_void_p()
+        # glibc's handles are the entries themselves. musl does not know this request, and refuses it.
+        known = program.dlinfo(entry, _RTLD_DI_TLS_DATA, ctypes.byref(data)) == 0
+        found.append(LoadedFile(os.fsdecode(loaded.name or b""), loaded.address, data.value if known else None))
+        entry = ctypes.c_void_p(loaded.next)
     return found
 
 

@@ -273,8 +273,12 @@ def thread_names(pid: int | None = None, root: Path = ROOT) -> dict[int, str]:
 def open_files(pid: int | None = None, root: Path = ROOT) -> dict[int, str]:
     """What each open descriptor refers to, such as ``/etc/hosts`` or ``socket:[4711]``; closed ones are left out."""
     descriptors = folder(pid, root) / "fd"
-    files = {int(name): if_readable(Path.readlink, descriptors / name) for name in os.listdir(descriptors)}  # noqa: PTH208 - as above
-    return {number: str(file) for number, file in files.items() if file is not None}
+    files = {int(name): if_readable(_target, descriptors / name) for name in os.listdir(descriptors)}  # noqa: PTH208 - as above
+    return {number: file for number, file in files.items() if file is not None}
+
+
+def _target(link: Path) -> str:
+    return os.readlink(link)  # noqa: PTH115 - as text: "socket:[4711]" is not a path
 
 
 def status(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:

@@ -21,11 +21,11 @@ _YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False,
 class Log(Protocol):
     """The methods of a logger that are used here."""
 
-    def info(self, message: str, /, *arguments: object) -> None:
+    def info(self, msg: str, /, *args: object) -> Any:
         """Log something that is as it should be."""
         ...
 
-    def warning(self, message: str, /, *arguments: object) -> None:
+    def warning(self, msg: str, /, *args: object) -> Any:
         """Log something that somebody should look at."""
         ...
 

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelguard import prefork, telemetry
 from modelguard.errors import ForkHazard, InvalidOption, ModelGuardError
+from modelguard.frameworks._asgi_leaving import leave_politely
 from modelguard.frameworks._prefork_options import PreforkOptions, generations, guards_to_share, log_report
 from modelguard.frameworks._rolling import RollingReplacement
 from modelguard.lifecycle import _ticker
@@ -89,6 +90,7 @@ def post_fork(server: Any, worker: Any) -> None:  # noqa: ARG001 - gunicorn's si
         if _master is not None and _master.replacement.spawning:
             sys.exit(1)
         raise
+    leave_politely(worker)
     if _master is not None:
         _master.wake_when_serving(worker)
 

@@ -12,6 +12,7 @@ import pytest
 from modelguard.allocator import Problem
 from modelguard.diagnosis import CHECKS, examine
 from modelguard.diagnosis._facts import Facts, Interpreter, Machine, Moment, Server, ServiceProcess, Source, Variable
+from modelguard.environment import _knobs
 from modelguard.environment._cpus import Cpus
 from modelguard.environment._limits import Limit
 
@@ -344,13 +345,21 @@ def test_every_notation_of_a_crash(value: str) -> None:
     (finding,) = [
         one for one in examine(Facts("x", variables=(variable(IDEEP, value),))).findings if one.number == "MG201"
     ]
-    assert f"Also set {ONEDNN}=64, or" in finding.fix
+    assert f"Also set {ONEDNN}={_knobs.DEFAULT_ENTRIES}, or" in finding.fix
 
 
 @pytest.mark.parametrize(
-    ("value", "fix"), [("", "64"), ("abc", "1"), ("0x10", "1"), ("12abc", "12"), ("-1", "64"), ("0" * 20, "64")]
+    ("value", "fix"),
+    [
+        ("", _knobs.DEFAULT_ENTRIES),
+        ("abc", 1),
+        ("0x10", 1),
+        ("12abc", 12),
+        ("-1", _knobs.DEFAULT_ENTRIES),
+        ("0" * 20, _knobs.DEFAULT_ENTRIES),
+    ],
 )
-def test_the_fix_is_what_the_other_value_means(value: str, fix: str) -> None:
+def test_the_fix_is_what_the_other_value_means(value: str, fix: int) -> None:
     """The fix for ideep has a number that ideep can use, whatever oneDNN's variable has."""
     (finding,) = [
         one for one in examine(Facts("x", variables=(variable(ONEDNN, value),))).findings if one.number == "MG201"

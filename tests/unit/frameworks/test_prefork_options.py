@@ -9,7 +9,8 @@ import pytest
 from modelguard import TTL, guard, prefork
 from modelguard.errors import InvalidOption
 from modelguard.frameworks import _prefork_options
-from modelguard.frameworks._prefork_options import PreforkOptions
+from modelguard.frameworks._prefork_options import PreforkOptions, log_report
+from modelguard.prefork import ForkReport, Hazard
 
 
 def test_nothing_set_means_the_defaults_of_prepare() -> None:
@@ -69,3 +70,35 @@ def test_servers_prepare_as_prepare_does(option: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(prefork, "prepare", lambda *_guards, immortalize, **_rest: seen.append(immortalize))
     PreforkOptions(immortalize=option).prepare([guard(dict, reload_on=TTL("1h"))])
     assert [option] == seen
+
+
+class Log:
+    """As gunicorn's: levels and texts."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def info(self, message: str, *arguments: object) -> None:
+        self.lines.append(f"info {message % arguments}")
+
+    def warning(self, message: str, *arguments: object) -> None:
+        self.lines.append(f"warning {message % arguments}")
+
+
+@pytest.mark.parametrize(
+    ("severity", "on_hazard", "level"),
+    [
+        ("warning", "fix", "warning"),
+        ("fixed", "fix", "info"),
+        ("fixed", "warn", "warning"),
+        ("fatal", "warn", "warning"),
+    ],
+)
+def test_a_hazard_that_no_child_repairs_is_logged_as_a_warning(severity: Any, on_hazard: str, level: str) -> None:
+    """Logs are filtered by level: what may break a worker must not look like information."""
+    hazard = Hazard("connection", "db:5432", "a connection is open", "Open it later.", severity)
+    report = ForkReport(("nlp",), (hazard,), {}, 0, 0, None, "not asked for", 0, 1.0)
+    log = Log()
+    log_report(log, report, on_hazard)
+    assert ["info", "info", level] == [line.split()[0] for line in log.lines]
+    assert str(hazard) in log.lines[-1]

@@ -7,6 +7,7 @@ import functools
 import inspect
 import operator
 import pickle
+import typing
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -294,3 +295,48 @@ class TestOneGuardOnManyFunctions:
             return models
 
         assert ("outer", "inner") == both()
+
+
+def test_frameworks_that_read_the_hints_of_call_find_those_of_the_function() -> None:
+    """Litestar takes the hints of ``__call__`` where that is a method, and refuses a handler whose hints it misses."""
+    nlp = guard(dict, reload_on=None)
+
+    @nlp
+    def words(_model: dict[str, str], text: str) -> str:
+        return text.upper()
+
+    read = words.__call__ if inspect.ismethod(words.__call__) else words
+    hints = typing.get_type_hints(read)
+    assert {"text": str, "return": str} == {name: hints[name] for name in ("text", "return")}
+    assert "A" == words.__call__("a") == words("a")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Litestar's, of parameters that are found by their names
+def test_litestar_serves_guarded_handlers() -> None:
+    """Functions and methods of controllers, plain and asynchronous."""
+    litestar = pytest.importorskip("litestar")
+    from litestar.testing import TestClient
+
+    nlp = guard(dict, reload_on=None)
+
+    @nlp
+    def plain(_model: dict[str, str], text: str) -> str:
+        return text.upper()
+
+    @nlp
+    async def asynchronous(_model: dict[str, str], text: str) -> str:
+        return text.lower()
+
+    class Words(litestar.Controller):  # type: ignore[misc, name-defined]
+        @litestar.get("/method/{text:str}")
+        @nlp
+        async def method(self, _model: dict[str, str], text: str) -> str:
+            return text.title()
+
+    handlers = [
+        litestar.get("/plain/{text:str}", sync_to_thread=False)(plain),
+        litestar.get("/async/{text:str}")(asynchronous),
+        Words,
+    ]
+    with TestClient(litestar.Litestar(handlers)) as client:
+        assert ["AB", "ab", "Ab"] == [client.get(f"/{kind}/aB").text for kind in ("plain", "async", "method")]
