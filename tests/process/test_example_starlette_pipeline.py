@@ -84,7 +84,7 @@ def ask_all(server: Server, texts: list[str]) -> list[Any]:
 
 
 def test_a_text_gets_its_own_vector(guarded: Server) -> None:
-    """What a text gets in company is what it gets alone."""
+    """A text gets the same result in a batch as alone."""
     (alone,) = ask_all(guarded, ["Hello, world."])
     assert 200 == alone.status
     vector = alone.json
@@ -112,7 +112,7 @@ def test_a_text_that_is_too_long_is_cut(guarded: Server) -> None:
 
 
 def test_an_overload_is_refused_honestly(simulated: Server) -> None:
-    """Far more than it can do: some are answered, all others refused as problem documents, and none is left waiting."""
+    """Far too many: some are answered, all others refused as problem documents, and none is left waiting."""
     answers = ask_all(simulated, [LONG, *islice(drive.texts(), 800)])
     counts = Counter(answer.status for answer in answers)
     assert set(counts) <= {200, 503, 504}, counts
@@ -136,7 +136,7 @@ def test_probes_and_status_answer(guarded: Server) -> None:
 
 
 def test_a_request_to_end_drains(simulated: Server, tmp_path: Path) -> None:
-    """What was sent before SIGTERM is answered, and the service ends without a complaint."""
+    """What was sent before SIGTERM is answered, and the service ends without an error in the log."""
     hold = tmp_path / "hold"
     hold.touch()
 

@@ -82,7 +82,7 @@ def words(zone: Zoned[Any], text: str) -> list[str]:
 
 
 def child_succeeds(work: Callable[[], None]) -> bool:
-    """Fork, do the work in the child, and tell whether it came through."""
+    """Fork, do the work in the child, and return whether it succeeded."""
     child = os.fork()
     if child == 0:
         try:
@@ -211,7 +211,7 @@ def test_a_fork_while_others_wait_for_their_turn(zone: Zoned[Any]) -> None:
 
 
 def in_child_alone(nlp: Language) -> None:
-    """What is left in the child is the forking thread's own stay."""
+    """What is left in the child is the forking thread's own time in the zone."""
     zone = _zone_of(nlp)
     assert 1 == zone._inside
     assert not zone._waiting

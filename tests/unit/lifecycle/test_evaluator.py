@@ -1,4 +1,4 @@
-"""When policies are asked, and how seldom."""
+"""When policies are asked, and how rarely."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_calls_pass_by_until_the_answer_may_change(world: World) -> None:
 
 
 def test_errors_are_looked_at_at_once(world: World) -> None:
-    """A call that raises has the policy asked whatever its horizon."""
+    """After a call that raises, the policy is asked whatever its horizon."""
     policy = Counting()
     guard = world.guard(reload_on=policy)
     use(guard, 5)

@@ -111,7 +111,7 @@ def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: Wo
 
 
 def test_closing_releases_the_model(world: World) -> None:
-    """``close()`` unloads the model, drops it and says what that gave back; then nothing serves."""
+    """``close()`` unloads the model, drops it and reports the memory that it returned; then nothing serves."""
     unloaded: list[int] = []
     world.model_size = 50
     guard = world.guard(unload=lambda model: unloaded.append(model.number))
@@ -204,7 +204,7 @@ def test_a_reload_that_waits_for_its_turn_is_given_up(world: World, swap: str) -
 
 
 def test_a_second_attempt_is_given_up(world: World) -> None:
-    """A reload whose first model came too late, and that is overtaken by the end of its guard, leaves no model."""
+    """A reload whose first model came too late, and whose guard is closed meanwhile, leaves no model."""
     world.model_size = 50
     before = world.memory
 
@@ -237,7 +237,7 @@ def test_closing_on_a_running_loop_is_refused(world: World) -> None:
 
 
 def test_a_retry_is_given_up(world: World) -> None:
-    """A closed guard is asked no more, and retries no load."""
+    """A closed guard's policies are not asked any more, and it retries no load."""
     guard = world.guard()
     world.loader.fails = True
     with pytest.raises(LoadFailed):

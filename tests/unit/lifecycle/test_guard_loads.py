@@ -1,4 +1,4 @@
-"""One load runs however many ask for it, and what comes of it when it fails."""
+"""One load runs for any number of callers, and what happens when it fails."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TestOneFlight:
         assert "model" == asyncio.run(main())
 
     def test_loading_twice_loads_once(self, world: World) -> None:
-        """``load()`` and ``aload()`` have a generation serve; where one does already they do nothing."""
+        """After ``load()`` and ``aload()`` a generation serves; if one does already they do nothing."""
         guard = world.guard()
         guard.load()
         guard.load()
@@ -94,7 +94,7 @@ class TestOneFlight:
 
 class TestAFailedLoad:
     def test_is_told_once_to_all_who_waited(self, world: World) -> None:
-        """Everyone who waited for a load that failed gets an error of their own, with the loader's as its cause."""
+        """Every caller that waited for a failed load gets its own error, with the loader's as its cause."""
         guard = world.guard()
         world.loader.fails = True
         world.loader.hold()
@@ -187,7 +187,7 @@ class TestAFailedLoad:
 
 
 class TestNoThread:
-    """What becomes of calls where the system gives no more threads, as it may before it gives no more memory."""
+    """What happens to calls when the system cannot start another thread."""
 
     @staticmethod
     def starve(world: World) -> None:
@@ -197,7 +197,7 @@ class TestNoThread:
         object.__setattr__(world.runtime, "start_thread", start)
 
     def test_a_load_fails_by_name(self, world: World) -> None:
-        """Who waits for a load that cannot be started gets ``LoadFailed``, and it is tried again in time."""
+        """Callers that wait for a load that cannot be started get ``LoadFailed``, and it is tried again later."""
         guard = world.guard()
         self.starve(world)
         with pytest.raises(LoadFailed, match="can't start new thread") as failure:
@@ -208,7 +208,7 @@ class TestNoThread:
         assert guard.ready
 
     def test_a_reload_fails_by_name(self, world: World) -> None:
-        """The old generation serves on."""
+        """The old generation still serves."""
         guard = world.guard()
         guard.load()
         self.starve(world)

@@ -1,4 +1,4 @@
-"""A lease is one use of the model: taken once, given back once, however its block ends."""
+"""A lease is one use of the model: taken once, returned once, however its block ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestABlock:
 
     @pytest.mark.parametrize("error", INTERRUPTS)
     def test_gives_it_back_however_it_ends(self, world: World, error: type[BaseException]) -> None:
-        """A block that raises gives its lease back; only an ``Exception`` counts as the model's error."""
+        """A block that raises returns its lease; only an ``Exception`` counts as the model's error."""
         guard = world.guard()
 
         async def asynchronously() -> None:
@@ -87,7 +87,7 @@ class TestABlock:
         assert 2 == number()
 
     def test_may_be_one_of_many(self, world: World) -> None:
-        """Leases overlap as they like; each ends for itself."""
+        """Leases may overlap in any way; each ends by itself."""
         guard = world.guard()
         first, second = guard.lease(), guard.lease()
         with ExitStack() as stack:
@@ -152,7 +152,7 @@ class TestALeaseThatIsTaken:
         assert (0, 1) == counts(guard)
 
     def test_that_never_began_has_nothing_to_end(self, world: World) -> None:
-        """A lease that was made and never entered takes nothing and gives nothing."""
+        """A lease that is never entered has no effect."""
         guard = world.guard()
         guard.load()
         lease = guard.lease()
@@ -174,7 +174,7 @@ class TestALeaseThatIsTaken:
 
 class TestContexts:
     def test_a_lease_may_end_in_another_context_than_it_began_in(self, world: World) -> None:
-        """Dependency injectors enter and leave in different contexts: the lease ends all the same."""
+        """Dependency injectors enter and leave in different contexts: the lease still ends."""
         guard = world.guard()
         lease = guard.lease()
         contextvars.copy_context().run(lease.__enter__)
@@ -220,7 +220,7 @@ class TestContexts:
         assert [[1, 1]] * 5 + [[2, 2]] * 5 == asyncio.run(main())
 
     def test_a_cancelled_block_gives_its_lease_back(self, world: World) -> None:
-        """A task that is cancelled inside ``async with`` gives its lease back at once."""
+        """A task that is cancelled inside ``async with`` returns its lease at once."""
         guard = world.guard()
 
         @asynccontextmanager

@@ -43,7 +43,7 @@ class Awaitable:
 
 class TestFinished:
     def test_what_is_there_already_is_handed_on(self) -> None:
-        """A resolve result is handed on as it is."""
+        """A plain result is passed on unchanged."""
         result = object()
         assert resolve(result) is result
 
@@ -85,7 +85,7 @@ class TestWithin:
             self.run(timeout, fail)
 
     def test_late_work_is_left_behind(self) -> None:
-        """When the time is over ``Late`` is raised, and the result goes to ``when_late`` should it come after all."""
+        """When the time is over ``Late`` is raised, and a late result goes to ``when_late``."""
         go_on, late, threads = threading.Event(), list[str](), Threads()
 
         def work() -> str:

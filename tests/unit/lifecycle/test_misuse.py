@@ -180,7 +180,7 @@ class TestRoutes:
 class TestTheGuardIsNotTheModel:
     @pytest.mark.parametrize("name", ["pipe", "predict", "vocab", "__wrapped__"])
     def test_what_it_lacks_is_explained(self, nlp: ModelGuard[Any], name: str) -> None:
-        """``nlp.pipe`` is the model's: the error says how to get at the model."""
+        """``nlp.pipe`` is the model's: the error says how to reach the model."""
         with pytest.raises(AttributeError, match=f"has no attribute '{name}': it is the guard, not the model"):
             getattr(nlp, name)
         assert not hasattr(nlp, name)

@@ -105,7 +105,7 @@ def test_whatever_can_be_called_is_a_loader(world: World, loader: Callable[[], o
     ],
 )
 def test_a_guard_is_named_after_its_loader(loader: Callable[[], object], name: str) -> None:
-    """Without a name of its own a guard bears its loader's, and shows it."""
+    """A guard without a name gets its loader's, and shows it."""
     made = guard(loader, reload_on=None)
     assert (name, f"<ModelGuard {name!r} new>") == (made.name, repr(made))
 
@@ -159,7 +159,7 @@ def test_a_pool_s_share_needs_a_limit_too(world: World) -> None:
 
 
 class TestNeverFires:
-    """A policy that cannot fire is warned of, at the line that wrote it."""
+    """A policy that cannot fire causes a warning at the caller's line."""
 
     @staticmethod
     def warned(make: Callable[[], object], match: str) -> None:
@@ -169,7 +169,7 @@ class TestNeverFires:
 
     @pytest.mark.parametrize("policy", [MemoryLimit("2 GB"), MemoryGrowth("2 GB")], ids=repr)
     def test_above_the_limit(self, world: World, policy: modelguard.Policy) -> None:
-        """A bound at the process's own limit is never reached: the kernel is there first."""
+        """A bound at the process's own limit is never reached: the kernel kills the process first."""
         world.limit = 2000 * MB
         with use(lambda: world.runtime):
             self.warned(
@@ -245,7 +245,7 @@ def test_a_pool_s_options_are_checked_where_they_are_written(option: str, value:
 
 
 def test_a_pool_is_named_after_its_loader() -> None:
-    """Without a name of its own a pool bears its loader's, and shows what it holds."""
+    """A pool without a name gets its loader's, and shows what it holds."""
 
     def voices(key: str) -> str:
         return key

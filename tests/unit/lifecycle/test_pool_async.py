@@ -33,7 +33,7 @@ def run(main: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def test_a_model_is_loaded_beside_the_loop(world: World) -> None:
-    """The event loop goes on while a model loads, and when it is there it is lent."""
+    """The event loop goes on while a model loads, and the task gets the model when it is loaded."""
     pool = world.pool()
     world.loader.hold()
 
@@ -148,7 +148,7 @@ class TestACancelledTask:
 
 
 def test_a_lease_serves_once(world: World) -> None:
-    """``async with`` refuses a lease that has been used as ``with`` does."""
+    """``async with`` rejects a used lease, as ``with`` does."""
     pool = world.pool()
     lease = pool.lease("a")
 

@@ -1,4 +1,4 @@
-"""Functions whose arguments tell which model of a pool they run on."""
+"""Functions whose arguments select the model of a pool."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class TestADecoratedFunction:
         assert speak is pickle.loads(pickle.dumps(speak))
 
     def test_has_no_guard_of_its_own(self) -> None:
-        """Each key has a guard; the function has none to be asked for."""
+        """Each key has its own guard; the function itself has none."""
         with pytest.raises(InvalidOption, match="is not decorated by a guard"):
             guard_of(speak)
 

@@ -45,7 +45,7 @@ class TestTTL:
 
     @pytest.mark.parametrize(("draw", "lives"), [(0.0, 99.9), (0.5, 94.9)])
     def test_is_jittered(self, world: World, draw: float, lives: float) -> None:
-        """Each model's time is shortened by up to a tenth, at random, so that workers do not reload in step."""
+        """Each model's time is shortened by up to a tenth, at random, so that workers do not reload together."""
         world.draw = draw
         pool = world.pool(ttl="100s")
         use(pool, "a")
@@ -131,7 +131,7 @@ class TestLease:
         assert 0 == pool.status().in_flight
 
     def test_is_given_back_however_its_block_ends(self, world: World) -> None:
-        """A block that raises gives its lease back."""
+        """A block that raises returns its lease."""
         pool = world.pool()
         for error in (ValueError, KeyboardInterrupt):
             with pytest.raises(error), pool.lease("a"):

@@ -1,4 +1,4 @@
-"""Faults that were found from outside, and their siblings: each stays mended."""
+"""Regressions: each fault stays fixed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TestMethodsUnderOtherDecorators:
         assert ("service", "model", "text") == type(service).wrapped(self=service, text="text")
 
     def test_without_an_instance_say_so(self, service: Any) -> None:
-        """A method that is called on nothing says what it needs."""
+        """A method that is called without an instance says what it needs."""
         with pytest.raises(TypeError, match=r"wrapped\(\) is a method: call it on an instance"):
             type(service).wrapped()
 
@@ -219,7 +219,7 @@ class TestAPolicyThatRaises:
         assert 2 == nlp.status().generation
 
     def test_lets_an_interrupt_through(self, world: World) -> None:
-        """Ctrl-C while a policy is asked is Ctrl-C."""
+        """Ctrl-C while a policy is asked raises KeyboardInterrupt."""
 
         class Interrupted(Policy):
             def due(self, now: Snapshot) -> bool:

@@ -17,7 +17,7 @@ from modelguard.lifecycle._threads import NamedThreads
 
 
 class Job:
-    """Work that notes the thread that it runs in; can be held up."""
+    """Work that records its thread, and can be stopped half way."""
 
     def __init__(self, *, held: bool = False) -> None:
         self.thread: threading.Thread | None = None

@@ -1,4 +1,4 @@
-"""One thread asks the policies of all guards, and only while there is one to ask."""
+"""One thread asks the policies of all guards, and exists only while there are guards."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_is_ticker_is_asked_again_and_again(ticker: Ticker) -> None:
 
 
 def test_one_thread_serves_all(ticker: Ticker) -> None:
-    """However many guards there are, one thread keeps them."""
+    """However many guards there are, one thread checks them."""
     before = threads()
     guards = [Ticked() for _ in range(20)]
     for guard in guards:
@@ -115,7 +115,7 @@ def test_one_guard_s_trouble_is_no_other_s(ticker: Ticker, caplog: pytest.LogCap
 
 
 def test_a_thread_that_cannot_be_started_is_tried_again(ticker: Ticker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that gives no thread now may give one later."""
+    """If no thread can be started now, it is tried again later."""
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -138,7 +138,7 @@ def test_a_guard_may_be_brought_from_within(ticker: Ticker) -> None:
 
 
 def test_a_child_starts_its_own(ticker: Ticker) -> None:
-    """After a fork the child's guards are ticker by a thread of its own."""
+    """After a fork the child's guards are checked by its own thread."""
     guard = Ticked()
     ticker.add(guard)
     ticker.before_fork()
@@ -149,7 +149,7 @@ def test_a_child_starts_its_own(ticker: Ticker) -> None:
 
 
 def test_a_keeper_that_is_dismissed_keeps_its_guards_for_its_children(ticker: Ticker) -> None:
-    """A process that forks has no such thread from then on; its children have one, and ask the guards it had."""
+    """A process that forks has no such thread from then on; its children have one, and check its guards."""
     before = threads()
     first, second = Ticked(), Ticked()
     ticker.add(first)

@@ -1,4 +1,4 @@
-"""``trim_every``: freed memory is given back in the course of traffic."""
+"""``trim_every``: freed memory is returned while traffic goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def call(guard: Any, times: int = 1) -> None:
 
 
 def trims(world: World) -> int:
-    """How often memory was given back in the course of traffic."""
+    """How often memory was returned while traffic went on."""
     return sum(isinstance(event, MemoryTrimmed) for event in world.events)
 
 
@@ -73,7 +73,7 @@ class TestAnInterval:
 
 class TestGrowth:
     def test_by_the_bound_is_what_is_waited_for(self, world: World) -> None:
-        """With "100 MB", memory is given back at first, to know what is in use, and then after that much growth."""
+        """With "100 MB", memory is returned at first, to know what is in use, and then after that much growth."""
         guard = world.guard(trim_every="100 MB")
         call(guard)
         world.tick(1)
@@ -109,7 +109,7 @@ class TestGrowth:
         assert 2 == trims(world)
 
     def test_is_also_of_what_a_call_frees_during_a_trim(self, world: World) -> None:
-        """What comes free between a trim and the reading after it is given back later."""
+        """What is freed between a trim and the reading after it is returned later."""
 
         def trim() -> str:
             world.in_use = 20 * MB
