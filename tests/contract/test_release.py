@@ -42,7 +42,7 @@ def test_the_extra_all_is_every_other_extra() -> None:
 
 
 def test_every_dependency_has_a_lower_bound_and_no_upper_one() -> None:
-    """Users are told the oldest version that was tried, and are not kept from newer ones."""
+    """Users see the oldest version that was tested, and can use newer ones."""
     asked = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
     foreign = [line for line in asked if not line.startswith(f"{PROJECT['name']}[")]
     assert [] == [line for line in foreign if not re.fullmatch(r"[a-z-]+(\[[a-z]+\])?>=[\d.]+", line)]

@@ -1,4 +1,4 @@
-"""What is told of the allocator in force: each one really preloaded, a placebo, a private copy, and two at once."""
+"""Reports about the allocator in force: really preloaded ones, ineffective ones, a private copy, two at once."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_pythons_allocator_set_from_inside_is_not_believed() -> None:
 
 @needs_glibc
 def test_an_allocator_that_is_a_part_of_the_program_is_static(tmp_path: Path) -> None:
-    """A program with a malloc of its own is reported by the program's file."""
+    """A program with its own malloc is reported by the program's file."""
     compiler, config = shutil.which("cc"), sysconfig.get_config_vars()
     if compiler is None:
         pytest.skip("there is no C compiler to make a program with")

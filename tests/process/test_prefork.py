@@ -80,7 +80,7 @@ def test_children_share_the_parents_generation_and_are_warm_before_their_first_r
 
 @pytest.mark.timeout(90)
 def test_in_child_is_the_hooks_own_work_done_once() -> None:
-    """``in_child`` after the fork hook does nothing again; and it tells the error that the warm-up raised."""
+    """``in_child`` after the fork hook repeats nothing, and raises the error of the warm-up."""
     assert [1, "OSError: no disk"] == told(
         """
         broken = []

@@ -97,7 +97,7 @@ def test_a_program_that_fails_or_hangs_is_told(modelguard_env: Env) -> None:
     ],
 )
 def test_impossible_programs_are_refused(modelguard_env: Env, options: dict[str, Any], why: str) -> None:
-    """Bad arguments are refused by name."""
+    """Invalid arguments are rejected by name."""
     with pytest.raises(InvalidOption, match=why):
         modelguard_env(**options)
 
@@ -162,7 +162,7 @@ def test_a_child_that_fails_hangs_or_dies_is_told() -> None:
 
 
 def test_impossible_models_and_readers_are_refused() -> None:
-    """A model too small to tell anything by, and a reader that cannot be called, are refused by name."""
+    """A model too small to measure, and a reader that is not callable, are rejected by name."""
     with pytest.raises(InvalidOption, match="Test with a model of 4 MB or more"):
         assert_shared_after_fork({"a": 1}, len)
     with pytest.raises(InvalidOption, match="read='all'"):
@@ -170,7 +170,7 @@ def test_impossible_models_and_readers_are_refused() -> None:
 
 
 def test_the_fixtures_work_in_each_worker_of_xdist(pytester: pytest.Pytester) -> None:
-    """Spread over two processes, each worker has its own clock; an impossible marker is refused there too."""
+    """Spread over two processes, each worker has its own clock; an invalid marker is rejected there too."""
     pytest.importorskip("xdist", reason="needs pytest-xdist")
     source = """
         import pytest

@@ -1,4 +1,4 @@
-"""A throw-away child does the work of a worker, so that what goes wrong there is known before the first worker."""
+"""A trial child does the work of a worker, so that its errors are known before the first worker."""
 
 from __future__ import annotations
 

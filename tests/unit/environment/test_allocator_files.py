@@ -219,7 +219,7 @@ def test_a_file_in_a_folder_that_others_may_write_to_is_refused(machine: Machine
 
 
 def test_folders_above_count_unless_they_are_sticky(machine: Machine) -> None:
-    """Whoever may rename a folder may replace its content; in a sticky folder only its owner may."""
+    """A user who may rename a folder may replace its content; in a sticky folder only its owner may."""
     file = machine.write("/a/b/it.so", elf())
     (machine.root / "a").chmod(0o1777)
     check(machine, file)
@@ -229,7 +229,7 @@ def test_folders_above_count_unless_they_are_sticky(machine: Machine) -> None:
 
 
 def test_a_link_in_a_folder_that_others_may_write_to_is_refused(machine: Machine) -> None:
-    """Whoever can change the link chooses the file."""
+    """A user who can change the link chooses the file."""
     file = machine.write("/lib/it.so", elf())
     (machine.root / "open").mkdir()
     (machine.root / "open").chmod(0o777)

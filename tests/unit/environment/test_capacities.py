@@ -29,7 +29,7 @@ READ = {
 
 @pytest.mark.parametrize("value", CRASHES)
 def test_values_that_crash_torch(value: str) -> None:
-    """Everything that ideep reads as 0 is refused, in whatever notation."""
+    """Everything that ideep reads as 0 is rejected, in any notation."""
     assert 0 == capacity(IDEEP, value)
     assert "crashes at its first convolution" in str(why_unusable(IDEEP, value))
 

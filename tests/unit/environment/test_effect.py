@@ -103,7 +103,7 @@ def test_a_cache_that_was_made_as_wanted() -> None:
 
 
 def test_a_size_is_compared_as_the_library_reads_it() -> None:
-    """Another notation of the size in force is no value that came too late."""
+    """Another notation of the size in force is not a value that came too late."""
     assert "kept" == effect_of(PRIMITIVES, " 064", History(capacity=64))[0]
     assert "kept" == effect_of(DESCRIPTORS, "64 entries", History(thread_capacity=64))[0]
     assert "too late" == effect_of(DESCRIPTORS, "0064", History(thread_capacity=1024))[0]

@@ -1,4 +1,4 @@
-"""Presets: what they set, how they are put together, and what is refused."""
+"""Presets: what they set, how they are combined, and what is rejected."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_the_next_may_leave_when_a_successor_has_arrived() -> None:
 
 
 def test_arrivals_without_anybody_leaving_change_nothing() -> None:
-    """The first replicas of a deployment succeed nobody."""
+    """The first replicas of a deployment have no predecessor."""
     world = World()
     world.process("a").release()
     assert {} == world.store.entries

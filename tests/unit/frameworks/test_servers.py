@@ -70,7 +70,7 @@ def test_without_celery_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_celerys_spawned_processes_have_nothing_to_share() -> None:
-    """A start method that shares no memory is refused by the name of its setting."""
+    """A start method that shares no memory is rejected by the name of its setting."""
     with pytest.raises(InvalidOption, match="worker_pool_start_method='spawn'"):
         celery._check_start_method(SimpleNamespace(pool_start_method="spawn"))
     celery._check_start_method(SimpleNamespace())

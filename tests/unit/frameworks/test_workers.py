@@ -51,7 +51,7 @@ def test_a_worker_leaves_once_when_a_policy_has_asked_and_it_is_old_enough(worke
 
 
 def test_new_weights_are_a_reason_to_leave_at_any_age(worker: Workers) -> None:
-    """The parent has prepared again: whoever was forked before goes, though no policy of its own is due."""
+    """The parent has prepared again: workers that were forked before go, though no policy of their own is due."""
     worker._shared.weights_version += 1
     assert worker.must_end()
 

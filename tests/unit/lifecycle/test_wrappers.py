@@ -1,4 +1,4 @@
-"""Decorated functions: each call runs on one generation, and each keeps its face."""
+"""Decorated functions: each call runs on one generation, and each function keeps its name, signature and kind."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class TestADecoratedFunctionKeepsItsFace:
         ],
     )
     def test_kind(self, is_kind: Callable[[object], bool], kind: str) -> None:
-        """Frameworks that look at what a function is find what was written, on methods too."""
+        """Frameworks that inspect a function see the kind that was written, on methods too."""
         functions = {"words": words, "later": later, "each": each, "each_later": each_later}
         assert [kind] == [name for name, function in functions.items() if is_kind(function)]
         bound = [name for name in ("method", "later", "each", "each_later") if is_kind(getattr(Service(), name))]
@@ -222,7 +222,7 @@ class TestADecoratedFunctionKeepsItsFace:
         assert [True, True] == [copied is words for copied in (copy.copy(words), copy.deepcopy(words))]
 
     def test_the_written_function_is_at_hand(self) -> None:
-        """``__wrapped__`` is the function that was written, for tests that hand in a model of their own."""
+        """``__wrapped__`` is the function that was written, for tests that pass their own model."""
         assert ["mine", "a"] == words.__wrapped__("mine", "a")  # type: ignore[attr-defined]
 
     def test_attributes_are_its_own(self) -> None:
@@ -238,12 +238,12 @@ class TestGuardOf:
         ids=range(12),
     )
     def test_finds_the_guard_of_a_function(self, function: Any) -> None:
-        """The guard of a decorated function is at hand, for its status and its reloads; so is a method's."""
+        """The guard of a decorated function or method can be found, for its status and its reloads."""
         assert nlp is guard_of(function)
 
     @pytest.mark.parametrize("function", [len, lambda: None, Service, None])
     def test_refuses_what_is_not_decorated(self, function: Any) -> None:
-        """What no guard decorates has none: the error says so."""
+        """An undecorated function has no guard: the error says so."""
         with pytest.raises(InvalidOption, match="is not decorated by a guard"):
             guard_of(function)
 
@@ -260,7 +260,7 @@ class TestGuardOf:
 class TestWhatCannotBeDecorated:
     @pytest.mark.parametrize("value", [Service, 3, None, "words"])
     def test_what_is_no_function(self, value: Any) -> None:
-        """Classes and values are refused where the decorator stands."""
+        """Classes and values are rejected at decoration."""
         with pytest.raises(InvalidOption, match="must be a function"):
             nlp(value)
 

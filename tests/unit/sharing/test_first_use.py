@@ -93,7 +93,7 @@ def test_the_first_read_of_text_by_native_code_writes_nothing(make: type[str], w
 
 
 def test_text_that_python_itself_keeps_is_ready_too() -> None:
-    """A name that the interpreter has made immortal is no part of the model's making, and read all the same."""
+    """A name that the interpreter has made immortal is not counted as the model's, but is still read."""
     name = sys.intern("имя " + text(2))
     immortalize([name])
     immortalize([name])

@@ -219,7 +219,7 @@ class TestLoad:
         assert (2, [0, 2]) == (weights.load(build, path), calls)
 
     def test_passes_on_that_build_does_not_find_a_file(self, path: Path) -> None:
-        """A file of its own that build does not find is no reason to start again."""
+        """A file that ``build`` itself does not find does not cause another attempt."""
         weights.publish(np.zeros(3), path)
         calls = []
 
@@ -242,7 +242,7 @@ class TestLoad:
 
     @pytest.mark.parametrize("names", [{}, {"names": "x"}, {"names": [1]}, {"names": []}])
     def test_without_the_names_of_its_arrays_is_refused(self, path: Path, names: dict[str, Any]) -> None:
-        """A manifest that fits its hash and lacks what the format needs is refused as any other."""
+        """A manifest that matches its hash but lacks what the format needs is rejected as any other."""
         weights.publish({"x": np.ones(3)}, path)
         manifest = WeightsStore(path).current()
         digest = digest_of("numpy", names, manifest.files)

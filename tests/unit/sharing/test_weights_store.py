@@ -390,7 +390,7 @@ class TestReading:
         assert "was not written by weights.publish()" in str(self.refused(store))
 
     def test_a_manifest_that_nests_without_end_is_refused(self, store: WeightsStore) -> None:
-        """A text that no parser can follow is no manifest."""
+        """A text that cannot be parsed is not a manifest."""
         store.path.write_text("[" * 100_000)
         store.path.chmod(0o600)
         assert "was not written by weights.publish()" in str(self.refused(store))

@@ -248,7 +248,7 @@ def test_an_invalid_provider_is_rejected(argument: str, kind: str) -> None:
 
 @pytest.mark.parametrize("module", ["opentelemetry.metrics", "opentelemetry.trace"])
 def test_a_missing_package_is_named_with_its_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has not installed opentelemetry-api reads what to install."""
+    """Without opentelemetry-api, the error says what to install."""
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(NotSupported, match=r"pip install 'modelguard-lifecycle\[opentelemetry\]'"):
         opentelemetry()
