@@ -13,6 +13,7 @@ from tests.process.gunicorn_server import running
 from tests.process.harness import Clients, wait_until
 
 pytest.importorskip("gunicorn")
+pytestmark = pytest.mark.timeout(150)
 
 INSTALLED = Path(__file__).parents[2] / "build" / "gunicorn"
 #: Up to 23 its handler of SIGCHLD waits for all children; 21.2 has another heartbeat than 22.
@@ -48,7 +49,6 @@ def test_the_newest_version_is_the_one_of_the_other_tests() -> None:
     assert f"Tested with gunicorn 21.2, 22, 23, 24, 25 and {newest}" in page
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_new_weights_are_rolled_out_under_every_version(version: str, tmp_path: Path) -> None:
     """The master survives the trial of new weights, replaces all workers, loses no request, and ends at once."""

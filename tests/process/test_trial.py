@@ -17,8 +17,9 @@ from tests.process.harness import wait_until
 
 from modelguard.sharing import _trial
 
+pytestmark = pytest.mark.timeout(60)
 
-@pytest.mark.timeout(60)
+
 def test_work_that_ends_is_fine() -> None:
     """Work that ends is ok, and its changes stay in the child."""
     changed: list[int] = []
@@ -27,7 +28,6 @@ def test_work_that_ends_is_fine() -> None:
     assert [] == changed
 
 
-@pytest.mark.timeout(60)
 def test_work_that_raises_is_told_with_its_traceback() -> None:
     """The child's traceback comes back."""
 
@@ -44,7 +44,6 @@ def _wait_for_ever() -> None:
     time.sleep(600)
 
 
-@pytest.mark.timeout(60)
 def test_work_that_hangs_is_told_with_its_stack_and_ended() -> None:
     """A child that does not end is killed, and its stacks show where it was."""
     verdict = _trial.run(_wait_for_ever, timeout=1.0)
@@ -54,7 +53,6 @@ def test_work_that_hangs_is_told_with_its_stack_and_ended() -> None:
         os.waitpid(-1, os.WNOHANG)  # nobody is left behind
 
 
-@pytest.mark.timeout(60)
 def test_work_that_kills_its_process_is_told() -> None:
     """A crash in native code leaves no traceback; the signal is named."""
     verdict = _trial.run(lambda: os.kill(os.getpid(), signal.SIGSEGV), timeout=30)
@@ -62,7 +60,6 @@ def test_work_that_kills_its_process_is_told() -> None:
     assert "SIGSEGV" in verdict.report
 
 
-@pytest.mark.timeout(60)
 def test_work_that_exits_is_no_success() -> None:
     """A child that exits by itself has not done its work."""
     assert not _trial.run(lambda: os._exit(0), timeout=30).ok
@@ -83,7 +80,6 @@ def _foreign_reaper(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_foreign_reaper")
-@pytest.mark.timeout(60)
 def test_a_child_whose_exit_status_somebody_else_takes_is_judged_all_the_same() -> None:
     """The child's own words count; only how it died cannot be known."""
     assert _trial.run(lambda: None, timeout=30).ok
@@ -94,7 +90,6 @@ def test_a_child_whose_exit_status_somebody_else_takes_is_judged_all_the_same() 
     assert "has taken its exit status" in crash.report
 
 
-@pytest.mark.timeout(60)
 def test_the_parents_handlers_do_not_run_in_the_child() -> None:
     """A signal that asks to end ends the child, though the parent only notes it; and the parent's handler stays."""
     noted: list[int] = []
@@ -115,7 +110,6 @@ def _leave_a_process_behind(where: Path) -> None:
     where.write_text(str(pid))
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("hangs", [False, True])
 def test_work_that_forks_is_judged_by_its_own_end_and_leaves_nothing(hangs: bool, tmp_path: Path) -> None:  # noqa: FBT001 - pytest's
     """A process that the work leaves holds the pipe open: that is no hang, and it is killed with the child."""
@@ -136,7 +130,6 @@ def test_work_that_returns_twice_is_done_once() -> None:
     assert _trial.run(lambda: os.fork() and None, timeout=30).ok
 
 
-@pytest.mark.timeout(60)
 def test_a_child_that_hangs_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     """A server that is killed during the trial leaves no process that holds its port."""
     program = f"""

@@ -102,8 +102,8 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
             reader="oneDNN",
             does=f"keeps at most {entries} compiled operations; each convolution layer takes one per input shape, "
             "and the default is 1024",
-            costs="an operation that no longer fits is compiled again, which doubles the time where the same shapes recur "
-            "and do not fit",
+            costs="an operation that no longer fits is compiled again, which doubles the time where the same shapes "
+            "recur and do not fit",
             source=f"oneDNN developer guide, 'Primitive Cache'; {measured}",
         ),
         Knob(
