@@ -125,6 +125,7 @@ def test_work_that_forks_is_judged_by_its_own_end_and_leaves_nothing(hangs: bool
     wait_until(lambda: not _runs(left), what="the process is gone", seconds=10)
 
 
+@pytest.mark.timeout(60)
 def test_work_that_returns_twice_is_done_once() -> None:
     """A process that the work has forked, and that returns, says nothing in the child's name."""
     assert _trial.run(lambda: os.fork() and None, timeout=30).ok

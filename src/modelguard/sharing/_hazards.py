@@ -182,7 +182,8 @@ def _descriptors(process: ForkingProcess) -> Iterable[Hazard]:
     for peer in process.connections():
         seen = "a connection is open; all workers would read and write the same one, and mix up their messages"
         yield Hazard("connection", peer, seen, "Open it in each worker, after the fork.", "warning")
-    queues = process.event_queues()
+    has_loop = process.runs_event_loop() or any(process.event_loops_elsewhere())
+    queues = 0 if has_loop else process.event_queues()  # the queue of a loop that is named already says nothing new
     if queues:
         seen = f"{queues} open; what a child adds to one or removes from it, it changes for its parent too"
         fix = "Create event loops and their clients in each worker, after the fork; close those of the parent."

@@ -41,7 +41,8 @@ def content(one: object) -> bytes:
     """The bytes of an object, and those before it that its type uses: for the collector, and for the dict."""
     import ctypes
 
-    before = 32 if type(one).__flags__ & 1 << 14 else 0  # Py_TPFLAGS_HAVE_GC
+    flags = type(one).__flags__
+    before = 0 if not flags & 1 << 14 else 32 if flags & 0b11 << 3 else 16  # HAVE_GC; MANAGED_WEAKREF, MANAGED_DICT
     return ctypes.string_at(id(one) - before, before + type(one).__basicsize__)
 
 
