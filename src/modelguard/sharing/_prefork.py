@@ -144,7 +144,8 @@ def prepare(
     chosen = _chosen(guards)
     process = _hazards.ThisProcess()
     if process.runs_event_loop():
-        raise ForkUnsafe(_hazards.find_hazards(process))
+        # Not the warnings: the loop's own connections and event queue would be among them.
+        raise ForkUnsafe(hazard for hazard in _hazards.find_hazards(process) if hazard.severity == "fatal")
     if immortalize is True and (why := _immortal.immortalize_unsupported()) is not None:
         raise NotSupported("immortalize=True", reason=why)
     for guard in chosen:
