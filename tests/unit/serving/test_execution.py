@@ -93,7 +93,7 @@ def test_what_expires_meanwhile_is_not_run_again() -> None:
 
 
 def test_without_isolation_all_items_of_a_batch_fail() -> None:
-    """Each gets an error of its own, since one object in several threads would mix up their tracebacks."""
+    """Each gets its own error, since one object in several threads would mix up their tracebacks."""
     computed = ran(model := Model(1), range(3), isolate=False)
     found = [one.error for one in computed.outcomes]
     assert 1 == len(model.batches)
