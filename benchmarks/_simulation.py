@@ -23,7 +23,7 @@ from modelguard.serving._requests import Failure, Request
 Cost = Callable[[list[Any], float, dict[str, Any]], float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
     """One request to come.
 
@@ -42,6 +42,12 @@ class Arrival:
     weight: float = 1
     group: Any = None
     bad: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Arrival) and self.item == other.item
+
+    def __hash__(self) -> int:
+        return hash(self.item)
 
 
 @dataclass(slots=True)
@@ -88,6 +94,12 @@ class _Simulated(Request):
         self._simulation.note(self.arrival, outcome)
 
 
+def _check(item: Arrival) -> None:
+    """Stands for a function of the model that works on one item: the traceback then names the item."""
+    if item.bad:
+        raise ValueError("bad item")
+
+
 class Simulation:
     """One batch queue, one thread, one model, on a clock of their own.
 
@@ -96,9 +108,12 @@ class Simulation:
         cost: How long the model takes.
         arrivals: The requests, in order.
         warm_up: Seconds at the start that do not count.
+        named: Whether the model works on one item at a time when it raises for it.
     """
 
-    def __init__(self, limits: Limits, cost: Cost, arrivals: Iterable[Arrival], *, warm_up: float = 0.0) -> None:
+    def __init__(
+        self, limits: Limits, cost: Cost, arrivals: Iterable[Arrival], *, warm_up: float = 0.0, named: bool = False
+    ) -> None:
         self.now = 0.0
         self.queue = BatchQueue(limits)
         self.outcome = Outcome()
@@ -106,7 +121,8 @@ class Simulation:
         self._arrivals = deque(arrivals)
         self._end = self._arrivals[-1].at if self._arrivals else 0.0
         self._warm_up = warm_up
-        self._function = BatchFunction(run=self._run, name=limits.name, isolate=True)
+        self._named = named
+        self._function = BatchFunction(run=self._run, name=limits.name, isolate=True, clock=lambda: self.now)
 
     def run(self) -> Outcome:
         """Serve until the last request has come, and what waits then."""
@@ -163,23 +179,31 @@ class Simulation:
     def _compute(self, batch: Batch) -> None:
         started = self.now
         self.outcome.sizes.append(len(batch.requests))
-        computed = compute(self._function, batch.requests, batch.extras)
-        if computed.error is None:
+        computed = compute(self._function, batch.requests, batch.extras, self._answer)
+        if computed.error is None and computed.whole:
             self.queue.record_run(batch, self.now - started, self.now)
-        self.queue.record_end(batch, self.now - started, self.now)
+        for part in computed.parts:
+            self.queue.record_part(batch, *part, self.now)
+        self.queue.record_end(batch, self.now - started, self.now, reruns=computed.reruns, bad=computed.bad)
         requests, outcomes = self.queue.finish(batch, computed.outcomes, computed.failed)
         self.queue.record_verdict(batch, computed.verdict, self.now)
         for request, outcome in zip(requests, outcomes, strict=True):
             request.deliver(outcome)
         self._deliver_undelivered()
 
+    def _answer(self, requests: list[Request], outcomes: list[Any]) -> None:
+        for request, outcome in zip(*self.queue.answer(requests, outcomes), strict=True):
+            request.deliver(outcome)
+
     def _run(self, items: Sequence[Arrival], **extras: Any) -> list[Any]:
         self.outcome.runs += 1
-        items = list(items)
-        self._advance(self.now + self._cost(items, self.now, extras))
+        self._advance(self.now + self._cost(list(items), self.now, extras))
+        for item in items:
+            if self._named:
+                _check(item)
         if any(item.bad for item in items):
             raise ValueError("bad item")
-        return items
+        return list(items)
 
     def _deliver_undelivered(self) -> None:
         pairs, self.queue.undelivered = self.queue.undelivered, []

@@ -21,6 +21,13 @@ _STEP = 0.2
 _GAIN = 1.03
 #: The oldest requests are left out of a batch if without them it computes this many times as many items a second.
 _DROP_GAIN = 1.1
+#: Batches stay as small as planned from this share of the capacity on, or where larger ones compute hardly more.
+_BUSY = 0.6
+_LITTLE_GAIN = 1.05
+#: Batches are kept so small that they have this many bad items on average: the more, the more runs it takes to find
+#: them, and the fewer a batch has, the more batches pay its fixed time. The average follows each batch by this much.
+_BAD_IN_BATCH = 0.8
+_BAD_STEP = 0.1
 #: Each size that is compared is larger than the one before by this factor.
 _NEXT_SIZE = 1.15
 #: With more groups than this, the time that those in front take is estimated from these.
@@ -45,6 +52,8 @@ class Planner:
         self._times = times
         self._sizes = _sizes(limits.max_size)
         self._crowds: dict[Hashable, tuple[Curve, float, int]] = {}
+        self._bad = 0.0
+        self.most = limits.max_size  # items in a batch; fewer while many of them make their batches raise
         self.offered = 0  # requests since the last batch ended, those that were refused included
         self._offered_at = -math.inf
         self._rate = 0.0
@@ -58,13 +67,26 @@ class Planner:
         """Note how long a request has for its answer."""
         self._timeout = left if not self._timeout else self._timeout + _STEP * (left - self._timeout)
 
-    def note_batch(self, batch: Batch, seconds: float, now: float) -> None:
-        """Note that a batch has ended, and how long it took, runs that failed included."""
+    def note_batch(self, batch: Batch, seconds: float, now: float, *, reruns: int, bad: float) -> None:
+        """Note that a batch has ended.
+
+        Args:
+            batch: Which one.
+            seconds: How long it took, runs that failed included.
+            now: The time.
+            reruns: How often the function was called again.
+            bad: The share of items that made it raise.
+        """
         self.ended = now
-        if self._timeout and (curve := self._times.curve(batch.group)) is not None:
-            expected = curve.seconds(len(batch.requests), batch.weight)
+        if reruns or self._overhead > 1:
+            curve = self._times.curve(batch.group) if reruns else None
+            expected = seconds if curve is None else curve.seconds(len(batch.requests), batch.weight)
             if expected > 0:
-                self._overhead += _STEP * (max(seconds / expected, 1.0) - self._overhead)
+                self._overhead = max(self._overhead + _STEP * (max(seconds / expected, 1.0) - self._overhead), 1.0)
+        if bad or self._bad:
+            self._bad += _BAD_STEP * (bad - self._bad)
+            even = int(_BAD_IN_BATCH / self._bad) if self._bad > _BAD_IN_BATCH / self._limits.max_size else 0
+            self.most = max(1, min(even, self._limits.max_size)) if even else self._limits.max_size
         took = now - self._offered_at
         if took > 0 and self.offered:
             rate = self.offered / took
@@ -90,14 +112,16 @@ class Planner:
             place, weight = line.waiting + 1, line.weight + request.weight
         mean = weight / place if self._limits.weighed else 0.0
         crowd = self._crowd(request.group, curve, mean, len(lines))
+        crowd = min(crowd, self.most)
         batches = (place - 1) // crowd
         if self._limits.max_weight != math.inf:
             batches = max(batches, math.ceil(weight / self._limits.max_weight) - 1)
         ahead += batches * curve.seconds(crowd, crowd * mean)
         start = (busy + ahead * self._overhead) / threads
         joining = self._rate * start / max(len(lines), 1)
+        joining = max(joining - math.sqrt(joining) / 2, 0.0)  # arrivals are random: so many are likely
         own = max(min(crowd, max(place - batches * crowd, 1) + joining), 1)
-        return start + curve.seconds(own, max(own * mean, request.weight if mean else 0.0))
+        return start + curve.seconds(own, max(own * mean, request.weight if mean else 0.0)) * self._overhead
 
     def seconds_to_drain(self, waiting: int, now: float) -> float:
         """How long until all waiting requests are computed, by the measured rate."""
@@ -154,7 +178,9 @@ class Planner:
             if count > 1 and (seconds >= self._timeout or count * mean > self._limits.max_weight):
                 break
             usable = rate * min(max(self._timeout - seconds, 0.0), seconds)
-            answers = min(count, max(usable, 1.0)) / seconds if seconds > 0 else math.inf
+            # Arrivals are random, so a batch has more room than come on average: the mean of the lesser of both.
+            filled = (count + usable - math.sqrt((count - usable) ** 2 + usable * 2 / math.pi)) / 2
+            answers = max(filled, 1.0) / seconds if seconds > 0 else math.inf
             if answers > best * _GAIN:
                 best, size = answers, count
         if len(self._crowds) > _LOOKED_AT:
@@ -164,7 +190,7 @@ class Planner:
 
     # What is computed next
 
-    def choose(self, line: Line, now: float) -> tuple[list[Request], list[Request]]:
+    def choose(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
         """The requests of the next batch, and those that will be late in any case.
 
         As many as can be computed by the earliest deadline among them. The oldest ones are left out only if they would
@@ -176,6 +202,7 @@ class Planner:
         if curve is None:
             return self._fill(waiting, None, now), []
         first = self._fill(waiting, curve, now)
+        first = self._planned(waiting, first, curve, now, len(lines))
         if first and self._rest_holds(waiting, len(first), curve, now):
             return first, []
         best, start = self._rate_of(first, curve), 0
@@ -184,7 +211,7 @@ class Planner:
             rate = self._rate_of(room, curve)
             if rate > best * _DROP_GAIN:
                 best, start, first = rate, at, room
-            if len(room) >= self._limits.max_size:
+            if len(room) >= self.most:
                 break
         if not first:
             if waiting[-1].arrived >= self.ended:
@@ -200,7 +227,7 @@ class Planner:
     def _fill(self, waiting: list[Request], curve: Curve | None, now: float) -> list[Request]:
         """As many requests, from the first on, as one batch may have."""
         limits = self._limits
-        bound = min(limits.max_size, len(waiting))
+        bound = min(self.most, len(waiting))
         chosen: list[Request] = []
         weight, until = 0.0, math.inf
         for request in waiting:
@@ -222,9 +249,22 @@ class Planner:
         """Whether the batch after this one can still meet its first deadline."""
         if taken >= len(waiting):
             return True
-        rest = waiting[taken : taken + self._limits.max_size]
+        rest = waiting[taken : taken + self.most]
         ends = now + curve.seconds(taken, self._weight(waiting[:taken]))
         return ends + curve.seconds(len(rest), self._weight(rest)) <= rest[0].deadline + _ROUNDING
+
+    def _planned(self, waiting: list[Request], chosen: list[Request], curve: Curve, now: float, lines: int) -> list[Request]:
+        """Fewer requests, where a larger batch computes hardly more and what arrives meanwhile would be late."""
+        mean = self._weight(chosen) / len(chosen) if chosen else 0.0
+        crowd = self._crowd(waiting[0].group, curve, mean, lines)
+        if len(chosen) <= crowd:
+            return chosen
+        fewer = chosen[:crowd]
+        rate = self._rate_of(fewer, curve)
+        busy = self._rate / max(lines, 1) > rate * _BUSY
+        if (busy or rate * _LITTLE_GAIN > self._rate_of(chosen, curve)) and self._rest_holds(waiting, crowd, curve, now):
+            return fewer
+        return chosen
 
     def _rate_of(self, chosen: list[Request], curve: Curve) -> float:
         """Items a second."""

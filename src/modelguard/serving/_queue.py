@@ -142,11 +142,11 @@ class BatchQueue:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
         if self._stale or self._expiry or self._limits.max_weight != math.inf:
             requests = self._choose(line, now)
-        elif len(line.requests) <= self._limits.max_size:  # the usual case: everything that waits
+        elif len(line.requests) <= (most := self._planner.most):  # the usual case: everything that waits
             requests = list(line.requests)
             line.requests.clear()
         else:
-            requests = [line.requests.popleft() for _ in range(self._limits.max_size)]
+            requests = [line.requests.popleft() for _ in range(most)]
         for request in requests:
             request.state = "running"
         self.waiting -= len(requests)
@@ -154,7 +154,7 @@ class BatchQueue:
         return requests
 
     def _choose(self, line: Line, now: float) -> list[Request]:
-        requests, late = self._planner.choose(line, now)
+        requests, late = self._planner.choose(line, self._lines, now)
         for request in late:
             self.counters.expired += 1
             self._drop(request, Failure(self._deadline_exceeded(request, now)))
@@ -202,6 +202,21 @@ class BatchQueue:
         self.counters.answered += len(requests) - failed
         return requests, outcomes
 
+    def answer(self, requests: list[Request], outcomes: list[Any]) -> tuple[list[Request], list[Any]]:
+        """Answer some requests of a batch that is still being computed.
+
+        Returns:
+            The requests whose callers still wait, and their outcomes.
+        """
+        live = [pair for pair in zip(requests, outcomes, strict=True) if pair[0].state != "done"]
+        failed = sum(type(outcome) is Failure for _, outcome in live)
+        for request, _ in live:
+            self._end(request, None)
+        self._abandoned += len(live)
+        self.counters.failed += failed
+        self.counters.answered += len(live) - failed
+        return [pair[0] for pair in live], [pair[1] for pair in live]
+
     def record_verdict(self, batch: Batch, verdict: Verdict, now: float) -> Literal["opened", "closed"] | None:
         """Tell the breaker how a batch went. Returns whether that opened or closed the circuit."""
         self.counters.failed_batches += verdict == "failed"
@@ -227,17 +242,17 @@ class BatchQueue:
 
     def record_run(self, batch: Batch, seconds: float, now: float) -> None:
         """Record that the function ran once over all of a batch, and for how many seconds."""
-        self.record_part(len(batch.requests), batch.weight, batch.group, seconds, now)
+        self.times.record(len(batch.requests), batch.weight, batch.group, seconds, now)
         self.recent.append((len(batch.requests), batch.started - batch.oldest, seconds))
 
-    def record_part(self, count: int, weight: float, group: Group | None, seconds: float, now: float) -> None:
-        """Record one run of the function that succeeded, of a whole batch or of a part of one."""
-        self.times.record(count, weight, group, seconds, now)
+    def record_part(self, batch: Batch, count: int, weight: float, seconds: float, now: float) -> None:
+        """Record one run of the function that succeeded, over so many items of a batch."""
+        self.times.record(count, weight if self._limits.weighed else 0.0, batch.group, seconds, now)
 
-    def record_end(self, batch: Batch, seconds: float, now: float) -> None:
-        """Record how long a batch kept its thread, runs that failed included."""
+    def record_end(self, batch: Batch, seconds: float, now: float, *, reruns: int = 0, bad: float = 0.0) -> None:
+        """Record how long a batch kept its thread, how often it was run again, and the share of bad items."""
         self.times.record_batch(len(batch.requests), seconds, now)
-        self._planner.note_batch(batch, seconds, now)
+        self._planner.note_batch(batch, seconds, now, reruns=reruns, bad=bad)
 
     # Out of turn
 

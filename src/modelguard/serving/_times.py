@@ -16,17 +16,20 @@ _FRESH_SECONDS = 10.0
 _FRESH_RUNS = 10.0
 #: Each run counts this much less than the next one: the last twenty make up two thirds.
 _DECAY = 0.95
-#: A time that differs from the estimate by more than this factor is left out, unless the last three agree that the
-#: model has become slower or faster: a single stall says nothing about the next batch.
-_CHANGED = 1.3
+#: A time that is longer than the estimate by more than this factor (and by more than times usually differ) counts as if
+#: it were so much longer: a stall says little about the next batch. If the last three runs agree that the model has
+#: become slower or faster, everything learned before is rescaled.
+_CHANGED = 1.5
 _AGREE = 3
-#: Where sizes hardly vary (by less than 2 % of their mean), the slope stays what it was when they did.
-_RIGID = 0.02
-#: The spread of the times is taken from so many runs. Above the median by 2.5 times the distance to the upper quartile
-#: are 5 % of normally distributed times. Stalls, up to one run in four, do not raise it.
-_KEPT = 16
-_SPREAD = 1.5
-_WIDEST = 3.0
+#: Where sizes vary by less than 10 % of their mean, the slope stays near what it was when they did: else it would follow
+#: chance. What it was is followed by this much with each run.
+_RIGID = 0.1
+_RIGID_STEP = 0.05
+#: The spread of the times is taken from so many runs. Above the median by twice the distance to the upper quartile are
+#: 9 % of normally distributed times. Stalls, up to one run in four, do not raise it.
+_KEPT = 32
+_SPREAD = 1.0
+_WIDEST = 2.0
 #: Keyword arguments whose runs take longer or shorter than others are remembered for this many of their values.
 _GROUPS = 256
 #: How fast a group's factor follows its runs.
@@ -80,13 +83,12 @@ class BatchTimes:
 
     def __init__(self) -> None:
         self._unread: deque[tuple[int, float, Hashable, float]] = deque(maxlen=2 * _KEPT)
-        self._sums = _Sums()
-        self._slopes: tuple[float, float] | None = None
+        self._line = _Line()
         self._factors: OrderedDict[Hashable, float] = OrderedDict()
         self._ratios: deque[float] = deque(maxlen=_KEPT)
         self._last: deque[float] = deque(maxlen=_AGREE)
         self._curves: dict[Hashable, Curve] = {}
-        self._reach = 0.0
+        self._reach, self._least = 0.0, math.inf
         self._runs = 0
         self._fresh_until = -math.inf
         self._recent: deque[tuple[float, int, float]] = deque(maxlen=_KEPT)
@@ -138,40 +140,38 @@ class BatchTimes:
     def _learn(self) -> None:
         while self._unread:
             self._learn_run(*self._unread.popleft())
-        self._slopes = self._sums.slopes(self._slopes)
         self._curves.clear()
 
     def _learn_run(self, count: int, weight: float, group: Hashable, seconds: float) -> None:
-        self._reach = max(self._reach, count)
-        if self._sums.total == 0:
-            self._sums.add(count, weight, seconds)
+        inside = self._least <= count <= self._reach
+        self._reach, self._least = max(self._reach, count), min(self._least, count)
+        line = self._line
+        if not line.total:
+            line.add(count, weight, seconds)
             return
-        self._slopes = self._sums.slopes(self._slopes)
-        expected = self._sums.seconds(self._slopes, count, weight) * self._factor(group)
+        expected = line.seconds(count, weight) * self._factor(group)
         ratio = seconds / expected if expected > 0 else 1.0
         if group is not None:
             ratio = self._learn_group(group, ratio)
-        if self._changed(ratio):
-            self._ratios.append(ratio)
-            return
+        if inside and line.known:
+            seconds = self._checked(ratio, seconds, expected)
         self._ratios.append(ratio)
-        self._sums.add(count, weight, seconds / self._factor(group))
+        line.add(count, weight, seconds / self._factor(group))
 
-    def _changed(self, ratio: float) -> bool:
-        """Whether a run must be left out. If the last three agree, everything learned before is rescaled."""
-        known_shape = self._slopes is not None
-        self._last.append(ratio)
-        if not known_shape or 1 / _CHANGED <= ratio <= _CHANGED:
-            return False
-        if len(self._last) < _AGREE or not (min(self._last) > _CHANGED or max(self._last) < 1 / _CHANGED):
-            return self._runs > _ENOUGH
-        by = sorted(self._last)[_AGREE // 2]
-        self._sums.scale(by)
-        if self._slopes is not None:
-            self._slopes = self._slopes[0] * by, self._slopes[1] * by
-        self._ratios.clear()
-        self._last.clear()
-        return False
+    def _checked(self, ratio: float, seconds: float, expected: float) -> float:
+        """The time of a run as it counts. If the last three agree, everything learned before is rescaled.
+
+        Not for sizes beyond those that were measured: there the line may be wrong, and not the run.
+        """
+        usual = max(_CHANGED, self._margin() ** 2)
+        last = self._last
+        last.append(ratio)
+        if len(last) == _AGREE and (min(last) > usual or max(last) < 1 / usual):
+            self._line.scale(sorted(last)[_AGREE // 2])
+            self._ratios.clear()
+            last.clear()
+            return seconds
+        return min(seconds, usual * expected)
 
     def _factor(self, group: Hashable) -> float:
         return self._factors.get(group, 1.0) if group is not None else 1.0
@@ -188,13 +188,13 @@ class BatchTimes:
 
     def _make_curve(self, group: Hashable) -> Curve:
         by = self._factor(group) * self._margin()
-        if self._slopes is None:
-            count, weight, seconds = self._sums.means()
+        line = self._line
+        if not line.known:
+            count, weight, seconds = line.means()
             if weight:
                 return Curve(0.0, 0.0, seconds * by / weight, seconds * by, self._reach)
             return Curve(0.0, seconds * by / count, 0.0, seconds * by, self._reach)
-        fixed, each, unit = self._sums.line(self._slopes)
-        return Curve(fixed * by, each * by, unit * by, math.inf, self._reach)
+        return Curve(line.fixed * by, line.each * by, line.unit * by, math.inf, self._reach)
 
     def _margin(self) -> float:
         """What the times are multiplied by, so that few batches take longer."""
@@ -205,71 +205,82 @@ class BatchTimes:
         return min(max(upper + _SPREAD * (upper - middle), 1.0), _WIDEST)
 
 
-class _Sums:
-    """Decaying sums of counts, weights and times, and the line through them."""
+class _Line:
+    """The line through counts, weights and times, of which older ones count less and less.
+
+    Attributes:
+        total: How many runs it stands for.
+        known: Whether different sizes were measured, so that there is a slope.
+        fixed: Seconds for any batch.
+        each: Seconds for each item.
+        unit: Seconds for each unit of weight.
+    """
 
     def __init__(self) -> None:
         self.total = 0.0
+        self.known = False
+        self.fixed = self.each = self.unit = 0.0
         self._n = self._w = self._y = 0.0
         self._nn = self._ww = self._nw = self._ny = self._wy = 0.0
+        self._each = self._unit = 0.0  # the slopes, followed slowly
 
     def add(self, n: float, w: float, y: float) -> None:
+        """Add a run."""
         self.total = self.total * _DECAY + 1
         self._n = self._n * _DECAY + n
-        self._w = self._w * _DECAY + w
         self._y = self._y * _DECAY + y
         self._nn = self._nn * _DECAY + n * n
         self._ny = self._ny * _DECAY + n * y
         if w or self._w:
+            self._w = self._w * _DECAY + w
             self._ww = self._ww * _DECAY + w * w
             self._nw = self._nw * _DECAY + n * w
             self._wy = self._wy * _DECAY + w * y
+        self._fit()
 
     def scale(self, by: float) -> None:
         """Make all times longer or shorter."""
         self._y *= by
         self._ny *= by
         self._wy *= by
+        self.fixed, self.each, self.unit = self.fixed * by, self.each * by, self.unit * by
+        self._each, self._unit = self._each * by, self._unit * by
 
     def means(self) -> tuple[float, float, float]:
         """Mean count, weight and seconds."""
         return self._n / self.total, self._w / self.total, self._y / self.total
 
-    def slopes(self, before: tuple[float, float] | None) -> tuple[float, float] | None:
-        """Seconds for an item and for a unit of weight; None while only one size was measured.
-
-        Args:
-            before: What they were. They stay where sizes hardly vary.
-        """
-        n, w, y = self.means()
-        var_n, var_w = self._nn / self.total - n * n, self._ww / self.total - w * w
-        if before is None and var_n < (_RIGID * n) ** 2 and var_w < (_RIGID * w) ** 2:
-            return None
-        rigid_n, rigid_w = ((_RIGID * n) ** 2, (_RIGID * w) ** 2) if before is not None else (1e-9 * n * n, 1e-9 * w * w)
-        each, unit = before or (0.0, 0.0)
-        a, d = var_n + rigid_n, var_w + rigid_w
-        p = self._ny / self.total - n * y + rigid_n * each
-        if not w:
-            each, unit = max(p / a, 0.0), 0.0
-        else:
-            b = self._nw / self.total - n * w
-            q = self._wy / self.total - w * y + rigid_w * unit
-            each, unit = _solve(a, b, d, p, q)
-        slope = each * n + unit * w
-        by = y / slope if slope > y else 1.0  # nothing takes less than no time
-        return each * by, unit * by
-
-    def line(self, slopes: tuple[float, float]) -> tuple[float, float, float]:
-        """Fixed seconds, seconds for an item, and for a unit of weight."""
-        n, w, y = self.means()
-        return max(y - slopes[0] * n - slopes[1] * w, 0.0), *slopes
-
-    def seconds(self, slopes: tuple[float, float] | None, count: float, weight: float) -> float:
+    def seconds(self, count: float, weight: float) -> float:
         """The time of a batch, by the line; by the one size that was measured while there is no slope."""
-        if slopes is None:
-            return self._y / self.total
-        fixed, each, unit = self.line(slopes)
-        return fixed + each * count + unit * weight
+        return self.fixed + self.each * count + self.unit * weight if self.known else self._y / self.total
+
+    def _fit(self) -> None:
+        n, w, y = self.means()
+        var_n, var_w = max(self._nn / self.total - n * n, 0.0), max(self._ww / self.total - w * w, 0.0)
+        rigid_n, rigid_w = (_RIGID * n) ** 2, (_RIGID * w) ** 2
+        first = not self.known
+        if first:
+            if var_n <= rigid_n / 100 and var_w <= rigid_w / 100:
+                return
+            self.known = True
+            rigid_n, rigid_w = rigid_n * 1e-6, rigid_w * 1e-6  # there is nothing to stay near
+        a = var_n + rigid_n
+        p = self._ny / self.total - n * y + rigid_n * self._each
+        if w:
+            d = var_w + rigid_w
+            b = self._nw / self.total - n * w
+            q = self._wy / self.total - w * y + rigid_w * self._unit
+            each, unit = _solve(a, b, d, p, q)
+            step = max(_RIGID_STEP * max(var_n / a, var_w / d), float(first))
+        else:
+            each, unit = max(p / a, 0.0), 0.0
+            step = max(_RIGID_STEP * var_n / a, float(first))
+        slope = each * n + unit * w
+        if slope > y:  # nothing takes less than no time
+            each, unit = each * y / slope, unit * y / slope
+        self._each += step * (each - self._each)
+        self._unit += step * (unit - self._unit)
+        self.fixed, self.each, self.unit = max(y - each * n - unit * w, 0.0), each, unit
 
 
 def _solve(a: float, b: float, d: float, p: float, q: float) -> tuple[float, float]:
