@@ -70,7 +70,9 @@ class Outcome:
         return self.answered / self.seconds
 
 
-def poisson(rate: float, seconds: float, make: Callable[[float, random.Random], Arrival], seed: int = 1) -> list[Arrival]:
+def poisson(
+    rate: float, seconds: float, make: Callable[[float, random.Random], Arrival], seed: int = 1
+) -> list[Arrival]:
     """Arrivals at this rate, at random."""
     dice = random.Random(seed)
     arrivals, at = [], 0.0
@@ -211,7 +213,9 @@ class Simulation:
             request.deliver(failure)
 
 
-def clairvoyant(arrivals: Sequence[Arrival], fixed: float, each: float, max_size: int, *, warm_up: float = 0.0) -> float:
+def clairvoyant(
+    arrivals: Sequence[Arrival], fixed: float, each: float, max_size: int, *, warm_up: float = 0.0
+) -> float:
     """Answers a second of a batcher that knows each batch's exact time: the best of many sizes to aim at.
 
     For healthy items of equal weight and one deadline. It drops the oldest items where that makes room for a batch of
@@ -219,12 +223,14 @@ def clairvoyant(arrivals: Sequence[Arrival], fixed: float, each: float, max_size
     """
     healthy = [arrival for arrival in arrivals if not arrival.bad]
     end = arrivals[-1].at
-    sizes = sorted({size for size in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32, 48, 64) if size < max_size} | {max_size})
-    answered = max(_aim(healthy, fixed, each, size, max_size, warm_up) for size in sizes)
+    sizes = sorted(
+        {size for size in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32, 48, 64) if size < max_size} | {max_size}
+    )
+    answered = max(_aim(healthy, fixed, each, size, max_size=max_size, warm_up=warm_up) for size in sizes)
     return answered / (end - warm_up)
 
 
-def _aim(arrivals: Sequence[Arrival], fixed: float, each: float, aim: int, max_size: int, warm_up: float) -> int:
+def _aim(arrivals: Sequence[Arrival], fixed: float, each: float, aim: int, *, max_size: int, warm_up: float) -> int:
     now, coming, answered = 0.0, 0, 0
     waiting: deque[Arrival] = deque()
     while waiting or coming < len(arrivals):

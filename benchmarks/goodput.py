@@ -32,6 +32,7 @@ EACH = (0.0001, 0.001, 0.01, 0.1)
 FIXED = (0.0, 0.001, 0.01, 0.1)
 DEADLINES = (1.2, 2.0, 5.0, 20.0)
 SIZE = 32
+GOAL = 0.9
 
 
 def limits(**options: Any) -> Limits:
@@ -195,7 +196,7 @@ KINDS: dict[str, Callable[[float, float], float]] = {
 
 
 def poisoned(share: float, seconds: float, *, repeated: bool = False, named: bool = False) -> tuple[float, Outcome]:
-    """600 requests a second, 30 ms + 0.5 ms an item. Healthy answers over those of a batcher that knows the bad items."""
+    """600 requests a second, 30 ms + 0.5 ms an item. Healthy answers over those of one that knows the bad items."""
 
     def make(at: float, dice: random.Random) -> Arrival:
         bad = dice.random() < share
@@ -215,10 +216,26 @@ def main() -> None:
     rows = []
     for load in LOADS:
         cells = [ratio for key, ratio in found.items() if key[3] == load]
-        rows.append(_common.Row(f"grid at {load:g} x, clairvoyant / modelguard", [1 / max(one, 1e-3) for one in cells], "x", 1 / 0.9, worst=True, ours=True))
+        rows.append(
+            _common.Row(
+                f"grid at {load:g} x, clairvoyant / modelguard",
+                [1 / max(one, 1e-3) for one in cells],
+                "x",
+                1 / GOAL,
+                worst=True,
+                ours=True,
+            )
+        )
     kinds = {name: [run(load, seconds) for load in LOADS] for name, run in KINDS.items()}
     rows += [
-        _common.Row(f"{name}, possible / modelguard", [1 / max(one, 1e-3) for one in ratios], "x", 1 / 0.9, worst=True, ours=True)
+        _common.Row(
+            f"{name}, possible / modelguard",
+            [1 / max(one, 1e-3) for one in ratios],
+            "x",
+            1 / GOAL,
+            worst=True,
+            ours=True,
+        )
         for name, ratios in kinds.items()
     ]
     bad = {}
@@ -226,17 +243,20 @@ def main() -> None:
         bad[f"{share:.0%} bad, repeated"] = poisoned(share, seconds, repeated=True)
         bad[f"{share:.0%} bad, unique, in the traceback"] = poisoned(share, seconds, named=True)
         bad[f"{share:.0%} bad, unique"] = poisoned(share, seconds)
-    for name, (ratio, outcome) in bad.items():
+    for name, (ratio, _) in bad.items():
         rows.append(_common.Row(f"{name}, clairvoyant / modelguard", [1 / max(ratio, 1e-3)], "x", ours=True))
     notes = ["", f"{len(found)} cells. The lowest at each load:"]
     for load in LOADS:
         key = min((key for key in found if key[3] == load), key=found.__getitem__)
-        below = sum(ratio < 0.9 for other, ratio in found.items() if other[3] == load)
+        below = sum(ratio < GOAL for other, ratio in found.items() if other[3] == load)
         notes.append(
-            f"{load:g} x: {found[key]:.2f} at {key[0] * 1e3:g} ms + {key[1] * 1e3:g} ms an item, deadline {key[2]:g} x; "
-            f"{below} of {len(found) // len(LOADS)} below 0.9"
+            f"{load:g} x: {found[key]:.2f} at {key[0] * 1e3:g} ms + {key[1] * 1e3:g} ms an item, "
+            f"deadline {key[2]:g} x; {below} of {len(found) // len(LOADS)} below {GOAL}"
         )
-    notes += [f"{name}: " + ", ".join(f"{ratio:.2f} at {load:g} x" for ratio, load in zip(ratios, LOADS, strict=True)) for name, ratios in kinds.items()]
+    notes += [
+        f"{name}: " + ", ".join(f"{ratio:.2f} at {load:g} x" for ratio, load in zip(ratios, LOADS, strict=True))
+        for name, ratios in kinds.items()
+    ]
     notes += [
         f"{name}: {ratio:.2f} of clairvoyance, {outcome.goodput:.0f} answers/s, {outcome.harmed} healthy ones harmed"
         for name, (ratio, outcome) in bad.items()
@@ -244,10 +264,16 @@ def main() -> None:
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
-        _common.bars(left, rows[: len(LOADS)], "The worst cell of the grid at each load", axis="ratio; 1 is clairvoyant")
-        _common.bars(right, rows[len(LOADS) :], "Models of many kinds, worst load", axis="ratio; 1 is all that is possible")
+        _common.bars(
+            left, rows[: len(LOADS)], "The worst cell of the grid at each load", axis="ratio; 1 is clairvoyant"
+        )
+        _common.bars(
+            right, rows[len(LOADS) :], "Models of many kinds, worst load", axis="ratio; 1 is all that is possible"
+        )
 
-    bench.finish(rows, draw, size=(15, 6), notes=notes, kinds=kinds, grid=[[*key, ratio] for key, ratio in found.items()])
+    bench.finish(
+        rows, draw, size=(15, 6), notes=notes, kinds=kinds, grid=[[*key, ratio] for key, ratio in found.items()]
+    )
 
 
 if __name__ == "__main__":

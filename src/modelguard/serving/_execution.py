@@ -174,7 +174,7 @@ def _compute(
 
 
 def _compute_suspicious(function: BatchFunction, batch: _Items, known: list[Known | None]) -> Computed:
-    """Run a batch, but the items that failed before by themselves and at the end, or not at all if they did so twice."""
+    """Run a batch; items that failed before run alone and last, or not at all if they have failed repeatedly."""
     now = function.clock()
     healthy: list[int] = []
     alone: list[int] = []

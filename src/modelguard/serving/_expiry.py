@@ -45,7 +45,11 @@ class Expiry:
         if timer is None:
             return
         timer[2] = request.timer = None
-        self._stale += 1
+        self.count_settled(1)
+
+    def count_settled(self, count: int) -> None:
+        """Note that so many entries have lost their requests, and remove them if they are too many."""
+        self._stale += count
         if self._stale > _STALE and self._stale * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[2] is not None]
             heapq.heapify(self._heap)

@@ -25,9 +25,9 @@ class Isolation:
 
     * The innermost function in the traceback often works on a single item. The others run without it first: if they
       succeed, one run was enough.
-    * Otherwise halves: of a part that raised, one half runs. If it succeeds, the other half holds the item at fault, and
-      is halved without a run of its own. What has been in one part that raised and not in another is not suspected any
-      more, and runs with all others like it.
+    * Otherwise halves: of a part that raised, one half runs. If it succeeds, the other half holds the item at fault,
+      and is halved without a run of its own. If it raises, nothing is known of the other half any more, and it runs
+      later, with all others like it.
     * If nothing has succeeded after ``2 log2(n) + 1`` runs, the model is at fault. There are never more than
       ``4 log2(n) + 4`` runs: with more bad items than can be found with these, the rest is refused.
 
@@ -121,9 +121,9 @@ class Isolation:
             error = failed
         if named:
             self.named_right = False
-            for at in named:
+            for at, its_error in named.items():
                 if self._live(at):
-                    self._judge(at, named[at], certain=False)
+                    self._judge(at, its_error, certain=False)
         return part, error
 
     def _judge(self, at: int, error: BaseException, *, certain: bool) -> None:

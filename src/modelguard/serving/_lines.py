@@ -96,8 +96,7 @@ class Lines:
         line.waiting += 1
         if self._limits.weighed:
             line.weight += request.weight
-        if request.deadline < line.nearest:
-            line.nearest = request.deadline
+        line.nearest = min(line.nearest, request.deadline)
         if group is not None or self._limits.max_wait:
             self._note_due(line, now)
 

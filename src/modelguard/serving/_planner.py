@@ -28,6 +28,8 @@ _LITTLE_GAIN = 1.05
 #: them, and the fewer a batch has, the more batches pay its fixed time. The average follows each batch by this much.
 _BAD_IN_BATCH = 0.8
 _BAD_STEP = 0.1
+#: When so many times as many arrive as a batch has room for, it is full.
+_MANY = 10
 #: Each size that is compared is larger than the one before by this factor.
 _NEXT_SIZE = 1.15
 #: With more groups than this, the time that those in front take is estimated from these.
@@ -59,6 +61,7 @@ class Planner:
         self._rate = 0.0
         self._timeout = 0.0
         self._overhead = 1.0
+        self._full = math.inf  # seconds of a full batch, for a quick look; infinity where that is not enough
         self.ended = -math.inf  # when the last batch ended
 
     # What happens
@@ -83,6 +86,8 @@ class Planner:
             expected = seconds if curve is None else curve.seconds(len(batch.requests), batch.weight)
             if expected > 0:
                 self._overhead = max(self._overhead + _STEP * (max(seconds / expected, 1.0) - self._overhead), 1.0)
+        if self.offered:
+            self._full = self._full_batch()
         if bad or self._bad:
             self._bad += _BAD_STEP * (bad - self._bad)
             even = int(_BAD_IN_BATCH / self._bad) if self._bad > _BAD_IN_BATCH / self._limits.max_size else 0
@@ -94,6 +99,16 @@ class Planner:
         self.offered, self._offered_at = 0, now
 
     # What a request would have to wait
+
+    def surely_in_time(self, waiting: int, left: float, running: list[Batch], now: float) -> bool:
+        """Whether a new request has its answer in time even if all batches are full: a quick look, for most requests."""
+        if (waiting // self.most + 2) * self._full > left:
+            return False
+        return not running or now - running[0].started <= self._full
+
+    def _full_batch(self) -> float:
+        curve = None if self._limits.weighed else self._times.curve()
+        return math.inf if curve is None else curve.seconds(self._limits.max_size, 0.0) * self._overhead
 
     def seconds_to_answer(self, request: Request, lines: Lines, running: list[Batch], now: float) -> float | None:
         """How long until a new request has its answer; None without enough measurements.
@@ -171,16 +186,14 @@ class Planner:
         known = self._crowds.get(group)
         if known is not None and known[0] is curve and known[1] == lines:
             return known[2]
-        rate = self._rate / max(lines, 1)
-        best, size = 0.0, 1
+        rate = self._rate / max(lines, 1) or math.inf
+        best, size = 0.0, self.most if curve.seconds(1, mean) >= self._timeout else 1
         for count in self._sizes:
             seconds = curve.seconds(count, count * mean)
             if count > 1 and (seconds >= self._timeout or count * mean > self._limits.max_weight):
                 break
-            usable = rate * min(max(self._timeout - seconds, 0.0), seconds)
-            # Arrivals are random, so a batch has more room than come on average: the mean of the lesser of both.
-            filled = (count + usable - math.sqrt((count - usable) ** 2 + usable * 2 / math.pi)) / 2
-            answers = max(filled, 1.0) / seconds if seconds > 0 else math.inf
+            usable = rate * min(max(self._timeout - seconds, 0.0), seconds) if seconds > 0 else math.inf
+            answers = max(_lesser(count, usable), 1.0) / seconds if seconds > 0 else math.inf
             if answers > best * _GAIN:
                 best, size = answers, count
         if len(self._crowds) > _LOOKED_AT:
@@ -189,6 +202,23 @@ class Planner:
         return size
 
     # What is computed next
+
+    def takes_all(self, line: Line, lines: Lines, nearest: float, now: float) -> bool:
+        """Whether all that waits in a line is the next batch: a quick look, which is enough in most cases.
+
+        Args:
+            line: The line.
+            lines: All of them.
+            nearest: No deadline is before this.
+            now: The time.
+        """
+        count = line.waiting
+        if count > self.most or self._limits.weighed:
+            return False
+        curve = self._times.curve(line.group)
+        if curve is None or not curve.holds(count, 0.0, nearest - now):
+            return curve is None
+        return not self._rate or count <= self._crowd(line.group, curve, 0.0, len(lines))
 
     def choose(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
         """The requests of the next batch, and those that will be late in any case.
@@ -214,15 +244,17 @@ class Planner:
             if len(room) >= self.most:
                 break
         if not first:
-            if waiting[-1].arrived >= self.ended:
-                first, start = [waiting[-1]], len(waiting) - 1
-            else:
-                start = len(waiting)
-        ends = now + (curve.seconds(len(first), self._weight(first)) if first else 0.0)
-        alone = curve.seconds(1, 0.0)
+            alive = [one for one in waiting if not self._late(one, curve, now)]
+            if not alive and waiting[-1].arrived < self.ended:
+                return [], waiting
+            first, start = self._fill(alive, curve, now) or alive[:1] or waiting[-1:], len(waiting)
+        ends = now + curve.seconds(len(first), self._weight(first))
         chosen = set(map(id, first))
-        late = [one for one in waiting[:start] if id(one) not in chosen and ends + alone > one.deadline]
-        return first, late
+        return first, [one for one in waiting[:start] if id(one) not in chosen and self._late(one, curve, ends)]
+
+    def _late(self, request: Request, curve: Curve, start: float) -> bool:
+        """Whether a request would be late, computed alone from then on."""
+        return start + curve.seconds(1, request.weight if self._limits.weighed else 0.0) > request.deadline
 
     def _fill(self, waiting: list[Request], curve: Curve | None, now: float) -> list[Request]:
         """As many requests, from the first on, as one batch may have."""
@@ -253,16 +285,20 @@ class Planner:
         ends = now + curve.seconds(taken, self._weight(waiting[:taken]))
         return ends + curve.seconds(len(rest), self._weight(rest)) <= rest[0].deadline + _ROUNDING
 
-    def _planned(self, waiting: list[Request], chosen: list[Request], curve: Curve, now: float, lines: int) -> list[Request]:
+    def _planned(
+        self, waiting: list[Request], chosen: list[Request], curve: Curve, now: float, lines: int
+    ) -> list[Request]:
         """Fewer requests, where a larger batch computes hardly more and what arrives meanwhile would be late."""
         mean = self._weight(chosen) / len(chosen) if chosen else 0.0
         crowd = self._crowd(waiting[0].group, curve, mean, lines)
-        if len(chosen) <= crowd:
+        if len(chosen) <= crowd or not self._rate:
             return chosen
         fewer = chosen[:crowd]
         rate = self._rate_of(fewer, curve)
         busy = self._rate / max(lines, 1) > rate * _BUSY
-        if (busy or rate * _LITTLE_GAIN > self._rate_of(chosen, curve)) and self._rest_holds(waiting, crowd, curve, now):
+        if (busy or rate * _LITTLE_GAIN > self._rate_of(chosen, curve)) and self._rest_holds(
+            waiting, crowd, curve, now
+        ):
             return fewer
         return chosen
 
@@ -275,6 +311,13 @@ class Planner:
 
     def _weight(self, requests: list[Request]) -> float:
         return math.fsum(request.weight for request in requests) if self._limits.weighed else 0.0
+
+
+def _lesser(count: float, mean: float) -> float:
+    """The mean of the lesser of a count and a random number of arrivals."""
+    if mean > _MANY * count:
+        return count
+    return (count + mean - math.sqrt((count - mean) ** 2 + mean * 2 / math.pi)) / 2
 
 
 def _sizes(most: int) -> list[int]:

@@ -24,7 +24,7 @@ from modelguard.serving._batches import Batch, Counters, Limits, Verdict
 from modelguard.serving._expiry import Expiry
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._planner import Planner
-from modelguard.serving._requests import Failure, Group, Request, caller_gone
+from modelguard.serving._requests import Failure, Request, caller_gone
 from modelguard.serving._times import BatchTimes
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.status import BatchState, BatchStatus, Quantiles
@@ -54,6 +54,8 @@ class BatchQueue:
         self.times = BatchTimes()
         self._planner = Planner(limits, self.times)
         self._lines = Lines(limits, self._planner.latest_start)
+        self._ungrouped = self._lines.ungrouped
+        self._sorted = limits.weighed or limits.max_wait > 0  # whether a line has to know more than its requests
         self._expiry = Expiry()
         self.waiting = 0
         self.running: list[Batch] = []
@@ -76,14 +78,18 @@ class BatchQueue:
         """
         if self._expiry and self._expiry.nearest <= now:
             self.expire(now)
-        self._planner.offered += 1
         if self.waiting >= self._max_queue or self._may_refuse:
             self._check_room(now)
         bounded = request.deadline != math.inf
         if bounded:
             self._check_deadline(request, now)
         request.arrived = now
-        self._lines.add(request, now)
+        if request.group is not None or self._sorted:
+            self._lines.add(request, now)
+        else:  # what it would do, without its call
+            ungrouped = self._ungrouped
+            ungrouped.requests.append(request)
+            ungrouped.waiting += 1
         self.waiting += 1
         if bounded:
             self._expiry.add(request)
@@ -107,10 +113,15 @@ class BatchQueue:
         if left <= 0:
             self.counters.expired += 1
             raise DeadlineExceeded(self._limits.name, waited=0.0)
-        self._planner.note_timeout(left)
+        planner = self._planner
+        planner.offered += 1
+        simple = request.group is None and not self._lines.several
+        if simple and planner.surely_in_time(self.waiting, left, self.running, now):
+            return
+        planner.note_timeout(left)
         if not self.waiting and len(self.running) < self._limits.threads:
             return  # what finds a thread idle is admitted whatever was measured: its run is a new measurement
-        estimate = self._planner.seconds_to_answer(request, self._lines, self.running, now)
+        estimate = planner.seconds_to_answer(request, self._lines, self.running, now)
         if estimate is not None and estimate > left:
             self.counters.refused_late += 1
             raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
@@ -150,10 +161,17 @@ class BatchQueue:
         for request in requests:
             request.state = "running"
         self.waiting -= len(requests)
-        self._lines.taken(line, requests)
+        if line.group is not None or self._sorted:
+            self._lines.taken(line, requests)
+        else:
+            line.waiting -= len(requests)
         return requests
 
     def _choose(self, line: Line, now: float) -> list[Request]:
+        if not self._stale and self._planner.takes_all(line, self._lines, self._expiry.nearest, now):
+            requests = list(line.requests)
+            line.requests.clear()
+            return requests
         requests, late = self._planner.choose(line, self._lines, now)
         for request in late:
             self.counters.expired += 1
@@ -195,8 +213,15 @@ class BatchQueue:
             self._abandoned -= len(requests) - len(pairs)
             requests, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             failed = sum(type(outcome) is Failure for outcome in outcomes)
-        for request in requests:
-            self._end(request, None)
+        settled = 0
+        for request in requests:  # what _end would do, without its call
+            request.state = "done"
+            request.item = None
+            if (timer := request.timer) is not None:
+                timer[2] = request.timer = None
+                settled += 1
+        if settled:
+            self._expiry.count_settled(settled)
         self.counters.batches += 1
         self.counters.failed += failed
         self.counters.answered += len(requests) - failed

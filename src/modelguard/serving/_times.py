@@ -21,8 +21,8 @@ _DECAY = 0.95
 #: become slower or faster, everything learned before is rescaled.
 _CHANGED = 1.5
 _AGREE = 3
-#: Where sizes vary by less than 10 % of their mean, the slope stays near what it was when they did: else it would follow
-#: chance. What it was is followed by this much with each run.
+#: Where sizes vary by less than 10 % of their mean, the slope stays near what it was when they did: else it would
+#: follow chance. What it was is followed by this much with each run.
 _RIGID = 0.1
 _RIGID_STEP = 0.05
 #: The spread of the times is taken from so many runs. Above the median by twice the distance to the upper quartile are
@@ -32,6 +32,8 @@ _SPREAD = 1.0
 _WIDEST = 2.0
 #: Keyword arguments whose runs take longer or shorter than others are remembered for this many of their values.
 _GROUPS = 256
+#: No run counts as more than so many times slower or faster than expected.
+_FAR = 1000.0
 #: How fast a group's factor follows its runs.
 _GROUP_STEP = 0.3
 #: A batch may be twice as large as the largest one so far, where it is not known that the deadlines hold.
@@ -59,7 +61,7 @@ class Curve:
     def seconds(self, count: float, weight: float) -> float:
         """How long a batch takes, on the safe side."""
         seconds = self.fixed + self.each * count + self.unit * weight
-        return seconds if seconds < self.most else self.most
+        return min(self.most, seconds)
 
     def holds(self, count: int, weight: float, left: float) -> bool:
         """Whether a batch ends within this time.
@@ -150,12 +152,12 @@ class BatchTimes:
             line.add(count, weight, seconds)
             return
         expected = line.seconds(count, weight) * self._factor(group)
-        ratio = seconds / expected if expected > 0 else 1.0
+        ratio = min(max(seconds / expected, 1 / _FAR), _FAR) if expected > 0 else 1.0
         if group is not None:
             ratio = self._learn_group(group, ratio)
         if inside and line.known:
             seconds = self._checked(ratio, seconds, expected)
-        self._ratios.append(ratio)
+            self._ratios.append(ratio)
         line.add(count, weight, seconds / self._factor(group))
 
     def _checked(self, ratio: float, seconds: float, expected: float) -> float:
@@ -171,7 +173,8 @@ class BatchTimes:
             self._ratios.clear()
             last.clear()
             return seconds
-        return min(seconds, usual * expected)
+        longest: float = usual * expected
+        return min(seconds, longest)
 
     def _factor(self, group: Hashable) -> float:
         return self._factors.get(group, 1.0) if group is not None else 1.0

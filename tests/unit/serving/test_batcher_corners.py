@@ -54,7 +54,7 @@ def test_an_exception_by_a_signal_leaves_nothing_half_done(model: Gated) -> None
             if request.item == "mine":
                 raise KeyboardInterrupt
 
-    queue._ungrouped = queue._queues[None] = Interrupting()
+    queue._lines.ungrouped.requests = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         f("mine")
     assert 0 == queue.waiting
@@ -145,4 +145,4 @@ def test_ever_new_keyword_arguments_leave_no_queues_behind(model: Gated) -> None
     queued(f, model)
     for n in range(1000):
         f.submit(1, by=n).cancel()
-    assert len(f._batcher._queue._queues) < 200
+    assert len(f._batcher._queue._lines) < 200
