@@ -101,7 +101,7 @@ class Planner:
     # What a request would have to wait
 
     def surely_in_time(self, waiting: int, left: float, running: list[Batch], now: float) -> bool:
-        """Whether a new request has its answer in time even if all batches are full: a quick look, for most requests."""
+        """Whether a new request has its answer in time even if all batches are full: a quick look."""
         if (waiting // self.most + 2) * self._full > left:
             return False
         return not running or now - running[0].started <= self._full

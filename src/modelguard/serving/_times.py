@@ -165,7 +165,8 @@ class BatchTimes:
 
         Not for sizes beyond those that were measured: there the line may be wrong, and not the run.
         """
-        usual = max(_CHANGED, self._margin() ** 2)
+        margin = self._margin()
+        usual = max(_CHANGED, margin * margin)
         last = self._last
         last.append(ratio)
         if len(last) == _AGREE and (min(last) > usual or max(last) < 1 / usual):
@@ -173,8 +174,7 @@ class BatchTimes:
             self._ratios.clear()
             last.clear()
             return seconds
-        longest: float = usual * expected
-        return min(seconds, longest)
+        return min(seconds, usual * expected)
 
     def _factor(self, group: Hashable) -> float:
         return self._factors.get(group, 1.0) if group is not None else 1.0
@@ -183,7 +183,7 @@ class BatchTimes:
         """Move the factor of a group; returns what is left of the ratio."""
         known = group in self._factors
         factor = self._factors.pop(group, 1.0)
-        step = ratio ** (_GROUP_STEP if known else 1.0)
+        step = math.pow(ratio, _GROUP_STEP if known else 1.0)
         self._factors[group] = factor * step
         if len(self._factors) > _GROUPS:
             self._factors.popitem(last=False)
