@@ -35,10 +35,22 @@ _DISCARDED: dict[events.DiscardCause, str] = {
     "stale": "a newer reload request replaced it",
 }
 
+_ENDED: dict[events.WorkerEndCause, str] = {
+    "recycled": "a policy was due",
+    "crashed": "it crashed",
+    "timeout": "its call took longer than the timeout",
+    "cancelled": "its caller was interrupted",
+    "closed": "its mold ended",
+}
+
 
 def log_event(event: events.Event) -> None:
     """Log one event: at WARNING if it needs attention, otherwise at INFO; frequent events at DEBUG."""
-    needs_attention = isinstance(event, _WARNINGS) or (isinstance(event, events.GenerationReleased) and event.alive)
+    needs_attention = (
+        isinstance(event, _WARNINGS)
+        or (isinstance(event, events.GenerationReleased) and event.alive)
+        or (isinstance(event, events.WorkerEnded) and event.cause in {"crashed", "timeout"})
+    )
     level = logging.WARNING if needs_attention else logging.INFO
     if isinstance(event, events.BatchFinished):
         level = logging.DEBUG
@@ -133,4 +145,9 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.RequestsRefused: _refused,
     events.CircuitOpened: _circuit_opened,
     events.CircuitClosed: lambda _: "circuit closed",
+    events.WorkerStarted: lambda event: f"worker {event.worker} takes calls after {event.seconds:.3f} s",
+    events.WorkerEnded: lambda event: (
+        f"worker {event.worker} ended after {event.age:.1f} s: {_ENDED[event.cause]}"
+        + (f" ({event.detail})" if event.cause == "crashed" else "")
+    ),
 }
