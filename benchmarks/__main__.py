@@ -24,6 +24,7 @@ NAMES = (
     "batching_http",
     "call_overhead",
     "import_cost",
+    "isolation",
     "recycling",
     "reload_ja_ginza",
     "reload_stall",

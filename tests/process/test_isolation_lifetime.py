@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from tests.process.harness import run_python, wait_until
 
 pytestmark = pytest.mark.timeout(120)

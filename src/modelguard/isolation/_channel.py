@@ -143,6 +143,11 @@ class Channel:
         if len(data) < end:
             data = self._remainder(data, end)
         self._rest = data[end:] if len(data) > end else b""
+        if not parts and not fds:  # most messages
+            try:
+                return _pickling.loads(memoryview(data)[_HEADER.size : end], ())
+            except BaseException as error:
+                raise Unreadable(f"{type(error).__name__}: {error}") from error
         if len(self._fds) < fds:
             raise Unreadable("no file descriptor is free to receive it")
         try:

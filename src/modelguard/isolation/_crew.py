@@ -101,6 +101,11 @@ class Crew:
         """Whether as many workers as wanted have come up."""
         return sum(member.state != "starting" for member in self.members.values()) >= self._size
 
+    @property
+    def troubled(self) -> bool:
+        """Whether the breaker is not closed."""
+        return self.circuit.state != "closed"
+
     def refusal(self, now: float) -> float | None:
         """Seconds after which a caller should try again if the breaker refuses calls now; else None."""
         return self.circuit.retry_after(now)
@@ -119,7 +124,8 @@ class Crew:
             return None
         member = self._idle.pop()
         member.state = "busy"
-        member.probe = self.circuit.admitted()
+        if self.circuit.state != "closed":
+            member.probe = self.circuit.admitted()
         return member
 
     def close(self) -> list[Order]:
@@ -152,7 +158,8 @@ class Crew:
         member.worn = member.worn or worn
         if counts:
             self.failures = 0
-            self.circuit.succeeded(probe=member.probe)
+            if member.probe or self.circuit.failures:
+                self.circuit.succeeded(probe=member.probe)
         elif member.probe:
             self.circuit.probe_inconclusive()
         member.probe = False

@@ -19,6 +19,7 @@ class Instructions(TypedDict):
         levels: Of the owner's loggers.
         name: The isolated function's name.
         max_bytes: The largest answer of a worker.
+        beside_calls: Whether calls run while it loads.
     """
 
     owner: int
@@ -27,3 +28,4 @@ class Instructions(TypedDict):
     levels: dict[str, int]
     name: str
     max_bytes: int
+    beside_calls: bool

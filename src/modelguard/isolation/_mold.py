@@ -13,7 +13,8 @@ import sys
 import time
 import traceback
 import warnings
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import NoReturn
 
 from modelguard import prefork
@@ -22,6 +23,7 @@ from modelguard.isolation import _news, _processes, _role, _target
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._instructions import Instructions
 from modelguard.isolation._worker import Serving, leave, portable
+from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle.runtime import Runtime
 
 __all__ = ["main"]
@@ -45,7 +47,8 @@ def main(control: int, news: int) -> NoReturn:
     reporter = _news.Reporter(socket.socket(fileno=news))
     started = time.monotonic()
     try:
-        mold = _Mold(channel, instructions, reporter)
+        with _processes.standing_back() if instructions["beside_calls"] else nullcontext():
+            mold = _Mold(channel, instructions, reporter)
     except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
         text = "".join(traceback.format_exception(error))
         if type(error) is LoadFailed and error.__cause__ is not None:
@@ -92,7 +95,8 @@ class _Mold:
         self._guard = isolated.model_guard
         _role.enter("mold", self._function)
         engine = self._guard.engine
-        engine.move_to(Runtime(ticks=False))  # no thread; workers ask the policies themselves
+        start_thread = _start_behind_others if instructions["beside_calls"] else THREADS.start
+        engine.move_to(Runtime(ticks=False, start_thread=start_thread))  # no ticks: workers ask the policies themselves
         self._guard.recycle_in_children(self._wear, takes_calls=False)
         prefork.prepare(self._guard)
 
@@ -197,12 +201,20 @@ class _Mold:
                 self._function,
                 self._kind,
                 is_worn=lambda: self._worn,
-                between_calls=self._guard.check,
+                between_calls=None if self._guard.engine.guard.options.reload_on is None else self._guard.check,
                 max_bytes=self._max_bytes,
             ).run()
         except BaseException:  # noqa: BLE001 - above this are frames of the mold, which must not run here
             traceback.print_exc()
         leave(1)
+
+
+def _start_behind_others(work: Callable[[], None], name: str) -> None:
+    def behind_others() -> None:
+        _processes.stay_back()
+        work()
+
+    THREADS.start(behind_others, name)
 
 
 def _nothing(_number: int, _frame: object) -> None:

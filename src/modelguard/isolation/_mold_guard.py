@@ -108,6 +108,7 @@ class MoldGuard:
                 "levels": _news.levels(),
                 "name": self._options.name,
                 "max_bytes": self._options.max_transfer,
+                "beside_calls": self.current is not None,
             },
             workers=self._options.workers,
             max_queue=self._options.max_queue,

@@ -141,11 +141,12 @@ class Roster:
 
     # Calls
 
-    def take(self, until: float, arrived: float) -> Worker:
+    def take(self, patience: float, until: float, arrived: float) -> Worker:
         """Take a free worker, or wait for one.
 
         Args:
-            until: When to give up, on the monotonic clock.
+            patience: Seconds to wait at most.
+            until: When to give up in any case, on the monotonic clock.
             arrived: When the call arrived.
 
         Raises:
@@ -153,7 +154,8 @@ class Roster:
             QueueFull, CircuitOpen, DeadlineExceeded: There is no worker for this call.
         """
         with self._lock:
-            self._raise_if_refusing()
+            if self._gone or self._crew.troubled:
+                self._raise_if_refusing()
             member = None if self._waiters else self._crew.take()
             if member is not None:
                 return self._workers[member.number]
@@ -162,7 +164,8 @@ class Roster:
             waiter = _Waiter()
             self._waiters.append(waiter)
         try:
-            waiter.lock.acquire(timeout=min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX))
+            patience = min(patience, max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
+            waiter.lock.acquire(timeout=patience)
         except BaseException:  # Ctrl-C
             if not self._stop_waiting(waiter) and waiter.worker is not None:
                 self.release(waiter.worker, worn=False, counts=False)
@@ -177,15 +180,15 @@ class Roster:
     def release(self, worker: Worker, *, worn: bool, counts: bool = True) -> None:
         """Give a worker back after its call."""
         with self._lock:
-            was_closed = self._crew.circuit.state == "closed"
-            ended = self._crew.answered(worker.number, worn=worn, counts=counts)
-            if not was_closed and self._crew.circuit.state == "closed":
-                was_closed = False
-                self._events.append(telemetry.CircuitClosed(guard=self._name))
+            crew = self._crew
+            troubled = crew.troubled
+            ended = crew.answered(worker.number, worn=worn, counts=counts)
             if ended:
                 self._dismiss(worker, "closed" if self._gone else "recycled")
-            if worn or ended or not was_closed:
-                self._act(self._crew.settle(time.monotonic()))
+            if troubled and crew.circuit.state == "closed":
+                self._events.append(telemetry.CircuitClosed(guard=self._name))
+            if worn or ended or troubled:
+                self._act(crew.settle(time.monotonic()))
             if self._waiters:
                 self._hand_over()
         if self._events:
@@ -318,7 +321,7 @@ class Roster:
 
     def _hand_over(self) -> None:
         while self._waiters:
-            left = self._crew.refusal(time.monotonic())
+            left = self._crew.refusal(time.monotonic()) if self._crew.troubled else None
             member = None if left is not None else self._crew.take()
             if left is None and member is None:
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,10 @@ from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._target import FunctionKind
 
 __all__ = ["AnswerKind", "Serving", "StreamStep", "portable"]
+
+
+#: Seconds between two looks at what policies read besides the calls themselves, such as memory.
+_LOOK = 0.05
 
 
 class AnswerKind(IntEnum):
@@ -45,7 +50,7 @@ class Serving:
         call: The function, as callers see it.
         kind: What a call of it returns.
         is_worn: Whether this worker asks for its replacement. Read before each answer.
-        between_calls: Runs after each answer, when nobody waits.
+        between_calls: Runs after an answer, when nobody waits, twenty times a second at most.
         max_bytes: The largest answer.
     """
 
@@ -57,7 +62,7 @@ class Serving:
         kind: FunctionKind,
         *,
         is_worn: Callable[[], bool],
-        between_calls: Callable[[], object],
+        between_calls: Callable[[], object] | None,
         max_bytes: int,
     ) -> None:
         self._name = name
@@ -68,6 +73,8 @@ class Serving:
         self._between_calls = between_calls
         self._max_bytes = max_bytes
         self._pid = os.getpid()
+        self._look_again = 0.0
+        self._streams = kind in {"generator", "async generator"}
         self._runner: asyncio.Runner | None = None
 
     def run(self) -> NoReturn:
@@ -76,7 +83,9 @@ class Serving:
             self._answer(AnswerKind.READY, os.getpid())
             while True:
                 self._serve_one()
-                self._between_calls()
+                if self._between_calls is not None and time.monotonic() >= self._look_again:
+                    self._between_calls()
+                    self._look_again = time.monotonic() + _LOOK
         except (EOFError, OSError):  # of the channel: the model's own errors go to the caller
             leave(0)
 
@@ -87,7 +96,7 @@ class Serving:
             self._refuse("arguments", f"the worker cannot rebuild them: {error}")
             return
         try:
-            if self._kind in {"generator", "async generator"}:
+            if self._streams:
                 self._stream(args, kwargs)
                 return
             result = self._call(*args, **kwargs)
@@ -137,7 +146,9 @@ class Serving:
         except BaseException as error:  # noqa: BLE001 - pickling runs any code
             self._refuse("result", f"{_describe(value)}: {type(error).__name__}: {error}")
             return False
-        size = len(body) + sum(buffer.nbytes for buffer in buffers)
+        size = len(body)
+        if buffers:
+            size += sum(buffer.nbytes for buffer in buffers)
         if size > self._max_bytes:
             self._refuse("result", f"{_describe(value)} takes {size:,} bytes, and max_transfer is {self._max_bytes:,}")
             return False

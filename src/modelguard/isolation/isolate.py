@@ -364,9 +364,8 @@ def isolate(
 
 
 def _limits() -> Limits:
-    now = time.monotonic()
     scope = deadlines.current_scope.get()
-    return Limits(now) if scope is None else Limits(now, scope.nearest_deadline)
+    return Limits(time.monotonic(), math.inf if scope is None else scope.nearest_deadline)
 
 
 _public.set_module(globals(), "modelguard")
