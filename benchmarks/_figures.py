@@ -132,7 +132,10 @@ PROMISES = (
         "isolate, a short text: time relative to a bare Connection", "at most 2", "isolation", r"small call: isolate"
     ),
     Promise(
-        "isolate, a 6 MB array: time relative to the same Connection", "at most 0.3", "isolation", r"6 MB array: isolate"
+        "isolate, a 6 MB array: time relative to the same Connection",
+        "at most 0.3",
+        "isolation",
+        r"6 MB array: isolate",
     ),
     Promise(
         "isolate: a worker replaced by a fork, from the order to its first answer, relative to a reload in the process",

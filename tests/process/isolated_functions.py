@@ -209,3 +209,14 @@ async def aitems(_: Model, count: int) -> AsyncIterator[int]:
 def doubled(_: Model, numbers: list[int]) -> list[int]:
     """Compute a batch."""
     return [2 * number for number in numbers]
+
+
+@isolate(workers=2, timeout="2s", start="spawn")
+@guard(load, reload_on=Uses(20), backoff=QUICK)
+def spawned(loaded: Model, how: str = "") -> tuple[int, int]:
+    """Run in a process that has loaded for itself."""
+    if how == "crash":
+        os._exit(3)
+    if how == "hang":
+        time.sleep(600)
+    return loaded.pid, os.getpid()

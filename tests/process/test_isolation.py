@@ -48,7 +48,15 @@ def using(function: Isolated[..., Any]) -> Iterator[Any]:
 
 def molds() -> list[psutil.Process]:
     """The child processes of this process that are molds or workers."""
-    return [child for child in psutil.Process().children(recursive=True) if "mold" in child.cmdline()]
+    return [child for child in psutil.Process().children(recursive=True) if is_mold(child)]
+
+
+def is_mold(process: psutil.Process) -> bool:
+    """Whether a process is a mold or a worker; one that has just ended is none."""
+    try:
+        return "mold" in process.cmdline()
+    except psutil.NoSuchProcess:  # or a zombie
+        return False
 
 
 @pytest.fixture
@@ -479,3 +487,31 @@ class TestInside:
         with using(functions.echo) as echo:
             assert 1 == echo(1, do="fork")
             assert 2 == echo(2)
+
+
+class TestSpawn:
+    def test_each_worker_loads_for_itself(self) -> None:
+        """start="spawn" keeps the promises where no fork is possible: crash, timeout, policy, reload."""
+        with using(functions.spawned) as spawned:
+            where, pid = spawned()
+            assert where == pid != os.getpid()
+            assert None is spawned.status().mold
+            with pytest.raises(WorkerCrashed, match="exit status 3"):
+                spawned("crash")
+            with pytest.raises(DeadlineExceeded):
+                spawned("hang")
+            wait_until(lambda: 2 == sum(one.state == "idle" for one in spawned.status().workers), "both workers")
+            pids: set[int] = set()
+            wait_until(lambda: pids.add(spawned()[1]) or len(pids) > 2, "a fresh worker")
+            first = spawned.status().generation
+            spawned.reload()
+            assert first + 1 == spawned.status().generation
+            assert spawned()[1] not in pids
+
+    def test_a_load_that_fails_is_reported(self, switch: Callable[[str], None]) -> None:
+        """With the loader's own error, as from a mold."""
+        switch("fail")
+        with pytest.raises(LoadFailed, match="OSError: no weights"), functions.spawned:
+            pass
+        functions.spawned.close()
+        wait_until(lambda: not molds(), "the end of all workers")

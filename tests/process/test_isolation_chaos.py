@@ -29,7 +29,12 @@ ORDERS = ["x"] * 30 + ["exit", "segfault", "SIGKILL", "SIGABRT", "hang", "SIGSTO
 
 def descendants() -> list[psutil.Process]:
     """The molds of this process, and their workers."""
-    return [child for child in psutil.Process().children(recursive=True) if "mold" in child.cmdline()]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "mold" in child.cmdline():
+                found.append(child)
+    return found
 
 
 class Callers:

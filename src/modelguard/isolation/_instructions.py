@@ -20,6 +20,7 @@ class Instructions(TypedDict):
         name: The isolated function's name.
         max_bytes: The largest answer of a worker.
         beside_calls: Whether calls run while it loads.
+        forks: Whether it forks workers; if not, it becomes one itself.
     """
 
     owner: int
@@ -29,3 +30,4 @@ class Instructions(TypedDict):
     name: str
     max_bytes: int
     beside_calls: bool
+    forks: bool

@@ -57,7 +57,9 @@ def main(control: int, news: int) -> NoReturn:
             channel.send(("failed", portable(error, instructions["name"]), text))
         leave(1)
     channel.send(("ready", time.monotonic() - started))
-    mold.serve()
+    if instructions["forks"]:
+        mold.serve()
+    mold.become_spawned_worker()
 
 
 def _end_with_parent() -> None:
@@ -97,8 +99,12 @@ class _Mold:
         engine = self._guard.engine
         start_thread = _start_behind_others if instructions["beside_calls"] else THREADS.start
         engine.move_to(Runtime(ticks=False, start_thread=start_thread))  # no ticks: workers ask the policies themselves
-        self._guard.recycle_in_children(self._wear, takes_calls=False)
-        prefork.prepare(self._guard)
+        if instructions["forks"]:
+            self._guard.recycle_in_children(self._wear, takes_calls=False)
+            prefork.prepare(self._guard)
+        else:
+            engine.recycle_here(self._wear, renews=False)
+            self._guard.load()
 
     def _wear(self, reasons: object) -> None:
         del reasons  # an event has reported them
@@ -192,21 +198,37 @@ class _Mold:
             self._control.close()
             for end in self._inherited:
                 end.close()
-            _processes.prefer_as_oom_victim()
-            _role.enter("worker")
             prefork.in_child()
-            Serving(
-                self._name,
-                Channel(socket.socket(fileno=fd)),
-                self._function,
-                self._kind,
-                is_worn=lambda: self._worn,
-                between_calls=None if self._guard.engine.guard.options.reload_on is None else self._guard.check,
-                max_bytes=self._max_bytes,
-            ).run()
+            self._work(fd)
+            leave(0)
         except BaseException:  # noqa: BLE001 - above this are frames of the mold, which must not run here
             traceback.print_exc()
         leave(1)
+
+    def become_spawned_worker(self) -> NoReturn:
+        """Take calls in this process, which no fork made. It dies with its owner, by SIGKILL as while it loads."""
+        signal.signal(signal.SIGINT, _nothing)
+        signal.signal(signal.SIGTERM, _nothing)
+        try:
+            self._control.receive()
+            self._work(self._control.take_fd())
+        except (EOFError, OSError):  # the owner is gone
+            leave(0)
+        self._unload()
+        leave(0)
+
+    def _work(self, fd: int) -> None:
+        _processes.prefer_as_oom_victim()
+        _role.enter("worker")
+        Serving(
+            self._name,
+            Channel(socket.socket(fileno=fd)),
+            self._function,
+            self._kind,
+            is_worn=lambda: self._worn,
+            between_calls=None if self._guard.engine.guard.options.reload_on is None else self._guard.check,
+            max_bytes=self._max_bytes,
+        ).run()
 
 
 def _start_behind_others(work: Callable[[], None], name: str) -> None:

@@ -18,6 +18,7 @@ from modelguard.environment import _proc
 from modelguard.errors import GuardClosed, ModelRejected, NotSupported
 from modelguard.isolation import _news, _target
 from modelguard.isolation._molds import Mold, MoldOptions, molds
+from modelguard.isolation._spawned import SpawnedWorkers
 from modelguard.isolation._supervisor import supervisor
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._loading import Rejected
@@ -109,6 +110,7 @@ class MoldGuard:
                 "name": self._options.name,
                 "max_bytes": self._options.max_transfer,
                 "beside_calls": self.current is not None,
+                "forks": self._options.start == "fork",
             },
             workers=self._options.workers,
             max_queue=self._options.max_queue,
@@ -117,7 +119,8 @@ class MoldGuard:
             load_timeout=None if limit is None else limit + _MARGIN,
         )
         number = self.guard.engine.state.generations + 1
-        mold = Mold(options, generation=number, supervisor=supervisor(), on_death=self._died)
+        kind = Mold if self._options.start == "fork" else SpawnedWorkers
+        mold = kind(options, generation=number, supervisor=supervisor(), on_death=self._died)
         try:
             mold.load()
         except ModelRejected as error:

@@ -87,7 +87,7 @@ class Mold:
             Exception: What the loader, the validation, the warm-up or the fork gate raised in it, or how it ended.
             TimeoutError: ``load_timeout`` has passed.
         """
-        self._supervisor.call(self._launch)
+        self._supervisor.call(self._begin)
         try:
             self._loaded.result(self.options.load_timeout)
         except BaseException:
@@ -98,10 +98,8 @@ class Mold:
         """End it and its workers: nicely, and after some seconds by force. Blocks."""
         self._ending = True
         self.roster.close()
-        if self._launched is None:
-            return
         self._supervisor.call(self._ask_to_end)
-        if not self._ended.wait(_END):
+        if self.pids() and not self._ended.wait(_END):
             self._kill()
             self._ended.wait(_END)
         self.roster.detach()
@@ -138,7 +136,7 @@ class Mold:
 
     def start_worker(self, number: int) -> None:
         """Have a worker forked."""
-        self._supervisor.call(lambda: self._fork(number))
+        self._supervisor.call(lambda: self._start(number))
 
     def give_up(self) -> None:
         """Workers of this mold do not come up."""
@@ -151,7 +149,7 @@ class Mold:
 
     # In the supervisor's thread
 
-    def _launch(self) -> None:
+    def _begin(self) -> None:
         try:
             self._launched = launch(self.options.instructions)
         except Exception as error:  # noqa: BLE001 - it is the load's failure
@@ -161,11 +159,11 @@ class Mold:
         self._supervisor.watch(self._launched.news.fileno(), self._read_news)
 
     def _ask_to_end(self) -> None:
-        assert self._launched is not None  # noqa: S101 - for the checkers
-        with suppress(OSError):
-            self._launched.control.send(("end", 0))
+        if self._launched is not None:
+            with suppress(OSError):
+                self._launched.control.send(("end", 0))
 
-    def _fork(self, number: int) -> None:
+    def _start(self, number: int) -> None:
         launched = self._launched
         if launched is None or self._ending or self._ended.is_set():
             return

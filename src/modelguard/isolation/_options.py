@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
@@ -16,7 +16,10 @@ from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
 from modelguard.serving.breaker import Breaker
 
-__all__ = ["IsolationOptions", "check_function", "parse"]
+__all__ = ["IsolationOptions", "StartMethod", "check_function", "parse"]
+
+#: How workers come into being: forked from a mold, or each as a fresh interpreter.
+StartMethod = Literal["fork", "spawn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class IsolationOptions:
     kind: FunctionKind
     workers: int
     timeout: float | None
+    start: StartMethod
     max_queue: int
     retry: bool
     breaker: Breaker
@@ -39,6 +43,7 @@ def parse(
     *,
     workers: int,
     timeout: _units.Duration | None,
+    start: StartMethod,
     max_queue: int,
     retry: bool,
     breaker: Breaker | None,
@@ -52,6 +57,8 @@ def parse(
     """
     if not isinstance(retry, bool):
         raise InvalidOption("retry", retry, why="must be True or False", fix="Write retry=True.")
+    if start not in get_args(StartMethod):
+        raise InvalidOption("start", start, why="must be 'fork' or 'spawn'", fix="'fork' is right for most models.")
     if breaker is not None and not isinstance(breaker, Breaker):
         raise InvalidOption("breaker", breaker, why="must be a Breaker", fix="Write Breaker(failures=5).")
     if name is not None and (not isinstance(name, str) or not name.strip()):
@@ -64,6 +71,7 @@ def parse(
         kind=kind_of(function),
         workers=_units.whole_number(workers, "workers"),
         timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
+        start=start,
         max_queue=_units.whole_number(max_queue, "max_queue"),
         retry=retry,
         breaker=Breaker() if breaker is None else breaker,

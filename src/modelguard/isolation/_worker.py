@@ -17,7 +17,7 @@ from modelguard.isolation import _pickling
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._target import FunctionKind
 
-__all__ = ["AnswerKind", "Serving", "StreamStep", "portable"]
+__all__ = ["AnswerKind", "Serving", "StreamStep", "leave", "portable"]
 
 
 #: Seconds between two looks at what policies read besides the calls themselves, such as memory.
@@ -77,8 +77,8 @@ class Serving:
         self._streams = kind in {"generator", "async generator"}
         self._runner: asyncio.Runner | None = None
 
-    def run(self) -> NoReturn:
-        """Serve until the owner closes the channel or dies, then end this process."""
+    def run(self) -> None:
+        """Serve until the owner closes the channel or dies."""
         try:
             self._answer(AnswerKind.READY, os.getpid())
             while True:
@@ -87,7 +87,7 @@ class Serving:
                     self._between_calls()
                     self._look_again = time.monotonic() + _LOOK
         except (EOFError, OSError):  # of the channel: the model's own errors go to the caller
-            leave(0)
+            return
 
     def _serve_one(self) -> None:
         try:

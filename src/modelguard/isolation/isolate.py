@@ -18,7 +18,7 @@ from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _processes, _registry, _role
 from modelguard.isolation._calls import Arguments, Caller, Limits
 from modelguard.isolation._mold_guard import MoldGuard
-from modelguard.isolation._options import IsolationOptions, check_function, parse
+from modelguard.isolation._options import IsolationOptions, StartMethod, check_function, parse
 from modelguard.isolation._source import Source, source_of
 from modelguard.isolation._submitted import Submitted
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
@@ -297,6 +297,7 @@ def isolate(
     *others: Never,
     workers: int = 2,
     timeout: _units.Duration | None = 60.0,
+    start: StartMethod = "fork",
     recycle_on: Policy | None = None,
     retry: bool = False,
     max_queue: int = 256,
@@ -327,6 +328,9 @@ def isolate(
         timeout: The longest that a call may run in a worker, after which the worker is killed and the call gets
             ``DeadlineExceeded``; also the longest that a call waits for a free worker. Of a generator, each step.
             None: no limit.
+        start: ``"fork"``: workers are forked from a mold and share its memory. ``"spawn"``: each worker is a fresh
+            interpreter that loads the model for itself, for models that do not survive a fork (CUDA). Workers share no
+            memory, and one takes as long to replace as the model takes to load.
         recycle_on: For functions without a guard: when to replace a worker (or, for ``TTL`` and ``Modified``, all).
         retry: Run a call once more if its worker crashed. Only for functions that may safely run twice.
         max_queue: How many calls may wait for a worker, and how many submitted calls for a thread; more get
@@ -352,6 +356,7 @@ def isolate(
             function,
             workers=workers,
             timeout=timeout,
+            start=start,
             max_queue=max_queue,
             retry=retry,
             breaker=breaker,

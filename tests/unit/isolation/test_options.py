@@ -87,6 +87,7 @@ def test_a_notebook_cell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         {"workers": 1.5},
         {"timeout": "soon"},
         {"timeout": 0},
+        {"start": "thread"},
         {"max_queue": 0},
         {"max_transfer": "big"},
         {"retry": 1},
