@@ -9,6 +9,7 @@ import pytest
 
 from modelguard import TTL, Isolated, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption
+from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import _registry
 from modelguard.lifecycle.guard import guards
 
@@ -132,3 +133,11 @@ class TestReadiness:
         """Nothing has been started."""
         status = isolate(name="early")(predict).status()
         assert ("early", "new", None, ()) == (status.name, status.state, status.mold, status.workers)
+
+    def test_the_probe_waits_for_it(self) -> None:
+        """/readyz is false while no worker can answer, and names the function."""
+        isolated = isolate(name="slow to load")(predict)
+        probe = WebOptions(detail=True).probe("GET", "/readyz")
+        assert probe is not None
+        assert b"slow to load" in probe.body
+        assert not isolated.ready
