@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from modelguard.errors import DeadlineExceeded, Reloading, TransferRefused, WorkerCrashed
-from modelguard.isolation import _pickling
+from modelguard.isolation import _pickling, _trace
 from modelguard.isolation._channel import Unreadable
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._molds import Mold, with_remote_traceback
@@ -127,7 +127,7 @@ class Caller:
 
     def _pickled(self, arguments: Arguments) -> tuple[bytes, _pickling.Buffers]:
         try:
-            body, buffers = content = _pickling.dumps(arguments)
+            body, buffers = content = _pickling.dumps((*arguments, _trace.outgoing()))
         except Exception as error:
             why = f"{_culprit(arguments)}: {type(error).__name__}: {error}"
             raise TransferRefused(self._name, what="arguments", why=why) from error

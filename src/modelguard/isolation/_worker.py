@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from enum import IntEnum
 from typing import Any, NoReturn
 
 from modelguard.errors import ModelGuardError, RemoteError, TransferRefused
-from modelguard.isolation import _pickling
+from modelguard.isolation import _pickling, _trace
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._target import FunctionKind
 
@@ -91,10 +92,11 @@ class Serving:
 
     def _serve_one(self) -> None:
         try:
-            args, kwargs = self._channel.receive()
+            args, kwargs, carrier = self._channel.receive()
         except Unreadable as error:
             self._refuse("arguments", f"the worker cannot rebuild them: {error}")
             return
+        leave_trace = None if carrier is None else _trace.attach(carrier)
         try:
             if self._streams:
                 self._stream(args, kwargs)
@@ -110,12 +112,14 @@ class Serving:
             return
         finally:
             self._stay_in_own_process()
+            if leave_trace is not None:
+                leave_trace()
         self._answer(AnswerKind.RESULT, result)
 
     def _run(self, coroutine: Any) -> Any:
         if self._runner is None:
             self._runner = asyncio.Runner()
-        return self._runner.run(coroutine)
+        return self._runner.run(coroutine, context=contextvars.copy_context())
 
     def _stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a generator one step at a time, so that it computes no more than its caller asks for."""
