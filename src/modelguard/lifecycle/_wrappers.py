@@ -65,6 +65,9 @@ class Guarded(_FunctionWrapper):
         method = self._self_receivers and not isinstance(wrapped, classmethod)
         function = cast("Callable[..., Any]", wrapped)
         self._self_call = partial(_unbound, wrapper, function) if method else partial(wrapper, function, None)
+        # Frameworks such as Litestar read the hints of an instance's `__call__` if that is a method, as the one below
+        # is. This attribute is for them alone; calls look `__call__` up in the class.
+        self.__call__ = partial(_call, self._self_call)  # type: ignore[method-assign]
 
     @property
     def receivers(self) -> int:
@@ -167,6 +170,10 @@ def owner_of(function: object) -> object:
     """The guard of a decorated function, None if no guard decorates it."""
     parent = getattr(function, "_self_parent", None)  # if it is bound to an instance
     return getattr(function if parent is None else parent, "_self_guard", None)
+
+
+def _call(run: Callable[[tuple[Any, ...], dict[str, Any]], Any], /, *args: Any, **kwargs: Any) -> Any:
+    return run(args, kwargs)
 
 
 def _unbound(wrapper: Wrapper, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 DiscardCause = Literal["closed", "late", "rejected", "stale"]
 
 #: A callable that the user has given.
-Callback = Literal["reload_on", "recycle", "release"]
+Callback = Literal["reload_on", "recycle", "release", "unload"]
 
 #: Why a worker of an isolated function ended. ``"recycled"``: a policy was due, and a fresh worker took its place;
 #: ``"crashed"``: it ended by itself, or was killed by somebody else; ``"timeout"``: killed because its call took too
@@ -86,12 +86,14 @@ class LoadStarted(Event):
         generation: The number of the new generation.
         reasons: Why it is loaded.
         deferred_seconds: How long the load waited for a pause between calls.
+        deferred_growth: Bytes by which private memory grew in that time.
         host_lock: Which lock the load holds.
     """
 
     generation: int
     reasons: tuple[Reason, ...]
     deferred_seconds: float
+    deferred_growth: int
     host_lock: HostLockHeld
 
 
@@ -162,6 +164,9 @@ class GenerationReleased(Event):
         seconds: Duration of the release itself.
         drain_seconds: How long its last calls took to end; None if they outlasted ``drain_timeout``.
         error: The error that ``unload`` raised; None if it did not.
+        immortal: Whether ``prefork.prepare`` had made the model immortal. Then its objects stay in memory until the
+            process ends, and each further generation that is made immortal adds its size. No collection was tried, and
+            no holders were looked for.
     """
 
     generation: int
@@ -175,6 +180,7 @@ class GenerationReleased(Event):
     seconds: float
     drain_seconds: float | None
     error: str | None
+    immortal: bool = False
 
     @property
     def freed(self) -> int:

@@ -61,7 +61,7 @@ def test_modules_find_their_adapter() -> None:
 
 
 def test_a_guard_tells_the_size_of_a_small_model() -> None:
-    """Where memory's growth is lost in noise, the event still tells what the parameters take at least."""
+    """Where memory's growth is lost in noise, the event still has the size of the parameters, as a lower bound."""
     with guard(lambda: torch.nn.Linear(1000, 1000), reload_on=None) as model:
         assert 1000 * 1000 * 4 <= (model.status().model_bytes or 0)
 

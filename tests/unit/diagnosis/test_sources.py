@@ -67,7 +67,7 @@ def test_a_library_that_a_module_beside_the_app_imports(tmp_path: Path) -> None:
 
 
 def test_inside_a_function_the_time_is_not_known(tmp_path: Path) -> None:
-    """When a function runs cannot be told, and what it imports is not loaded yet."""
+    """It is unknown when a function runs, and what it imports is not loaded yet."""
     text = """
 import os
 def setup():

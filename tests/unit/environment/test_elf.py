@@ -134,7 +134,7 @@ def test_every_part_of_a_program_is_read(tmp_path: Path, bits: int, order: str) 
 
 @pytest.mark.parametrize(("bits", "order"), KINDS)
 def test_a_library_without_anything(tmp_path: Path, bits: int, order: str) -> None:
-    """A file without dynamic section, sections and interpreter has none of these, and that is no error."""
+    """A file without dynamic section, sections and interpreter has none of these, without an error."""
     with _elf.opened(Builder(bits, order).build(tmp_path / "it")) as file:
         assert ("shared", None, (), None) == (file.type, file.interpreter, file.needed, file.soname)
         assert ([], [], None) == ([*file.dynamic_symbols()], [*file.relocations()], file.local_symbol("x"))

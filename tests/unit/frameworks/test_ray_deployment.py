@@ -70,7 +70,7 @@ def shadowed() -> Any:
     [
         (len, "must be a batched function, not a builtin_function_or_method"),
         (unbatched, "Put @batched"),
-        (unguarded, "no guard decorates it"),
+        (unguarded, "is not decorated by a guard"),
         (Counter().method, "at the top of a module"),
         (hidden, "at the top of a module"),
         (in_main(), "replicas cannot import"),
@@ -174,7 +174,7 @@ async def begun(kind: Any, *, checks: int = 2) -> Any:
 
 
 def find_due(made: Any) -> None:
-    """Check the policy, unless the keeper's thread is checking it."""
+    """Check the policy, unless the background thread is checking it."""
     while not made.status()["due"]:
         made._guard.check()
 
@@ -187,7 +187,7 @@ def test_a_due_policy_fails_the_health_check_and_loads_nothing(replica: Any) -> 
         await made.check_health()
         assert ["a", "b", "c"] == [await made(text) for text in "abc"]
         find_due(made)
-        with pytest.raises(RuntimeError, match=r"replica r1 asks to be replaced, because of Uses\(2\)"):
+        with pytest.raises(RuntimeError, match=r"replica r1 must be replaced: Uses\(2\)"):
             await made.check_health()
         assert "d" == await made("d")
         assert (1, ("Uses(2)",)) == (made.status()["guard"]["generation"], made.status()["due"])
@@ -278,7 +278,7 @@ def test_refusals_are_rays_own(replica: Any) -> None:
             await made("x")
         assert (0, 1, 503, 7.5) == caught.value.args
         assert isinstance(caught.value.__cause__, QueueFull)
-        assert ["function(): 1 requests wait already, which is the limit"] == caught.value.__notes__
+        assert ["function(): the queue is full, with 1 requests"] == caught.value.__notes__
 
     asyncio.run(live())
 

@@ -110,7 +110,7 @@ def of_either(items: list[int | list[int]]) -> list[int]:
 @every_call
 @pytest.mark.parametrize("function", [of_rows, of_points, of_any, of_either])
 def test_items_that_are_lists_are_accepted(call: Callable[..., Any], function: Any) -> None:
-    """A list is refused only where it is certainly a mistake."""
+    """A list is rejected only if it is certainly a mistake."""
     assert 3 == call(batched(max_size=4)(function), [1, 2])
 
 

@@ -70,7 +70,7 @@ def test_errors_are_counted(modelguard_clock: Clock, modelguard_loader: Loader) 
 
 
 def test_memory_grows_as_told(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
-    """MemoryGrowth fires when the memory that the test tells has grown, and not before."""
+    """MemoryGrowth fires when the memory that the test sets has grown, and not before."""
     nlp = guard(modelguard_loader, reload_on=MemoryGrowth("500 MB"))
     nlp.load()
     modelguard_clock.advance("1m")
@@ -83,7 +83,7 @@ def test_memory_grows_as_told(modelguard_clock: Clock, modelguard_loader: Loader
 
 
 def test_a_share_is_of_the_limit_that_the_test_tells(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
-    """MemoryLimit takes its share of the limit that was told; without one it is refused, as in production."""
+    """MemoryLimit takes its share of the limit that the test sets; without one it is rejected, as in production."""
     with pytest.raises(NoMemoryLimit):
         guard(modelguard_loader, reload_on=MemoryLimit("80%"))
     modelguard_clock.limit = "1 GB"
@@ -264,7 +264,7 @@ def test_a_size_that_makes_no_sense_is_refused(modelguard_clock: Clock, name: st
 
 
 def test_what_is_not_guarded_cannot_be_driven(modelguard_clock: Clock) -> None:
-    """A function without a guard is refused by name."""
+    """A function without a guard is rejected by name."""
     with pytest.raises(InvalidOption, match="is not decorated by a guard"):
         modelguard_clock.drive(len)
 

@@ -110,7 +110,7 @@ def test_the_loaders_own_error_is_raised(modelguard_off: None) -> None:
 
 
 def test_a_closed_guard_stays_closed(modelguard_off: None) -> None:
-    """Off is not open: what was closed is refused as ever."""
+    """A closed guard is still closed: calls raise as usual."""
     nlp = guard(Voice, reload_on=None)
     nlp.close()
     with pytest.raises(GuardClosed), nlp.lease():
@@ -151,7 +151,7 @@ def test_an_items_own_error_is_raised(modelguard_off: None) -> None:
 
 
 def test_wrong_calls_and_results_fail_as_ever(modelguard_off: None) -> None:
-    """Off hides no mistake: unknown keywords and results of the wrong length are told."""
+    """It hides no mistake: unknown keywords and results of the wrong length raise."""
     f: Batched[int, Any] = batched(max_size=8)(lambda items: [1, 2])
     with pytest.raises(WrongResults):
         f(1)
