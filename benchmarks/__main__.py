@@ -25,6 +25,7 @@ NAMES = (
     "call_overhead",
     "goodput",
     "import_cost",
+    "isolation",
     "recycling",
     "reload_creep",
     "reload_ja_ginza",

@@ -243,8 +243,8 @@ def check_function(plain: Any, owner: object) -> None:
         why = f"must be a function, not {_units.kind_of(plain)}"
         fix = "Decorate a function or a method, or use guard.lease() where the model is needed."
     elif hasattr(plain, "aio") and hasattr(plain, "submit"):
-        why = "is a batched function, whose callers pass one item and no model"
-        fix = "Put @batched(...) above the guard's decorator: the guard belongs next to the def."
+        why = "is a batched or isolated function, whose callers pass no model"
+        fix = "Put @batched(...) or @isolate(...) above the guard's decorator: the guard belongs next to the def."
     elif owner is not None and isinstance(plain, Guarded) and owner_of(plain) is owner:
         why = "is decorated by this guard already"
         fix = "Decorate it once."

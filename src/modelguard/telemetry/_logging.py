@@ -35,11 +35,20 @@ _DISCARDED: dict[events.DiscardCause, str] = {
     "stale": "a newer reload request replaced it",
 }
 
+_ENDED: dict[events.WorkerEndCause, str] = {
+    "recycled": "a policy was due",
+    "crashed": "it crashed",
+    "timeout": "its call took longer than the timeout",
+    "cancelled": "its caller was interrupted",
+    "closed": "its mold ended",
+}
+
 
 def log_event(event: events.Event) -> None:
     """Log one event: at WARNING if it needs attention, otherwise at INFO; frequent events at DEBUG."""
     stays = isinstance(event, events.GenerationReleased) and (event.alive or event.immortal)
-    needs_attention = isinstance(event, _WARNINGS) or stays
+    failed = isinstance(event, events.WorkerEnded) and event.cause in {"crashed", "timeout"}
+    needs_attention = isinstance(event, _WARNINGS) or stays or failed
     level = logging.WARNING if needs_attention else logging.INFO
     if isinstance(event, events.BatchFinished):
         level = logging.DEBUG
@@ -140,4 +149,9 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.RequestsRefused: _refused,
     events.CircuitOpened: _circuit_opened,
     events.CircuitClosed: lambda _: "circuit closed",
+    events.WorkerStarted: lambda event: f"worker {event.worker} takes calls after {event.seconds:.3f} s",
+    events.WorkerEnded: lambda event: (
+        f"worker {event.worker} ended after {event.age:.1f} s: {_ENDED[event.cause]}"
+        + (f" ({event.detail})" if event.cause == "crashed" else "")
+    ),
 }
