@@ -43,10 +43,14 @@ napoleon_use_ivar = True  # the attributes of a dataclass stand in its docstring
 # Signatures name what has no place in this reference: other packages, whose sites no build should have to reach, type
 # variables, and the words that stand for a union or a literal. The text says what they are; nothing links to them.
 nitpick_ignore_regex = [
+    ("py:class", r"(.*\.)?(IsolationOptions|Source)"),
     ("py:class", r"(abc|collections\.abc|datetime|os|pathlib|pytest|spacy|torch)\..*"),
     ("py:(class|obj)", r"(.*\.)?[A-Z]"),  # type variables
     ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|SmallObjects"),
-    ("py:class", r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|_Memory|_Value)"),
+    (
+        "py:class",
+        r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|_Memory|_Value)",
+    ),
     ("py:class", r"(.*\.)?(Engine|ForkingProcess|GuardOptions|PoolEngine|ProcessHistory|ReasonKind|SwapMode)"),
     ("py:class", r"(.*\.)?(Bound|Decorator|Generation|Hook|Ready|Reloadable|State)"),
     ("py:class", r"CollectorRegistry|MeterProvider|TracerProvider"),  # of the libraries for metrics
@@ -81,6 +85,7 @@ SECTIONS = {
     "Lifecycle": ["lifecycle", "pool", "spacy"],
     "Environment": ["environment", "memory", "torch"],
     "Sharing": ["sharing", "fork-safety"],
+    "Isolation": ["isolation"],
     "Serving": ["serving", "scale-out"],
     "Operations": ["faq", "doctor", "metrics", "errors", "mistakes", "testing", "known-issues"],
     "Background": ["figures", "decisions"],

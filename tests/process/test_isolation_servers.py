@@ -120,6 +120,6 @@ def test_nothing_is_left_of_a_server(tmp_path: Path, number: signal.Signals) -> 
     """Neither after its graceful end, nor after SIGKILL."""
     with started(tmp_path, ASGI, *UVICORN) as server:
         processes = psutil.Process(server.process.pid).children(recursive=True)
-        assert 3 == len(processes)
+        assert len(processes) >= 3  # the mold, two workers, and soon a spare one
         server.process.send_signal(number)
         wait_until(lambda: not [one for one in processes if one.is_running() and one.status() != "zombie"], "their end")

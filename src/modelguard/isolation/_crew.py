@@ -65,18 +65,21 @@ class Member:
 class Crew:
     """Decides over workers.
 
-    A worn worker takes calls until its replacement is ready, and replacements start one at a time, so capacity never
-    falls below ``size``. A worker that dies is replaced at once; after several deaths in a row, after a backoff, and
-    then the breaker opens.
+    A worn worker takes calls until another one can take its place, and replacements start one at a time, so capacity
+    never falls below ``size``. A spare worker waits for that, so a worn or dead worker is replaced without a delay.
+    After several deaths in a row, a new worker starts after a backoff, and then the breaker opens.
 
     Args:
-        size: How many workers there should be.
+        size: How many workers may have calls at a time.
+        spare: How many more are kept ready.
         breaker: When calls are refused, because workers keep dying.
         backoff: Waits before a start after the second and each further failure in a row.
     """
 
-    def __init__(self, size: int, *, breaker: Breaker, backoff: Backoff) -> None:
+    def __init__(self, size: int, *, breaker: Breaker, backoff: Backoff, spare: int = 0) -> None:
         self._size = size
+        self._spare = spare
+        self._busy = 0
         self._backoff = backoff
         self._idle: list[Member] = []
         self._last = 0
@@ -98,7 +101,7 @@ class Crew:
 
     @property
     def complete(self) -> bool:
-        """Whether as many workers as wanted have come up."""
+        """Whether as many workers have come up as may have calls at a time."""
         return sum(member.state != "starting" for member in self.members.values()) >= self._size
 
     @property
@@ -120,9 +123,10 @@ class Crew:
 
     def take(self) -> Member | None:
         """Take an idle worker for a call, the one that was used last: its caches are warm. None if there is none."""
-        if not self._idle:
+        if not self._idle or self._busy >= self._size:
             return None
         member = self._idle.pop()
+        self._busy += 1
         member.state = "busy"
         if self.circuit.state != "closed":
             member.probe = self.circuit.admitted()
@@ -154,6 +158,7 @@ class Crew:
         member = self.members.get(number)
         if member is None:
             return True
+        self._busy -= 1
         member.calls += 1
         member.worn = member.worn or worn
         if counts:
@@ -186,6 +191,8 @@ class Crew:
             self._idle.remove(member)
         if member.state == "starting":
             self._failed_starts += 1
+        if member.state in {"busy", "retiring"}:
+            self._busy -= 1
         if not blame:
             if member.probe:
                 self.circuit.probe_inconclusive()
@@ -205,8 +212,9 @@ class Crew:
             return
         members = self.members.values()
         # While workers keep dying, one is enough: for the probe.
-        wanted = self._size if self.circuit.state == "closed" else 1
-        missing = wanted - sum(not member.worn for member in members)
+        wanted = self._size + self._spare if self.circuit.state == "closed" else 1
+        # Never more than one above the size, so a worn worker's last call may delay the start of the next spare one.
+        missing = min(wanted - sum(not member.worn for member in members), self._size + 1 - len(members))
         if missing <= 0 or now < self.start_at:
             return
         if any(member.worn for member in members):

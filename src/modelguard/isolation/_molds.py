@@ -62,6 +62,9 @@ class Mold:
         died: When it ended by itself, on the monotonic clock; None while it lives.
     """
 
+    #: A fork of a mold costs little memory, and saves the time that a new worker needs.
+    SPARE = 1
+
     def __init__(
         self, options: MoldOptions, *, generation: int, supervisor: Supervisor, on_death: Callable[[Mold], object]
     ) -> None:
@@ -75,7 +78,7 @@ class Mold:
         self._ending = False
         self._ended = threading.Event()
         self._running: dict[int, Worker] = {}  # until the mold has reported their ends
-        crew = Crew(options.workers, breaker=options.breaker, backoff=options.backoff)
+        crew = Crew(options.workers, breaker=options.breaker, backoff=options.backoff, spare=self.SPARE)
         name = options.instructions["name"]
         self.roster = Roster(name, crew, self, generation=generation, max_queue=options.max_queue)
         _molds.add(self)

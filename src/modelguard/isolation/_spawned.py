@@ -26,6 +26,8 @@ class SpawnedWorkers(Mold):
     For its owner it is a mold whose workers take as long to start as the model takes to load.
     """
 
+    SPARE = 0  # it would hold a whole model
+
     @property
     def pid(self) -> int | None:
         """None: there is no mold."""

@@ -324,7 +324,8 @@ def isolate(
 
     Args:
         others: None; every option is passed by keyword.
-        workers: How many worker processes there are. While one is replaced, there is one more.
+        workers: How many calls run at a time, each in a worker process. One more worker is kept ready, which takes the
+            place of one that is replaced or has died; with ``start="spawn"`` only while one is replaced.
         timeout: The longest that a call may run in a worker, after which the worker is killed and the call gets
             ``DeadlineExceeded``; also the longest that a call waits for a free worker. Of a generator, each step.
             None: no limit.

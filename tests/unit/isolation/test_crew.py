@@ -76,6 +76,43 @@ class TestCalls:
         assert 2 == len({one.number for one in taken if one is not None})
 
 
+class TestSpare:
+    def spared(self) -> Crew:
+        """Two calls at a time, and one worker more."""
+        crew = Crew(2, spare=1, breaker=Breaker(), backoff=Backoff(1, 60))
+        for order in crew.settle(0.0):
+            assert isinstance(order, Start)
+            crew.started(order.number)
+        return crew
+
+    def test_it_takes_no_calls_of_its_own(self) -> None:
+        """As many calls run at a time as there are workers without it."""
+        crew = self.spared()
+        assert 3 == len(crew.members)
+        assert [True, True, False] == [crew.take() is not None for _ in range(3)]
+
+    def test_it_takes_the_place_of_a_worn_worker_at_once(self) -> None:
+        """The worn worker ends after the call that wore it, and the next spare one is started."""
+        crew = self.spared()
+        worn, other = crew.take(), crew.take()
+        assert worn is not None
+        assert other is not None
+        assert not crew.answered(worn.number, worn=True)
+        orders = crew.settle(0.0)
+        assert [worn.number] == numbers(orders, End)
+        assert [4] == numbers(orders, Start)
+        assert crew.take() is not None
+
+    def test_it_takes_the_place_of_a_dead_worker_at_once(self) -> None:
+        """Also while the backoff of a crash loop lasts."""
+        crew = self.spared()
+        for _ in range(2):
+            member = crew.take()
+            assert member is not None
+            crew.lost(member.number, 0.0, draw=1.0)
+        assert crew.take() is not None
+
+
 class TestReplacement:
     def test_a_worn_worker_serves_until_its_replacement_is_ready(self) -> None:
         """A policy that is due costs no capacity."""
@@ -207,12 +244,13 @@ def test_a_crew_of_any_size_settles(size: int) -> None:
 class CrewMachine(RuleBasedStateMachine):
     """Workers that start, answer, wear out and die in any order."""
 
-    SIZE = 3
+    SIZE, SPARE = 3, 0
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.crew = crew_of(self.SIZE, failures=4, cooldown=5, max_cooldown=20)
+        breaker = Breaker(failures=4, cooldown=5, max_cooldown=20)
+        self.crew = Crew(self.SIZE, spare=self.SPARE, breaker=breaker, backoff=Backoff(1, 60))
         self.starting: set[int] = set()
         self.busy: set[int] = set()
         self.condemned = False
@@ -266,6 +304,7 @@ class CrewMachine(RuleBasedStateMachine):
     def never_more_than_one_above_the_size(self) -> None:
         """Overlap costs the memory of one worker."""
         assert len(self.crew.members) <= self.SIZE + 1
+        assert len(self.busy) <= self.SIZE
 
     @invariant()
     def every_worker_is_accounted_for(self) -> None:
@@ -283,5 +322,13 @@ class CrewMachine(RuleBasedStateMachine):
             assert self.condemned or self.starting
 
 
+class SpareMachine(CrewMachine):
+    """The same with a spare worker."""
+
+    SPARE = 1
+
+
+SpareMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSpareMachine = SpareMachine.TestCase
 CrewMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestCrewMachine = CrewMachine.TestCase
