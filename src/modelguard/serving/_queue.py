@@ -258,12 +258,41 @@ class BatchQueue:
             return None
         if not self.circuit.failed(now, probe=probe):
             return None
-        pause = self.circuit.retry_after(now) or 0.0
+        self._refuse_because_open(self.circuit, now)
+        return "opened"
+
+    def _refuse_because_open(self, circuit: Circuit, now: float) -> None:
+        pause = circuit.retry_after(now) or 0.0
         for request in self._waiting_requests():
             self.counters.refused_open += 1
-            error = CircuitOpen(self._limits.name, failures=self.circuit.failures, retry_after=pause)
+            error = CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
             self._drop(request, Failure(error))
-        return "opened"
+
+    # Batches that overstay
+
+    @property
+    def hang_after(self) -> float:
+        """Seconds after which a batch counts as hung; infinity for never."""
+        return self._limits.hang_after
+
+    @property
+    def hung(self) -> int:
+        """How many items are in batches that hang."""
+        return sum(len(batch.requests) for batch in self.running if batch.hung)
+
+    def note_hung(self, now: float) -> bool:
+        """Note the batches that have newly overstayed, and open the circuit. Returns whether there are any."""
+        found = [batch for batch in self.running if not batch.hung and now - batch.started >= self.hang_after]
+        for batch in found:
+            batch.hung = True
+        if found and self.circuit is not None:
+            self.circuit.trip(now)
+            self._refuse_because_open(self.circuit, now)
+        return bool(found)
+
+    def next_hang(self) -> float:
+        """When :meth:`note_hung` may have something to do; infinity for never."""
+        return min((batch.started + self.hang_after for batch in self.running if not batch.hung), default=math.inf)
 
     def record_run(self, batch: Batch, seconds: float, now: float) -> None:
         """Record that the function ran once over all of a batch, and for how many seconds."""
@@ -328,6 +357,7 @@ class BatchQueue:
             state=self._state(),
             waiting=self.waiting,
             running=sum(len(batch.requests) for batch in self.running),
+            running_seconds=max((now - batch.started for batch in self.running), default=0.0),
             batch_size=Quantiles.of(sizes),
             wait=Quantiles.of(waits),
             run=Quantiles.of(runs),
@@ -338,6 +368,8 @@ class BatchQueue:
     def _state(self) -> BatchState:
         if self.closed:
             return "closed"
+        if self.hung:
+            return "hung"
         if self.circuit is None or self.circuit.state == "closed":
             return "open"
         return "circuit open" if self.circuit.state == "open" else "half-open"
