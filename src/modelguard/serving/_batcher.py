@@ -349,8 +349,12 @@ class Batcher:
             self._drained.set()
             _registry.discard(self)
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, *, abandon: bool = False) -> None:
         """Admit nothing more, compute what waits, and refuse what still waits after so many seconds.
+
+        Args:
+            timeout: Seconds.
+            abandon: Whether to refuse what is still being computed then, too: the process ends.
 
         Raises:
             WouldDeadlock: Called by the batch function, or by a signal handler or finalizer in the middle of a call.
@@ -371,6 +375,8 @@ class Batcher:
         if not self._drained.wait(timeout):
             with self._lock:
                 self._queue.refuse_waiting(GuardClosed(self.name))
+                if abandon:
+                    self._queue.refuse_running(GuardClosed(self.name))
             self._settle()
 
     @property

@@ -342,6 +342,11 @@ class BatchQueue:
         for request in self._waiting_requests():
             self._drop(request, Failure(copy.copy(error)))
 
+    def refuse_running(self, error: ModelGuardError) -> None:
+        """Fail everything that is being computed: nobody will be there to get the results."""
+        for request in [one for batch in self.running for one in batch.requests if one.state == "running"]:
+            self._drop(request, Failure(copy.copy(error)))
+
     # Its state
 
     @property
