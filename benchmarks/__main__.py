@@ -25,12 +25,15 @@ NAMES = (
     "call_overhead",
     "goodput",
     "import_cost",
+    "isolation",
     "recycling",
+    "reload_creep",
     "reload_ja_ginza",
     "reload_stall",
     "sharing",
     "spacy_growth",
     "torch_dynamic_shapes",
+    "torch_families",
     "trim_every",
 )
 

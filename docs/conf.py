@@ -48,7 +48,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|SmallObjects"),
     ("py:class", r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|_Memory|_Value)"),
     ("py:class", r"(.*\.)?(Engine|ForkingProcess|GuardOptions|PoolEngine|ProcessHistory|ReasonKind|SwapMode)"),
-    ("py:class", r"(.*\.)?(Decorator|Generation|Hook|Reloadable|State)"),
+    ("py:class", r"(.*\.)?(Bound|Decorator|Generation|Hook|Ready|Reloadable|State)"),
     ("py:class", r"CollectorRegistry|MeterProvider|TracerProvider"),  # of the libraries for metrics
     ("py:class", r"concurrent\.futures\..*|tuple\[int|Path"),
 ]
@@ -75,30 +75,39 @@ INDEX = f"""\
 <a href="{root_doc}.html">{project}</a>
 """
 
-TREE = """
+#: The sidebar, in reading order. Sphinx reports a page that is missing here.
+SECTIONS = {
+    "Start": ["tutorial"],
+    "Lifecycle": ["lifecycle", "pool", "spacy"],
+    "Environment": ["environment", "memory", "torch"],
+    "Sharing": ["sharing", "fork-safety"],
+    "Serving": ["serving", "scale-out"],
+    "Operations": ["faq", "doctor", "metrics", "errors", "mistakes", "testing", "known-issues"],
+    "Background": ["figures", "decisions"],
+    "API reference": [
+        "api/modelguard",
+        "api/environment",
+        "api/sharing",
+        "api/serving",
+        "api/telemetry",
+        "api/errors",
+        "api/testing",
+        "api/servers",
+        "api/adapters",
+    ],
+}
 
-```{toctree}
-:caption: Pages
-:hidden:
-:glob:
 
-*
-```
-
-```{toctree}
-:caption: Reference
-:hidden:
-:glob:
-
-api/*
-```
-"""
+def _tree() -> str:
+    """The hidden trees of pages that make the sidebar."""
+    pages = ((caption, "\n".join(names)) for caption, names in SECTIONS.items())
+    return "".join(f"\n```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{names}\n```\n" for caption, names in pages)
 
 
 def prepare(_: Sphinx, page: str, source: list[str]) -> None:
     """Take the links out of docs/ off a page, and hang the tree of pages on the first."""
     text = OUTWARDS.sub(r"\g<words>", source[0])
-    source[0] = text + TREE if page == root_doc else text
+    source[0] = text + _tree() if page == root_doc else text
 
 
 def cover(_: Sphinx, kind: str, *rest: Any) -> None:

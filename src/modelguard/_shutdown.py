@@ -1,9 +1,11 @@
-"""Wait at interpreter exit until none of modelguard's threads is inside native code.
+"""At interpreter exit: wait until none of modelguard's threads is inside native code, then unload models.
 
 Up to CPython 3.13 a daemon thread that returns from native code while the interpreter exits is ended by
 ``pthread_exit``. If there is C++ on its stack, such as torch's, that aborts the whole process: "terminate called
 without an active exception", exit status 134 (https://github.com/python/cpython/issues/87135). So the exit waits for
 running loads and batches, but only for a limited time: a hanging load must not prevent the exit.
+
+Models are unloaded after that, in the thread that exits: CPython 3.12 and later start no thread any more at this point.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from typing import Literal
 #: Seconds that the exit waits for all running work together: half of the time that Docker gives a container to stop.
 GRACE = 5.0
 
-#: In this order: a batch may need a load.
-_ORDER = ("batches", "loads")
+#: In this order: a batch may need a load, and a load may install a model.
+_ORDER = ("batches", "loads", "models")
 
 _waits: dict[str, Callable[[float], object]] = {}
 
 
-def before_exit(what: Literal["batches", "loads"], wait: Callable[[float], object]) -> None:
+def before_exit(what: Literal["batches", "loads", "models"], wait: Callable[[float], object]) -> None:
     """Call ``wait`` at interpreter exit, with the seconds that it may take."""
     if not _waits:
         atexit.register(_wait)

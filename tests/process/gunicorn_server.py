@@ -99,7 +99,7 @@ class Gunicorn(Server):
 
     def replaced(self) -> int:
         """How many workers have been replaced because a policy was due."""
-        return self.log.count("is replaced: ")
+        return self.log.count("is being replaced: ")
 
 
 @contextlib.contextmanager

@@ -171,7 +171,7 @@ def test_processes_share_the_parents_model_and_are_warm_before_the_first_task(br
         assert [[number, "1", True, True] for number in range(20)] == [[one[0], *one[2:]] for one in results]
         assert {one[1] for one in results} <= server.children()
         assert_one_copy(server)
-        assert "modelguard prepared nlp in" in server.log
+        assert "modelguard: prepared nlp in" in server.log
 
 
 @every_pool
@@ -224,7 +224,10 @@ def test_new_weights_reach_every_process_without_a_lost_task(broker: str, tmp_pa
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--max-memory-per-child", "30000"), "it would be replaced after each task. Give the guard a MemoryGrowth"),
+        (
+            ("--max-memory-per-child", "30000"),
+            "each process would be replaced after every task. Give the guard a MemoryGrowth",
+        ),
         (("cold",), "OSError: no warmth"),
     ],
     ids=["limit by peak", "warm-up fails"],

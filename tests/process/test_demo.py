@@ -53,7 +53,7 @@ FAILS = "await reply(send, 500 if asked == 25 else 200)"
 
 
 def services(folder: Path, *, guarded: str = GOOD) -> Path:
-    """Write two services that need no model, one of them with a behaviour of its own."""
+    """Write two services that need no model, one of them with its own behaviour."""
     (folder / "unguarded.py").write_text(APP.format(answer=GOOD), encoding="utf-8")
     (folder / "app.py").write_text(APP.format(answer=guarded), encoding="utf-8")
     return folder

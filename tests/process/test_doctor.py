@@ -90,7 +90,7 @@ def test_uvicorns_workers_hold_a_copy_each(service: Path) -> None:
     words = ("uvicorn", "--workers", "2", "--port", "0", "--lifespan", "off", "app:asgi")
     with running(*words, cwd=service, ready=holding("spawned", 2)) as pid:
         finding = found(facts_of_process(pid))["MG404"]
-    assert "uvicorn runs 2 workers (the running processes), and each loads the app for itself" == finding.seen[0]
+    assert "uvicorn runs 2 workers (the running processes), and each loads the app itself" == finding.seen[0]
 
 
 def test_a_placebo_in_a_running_service(service: Path) -> None:

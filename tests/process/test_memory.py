@@ -51,10 +51,10 @@ def test_another_process_is_read_until_it_is_gone() -> None:
         other.stdin.close()
         # Leaves it a zombie: it has exited, and nobody has taken its exit status.
         assert other.pid == waited_for(other.pid)
-        with pytest.raises(ProcessLookupError, match=f"process {other.pid} is gone"):
+        with pytest.raises(ProcessLookupError, match=f"process {other.pid} does not exist"):
             memory.usage(other.pid)
         other.wait()
-        with pytest.raises(ProcessLookupError, match=f"process {other.pid} is gone"):
+        with pytest.raises(ProcessLookupError, match=f"process {other.pid} does not exist"):
             memory.usage(other.pid)
 
 

@@ -1,4 +1,4 @@
-"""A process may end while a model loads or a batch is computed: that is no reason for it to crash, nor to hang."""
+"""A process that ends while a model loads or a batch is computed neither crashes nor hangs."""
 
 from __future__ import annotations
 
@@ -73,6 +73,51 @@ HANGS = """
     waiting[1].add_done_callback(lambda future: print(type(future.exception()).__name__, flush=True))
 """
 
+UNLOADS = """
+    import os
+    from modelguard import guard, pool
+
+    class Model:
+        def __init__(self, name):
+            self.name = name
+
+    def unload(model):
+        print("unloaded", model.name, flush=True)
+        if model.name == "bad":
+            raise OSError("disk full")
+
+    bad, good, closed = (
+        guard(lambda name=name: Model(name), reload_on=None, unload=unload, name=name)
+        for name in ("bad", "good", "closed")
+    )
+    models = pool(Model, max_memory="1 GB", unload=unload)
+    for one in (bad, good, closed):
+        one.load()
+    closed.close()
+    with models.lease("pooled"):
+        pass
+    if (child := os.fork()) == 0:
+        raise SystemExit  # by way of its exit handlers
+    os.waitpid(child, 0)
+    print("the end", flush=True)
+"""
+BUSY = """
+    import threading
+    from modelguard import guard
+
+    nlp = guard(lambda: "model", reload_on=None, unload=lambda model: print("unloaded"))
+
+    def stay():
+        with nlp.lease():
+            inside.set()
+            threading.Event().wait()
+
+    inside = threading.Event()
+    threading.Thread(target=stay, daemon=True).start()
+    assert inside.wait(20)
+    print("the end")
+"""
+
 
 def ended(program: str) -> str:
     """What a program printed, which has come to a good end."""
@@ -100,5 +145,17 @@ def test_what_was_submitted_is_computed() -> None:
 
 
 def test_what_hangs_does_not_keep_the_interpreter() -> None:
-    """A loader or a batch that never ends is left behind after a grace; who waits is refused."""
+    """A loader or a batch that never ends is abandoned after a grace period; waiting callers get an error."""
     assert "GuardClosed\n" == ended(HANGS)
+
+
+def test_models_are_unloaded_at_exit_by_the_process_that_loaded_them() -> None:
+    """Each once, those of a pool too; a closed guard's not again, and a forked child's not. An error stops no other."""
+    lines = ended(UNLOADS).splitlines()
+    assert ["unloaded closed", "the end"] == lines[:2]
+    assert ["unloaded bad", "unloaded good", "unloaded pooled"] == sorted(lines[2:])
+
+
+def test_a_model_with_a_call_on_it_is_not_unloaded_at_exit() -> None:
+    """The hook could crash the call; the exit waits for it, but not for ever."""
+    assert ["the end"] == ended(BUSY).splitlines()

@@ -193,7 +193,7 @@ def test_a_process_that_has_ended() -> None:
         watch.look()
         stream(process.stdin).close()
         process.wait()
-        with pytest.raises(ProcessLookupError, match=f"process {process.pid} is gone"):
+        with pytest.raises(ProcessLookupError, match=f"process {process.pid} does not exist"):
             watch.look()
 
 
@@ -215,7 +215,7 @@ def test_another_users_process_is_refused() -> None:
     os.close(write)
     print(json.dumps(os.read(read, 1000).decode()))
     """
-    assert "belongs to someone else; look at it as its owner or as root" in run_python(program, 30)
+    assert "belongs to another user; inspect it as its owner or as root" in run_python(program, 30)
 
 
 def top(*words: str) -> subprocess.CompletedProcess[str]:
@@ -227,7 +227,7 @@ def test_the_table(server: subprocess.Popen[str]) -> None:
     """One table of the whole tree is printed, without the secret on its command line."""
     done = top(str(server.pid), "--once")
     assert (0, "") == (done.returncode, done.stderr)
-    assert "4 processes hold" in done.stdout
+    assert "4 processes use" in done.stdout
     assert "s3cret" not in done.stdout
     assert done.stdout.splitlines()[0].endswith("RSS (misleading)")
 

@@ -100,7 +100,7 @@ def running(folder: Path, *options: str, policy: str = "Uses(10**9)") -> Iterato
 
 
 def all_answer(server: Uwsgi, workers: int) -> set[int]:
-    """The workers, of which none is starting any more: one that answers tells nothing of the others."""
+    """The workers, when none is starting any more: one that answers says nothing about the others."""
     asked: set[int] = set()
 
     def so_many() -> bool:
@@ -198,9 +198,9 @@ def test_a_worker_that_cannot_warm_up_does_not_accept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (FIT[1:], "master=False: without a master the first worker is the parent of the others"),
-        ((*FIT, "--lazy-apps"), "lazy-apps=True: each worker loads the application by itself"),
-        ((FIT[0], *FIT[2:]), "py-call-uwsgi-fork-hooks=False: without it Python is not told of forks"),
+        (FIT[1:], "master=False: must be true: without a master the first worker is the parent of the others"),
+        ((*FIT, "--lazy-apps"), "lazy-apps=True: must be false: each worker would load the application by itself"),
+        ((FIT[0], *FIT[2:]), "py-call-uwsgi-fork-hooks=False: must be true: without it Python does not notice forks"),
         ((*FIT, "--async", "4", "--ugreen"), "recycling under uWSGI's loop 'async' is not supported here"),
     ],
     ids=["no master", "lazy-apps", "no fork hooks", "async"],

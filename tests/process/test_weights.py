@@ -85,11 +85,11 @@ class TestPublishersThatStartTogether:
         from modelguard import weights
         from modelguard.sharing import _weights_store
 
-        def seal(path):
+        def state_of(path):
             print("half written", flush=True)
             time.sleep(600)
 
-        _weights_store._weights_manifest.seal = seal
+        _weights_store._weights_manifest.state_of = state_of
         weights.publish(np.ones(100_000), sys.argv[1])
     """
 

@@ -36,16 +36,19 @@ from modelguard.errors import (
     PublishFailed,
     QueueFull,
     Reloading,
+    RemoteError,
+    TransferRefused,
     UnhashableKey,
     WeightsMismatch,
     WeightsMissing,
     WeightsRefused,
+    WorkerCrashed,
     WouldDeadlock,
     WrongResults,
 )
 
 EXAMPLES: list[ModelGuardError] = [
-    InvalidOption("swap", "load_frist", why="there is no such way", fix="Choose another."),
+    InvalidOption("swap", "load_frist", why="is not a known way", fix="Choose another."),
     NoMemoryLimit("size", "80%", why="nothing limits this process", fix="Give bytes."),
     NotSupported("memory.private", reason="there is no /proc"),
     GuardClosed("nlp"),
@@ -58,12 +61,15 @@ EXAMPLES: list[ModelGuardError] = [
     ModelTooLarge("anna", model_bytes=9_000_000, max_memory=5_000_000),
     UnhashableKey(["anna"]),
     EscapedResult("entities", path="result[0]", kind="Span"),
-    WeightsRefused("/srv/net", why="it is truncated", fix="Publish the weights again."),
+    WeightsRefused("/srv/net", why="the file is truncated", fix="Publish the weights again."),
     WeightsMissing("/srv/net", why="nothing has been published there", fix="Publish."),
     WeightsMismatch("/srv/net", why="size mismatch", fix="Build another."),
     PublishFailed("/srv/net", why="No space left on device", fix="Make room."),
-    CannotRun("gunicron", why="it was not found", fix="Correct the name.", status=127),
+    CannotRun("gunicron", why="was not found", fix="Correct the name.", status=127),
     ForkUnsafe(["fatal: cuda of torch: it runs. Do not."]),
+    WorkerCrashed("embed", pid=4711, cause="SIGSEGV"),
+    TransferRefused("embed", what="result", why="it is a lock"),
+    RemoteError("embed", kind="app.Oops", text="no"),
     ForkOrder("in_child", why="nothing was prepared", fix="Prepare."),
     QueueFull("embed", queued=256, retry_after=1.2),
     DeadlineUnreachable("embed", estimate=1.5, left=0.25, retry_after=1.25),
@@ -107,7 +113,7 @@ class TestEveryError:
         assert (str(error), vars(error), None) == (str(copied), vars(copied), copied.__traceback__)
 
     def test_is_caught_as_one_of_ours(self, error: ModelGuardError) -> None:
-        """``except ModelGuardError`` catches everything that modelguard raises on its own account."""
+        """``except ModelGuardError`` catches every error that modelguard itself raises."""
         with pytest.raises(ModelGuardError):
             raise error
 
@@ -123,6 +129,9 @@ class TestEveryError:
         (CannotRun, ValueError),
         (NotSupported, RuntimeError),
         (ForkUnsafe, RuntimeError),
+        (WorkerCrashed, RuntimeError),
+        (TransferRefused, TypeError),
+        (RemoteError, RuntimeError),
         (ForkOrder, RuntimeError),
         (QueueFull, RuntimeError),
         (DeadlineUnreachable, RuntimeError),
@@ -172,16 +181,16 @@ def test_the_tree_is_as_drawn() -> None:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (EXAMPLES[0], "swap='load_frist': there is no such way. Choose another."),
+        (EXAMPLES[0], "swap='load_frist': is not a known way. Choose another."),
         (EXAMPLES[2], "memory.private is not supported here: there is no /proc"),
-        (EXAMPLES[3], "guard 'nlp' is closed; make a new one, or close it after its last call"),
-        (EXAMPLES[4], "guard 'nlp': it would wait for itself. Do not."),
+        (EXAMPLES[3], "'nlp' is closed; make a new one, or close it after its last call"),
+        (EXAMPLES[4], "'nlp': it would wait for itself. Do not."),
         (EXAMPLES[5], "guard 'nlp' has no model: OSError: no weights (attempt 3, next in 4.5 s)"),
         (EXAMPLES[9], "guard 'nlp' had no model to serve after 30.0 s of waiting"),
         (EXAMPLES[10], "model 'anna' takes 9 MB and the pool's budget is 5 MB; raise max_memory or serve this model"),
         (EXAMPLES[11], "pool key ['anna'] of type list cannot be hashed; use a string, a number or a tuple"),
         (EXAMPLES[12], "entities() returned a Span at result[0], which points into a memory zone"),
-        (EXAMPLES[13], "weights '/srv/net' are refused: it is truncated. Publish the weights again."),
+        (EXAMPLES[13], "weights '/srv/net' are refused: the file is truncated. Publish the weights again."),
         (EXAMPLES[16], "weights cannot be published at '/srv/net': No space left on device. Make room."),
     ],
     ids=of,
@@ -192,7 +201,7 @@ def test_messages_say_what_is_wrong_and_what_to_do(error: ModelGuardError, messa
 
 
 @pytest.mark.parametrize("error", [error for error in EXAMPLES if isinstance(error, LoadFailed)], ids=of)
-def test_a_failure_is_told_afresh(error: LoadFailed) -> None:
+def test_each_caller_gets_its_own_failure(error: LoadFailed) -> None:
     """The same failure for another caller is another object, with the time that is left."""
     again = error.again(0.25)
     assert again is not error
@@ -236,7 +245,7 @@ def test_a_message_stays_short_whatever_the_value(value: object) -> None:
     """A model or a file given by mistake does not fill the log: message and fields have a few hundred characters."""
     found = [
         InvalidOption("source", value, why="it cannot be used", fix="Give another one."),
-        CannotRun(value, why="it is not a command", fix="Give one.", status=127),
+        CannotRun(value, why="is not a command", fix="Give one.", status=127),
         ModelTooLarge(value, model_bytes=2, max_memory=1),
         UnhashableKey(value),
     ]
@@ -250,6 +259,6 @@ def test_a_message_stays_short_whatever_the_value(value: object) -> None:
 )
 def test_a_short_value_is_shown_whole(value: object) -> None:
     """What a person has typed can be read in the message."""
-    error = InvalidOption("swap", value, why="there is no such way", fix="Choose another.")
+    error = InvalidOption("swap", value, why="is not a known way", fix="Choose another.")
     assert repr(value) == error.value
     assert f"swap={value!r}: " in str(error)

@@ -27,8 +27,25 @@ if TYPE_CHECKING:
 
     from spacy.language import Language
 
-#: A call that waits for the zone. It is done when the call may enter.
-Waiter = Future[None]
+
+class Waiter:
+    """A call that waits for the zone.
+
+    Attributes:
+        admitted: Done when the call may enter.
+        thread: The thread of the event loop that the call needs before it can enter; None if it blocks its own thread.
+    """
+
+    __slots__ = ("admitted", "thread")
+
+    def __init__(self, thread: int | None) -> None:
+        self.thread = thread
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin to wait, or wait again."""
+        self.admitted: Future[None] = Future()
+        self.admitted.set_running_or_notify_cancel()  # so that a cancelled task cannot cancel it
 
 
 class ZoneLock:
@@ -51,14 +68,28 @@ class ZoneLock:
         self._inside = 0
         self._thread: int | None = None
 
-    def enqueue(self) -> Waiter:
-        """Queue for the zone. The caller may open the zone when the result is done."""
-        waiter: Waiter = Future()
-        waiter.set_running_or_notify_cancel()  # so that a cancelled task cannot cancel it
+    def enqueue(self, *, blocks: bool) -> Waiter:
+        """Queue for the zone. The caller may open the zone when it is admitted.
+
+        Args:
+            blocks: Whether the caller blocks its thread. If so, it goes before the coroutines of that thread's event
+                loop: they cannot enter while the loop is blocked.
+        """
+        me = threading.get_ident()
+        waiter = Waiter(None if blocks else me)
         with self._lock:
-            self._waiting.append(waiter)
+            if blocks and self._admitted is not None and self._admitted.thread == me and not self._inside:
+                self._admitted.renew()
+                self._waiting.appendleft(self._admitted)
+                self._admitted = None
+            place = next((at for at, other in enumerate(self._waiting) if blocks and other.thread == me), None)
+            self._waiting.insert(len(self._waiting) if place is None else place, waiter)
             self._admit_next()
         return waiter
+
+    def is_admitted(self, waiter: Waiter) -> bool:
+        """Whether the waiter may open the zone now."""
+        return self._admitted is waiter
 
     def join(self, *, waits: bool) -> bool:
         """Enter together with the call that is inside, if the caller is a part of that call.
@@ -114,7 +145,7 @@ class ZoneLock:
     def _admit_next(self) -> None:
         if self._admitted is None and self._waiting:
             self._admitted = self._waiting.popleft()
-            self._admitted.set_result(None)
+            self._admitted.admitted.set_result(None)
 
     def after_fork_in_child(self) -> None:
         """Keep the zone open if the forking thread is inside; close it if another thread was."""
@@ -124,7 +155,7 @@ class ZoneLock:
         for context in mine:
             context.epoch = self.epoch
         if mine:
-            self._inside, self._thread, self._admitted = len(mine), threading.get_ident(), Future()
+            self._inside, self._thread, self._admitted = len(mine), threading.get_ident(), Waiter(None)
         elif self._opened is not None:
             language, manager = self._opened
             self._opened = None
@@ -156,9 +187,9 @@ class ZoneContext:
 
     def __enter__(self) -> None:
         if not self.zone.join(waits=True):
-            waiter = self.zone.enqueue()
+            waiter = self.zone.enqueue(blocks=True)
             try:
-                waiter.result(self._timeout)
+                waiter.admitted.result(self._timeout)
                 self._pool = self.zone.open(self._language)
             except BaseException as error:
                 self._withdraw(waiter, error)
@@ -167,10 +198,11 @@ class ZoneContext:
 
     async def __aenter__(self) -> None:
         if not self.zone.join(waits=False):
-            waiter = self.zone.enqueue()
+            waiter = self.zone.enqueue(blocks=False)
             try:
-                if not waiter.done():
-                    await asyncio.wait_for(asyncio.wrap_future(waiter), self._timeout)
+                async with asyncio.timeout(self._timeout):
+                    while not self.zone.is_admitted(waiter):  # a plain call on the loop may go first
+                        await asyncio.wrap_future(waiter.admitted)
                 self._pool = self.zone.open(self._language)
             except BaseException as error:
                 self._withdraw(waiter, error)

@@ -9,6 +9,7 @@ from modelguard._units import format_bytes
 from modelguard.diagnosis._facts import CAPS, Facts, ServiceProcess, Variable
 from modelguard.diagnosis._findings import Check, Evidence, Level
 from modelguard.diagnosis._sources import THREAD_VARIABLES
+from modelguard.environment import _capacities, _knobs
 
 __all__ = ["CHECKS", "TORCH"]
 
@@ -25,6 +26,9 @@ _IDEEP = CAPS[1]
 #: shape of a 1-d convolution (torch 2.13, x86-64); 2 MB with a cap of 8, and 262 MB without one, after 400 shapes.
 _PER_ENTRY, _OTHER_CODE = 2_000_000, 32_000_000
 
+#: Entries in each cache where the number of input shapes is unknown, as the preset has them.
+_DEFAULT = _knobs.DEFAULT_ENTRIES
+
 _PRESET = "modelguard run --preset torch-cpu-dynamic -- COMMAND"
 
 
@@ -35,15 +39,22 @@ def _one_cap(facts: Facts) -> Evidence | None:
         return None
     missing = _IDEEP if onednn else _ONEDNN[0]
     seen = f"{given.where} sets {_written(given)}; {missing} is not set in any place that could be read"
-    # ideep's must not be 0, even if oneDNN's is: see MG205.
-    wanted = "1" if missing == _IDEEP and given.value == "0" else given.value
-    how = f"={wanted}" if wanted else " to the same value"
+    how = " to the same value" if given.value is None else f"={_wanted(missing, given)}"
     return Evidence((seen,), f"Also set {missing}{how}, or use: {_PRESET}")
+
+
+def _wanted(missing: str, given: Variable) -> int:
+    """The capacity for one cache, given that of the other, as the library understands it."""
+    entries = _capacities.capacity(given.name, given.value or "")
+    if entries is None or entries < 0 or (entries == 0 and given.name == _IDEEP):
+        return _DEFAULT  # no limit, or a crash
+    # ideep's must not be 0, even if oneDNN's is: see MG205.
+    return max(1, entries) if missing == _IDEEP else entries
 
 
 def _crash(facts: Facts) -> Evidence | None:
     cap = facts.last(_IDEEP)
-    if cap is None or cap.value is None or cap.value.strip() != "0":
+    if cap is None or cap.value is None or _capacities.why_unusable(_IDEEP, cap.value) is None:
         return None
     return Evidence((f"{cap.where} sets {_written(cap)}",), f"Set {_IDEEP}=1 or more, or use: {_PRESET}")
 
@@ -130,7 +141,8 @@ def _may_use_cuda(facts: Facts) -> bool:
 
 
 def _allowed(cap: Variable) -> int | None:
-    return int(cap.value) * _PER_ENTRY + _OTHER_CODE if cap.value and cap.value.isdecimal() else None
+    entries = None if cap.value is None else _capacities.capacity(cap.name, cap.value)
+    return None if entries is None or entries < 0 else entries * _PER_ENTRY + _OTHER_CODE
 
 
 def _describe(process: ServiceProcess) -> str:
@@ -157,7 +169,7 @@ CHECKS = (
         "MG203",
         "torch runs on CPU without caps for inputs of many shapes",
         "torch keeps compiled code for up to 1024 shapes and layers, which takes hundreds of MB. If inputs differ in "
-        "length, memory grows with each new length; if all have the same shape, this does no harm.",
+        "length, memory grows with each new length; if all have the same shape, it does not grow.",
         _no_caps,
     ),
     Check(
@@ -170,8 +182,9 @@ CHECKS = (
     ),
     Check(
         "MG205",
-        "LRU_CACHE_CAPACITY=0 crashes the process",
+        "LRU_CACHE_CAPACITY is read as 0, which crashes the process",
         "ideep needs room for at least one entry: torch 2.13 crashes with SIGSEGV at its first convolution on CPU. "
+        "It reads the decimal digits at the start, so '', 'abc' and '0x10' are 0 too. "
         "The capacity of oneDNN's own cache may be 0.",
         _crash,
     ),

@@ -1,4 +1,4 @@
-"""MG4xx and MG5xx: how workers are started, and how much memory each of them has for itself."""
+"""MG4xx: how workers are started, and how much memory each of them has for itself."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from modelguard.diagnosis._checks_presets import TORCH
 from modelguard.diagnosis._facts import Facts, Server, ServiceProcess
 from modelguard.diagnosis._findings import Check, Evidence
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "MODELS", "holds_models"]
 
 #: Packages that show by their import that a process holds a model.
-_MODELS = (
+MODELS = (
     *TORCH,
     "catboost", "faster_whisper", "fasttext", "flair", "gensim", "jax", "keras", "lightgbm", "llama_cpp", "onnxruntime",
     "sklearn", "spacy", "stanza", "tensorflow", "transformers", "xgboost",
@@ -18,8 +18,6 @@ _MODELS = (
 
 #: Bytes: more than the private memory of a worker without a model. FastAPI takes about 30 MB, torch 100 MB.
 _HOLDS_A_MODEL = 150_000_000
-
-_IMMORTAL = (3, 12)
 
 _FREEZE = "def when_ready(server): gc.collect(); gc.freeze()"
 _OURS = "gunicorn -c python:modelguard.frameworks.gunicorn"
@@ -80,23 +78,13 @@ def _cuda(facts: Facts) -> Evidence | None:
     return Evidence((seen,), fix)
 
 
-def _no_immortal_objects(facts: Facts) -> Evidence | None:
-    python, server = facts.interpreter, facts.server
-    if python is None or server is None or not server.preforks or not _holds_models(facts):
-        return None
-    if python.name == "CPython" and python.version >= _IMMORTAL and not python.free_threaded:
-        return None
-    fix = "If the model consists of many Python objects, use CPython 3.12 or newer, with the GIL."
-    return Evidence((f"the app is forked on {python}", str(facts.imported(_MODELS))), fix, "note")
-
-
 def _one_each(facts: Facts, server: Server, workers: tuple[ServiceProcess, ...], fix: str) -> Evidence | None:
     """Evidence that each worker holds its own model: measured, or from the source."""
     count = f"{server.kind} runs {server.workers} workers ({server.workers_by}), and each loads the app itself"
     heavy = [worker for worker in workers if worker.private > _HOLDS_A_MODEL]
     if len(heavy) > 1:
         return Evidence((count, *map(_own_share, heavy)), fix)
-    imported = facts.imported(_MODELS)
+    imported = facts.imported(MODELS)
     if imported is None or workers:
         return None  # unknown, or the running workers hold little
     return Evidence((count, imported), fix)
@@ -106,8 +94,8 @@ def _several(server: Server) -> bool:
     return server.workers is not None and server.workers > 1
 
 
-def _holds_models(facts: Facts) -> bool:
-    return facts.imported(_MODELS) is not None
+def holds_models(facts: Facts) -> bool:
+    return facts.imported(MODELS) is not None
 
 
 def _freezes(facts: Facts) -> bool:
@@ -159,13 +147,5 @@ CHECKS = (
         "CUDA is used before the fork",
         "CUDA does not support fork: every use in the workers fails or hangs.",
         _cuda,
-    ),
-    Check(
-        "MG501",
-        "This Python has no immortal objects",
-        "Reading an object changes its reference count, which copies its page in the worker, even if it is frozen. "
-        "Since CPython 3.12, objects can be made immortal, and reading them then writes nothing. Tensors and arrays "
-        "are not affected: their data has no reference counts.",
-        _no_immortal_objects,
     ),
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from modelguard.diagnosis._facts import Interpreter
+from modelguard.diagnosis._patch_level import patch_level
 from modelguard.environment import _launcher, _presets
 from modelguard.environment._program import locate
 from modelguard.errors import InvalidOption
@@ -80,7 +81,8 @@ def interpreter(program: str) -> Interpreter | None:
             version = re.fullmatch(r"(\d+)\.(\d+)", found[1] or "")
             if version:
                 kind = "PyPy" if PurePath(name).name.startswith("pypy") else "CPython"
-                return Interpreter((int(version[1]), int(version[2])), kind, bool(found[2]))
+                minor = int(version[1]), int(version[2])
+                return Interpreter(minor, kind, bool(found[2]), patch_level(Path(file), minor))
     return _of_virtual_environment(Path(file).parent.parent / "pyvenv.cfg")
 
 
@@ -135,7 +137,7 @@ class _Parser(argparse.ArgumentParser):
     """Refuses by an exception and prints nothing."""
 
     def error(self, message: str) -> None:  # type: ignore[override] # argparse exits here, we raise
-        raise InvalidOption("modelguard run", message, why="it would be refused", fix="See modelguard run --help.")
+        raise InvalidOption("modelguard run", message, why="is not a valid command", fix="See modelguard run --help.")
 
 
 def _run_options(words: list[str]) -> argparse.Namespace:
@@ -197,5 +199,7 @@ def _of_virtual_environment(config: Path) -> Interpreter | None:
         text = config.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    found = re.search(r"^version(?:_info)? *= *(\d+)\.(\d+)", text, re.MULTILINE)
-    return Interpreter((int(found[1]), int(found[2]))) if found else None
+    found = re.search(r"^version(?:_info)? *= *(\d+)\.(\d+)(?:\.(\d+))?", text, re.MULTILINE)
+    if found is None:
+        return None
+    return Interpreter((int(found[1]), int(found[2])), micro=None if found[3] is None else int(found[3]))

@@ -35,10 +35,10 @@ def facts_of_command(
 
     Raises:
         CannotRun: The command was not found, or cannot be executed.
-        InvalidOption: There is no command, or a ``modelguard run`` in it rejects its options.
+        InvalidOption: The command is empty, or a ``modelguard run`` in it rejects its options.
     """
     if not words:
-        raise InvalidOption("command", "", why="there is no command", fix="Write it after --, with its arguments.")
+        raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
     launch = resolve(words, environ)
     described = deployment_of(launch, cwd or Path.cwd())
     started_with = known_variables(launch.environ, "the command's environment")
@@ -63,4 +63,4 @@ def missing_preloads(environ: Mapping[str, str], root: Path) -> Iterator[Problem
     for entry in preload_entries(environ):
         if entry.startswith("/") and "$" not in entry and not (root / entry.lstrip("/")).exists():
             fix = "Correct the path, or use 'modelguard run --allocator auto', which finds it."
-            yield Problem("missing", f"LD_PRELOAD names {entry}, and there is no such file", fix)
+            yield Problem("missing", f"LD_PRELOAD names {entry}, but that file does not exist", fix)

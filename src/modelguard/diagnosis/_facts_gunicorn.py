@@ -55,7 +55,7 @@ def facts_of_gunicorn(
     """
     cwd = cwd or Path.cwd()
     if not location.startswith("python:") and not (cwd / location.removeprefix("file:")).is_file():
-        raise InvalidOption(_ARGUMENT, location, why="there is no such file", fix="Give the path of gunicorn's -c.")
+        raise InvalidOption(_ARGUMENT, location, why="does not exist", fix="Give the path of gunicorn's -c.")
     loaded = _load(location, environ, cwd, timeout)
     name = Path(loaded.file).name
     settings = {
@@ -104,7 +104,7 @@ def _load(location: str, environ: Mapping[str, str], cwd: Path, timeout: float) 
         try:
             _run([sys.executable, str(_LOADER), json.dumps(question)], environ, cwd, timeout)
         except subprocess.TimeoutExpired:
-            why = f"loading it took more than {timeout:g} seconds"
+            why = f"must load quickly, and took more than {timeout:g} seconds"
             raise _refused(location, why, "Let it set values only, and load the model in the app.") from None
         text = file.read_text(encoding="utf-8") if file.exists() else ""
     answer: dict[str, Any] = json.loads(text) if text else dict(_ENDED)
@@ -129,7 +129,7 @@ def _run(command: list[str], environ: Mapping[str, str], cwd: Path, timeout: flo
 def _failed(location: str, answer: Mapping[str, Any], environ: Mapping[str, str]) -> InvalidOption:
     where = f" in line {answer['line']}" if answer["line"] else ""
     message = _redact.redact(str(answer["message"]).partition("\n")[0], environ)
-    why = f"loading it failed{where} with {answer['error']}" + (f": {message}" if message else "")
+    why = f"cannot be loaded: it failed{where} with {answer['error']}" + (f": {message}" if message else "")
     return _refused(location, why, "gunicorn --check-config -c CONF shows the whole error.")
 
 

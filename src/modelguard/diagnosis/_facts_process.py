@@ -13,6 +13,7 @@ from modelguard.diagnosis._commands import resolve
 from modelguard.diagnosis._deployment import Deployment, deployment_of, known_variables
 from modelguard.diagnosis._facts import Facts, Interpreter, Role, Server, ServiceProcess
 from modelguard.diagnosis._facts_machine import machine
+from modelguard.diagnosis._patch_level import patch_level
 from modelguard.environment import _memory, _proc, _remote
 from modelguard.environment._proc import MemoryMapping
 from modelguard.errors import InvalidOption, NotSupported
@@ -25,6 +26,7 @@ _FIX = "Give the id of a running process of yours, as pgrep prints it."
 #: Compiled parts of the standard library have the interpreter's version in their names: ``.cpython-313t-``.
 _VERSION = re.compile(r"\.(cpython|pypy)-?(\d)(\d+)(t?)[-.]|libpython(\d)\.(\d+)(t?)\.so")
 _PROGRAM = re.compile(r"/python(\d)\.(\d+)(t?)$")
+_PYTHON_FILE = re.compile(r"^/.*/(?:python\d[\d.]*t?|libpython\d[\d.]*t?\.so[\d.]*)$")
 _TORCH = re.compile(r"/libtorch_cpu\.(?:so|dylib)")
 
 
@@ -36,16 +38,16 @@ def facts_of_process(pid: str | int, *, root: Path = _proc.ROOT) -> Facts:
         root: The folder that holds ``proc``, ``sys`` and ``dev``.
 
     Raises:
-        InvalidOption: It is not a process id, there is no such process, or it belongs to someone else.
+        InvalidOption: It is not a process id, the process does not exist, or it belongs to another user.
         NotSupported: There is no ``/proc``, or it hides what has to be read.
     """
     number = _number(pid)
     try:
         return _facts(number, root)
     except ProcessLookupError:
-        raise InvalidOption(_ARGUMENT, number, why="there is no such process", fix=_FIX) from None
+        raise InvalidOption(_ARGUMENT, number, why="does not exist", fix=_FIX) from None
     except PermissionError:
-        why = "the process belongs to someone else, or /proc is hidden from this user"
+        why = "belongs to another user, or /proc is hidden from this user"
         raise InvalidOption(_ARGUMENT, number, why=why, fix="Run modelguard doctor as its owner, or as root.") from None
 
 
@@ -60,7 +62,7 @@ def _facts(pid: int, root: Path) -> Facts:
         f"process {pid}: {_redact.redact_command(words, environ)}",
         machine(root, pid),
         (*known_variables(environ, f"the environment that process {pid} was started with"), *deployment.variables),
-        _interpreter(_proc.maps(pid, root)),
+        _with_patch(_interpreter(_proc.maps(pid, root)), pid, root),
         seen.problems,
         _with_running_workers(deployment.server, words, processes),
         processes,
@@ -73,7 +75,7 @@ def _facts(pid: int, root: Path) -> Facts:
 def _number(pid: str | int) -> int:
     text = str(pid)
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) < 1:
-        raise InvalidOption(_ARGUMENT, pid, why="it is not a process id", fix=_FIX)
+        raise InvalidOption(_ARGUMENT, pid, why="must be a process id", fix=_FIX)
     return int(text)
 
 
@@ -155,6 +157,15 @@ def _interpreter(mappings: Iterable[MemoryMapping]) -> Interpreter | None:
         if found := _PROGRAM.search(name):
             return Interpreter((int(found[1]), int(found[2])), free_threaded=bool(found[3]))
     return None
+
+
+def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter | None:
+    """The interpreter with its patch, which is in the program or in its library, as the process sees them."""
+    if python is None:
+        return None
+    files = (mapping.name for mapping in _proc.maps(pid, root) if _PYTHON_FILE.search(mapping.name))
+    levels = (patch_level(root / f"proc/{pid}/root{name}", python.version) for name in dict.fromkeys(files))
+    return replace(python, micro=next((level for level in levels if level is not None), None))
 
 
 def _above(pid: int, root: Path) -> Iterator[str]:

@@ -50,7 +50,7 @@ def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> N
     In a pool that does not fork (solo, threads, eventlet, gevent) the guards work as in any other program, and a log
     message says so. A worker that cannot be prepared does not start: it logs the reason and exits with status 1.
 
-    Environment variables set the options of the preparation; see ``_prefork_options.PreforkOptions``.
+    Environment variables set the options of the preparation, as for :mod:`modelguard.frameworks.gunicorn`.
 
     Args:
         guards: The guards whose models are shared. Default: those made with ``prefork=True``, or all if there is none.
@@ -94,12 +94,16 @@ def _start(worker: Any, workers: Workers) -> None:
         _end(error)
     _allow_warm_ups(worker.app.conf, report)
     _celery("signals").worker_process_init.connect(lambda **_: _begin(workers), weak=False)
-    _log_when_ready(logging.INFO, str(report))
+    _when_ready(lambda: workers.log(report))
 
 
 def _log_when_ready(level: int, text: str) -> None:
-    """Log a message when the worker is ready: Celery does not configure logging earlier."""
-    _celery("signals").worker_ready.connect(lambda **_: logger.log(level, "modelguard %s", text), weak=False)
+    _when_ready(lambda: logger.log(level, "modelguard %s", text))
+
+
+def _when_ready(log: Callable[[], None]) -> None:
+    """Log when the worker is ready: Celery does not configure logging earlier."""
+    _celery("signals").worker_ready.connect(lambda **_: log(), weak=False)
 
 
 def _check_start_method(worker: Any) -> None:

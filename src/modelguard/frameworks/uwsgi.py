@@ -58,7 +58,7 @@ def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> F
     loads and prepares them, and then every worker is replaced. Workers are replaced one at a time, and no request is
     lost; an idle worker is replaced after its next request.
 
-    Environment variables set the options of the preparation; see ``_prefork_options.PreforkOptions``.
+    Environment variables set the options of the preparation, as for :mod:`modelguard.frameworks.gunicorn`.
 
     Args:
         guards: The guards whose models are shared. Default: those made with ``prefork=True``, or all if there is none.

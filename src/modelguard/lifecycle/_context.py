@@ -22,7 +22,7 @@ class GuardContext(Generic[M]):
         runtime: A test may replace it, to move a guard to another clock. Read it anew each time.
     """
 
-    __slots__ = ("options", "runtime", "state")
+    __slots__ = ("__weakref__", "options", "runtime", "state")
 
     def __init__(self, options: GuardOptions[M], state: GuardState[M], runtime: Runtime) -> None:
         self.options = options

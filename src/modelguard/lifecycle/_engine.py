@@ -10,11 +10,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _own_thread, _units, telemetry
 from modelguard.errors import LoadFailed, WouldDeadlock
-from modelguard.lifecycle import _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
+from modelguard.lifecycle import _at_exit, _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._evaluator import Evaluator
 from modelguard.lifecycle._generation import Generation
@@ -70,6 +71,7 @@ class Engine(Generic[M]):
         self._recycling = Recycling(self.guard)
         self._ticking = threading.Lock()
         _engines.add(self)
+        _at_exit.unload(self.guard)
         _fork.register(self)
 
     def __repr__(self) -> str:
@@ -255,6 +257,9 @@ class Engine(Generic[M]):
             self._reload(job).run()
             self._after_load()
             job = self.state.finish(job, (Reason("requested", "requested during a load"),))
+            if job is not None and self.guard.runtime.ticks:
+                with suppress(RuntimeError):  # the interpreter is shutting down
+                    _ticker.TICKER.add(self)
 
     def _reload(self, job: LoadJob) -> Reload[M]:
         return Reload(self.guard, self._evaluator.readings, job)
@@ -356,10 +361,12 @@ class Engine(Generic[M]):
         self._recycling.in_children(ask, takes_calls=takes_calls)
         self._evaluator.decide_by(self._recycling.policy)
 
-    def recycle_here(self, ask: Ask) -> None:
-        """Ask for a fresh process instead of reloading, from now on."""
+    def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
+        """Ask for a fresh process instead of reloading, from now on; without ``renews`` not for new weights."""
         self.state.raise_if_closed()
         self._recycling.in_this_process(ask)
+        if not renews:
+            self._evaluator.decide_by(subset(self.guard.options.reload_on, renews=False))
 
     def _check_policy(self, *, sample: bool) -> bool:
         """Ask the policy, and start what is due; true if that is a reload."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Generic, TypeVar
 
 M = TypeVar("M")
@@ -20,6 +21,7 @@ class Generation(Generic[M]):
         alarm: The number of uses at which the end of a call takes the slow path: a policy may be due or, once the
             generation is retired, a drain waits for its last call. One comparison on the hot path covers both.
         retired: It takes no new calls, except those nested in its own.
+        pid: The process that loaded it, which may be a parent of this one.
         dropped: No call may run on it any more; its model is being released.
     """
 
@@ -34,6 +36,7 @@ class Generation(Generic[M]):
         "model",
         "model_bytes",
         "number",
+        "pid",
         "retired",
         "uses",
     )
@@ -43,6 +46,7 @@ class Generation(Generic[M]):
         self.model = model
         self.born = born
         self.jitter = jitter
+        self.pid = os.getpid()
         self.model_bytes = model_bytes
         self.leases: list[None] = []
         self.uses = 0

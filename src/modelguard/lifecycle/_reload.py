@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
@@ -25,6 +26,21 @@ _POLL = 0.01
 
 #: While it loads, a model takes more memory than afterwards: ja_ginza peaks at 1.17 times its size.
 PEAK = 1.25
+
+#: Reloads that free memory. Where it is short, they do not wait for a pause.
+_PROTECT_MEMORY = frozenset({"index_growth", "memory_growth", "memory_limit"})
+#: Seconds between two readings of the free memory while a load waits: each opens a few files, about 0.1 ms.
+_ROOM_INTERVAL = 0.25
+
+
+class Deferred(NamedTuple):
+    """How long a load waited for a pause, and by how many bytes private memory grew meanwhile."""
+
+    seconds: float
+    growth: int
+
+
+NOT_DEFERRED = Deferred(0.0, 0)
 
 
 class Reload(Generic[M]):
@@ -77,36 +93,51 @@ class Reload(Generic[M]):
             sleep=runtime.sleep, clock=runtime.clock, cancelled=lambda: guard.state.closed
         ) as lock:
             deferred = self._wait_for_quiet()
-            if self._choose_swap() == "load_first":
-                self._load_and_install("load_first", lock=lock, deferred=deferred)
-                return
-            since = runtime.clock()
-            old = guard.state.retire_current()
-            if old is not None:
-                drain_and_release(guard, old)
-            self._load_and_install("drain_first", lock=lock, deferred=deferred, since=since)
+            swap = self._choose_swap()
+            if swap == "load_first":
+                old, since = guard.state.current, None
+            else:
+                old, since = guard.state.retire_current(), runtime.clock()
+                if old is not None:
+                    drain_and_release(guard, old)
+            self._load_and_install(swap, lock=lock, deferred=deferred, since=since)
+            if old is not None and old.dropped and guard.state.current is not None:
+                guard.state.creep.record(runtime.private(), one_copy=swap == "drain_first")
 
     # Before the load
 
-    def _wait_for_quiet(self) -> float:
-        """Wait for the beginning of a pause between calls, at most ``defer``; returns the seconds it took.
+    def _wait_for_quiet(self) -> Deferred:
+        """Wait for the beginning of a pause between calls, at most ``defer``, and while there is memory to wait.
 
         The beginning, because that leaves most of the pause: a load that starts late in a pause meets the next calls.
         """
         guard, runtime, job = self._guard, self._guard.runtime, self._job
         started = since = runtime.clock()
-        uses, call_ended = None, job.after_call
+        before = runtime.private()
+        uses, call_ended, read = None, job.after_call, -math.inf
         while not job.urgent and not guard.state.closed:
             generation, now = guard.state.current, runtime.clock()
             if generation is None or now - started >= guard.options.defer:
                 break
+            if now - read >= _ROOM_INTERVAL:
+                if self._memory_is_short():
+                    break
+                read = now
             if generation.leases or generation.uses != uses:
                 call_ended = call_ended or uses is not None
                 uses, since = generation.uses, now
             elif call_ended and now - since >= QUIET:
                 break
             runtime.sleep(_POLL)
-        return runtime.clock() - started
+        seconds = runtime.clock() - started
+        return Deferred(seconds, max(0, runtime.private() - before) if seconds else 0)
+
+    def _memory_is_short(self) -> bool:
+        """Whether this reload is to free memory, and there is less than a second copy would need."""
+        if all(reason.kind not in _PROTECT_MEMORY for reason in self._job.reasons):
+            return False
+        room = self._guard.runtime.headroom()
+        return room is not None and room < PEAK * (self._guard.state.model_bytes or 0)
 
     def _choose_swap(self) -> Swap:
         guard = self._guard
@@ -117,6 +148,9 @@ class Reload(Generic[M]):
             chosen = "load_first" if room is None or room >= need else "drain_first"
             free = "an unknown amount" if room is None else _units.format_bytes(room)
             why = f"a second copy needs {_units.format_bytes(need)} while it loads, and {free} is free"
+            if chosen == "load_first" and guard.state.creep.is_too_much(size or 0):
+                chosen, crept = "drain_first", _units.format_bytes(guard.state.creep.amount)
+                why = f"earlier reloads left {crept} behind in all, which it returns"
         else:
             chosen, why = guard.options.swap, "set by the guard's author"
         telemetry.emit(telemetry.SwapChosen(guard=guard.name, swap=chosen, why=why, model_bytes=size, headroom=room))
@@ -125,7 +159,7 @@ class Reload(Generic[M]):
     # Load and install
 
     def _load_and_install(
-        self, swap: Swap, *, lock: HostLockHeld, deferred: float = 0.0, since: float | None = None
+        self, swap: Swap, *, lock: HostLockHeld, deferred: Deferred = NOT_DEFERRED, since: float | None = None
     ) -> None:
         """Make a generation and install it. One that became stale while it loaded is made once more."""
         guard = self._guard
@@ -147,7 +181,7 @@ class Reload(Generic[M]):
                 return
             self._discard(generation, "closed" if guard.state.closed else "stale")
 
-    def _make(self, *, lock: HostLockHeld, deferred: float) -> _loading.Loaded[M] | None:
+    def _make(self, *, lock: HostLockHeld, deferred: Deferred) -> _loading.Loaded[M] | None:
         """Make a generation; None if that failed, which has then been reported."""
         guard = self._guard
         telemetry.emit(
@@ -155,7 +189,8 @@ class Reload(Generic[M]):
                 guard=guard.name,
                 generation=guard.state.generations + 1,
                 reasons=self._job.reasons,
-                deferred_seconds=deferred,
+                deferred_seconds=deferred.seconds,
+                deferred_growth=deferred.growth,
                 host_lock=lock,
             )
         )

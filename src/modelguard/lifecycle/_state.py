@@ -18,6 +18,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
+from modelguard.lifecycle._creep import Creep
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 
@@ -60,6 +61,7 @@ class GuardState(Generic[M]):
         current: The generation that takes new calls; None if there is none.
         job: The load under way, if any.
         least_memory: The least private memory, in bytes, that a release has left so far.
+        creep: What replacements leave behind. Used by the one load that runs.
         epoch: How many forks lie between this process and the one that made the guard.
         held_leases: Leases that objects hold, which a forked child may have to take again.
     """
@@ -81,6 +83,7 @@ class GuardState(Generic[M]):
         self.model_bytes: int | None = None
         self.last_release: GenerationReleased | None = None
         self.least_memory: int | None = None
+        self.creep = Creep()
         self._released_model: weakref.ref[Any] | None = None
         self.epoch = 0
         self.held_leases: weakref.WeakSet[HeldLease] = weakref.WeakSet()
@@ -102,7 +105,7 @@ class GuardState(Generic[M]):
         outer = self.enclosing_generation() if self.enclosing.get() else None
         with self.lock:
             generation = self.current if outer is None or outer.dropped else outer
-            if generation is None:
+            if generation is None and not self.closed:
                 generation = self._half_used_here()
             if generation is not None:
                 generation.leases.append(None)
@@ -115,7 +118,8 @@ class GuardState(Generic[M]):
         generation, the drain would wait for the generator, and so for them.
         """
         held = (lease.held_here() for lease in list(self.held_leases))
-        return next((one for one in held if one is not None and one.retired and not one.dropped), None)
+        waited_for = self.draining - self.abandoned
+        return next((one for one in held if one in waited_for and not one.dropped), None)
 
     def enclosing_generation(self) -> Generation[M] | None:
         """The generation of the call that encloses this one, if any."""
@@ -291,9 +295,9 @@ class GuardState(Generic[M]):
         """
         with self.lock:
             covers = self.requests if job.covers is None else job.covers
-            if self.requests <= covers:
+            if self.requests <= covers and self.job is job:
                 # At the same time: a caller that came between the failure and the end of the job would wait in vain.
-                self._end(job)
+                self.job = None
             self.failures = failure.attempt
             # Not kept: the cause's traceback holds the loader's frames, and these may hold half a model.
             self.failure = failure.again(failure.retry_after)
@@ -303,23 +307,24 @@ class GuardState(Generic[M]):
             future.set_result(failure)
 
     def finish(self, job: LoadJob, followup: tuple[Reason, ...]) -> LoadJob | None:
-        """End a job; returns the next one if requests came in after its load had begun.
+        """End a job; returns the next one if requests came in after its load had begun, or callers have no model.
 
         Args:
             job: What has ended.
             followup: The reasons of the next job.
         """
         with self.lock:
-            self._end(job)
+            if self.job is not job:
+                # Its failure has ended it (or this is a forked child): later requests have had a job of their own.
+                return None
+            self.job = None
             covers = self.requests if job.covers is None else job.covers
-            if self.closed or self.job is not None or self.requests <= covers:
+            # Closed and reopened since this job installed its model: its waiters have made no request, and need a load.
+            reopened = self.current is None and bool(self.waiting)
+            if self.closed or (self.requests <= covers and not reopened):
                 return None
             self.job = LoadJob(followup, urgent=True, replaces=self.current is not None)
             return self.job
-
-    def _end(self, job: LoadJob) -> None:
-        if self.job is job:  # not in a child that was forked meanwhile, nor after a failure
-            self.job = None
 
     # The end of a generation
 
@@ -421,6 +426,7 @@ class GuardState(Generic[M]):
         self.abandoned.clear()
         self.reloads = self.failures = 0
         self.failure, self.retry_at, self.last_release, self.least_memory = None, -math.inf, None, None
+        self.creep = Creep()
         generation = self.current
         if generation is not None:
             generation.leases = []

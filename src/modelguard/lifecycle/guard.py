@@ -266,6 +266,11 @@ def guards() -> tuple[ModelGuard[Any], ...]:
     return tuple(_guards)
 
 
+def hide(guard: ModelGuard[Any]) -> None:
+    """Leave a guard out of :func:`guards`: this process never loads its model, or shows it in another way."""
+    _guards.discard(guard)
+
+
 def guard_of(function: Callable[..., object]) -> ModelGuard[Any]:
     """The guard of a decorated function, for its ``status()``, ``reload()`` and so on.
 
@@ -352,15 +357,17 @@ def guard(
             ``"drain_first"``: calls wait while the old one ends and returns its memory, and only then the new one
             loads; if that load fails, no generation takes calls until a retry succeeds. ``"auto"``: load first if 1.25
             times the size of the model, as it was measured, may still be allocated, else drain first; load first if
-            one of the two is unknown.
+            one of the two is unknown. Once reloads have left a tenth of the model's size behind (at least 17 MB), the
+            next one drains first, which returns it.
         warmup: Called with each new model before it takes calls, so that no request pays for what the first call
             builds. Guarded functions that it calls run on the new model. If it raises, the load has failed. May be
             ``async``.
         validate: Called with each new model before the warm-up. If it raises, or returns something false other than
             None, the model is rejected: the load has failed with ``ModelRejected``. May be ``async``.
         unload: Called with each old model after its last call and before it is dropped, also with a model that was
-            loaded and never used: close its files and threads here. If it raises, the release continues, and
-            ``GenerationReleased.error`` reports the error. May be ``async``.
+            loaded and never used, and at interpreter exit: close its files and threads here. If it raises, the release
+            continues, and ``GenerationReleased.error`` reports the error. May be ``async``. A forked process does not
+            unload the model of its parent at its exit; and no exit handler runs in a process that a signal ends.
         load_timeout: Limit for load, validation and warm-up together. After that the load has failed with
             ``LoadTimeout``. A thread cannot be stopped, so the loader is left behind; if it ends after all, its model
             is unloaded and dropped. Default: none. Set it if the loader uses the network.
@@ -372,7 +379,7 @@ def guard(
         defer: How long a due reload waits for a pause between calls, because a loader that holds the GIL stalls every
             call beside it. The load starts when no call has run for 50 ms after one ended, or when ``defer`` has
             passed; a guard without any calls waits for all of it. 0 does not wait, and neither does
-            :meth:`ModelGuard.reload`.
+            :meth:`ModelGuard.reload`, nor a policy that protects memory where ``"auto"`` would drain first.
         backoff: How failed loads are retried. Default: ``Backoff("1s", "1m")``.
         trim_every: Return freed memory to the system while calls run: at this interval (``"30s"``), or each time the
             process has grown by this much (``"100 MB"``: text that ends in B is a size). It is done in the background

@@ -152,7 +152,7 @@ def pool(
         warmup: Called with each new model before it takes calls.
         validate: Called with each new model before the warm-up. If it raises or returns something false, the model is
             rejected.
-        unload: Called with each model before it is dropped.
+        unload: Called with each model before it is dropped, and at interpreter exit.
         load_timeout: Bound on load, validation and warm-up together; a loader past it is left behind. Default: none.
         backoff: How long a key waits after a failed load. Default: ``Backoff("1s", "1m")``.
         name: For events, logs and errors. Default: the loader's name.

@@ -82,7 +82,7 @@ def format_named(kind: str, path: Path, *, allow_pickle: bool) -> WeightsFormat:
         fix = "Load them with the modelguard that published them."
         raise WeightsRefused(path, why=f"the kind {kind!r} is unknown", fix=fix)
     if kind == "pickle" and not allow_pickle:
-        why = "they are a pickle, and loading one runs any code that it contains"
+        why = "they are a pickle, and loading a pickle runs any code that it contains"
         fix = f"Publish {_SAFE}; or, if you trust its author, give allow_pickle=True."
         raise WeightsRefused(path, why=why, fix=fix)
     return _import(kind)
@@ -93,8 +93,8 @@ def unknown_source(source: object) -> InvalidOption:
     why = f"{_units.kind_of(source)} cannot be mapped safely"
     if isinstance(source, Mapping):
         kinds = sorted({type(value).__name__ for value in source.values()})
-        given = f"are of the types {' and '.join(kinds)}" if kinds else "there are none"
-        why = f"its values must all be arrays or all be tensors, and {given}"
+        given = f"but are of the types {' and '.join(kinds)}" if kinds else "and there are none"
+        why = f"its values must all be arrays or all be tensors, {given}"
     fix = f"Give {_SAFE}, or a function that makes one; or allow_pickle=True for an object that contains arrays."
     return InvalidOption("source", type(source).__name__, why=why, fix=fix)
 

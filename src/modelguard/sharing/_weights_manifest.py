@@ -104,8 +104,8 @@ def read(path: Path) -> Manifest:
         text = file.read()
     try:
         return parse(text)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        why = "it was not written by weights.publish(), or by a newer version of modelguard"
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = "the file was not written by weights.publish(), or was written by a newer version of modelguard"
         raise WeightsRefused(path, why=why, fix="Give the path that was given to weights.publish().") from error
 
 
@@ -113,16 +113,21 @@ def parse(text: str | bytes) -> Manifest:
     """Parse a manifest.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: It is not a manifest.
+        ValueError, TypeError, KeyError, AttributeError, RecursionError: It is not a manifest, or was changed since.
     """
     found = json.loads(text)
     if found.pop("modelguard") != LAYOUT:
         raise ValueError("another layout")
-    found["files"] = {_as(_FILE, name): FileState(**state) for name, state in found["files"].items()}
-    for state in found["files"].values():
-        _as(_DIGEST, state.sha256)
+    found["files"] = {_as(_FILE, name): _file_state(state) for name, state in found["files"].items()}
     _as(_FOLDER, found["folder"])
-    return Manifest(**found)
+    manifest = Manifest(**found)
+    _number(manifest.version)
+    if not isinstance(manifest.kind, str) or not isinstance(manifest.key, str | None):
+        raise TypeError("a name that is not a string")
+    # The hash of the content includes the details, which the format reads without further checks.
+    if manifest.sha256 != digest_of(manifest.kind, manifest.details, manifest.files):
+        raise ValueError("it was changed since it was written")
+    return manifest
 
 
 def check_trust(path: Path, found: os.stat_result, kind: Any) -> None:
@@ -137,12 +142,12 @@ def check_trust(path: Path, found: os.stat_result, kind: Any) -> None:
         WeightsRefused: It has another type, belongs to another user (root is trusted), or other users may write to it.
     """
     if not kind(found.st_mode):
-        raise WeightsRefused(path, why="it is a link, or has the wrong file type", fix=f"Remove it. {_REPUBLISH}")
+        raise WeightsRefused(path, why="the path is a link, or has the wrong file type", fix=f"Remove it. {_REPUBLISH}")
     if found.st_uid not in (os.geteuid(), 0):
-        why = f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+        why = f"the path belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
         raise WeightsRefused(path, why=why, fix="Publish the weights as the user who serves them.")
     if found.st_mode & _OTHERS:
-        why = f"other users may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+        why = f"other users may write to the path (mode {stat.S_IMODE(found.st_mode):o})"
         raise WeightsRefused(path, why=why, fix=f"If you trust them: chmod go-w {str(path)!r}. Otherwise remove it.")
 
 
@@ -156,6 +161,19 @@ def digest_of(kind: str, details: Mapping[str, Any], files: Mapping[str, FileSta
     """Compute the hash of the whole content."""
     content = [kind, details, {name: state.sha256 for name, state in files.items()}]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _file_state(state: Any) -> FileState:
+    made = FileState(**state)
+    _as(_DIGEST, made.sha256)
+    for number in (made.size, made.mtime_ns, made.ctime_ns):
+        _number(number)
+    return made
+
+
+def _number(value: object) -> None:
+    if type(value) is not int:
+        raise TypeError("not a whole number")
 
 
 def _as(pattern: re.Pattern[str], text: str) -> str:
@@ -177,11 +195,11 @@ def _check_file(path: Path, published: FileState) -> None:
         check_trust(path, found, stat.S_ISREG)
         if found.st_size != published.size:
             kind = "truncated" if found.st_size < published.size else "changed"
-            why = f"it is {kind}: {published.size} bytes were published, and it has {found.st_size}"
+            why = f"the file is {kind}: {published.size} bytes were published, and it has {found.st_size}"
             raise WeightsRefused(path, why=why, fix=_REPUBLISH)
         untouched = (found.st_mtime_ns, found.st_ctime_ns) == (published.mtime_ns, published.ctime_ns)
         if not untouched and _hash(path) != published.sha256:
-            raise WeightsRefused(path, why="its content has changed since it was published", fix=_REPUBLISH)
+            raise WeightsRefused(path, why="the content has changed since it was published", fix=_REPUBLISH)
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -193,5 +211,5 @@ def _hash(path: Path) -> str:
 
 def _unreadable(path: Path, error: OSError) -> WeightsRefused:
     if isinstance(error, PermissionError):
-        return WeightsRefused(path, why="this user may not read it", fix="Publish it as the user who serves.")
+        return WeightsRefused(path, why="this user may not read it", fix="Publish it as the user who serves it.")
     return WeightsRefused(path, why=f"it cannot be read ({error.strerror})", fix=_REPUBLISH)

@@ -22,7 +22,12 @@ HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 DiscardCause = Literal["closed", "late", "rejected", "stale"]
 
 #: A callable that the user has given.
-Callback = Literal["reload_on", "recycle", "release"]
+Callback = Literal["reload_on", "recycle", "release", "unload"]
+
+#: Why a worker of an isolated function ended. ``"recycled"``: a policy was due, and a fresh worker took its place;
+#: ``"crashed"``: it ended by itself, or was killed by somebody else; ``"timeout"``: killed because its call took too
+#: long; ``"cancelled"``: killed because its caller was interrupted; ``"closed"``: its mold ended.
+WorkerEndCause = Literal["recycled", "crashed", "timeout", "cancelled", "closed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +86,14 @@ class LoadStarted(Event):
         generation: The number of the new generation.
         reasons: Why it is loaded.
         deferred_seconds: How long the load waited for a pause between calls.
+        deferred_growth: Bytes by which private memory grew in that time.
         host_lock: Which lock the load holds.
     """
 
     generation: int
     reasons: tuple[Reason, ...]
     deferred_seconds: float
+    deferred_growth: int
     host_lock: HostLockHeld
 
 
@@ -157,6 +164,9 @@ class GenerationReleased(Event):
         seconds: Duration of the release itself.
         drain_seconds: How long its last calls took to end; None if they outlasted ``drain_timeout``.
         error: The error that ``unload`` raised; None if it did not.
+        immortal: Whether ``prefork.prepare`` had made the model immortal. Then its objects stay in memory until the
+            process ends, and each further generation that is made immortal adds its size. No collection was tried, and
+            no holders were looked for.
     """
 
     generation: int
@@ -170,6 +180,7 @@ class GenerationReleased(Event):
     seconds: float
     drain_seconds: float | None
     error: str | None
+    immortal: bool = False
 
     @property
     def freed(self) -> int:
@@ -310,3 +321,37 @@ class CircuitOpened(Event):
 @dataclass(frozen=True, kw_only=True)
 class CircuitClosed(Event):
     """The probe has succeeded: requests are accepted again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStarted(Event):
+    """A worker of an isolated function takes calls.
+
+    Attributes:
+        generation: The number of its mold.
+        worker: Its process id.
+        seconds: From the order to start it until it took calls.
+    """
+
+    generation: int
+    worker: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnded(Event):
+    """A worker of an isolated function has ended.
+
+    Attributes:
+        generation: The number of its mold.
+        worker: Its process id; 0 if it never started.
+        cause: The reason.
+        detail: How it ended if it crashed: a signal's name or an exit status.
+        age: Seconds since it was started.
+    """
+
+    generation: int
+    worker: int
+    cause: WorkerEndCause
+    detail: str
+    age: float

@@ -15,7 +15,7 @@ from modelguard.lifecycle.runtime import Runtime, use
 
 @pytest.fixture
 def runtime(tmp_path: Path) -> Iterator[Runtime]:
-    """Have guards reload only when told to, wait for no other process, and log nothing."""
+    """Guards reload only on request, wait for no other process, and log nothing."""
     telemetry.set_hooks([])
     made = Runtime(ticks=False, host_lock=HostLock(lambda: tmp_path))
     with use(lambda: made):

@@ -1,4 +1,4 @@
-"""Turns in a pipeline's memory zone: one call at a time, in order, and nobody is left waiting."""
+"""Turns in a pipeline's memory zone: one call at a time, in order, and no caller is left waiting."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def words_of(zone: Zoned[Nlp]) -> Callable[[str], list[str]]:
 def test_turns_come_in_order_of_arrival(english: Nlp) -> None:
     """The first has its turn at once, each other one when the one before it has gone."""
     zone = ZoneLock()
-    turns = [zone.enqueue() for _ in range(3)]
+    turns = [zone.enqueue(blocks=True) for _ in range(3)]
     for count, _ in enumerate(turns, start=1):
-        assert [True] * count + [False] * (3 - count) == [turn.done() for turn in turns]
+        assert [True] * count + [False] * (3 - count) == [turn.admitted.done() for turn in turns]
         zone.open(english)
         assert english.vocab.in_memory_zone
         zone.leave()
@@ -72,14 +72,14 @@ def test_turns_come_in_order_of_arrival(english: Nlp) -> None:
 
 
 def test_a_turn_that_is_given_up_is_passed_on() -> None:
-    """Whoever gives up in the queue is left out, and whoever gives up a turn that has come passes it on."""
+    """A caller that gives up in the queue is skipped, and one that gives up its turn passes it on."""
     zone = ZoneLock()
-    first, second, third = (zone.enqueue() for _ in range(3))
+    first, second, third = (zone.enqueue(blocks=True) for _ in range(3))
     zone.withdraw(second)
     zone.withdraw(first)
-    assert [True, False, True] == [turn.done() for turn in (first, second, third)]
+    assert [True, False, True] == [turn.admitted.done() for turn in (first, second, third)]
     zone.withdraw(third)
-    assert zone.enqueue().done()
+    assert zone.enqueue(blocks=True).admitted.done()
 
 
 def test_a_zone_that_cannot_be_opened_passes_the_turn_on(nlp: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_a_zone_that_cannot_be_opened_passes_the_turn_on(nlp: Guard, monkeypatch
 # Waiting for a turn
 
 
-def test_a_call_that_waits_too_long_is_told_so(nlp: Guard) -> None:
+def test_a_call_that_waits_too_long_is_overloaded(nlp: Guard) -> None:
     """After wait_timeout it gets Overloaded, synchronous or not, block or function; the others are not disturbed."""
     zone = zoned(nlp, wait_timeout=0)
     words = words_of(zone)
@@ -109,7 +109,7 @@ def test_a_call_that_waits_too_long_is_told_so(nlp: Guard) -> None:
         return [token.text for token in nlp(text)]
 
     with another_inside(zone):
-        with pytest.raises(Overloaded, match=r"'en'.*one call runs there at a time"):
+        with pytest.raises(Overloaded, match=r"'en'.*only one call at a time can run there"):
             words("a b")
         with pytest.raises(Overloaded):
             asyncio.run(words_later("a b"))
@@ -174,6 +174,28 @@ def test_the_loop_can_call_while_its_own_coroutine_is_inside(nlp: Guard) -> None
         return got, await task
 
     assert (["a", "b"], True) == asyncio.run(main())
+
+
+def test_the_loop_can_call_while_its_own_coroutines_wait(nlp: Guard) -> None:
+    """A plain call on the loop's thread goes before the coroutines of that loop, which cannot enter meanwhile."""
+    zone = zoned(nlp, wait_timeout=TIMEOUT)
+    words = words_of(zone)
+
+    @zone
+    async def words_later(nlp: Nlp, text: str) -> list[str]:
+        return [token.text for token in nlp(text)]
+
+    async def main() -> list[list[str]]:
+        with another_inside(zone) as leave:
+            tasks = [asyncio.create_task(words_later(text)) for text in ("a", "b")]
+            await asyncio.wait(tasks, timeout=0)  # both queue
+            leave()
+            got = [words("c")]
+            again = asyncio.create_task(words_later("d"))
+            got.append(words("e"))
+            return [*got, *await asyncio.gather(*tasks, again)]
+
+    assert [["c"], ["e"], ["a"], ["b"], ["d"]] == asyncio.run(asyncio.wait_for(main(), TIMEOUT / 2))
 
 
 # Nesting
@@ -244,7 +266,7 @@ def test_tasks_and_threads_that_a_call_starts_are_part_of_it(nlp: Guard) -> None
 
 
 def test_a_task_that_outlives_its_call_queues_like_any_other(nlp: Guard) -> None:
-    """Having been started in a zone is no way past the queue once that zone is closed."""
+    """A task that was started in a zone waits in the queue like any other once that zone is closed."""
     zone = zoned(nlp, wait_timeout=0)
     words = words_of(zone)
 

@@ -1,4 +1,4 @@
-"""Functions that meet padded tensors, and whose results nobody can tell from those without padding."""
+"""Functions that get padded tensors, and whose results are the same as without padding."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_result_is_not_changed_in_place() -> None:
     ids=["text", "another length", "no dimension", "dict"],
 )
 def test_a_result_that_cannot_be_cut(result: Callable[[Any], Any], length: int) -> None:
-    """It is refused in every call, those that needed no padding too, so that it shows in the first."""
+    """It is rejected in every call, also in calls without padding, so that it shows in the first."""
     run = bucketed("x", multiple=8)(result)
     with pytest.raises(InvalidOption, match=r"^cut=-1: .*cut=None"):
         run(torch.ones(length))
@@ -385,7 +385,7 @@ def generator(x: Any) -> Iterator[Any]:
     ],
 )
 def test_mistakes_show_where_they_are_written(options: Any, function: Any, argument: str) -> None:
-    """What cannot be meant is refused before any call, with what to write instead."""
+    """Invalid arguments are rejected before any call, with what to write instead."""
     inputs = options.pop("inputs", ("x",))
     with pytest.raises(InvalidOption) as caught:
         bucketed(*inputs, **options)(function)
@@ -394,7 +394,7 @@ def test_mistakes_show_where_they_are_written(options: Any, function: Any, argum
 
 
 def test_a_name_beside_a_guard_s_model(model: ModelGuard[Any]) -> None:
-    """The model is no parameter of a guarded function, so it cannot be padded."""
+    """The model is not a parameter of a guarded function, so it cannot be padded."""
 
     @model
     def run(model: Any, x: Any) -> Any:
@@ -404,9 +404,9 @@ def test_a_name_beside_a_guard_s_model(model: ModelGuard[Any]) -> None:
         bucketed("model")(run)
 
 
-def test_what_is_no_tensor() -> None:
-    """A list of numbers is refused by the name of its parameter."""
-    with pytest.raises(InvalidOption, match=r"^x=.*only tensors can be padded"):
+def test_only_tensors_are_padded() -> None:
+    """A list of numbers is rejected by the name of its parameter."""
+    with pytest.raises(InvalidOption, match=r"^x=.*must be a tensor: nothing else can be padded"):
         plain([1.0, 2.0])
 
 
@@ -418,7 +418,7 @@ def test_inputs_of_different_lengths() -> None:
 
 
 def test_the_mistakes_of_a_call_stay_its_own() -> None:
-    """An argument that the function does not have is Python's to refuse."""
+    """An argument that the function does not have raises Python's own error."""
     with pytest.raises(TypeError, match="unexpected keyword"):
         plain(torch.ones(3), txet=1)
     with pytest.raises(TypeError, match="missing"):

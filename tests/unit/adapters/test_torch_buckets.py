@@ -141,7 +141,7 @@ def test_a_mask_of_one_s_own_is_padded() -> None:
     ids=repr,
 )
 def test_buckets_that_cannot_be_meant(wrong: Any) -> None:
-    """What is no bucket is refused under the name that the caller wrote, with what to write instead."""
+    """An invalid bucket is rejected under the name that the caller wrote, with what to write instead."""
     with pytest.raises(InvalidOption) as caught:
         pad_to_bucket(torch.zeros(3), **wrong)
     assert caught.value.argument in wrong
@@ -149,6 +149,6 @@ def test_buckets_that_cannot_be_meant(wrong: Any) -> None:
 
 
 def test_a_mask_of_another_length() -> None:
-    """A mask that does not fit is refused before it hides data."""
-    with pytest.raises(InvalidOption, match="its length is 2, and the tensor's 3"):
+    """A mask that does not fit is rejected before it hides data."""
+    with pytest.raises(InvalidOption, match="has length 2, and the tensor has length 3"):
         pad_to_bucket(torch.zeros(1, 3), mask=torch.ones(1, 2))

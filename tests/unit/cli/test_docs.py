@@ -76,11 +76,11 @@ def test_every_finding_of_the_doctor_names_a_section(check: object) -> None:
     ("reference", "fix"),
     [
         ("onee", "Did you mean 'one'?"),
-        ("x", "There are: one, two."),
-        ("", "There are: one, two."),
-        ("../pyproject", "There are: one, two."),
+        ("x", "The pages are: one, two."),
+        ("", "The pages are: one, two."),
+        ("../pyproject", "The pages are: one, two."),
         ("one#dep", "Did you mean 'deep'?"),
-        ("two#x", "There are: the-second-page."),
+        ("two#x", "The sections are: the-second-page."),
     ],
 )
 def test_an_unknown_page_or_section(capsys: pytest.CaptureFixture[str], reference: str, fix: str) -> None:

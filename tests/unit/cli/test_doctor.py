@@ -60,11 +60,11 @@ def test_json(capsys: pytest.CaptureFixture[str], program: str) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["--pid", "4194305"], 2, "there is no such process"),
-        (["--pid", "many"], 2, "it is not a process id"),
-        (["--pid", "0"], 2, "it is not a process id"),
-        (["--gunicorn", "no.conf.py"], 2, "there is no such file"),
-        (["--"], 2, "there is no command"),
+        (["--pid", "4194305"], 2, "--pid=4194305: does not exist"),
+        (["--pid", "many"], 2, "must be a process id"),
+        (["--pid", "0"], 2, "must be a process id"),
+        (["--gunicorn", "no.conf.py"], 2, "--gunicorn='no.conf.py': does not exist"),
+        (["--"], 2, "command='': must not be empty"),
         (["--", "no-such-command-here"], 127, "no-such-command-here"),
         (["--pid", "1", "--gunicorn", "x"], 2, "one thing"),
         (["--pid", "1", "--", "x"], 2, "one thing"),

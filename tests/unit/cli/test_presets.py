@@ -58,7 +58,7 @@ def test_a_format_is_written_and_nothing_else(capsys: pytest.CaptureFixture[str]
         (["torch-cpu", "--cpus", "nan"], "--cpus=nan: must be a number above 0"),
         (["torch-cpu", "--distinct-shapes", "0"], "--distinct-shapes=0: must be a whole number of at least 1"),
         (["torch-cpu", "--format", "toml"], "The formats are shell, env, gunicorn, dockerfile, systemd, kubernetes."),
-        (["--format", "shell"], "it needs the name of a preset"),
+        (["--format", "shell"], "--format='shell': requires the name of a preset. Add one"),
     ],
 )
 def test_errors(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

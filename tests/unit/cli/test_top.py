@@ -82,29 +82,29 @@ def test_rss_comes_last_and_is_called_misleading() -> None:
 
 def test_copies_by_the_largest_process() -> None:
     """Without the model's size the unit is what the largest process would hold alone."""
-    assert "3 processes hold 1.2 GB: 1.20 times what the largest, 10, would hold alone (1 GB)." in shown([tree()])
+    assert "3 processes use 1.2 GB: 1.20 times what the largest, 10, would use alone (1 GB)." in shown([tree()])
 
 
 def test_copies_of_the_model() -> None:
     """With the model's size the unit is one model."""
-    assert "3 processes hold 1.2 GB: 2.40 times the model (500 MB)" in shown([tree(model_bytes=500_000_000)])
+    assert "3 processes use 1.2 GB: 2.40 times the model (500 MB)" in shown([tree(model_bytes=500_000_000)])
 
 
 def test_what_is_not_counted_is_listed() -> None:
-    """Workers of another user and memory in swap have lines of their own."""
+    """Workers of another user and memory in swap have their own lines."""
     text = shown([tree(unread=(13, 14), swap=5_000_000)])
-    assert "belong to someone else: 13, 14. Run it as root" in text
+    assert "belong to other users: 13, 14. Run this as root" in text
     assert "In swap: 5 MB." in text
 
 
 def test_several_trees_are_apart() -> None:
-    """Each tree has a table and totals of its own."""
-    assert 2 == shown([tree(), tree()]).count("3 processes hold")
+    """Each tree has its own table and totals."""
+    assert 2 == shown([tree(), tree()]).count("3 processes use")
 
 
 def test_one_process_is_singular() -> None:
     """A tree of one process has its summary in the singular."""
-    assert "1 process holds 400 MB" in shown([TreeReport((PROCESS,))])
+    assert "1 process uses 400 MB" in shown([TreeReport((PROCESS,))])
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_terminal_gets_the_live_view(monkeypatch: pytest.MonkeyPatch, columns:
     process = dataclasses.replace(PROCESS, command=("gunicorn -w 2 [bold]x and so forth",))
     with _top_view.choose(stream, live=True) as show:
         show([TreeReport((process,))])
-    for text in (*expected, "1 process holds"):
+    for text in (*expected, "1 process uses"):
         assert text in stream.getvalue()
 
 
@@ -203,7 +203,7 @@ def test_once_is_plain_on_a_terminal() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["web"], "PID='web': it is not a process id"),
+        (["web"], "PID='web': must be a process id"),
         (["0"], "PID='0'"),
         (["-5"], "PID='-5'"),
         (["٣"], "PID='٣'"),
@@ -226,7 +226,7 @@ def test_invalid_arguments(capsys: pytest.CaptureFixture[str], words: list[str],
 
 @pytest.mark.parametrize(
     "error",
-    [ProcessLookupError(3, "process 10 is gone"), PermissionError(13, "process 10 belongs to someone else")],
+    [ProcessLookupError(3, "process 10 does not exist"), PermissionError(13, "process 10 belongs to another user")],
 )
 def test_a_process_that_cannot_be_read(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: OSError
@@ -260,7 +260,7 @@ def test_it_looks_again_until_it_is_interrupted(capsys: pytest.CaptureFixture[st
     """A watch repeats at the given interval, and Ctrl-C ends it with status 0."""
     assert 0 == run(str(os.getpid()), "--interval", "1.5s")
     assert [1.5, 1.5, 1.5] == looks
-    assert 3 == capsys.readouterr().out.count("3 processes hold")
+    assert 3 == capsys.readouterr().out.count("3 processes use")
 
 
 def test_once_looks_once(capsys: pytest.CaptureFixture[str], looks: list[float]) -> None:
@@ -313,4 +313,4 @@ def test_without_any_python(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """Where there is nothing to show, the error says what to give."""
     found(monkeypatch, [])
     assert 2 == run("--once")
-    assert "you run no Python process except this one; give the PID" in capsys.readouterr().err
+    assert "you have no other running Python process; give the PID" in capsys.readouterr().err

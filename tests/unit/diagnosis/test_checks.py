@@ -12,6 +12,7 @@ import pytest
 from modelguard.allocator import Problem
 from modelguard.diagnosis import CHECKS, examine
 from modelguard.diagnosis._facts import Facts, Interpreter, Machine, Moment, Server, ServiceProcess, Source, Variable
+from modelguard.environment import _knobs
 from modelguard.environment._cpus import Cpus
 from modelguard.environment._limits import Limit
 
@@ -220,6 +221,8 @@ def test_nothing_known() -> None:
             },
             id="free-threaded",
         ),
+        pytest.param("MG502", "note", {"interpreter": Interpreter((3, 14), micro=0)}, id="3.14.0"),
+        pytest.param("MG502", "note", {"interpreter": Interpreter((3, 14), micro=4)}, id="3.14.4"),
     ],
 )
 def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any]) -> None:
@@ -263,6 +266,10 @@ def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any])
             {"server": replace(PREFORK, preload=None), "app": app(threads=1), "variables": caps()}, id="preload unknown"
         ),
         pytest.param({"server": PREFORK}, id="source unknown"),
+        pytest.param({"interpreter": Interpreter((3, 14), micro=5)}, id="3.14.5"),
+        pytest.param({"interpreter": Interpreter((3, 14))}, id="3.14 of unknown patch"),
+        pytest.param({"interpreter": Interpreter((3, 14), free_threaded=True, micro=1)}, id="another collector"),
+        pytest.param({"interpreter": Interpreter((3, 13), micro=1)}, id="3.13.1"),
         pytest.param(
             {
                 "variables": caps(),
@@ -328,7 +335,36 @@ def test_no_fix_leads_into_a_crash() -> None:
     (finding,) = [
         one for one in examine(Facts("x", variables=(variable(ONEDNN, "0"),))).findings if one.number == "MG201"
     ]
-    assert f"Set {IDEEP}=1 beside it" in finding.fix
+    assert f"Also set {IDEEP}=1" in finding.fix
+
+
+@pytest.mark.parametrize("value", ["", "0", "00", " 0", "abc", "0x10"])
+def test_every_notation_of_a_crash(value: str) -> None:
+    """What ideep reads as 0 is found however it is written, and no fix for the other cache repeats it."""
+    assert "MG205" in found(Facts("x", variables=(variable(ONEDNN, "64"), variable(IDEEP, value))))
+    (finding,) = [
+        one for one in examine(Facts("x", variables=(variable(IDEEP, value),))).findings if one.number == "MG201"
+    ]
+    assert f"Also set {ONEDNN}={_knobs.DEFAULT_ENTRIES}, or" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        ("", _knobs.DEFAULT_ENTRIES),
+        ("abc", 1),
+        ("0x10", 1),
+        ("12abc", 12),
+        ("-1", _knobs.DEFAULT_ENTRIES),
+        ("0" * 20, _knobs.DEFAULT_ENTRIES),
+    ],
+)
+def test_the_fix_is_what_the_other_value_means(value: str, fix: int) -> None:
+    """The fix for ideep has a number that ideep can use, whatever oneDNN's variable has."""
+    (finding,) = [
+        one for one in examine(Facts("x", variables=(variable(ONEDNN, value),))).findings if one.number == "MG201"
+    ]
+    assert f"Also set {IDEEP}={fix}, or" in finding.fix
 
 
 @pytest.mark.parametrize("value", ["1", "64", None])

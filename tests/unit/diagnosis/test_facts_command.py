@@ -180,7 +180,9 @@ def test_an_app_that_is_elsewhere(place: Place) -> None:
 def test_a_preload_that_does_not_exist(place: Place) -> None:
     """An entry with a path is checked; the dynamic linker searches bare names."""
     facts = place.facts("uvicorn", "app:app", LD_PRELOAD="/no/such.so libc.so.6:$ORIGIN/x.so")
-    assert ["LD_PRELOAD names /no/such.so, and there is no such file"] == [problem.seen for problem in facts.problems]
+    assert ["LD_PRELOAD names /no/such.so, but that file does not exist"] == [
+        problem.seen for problem in facts.problems
+    ]
 
 
 def test_secrets_in_a_command_and_its_variables(place: Place) -> None:
@@ -219,11 +221,12 @@ def test_which_python_runs_a_program(tmp_path: Path) -> None:
     """By the first line of a script, the name of the file, or the virtual environment around it."""
     make: Callable[[str, str], str] = lambda name, text: str(_executable(tmp_path / name, text))  # noqa: E731
     assert Interpreter((3, 13), free_threaded=True) == interpreter(make("python3.13t", ""))
+    assert Interpreter((3, 14), micro=3) == interpreter(make("python3.14", "\0003.14.3\000"))
     assert Interpreter((3, 10), "PyPy") == interpreter(make("pypy3.10", ""))
     assert Interpreter((3, 13), free_threaded=True) == interpreter(make("gunicorn", f"#!{tmp_path}/python3.13t -s\n"))
     assert None is interpreter(make("other", "#!/usr/bin/env ruby\n"))
     _executable(tmp_path / "venv" / "pyvenv.cfg", "home = /usr/bin\nversion = 3.12.4\n")
-    assert Interpreter((3, 12)) == interpreter(str(_executable(tmp_path / "venv" / "bin" / "python", "")))
+    assert Interpreter((3, 12), micro=4) == interpreter(str(_executable(tmp_path / "venv" / "bin" / "python", "")))
     assert None is interpreter(str(tmp_path / "nothing"))
 
 

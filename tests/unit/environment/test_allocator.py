@@ -139,12 +139,12 @@ def test_an_allocator_that_reports_nothing_has_no_figures() -> None:
 
 def test_the_report_as_text() -> None:
     """It has one line for each fact, and one for each problem with its fix."""
-    problem = Problem("missing", "LD_PRELOAD names /x.so, and there is no such file", "Correct the path.")
+    problem = Problem("missing", "LD_PRELOAD names /x.so, but that file does not exist", "Correct the path.")
     figures = Figures(allocated=3_000_000, active=None, resident=5_000_000, retained=2_000_000)
     info = AllocatorInfo("glibc", "/lib/libc.so.6", "linked", "2.36", "pymalloc", figures, (problem,))
     expected = """\
 malloc: glibc 2.36, linked (/lib/libc.so.6)
 Python's small objects: pymalloc
 figures: allocated 3 MB, resident 5 MB, retained 2 MB
-missing: LD_PRELOAD names /x.so, and there is no such file. Correct the path."""
+missing: LD_PRELOAD names /x.so, but that file does not exist. Correct the path."""
     assert expected == str(info)

@@ -64,7 +64,7 @@ def test_a_variable_set_from_inside_is_a_placebo(tmp_path: Path) -> None:
     """The file exists, and is not loaded."""
     root = installed(tmp_path, JEMALLOC)
     (found,) = problems(process(LIBC, root=root), {"LD_PRELOAD": JEMALLOC}, "glibc", LIBC)
-    assert ("placebo", f"LD_PRELOAD names {JEMALLOC}, and it is not loaded") == (found.kind, found.seen)
+    assert ("placebo", f"LD_PRELOAD names {JEMALLOC}, but it is not loaded") == (found.kind, found.seen)
     assert "--allocator jemalloc" in found.fix
 
 

@@ -142,7 +142,7 @@ def test_a_process_that_is_gone_is_said_to_be_gone(proc: Path, left: str) -> Non
     if left == "a zombie":
         (proc / "77").mkdir()
         (proc / "77" / "smaps").write_text("")
-    with pytest.raises(ProcessLookupError, match="process 77 is gone") as caught:
+    with pytest.raises(ProcessLookupError, match="process 77 does not exist, or is a kernel thread") as caught:
         memory.usage(77, root=proc.parent)
     assert errno.ESRCH == caught.value.errno
 
@@ -150,8 +150,12 @@ def test_a_process_that_is_gone_is_said_to_be_gone(proc: Path, left: str) -> Non
 @pytest.mark.parametrize(
     ("answer", "expected", "says"),
     [
-        (PermissionError(errno.EACCES, "no"), PermissionError, "process 77 belongs to someone else; read it as"),
-        (ProcessLookupError(errno.ESRCH, "no"), ProcessLookupError, "process 77 is gone"),
+        (
+            PermissionError(errno.EACCES, "no"),
+            PermissionError,
+            "process 77 belongs to another user; read it as its owner or as root",
+        ),
+        (ProcessLookupError(errno.ESRCH, "no"), ProcessLookupError, "process 77 does not exist"),
     ],
 )
 def test_what_the_kernel_refuses_has_a_clear_message(

@@ -86,7 +86,7 @@ def test_a_process_that_is_gone_is_said_to_be_gone(proc: Path, left: str) -> Non
         (proc / "78").mkdir()
         (proc / "78" / "maps").touch()
         (proc / "78" / "environ").touch()
-    with pytest.raises(ProcessLookupError, match="process 78 is gone"):
+    with pytest.raises(ProcessLookupError, match="process 78 does not exist, or is a kernel thread"):
         allocator.observe(78, root=proc.parent)
 
 
@@ -97,7 +97,7 @@ def test_a_process_of_someone_else(proc: Path, monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(PermissionError, match="process 77 belongs to someone else; look at it as its owner"):
+    with pytest.raises(PermissionError, match="process 77 belongs to another user; inspect it as its owner or as root"):
         allocator.observe(77, root=proc.parent)
 
 

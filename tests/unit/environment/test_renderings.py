@@ -107,7 +107,7 @@ def test_gunicorn_is_not_given_what_counts_only_at_the_start() -> None:
     exec(compile(text, "gunicorn.conf.py", "exec"), namespace)
     assert [] == namespace["raw_env"]
     for left_out in presets.get("low-memory").knobs:
-        assert f"# left out: {left_out.name} counts only when a program starts" in text
+        assert f"# left out: {left_out.name} is read only when a program starts" in text
 
 
 def test_a_dockerfile_is_read_back(tmp_path: Path) -> None:

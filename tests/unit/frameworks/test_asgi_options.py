@@ -35,7 +35,7 @@ def test_a_guard_in_place_of_a_list_of_guards_is_rejected_by_name() -> None:
         ModelGuardMiddleware(fine, guards=guard(dict, reload_on=None))
 
 
-def test_an_unknown_option_is_answered_with_the_known_ones() -> None:
-    """A misspelt option names the middleware, and lists what there is."""
-    with pytest.raises(TypeError, match=r"ModelGuardMiddleware has no option 'timeout'. Its options are deadline, "):
-        ModelGuardMiddleware(fine, timeout="2s")
+def test_an_unknown_option_is_rejected_by_name() -> None:
+    """The error of a misspelt option names the middleware and the option."""
+    with pytest.raises(TypeError, match=r"ModelGuardMiddleware.*unexpected keyword argument 'timeout'"):
+        ModelGuardMiddleware(fine, timeout="2s")  # type: ignore[call-arg]

@@ -70,7 +70,7 @@ def shadowed() -> Any:
     [
         (len, "must be a batched function, not a builtin_function_or_method"),
         (unbatched, "Put @batched"),
-        (unguarded, "no guard decorates it"),
+        (unguarded, "is not decorated by a guard"),
         (Counter().method, "at the top of a module"),
         (hidden, "at the top of a module"),
         (in_main(), "replicas cannot import"),
@@ -105,7 +105,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Pressure(Exception):
-    """Stands for Ray's."""
+    """Replaces Ray's."""
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def batch_of(policy: Any = None, **options: Any) -> Any:
-    """A batched function with a guard of its own."""
+    """A batched function with its own guard."""
 
     @batched(**{"max_size": 1, **options})
     @guard(dict, reload_on=policy)
@@ -174,20 +174,20 @@ async def begun(kind: Any, *, checks: int = 2) -> Any:
 
 
 def find_due(made: Any) -> None:
-    """Check the policy, unless the keeper's thread is checking it."""
+    """Check the policy, unless the background thread is checking it."""
     while not made.status()["due"]:
         made._guard.check()
 
 
 def test_a_due_policy_fails_the_health_check_and_loads_nothing(replica: Any) -> None:
-    """The model serves on until Serve has replaced the replica."""
+    """The model still serves until Serve has replaced the replica."""
 
     async def live() -> None:
         made = await begun(replica(batch_of(Uses(2))))
         await made.check_health()
         assert ["a", "b", "c"] == [await made(text) for text in "abc"]
         find_due(made)
-        with pytest.raises(RuntimeError, match=r"replica r1 asks to be replaced, because of Uses\(2\)"):
+        with pytest.raises(RuntimeError, match=r"replica r1 must be replaced: Uses\(2\)"):
             await made.check_health()
         assert "d" == await made("d")
         assert (1, ("Uses(2)",)) == (made.status()["guard"]["generation"], made.status()["due"])
@@ -231,7 +231,7 @@ def test_a_young_replica_stays(replica: Any) -> None:
 
 
 def test_after_an_explicit_reload_the_replica_stays(replica: Any) -> None:
-    """It has a fresh model already."""
+    """It has a new model already."""
 
     async def live() -> None:
         function = batch_of(Uses(1))
@@ -245,7 +245,7 @@ def test_after_an_explicit_reload_the_replica_stays(replica: Any) -> None:
 
 
 def test_a_store_that_cannot_be_reached_ends_no_replica(replica: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica still starts, and one that serves goes on."""
+    """A replica still starts, and one that serves still serves."""
 
     def fail(*_: object) -> bool:
         raise ConnectionError("the head node is away")
@@ -278,7 +278,7 @@ def test_refusals_are_rays_own(replica: Any) -> None:
             await made("x")
         assert (0, 1, 503, 7.5) == caught.value.args
         assert isinstance(caught.value.__cause__, QueueFull)
-        assert ["function(): 1 requests wait already, which is the limit"] == caught.value.__notes__
+        assert ["function(): the queue is full, with 1 requests"] == caught.value.__notes__
 
     asyncio.run(live())
 

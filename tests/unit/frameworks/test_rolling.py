@@ -1,4 +1,4 @@
-"""Whose turn it is to be replaced, told by a master and a clock of the test's own."""
+"""Which worker is replaced next, with a fake master and a fake clock."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_one_at_a_time_in_order(master: Master, rolling: RollingReplacement) -> 
 
 
 def test_who_ended_by_itself_needs_no_replacement(master: Master, rolling: RollingReplacement) -> None:
-    """Gunicorn starts another for it; a process it does not know is none of its workers."""
+    """Gunicorn starts another for it; a process that it does not know is not one of its workers."""
     rolling.request(1, "Uses(5)")
     rolling.request(99, "a worker's own child")
     del master.WORKERS[1]
@@ -139,14 +139,14 @@ def test_no_fork_while_there_is_none_to_be(master: Master, rolling: RollingRepla
 def test_a_fresh_one_that_dies_leaves_the_old_one_serving(
     master: Master, rolling: RollingReplacement, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log tells, nobody is ended, and it is tried again after a pause."""
+    """It is logged, no worker is ended, and the replacement is tried again after a pause."""
     rolling.request(1, "Uses(5)")
     rolling.step()
     del master.WORKERS[3]
     rolling.step()
     rolling.step()
     assert ([1, 2], [], False) == (list(master.WORKERS), master.sent, rolling.surplus)
-    assert "has ended before it could take over" in caplog.text
+    assert "the new worker 3 ended before it could take over" in caplog.text
     clock.now += RETRY_AFTER
     rolling.step()
     assert [1, 2, 4] == list(master.WORKERS)
@@ -155,7 +155,7 @@ def test_a_fresh_one_that_dies_leaves_the_old_one_serving(
 def test_a_fresh_one_that_hangs_is_killed(
     master: Master, rolling: RollingReplacement, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After the patience the old one serves on."""
+    """After the timeout the old one still serves."""
     rolling.request(1, "Uses(5)")
     rolling.step()
     clock.now += 11
@@ -167,7 +167,7 @@ def test_a_fresh_one_that_hangs_is_killed(
 def test_a_system_without_processes_harms_nobody(
     master: Master, rolling: RollingReplacement, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A fork that fails is told, and tried again later."""
+    """A fork that fails is logged, and tried again later."""
     master.fails = True
     rolling.request(1, "Uses(5)")
     rolling.step()
@@ -175,7 +175,7 @@ def test_a_system_without_processes_harms_nobody(
     assert "no more processes" in caplog.text
 
 
-def test_an_end_that_was_not_heard_is_told_again(master: Master, rolling: RollingReplacement, clock: Clock) -> None:
+def test_a_lost_signal_to_end_is_sent_again(master: Master, rolling: RollingReplacement, clock: Clock) -> None:
     """A worker that is still starting loses the signal."""
     rolling.request(1, "new weights")
     rolling.step()

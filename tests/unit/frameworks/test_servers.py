@@ -53,7 +53,7 @@ def test_a_uwsgi_that_cannot_share_is_refused_before_anything_is_done(
 
 
 def test_hooks_of_others_are_called_too() -> None:
-    """Uwsgidecorators and the application may have hooks of their own, and keep them."""
+    """Hooks of uwsgidecorators and of the application are kept."""
     called: list[str] = []
     module = server(post_fork_hook=lambda: called.append("theirs"))
     uwsgi._chain(module, "post_fork_hook", lambda: called.append("ours"))
@@ -70,19 +70,19 @@ def test_without_celery_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_celerys_spawned_processes_have_nothing_to_share() -> None:
-    """A start method that shares no memory is refused by the name of its setting."""
+    """A start method that shares no memory is rejected by the name of its setting."""
     with pytest.raises(InvalidOption, match="worker_pool_start_method='spawn'"):
-        celery._refuse_unfit(SimpleNamespace(pool_start_method="spawn"))
-    celery._refuse_unfit(SimpleNamespace())
+        celery._check_start_method(SimpleNamespace(pool_start_method="spawn"))
+    celery._check_start_method(SimpleNamespace())
 
 
 def test_celerys_limit_is_refused_where_the_parent_exceeds_it_by_itself() -> None:
     """It is compared with a peak that every process is born with."""
     pytest.importorskip("billiard")
     with pytest.raises(InvalidOption, match="worker_max_memory_per_child=1000"):
-        celery._refuse_limit(SimpleNamespace(max_memory_per_child=1000))
-    celery._refuse_limit(SimpleNamespace(max_memory_per_child=10**9))
-    celery._refuse_limit(SimpleNamespace(max_memory_per_child=None))
+        celery._check_memory_limit(SimpleNamespace(max_memory_per_child=1000))
+    celery._check_memory_limit(SimpleNamespace(max_memory_per_child=10**9))
+    celery._check_memory_limit(SimpleNamespace(max_memory_per_child=None))
 
 
 @pytest.mark.parametrize(("tried", "expected"), [(0.1, 4.0), (3.0, 15.0)], ids=["short", "long"])
@@ -97,7 +97,7 @@ def test_celery_waits_for_warm_ups(tried: float, expected: float) -> None:
 def test_a_process_that_does_not_leave_waits_for_its_next_task() -> None:
     """And one that does leaves before it takes another."""
     answers = iter([False, True])
-    wait = celery._leaving(lambda: "task", SimpleNamespace(leaves=lambda: next(answers)), 155)
+    wait = celery._ending_between_jobs(lambda: "task", SimpleNamespace(must_end=lambda: next(answers)), 155)
     assert "task" == wait()
     with pytest.raises(SystemExit) as ended:
         wait()

@@ -162,7 +162,7 @@ def test_flask_shows_the_error_in_development() -> None:
     wsgi.install(app, detail=True)
     with app.test_client() as client:
         told = json.loads(client.get("/left?refuse=1").data)
-    assert f"{NAME}(): 1 requests wait already, which is the limit" == told["detail"]
+    assert f"{NAME}(): the queue is full, with 1 requests" == told["detail"]
 
 
 def test_the_handler_does_not_swallow_another_error() -> None:
@@ -197,3 +197,12 @@ def test_an_invalid_option_is_rejected_by_name(option: str, value: Any) -> None:
     assert before == app.wsgi_app
     with pytest.raises(InvalidOption, match=option):
         ModelGuardMiddleware(fine, **{option: value})
+
+
+def test_an_unknown_option_is_rejected_with_the_known_ones() -> None:
+    """``install()`` names the misspelt option, lists those that exist, and leaves the application as it was."""
+    app = service()
+    before = app.wsgi_app
+    with pytest.raises(TypeError, match=r"has no option 'timeout'\. Its options are deadline, timeout_header, "):
+        wsgi.install(app, timeout="2s")
+    assert before == app.wsgi_app

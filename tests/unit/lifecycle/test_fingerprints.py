@@ -1,4 +1,4 @@
-"""What tells one state of a watched path from another."""
+"""How two states of a watched path are distinguished."""
 
 from __future__ import annotations
 
@@ -94,10 +94,30 @@ def test_what_cannot_be_read_has_no_identity(tmp_path: Path, make: object) -> No
 
 
 def test_a_huge_folder_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path with more entries than any model has costs no more than a bounded look."""
+    """A path with more entries than any model has is read only up to a bound."""
     monkeypatch.setattr(_fingerprints, "MAX_ENTRIES", 5)
     for n in range(9):
         (tmp_path / str(n)).touch()
     found = fingerprint(tmp_path)
     assert found is not None
     assert ["0", "1", "2", "3", "4"] == [name for name, *_ in found]
+
+
+def test_a_written_file_with_its_time_set_back_is_a_change(weights: Path) -> None:
+    """``rsync --times`` and ``cp -p`` set a file's time to that of the source; size and inode may be the same."""
+    before, times = fingerprint(weights), weights.stat()
+    weights.write_bytes(b"new")
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert times.st_mtime_ns == weights.stat().st_mtime_ns
+    assert before != fingerprint(weights)
+
+
+def test_a_folder_with_a_link_to_nowhere_is_watched(folder: Path) -> None:
+    """One dangling link hides no change of the other files, and its appearance is one."""
+    before = fingerprint(folder)
+    (folder / "latest").symlink_to("gone")
+    dangling = fingerprint(folder)
+    assert dangling is not None
+    assert before != dangling
+    (folder / "config.cfg").write_text("changed")
+    assert dangling != fingerprint(folder)

@@ -1,4 +1,4 @@
-"""Faults that were found from outside, and their siblings: each stays mended."""
+"""Regressions: each fault stays fixed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.lifecycle.world import MB, TIMEOUT, number, outcome, until
 
 from modelguard import TTL, MemoryGrowth, MemoryLimit, Policy, Snapshot, Uses, batched, guard, telemetry
 from modelguard.errors import InvalidOption, LoadFailed, ModelRejected, NotSupported, Reloading, WouldDeadlock
-from modelguard.telemetry import CallbackErrored, GenerationReleased, LoadErrored
+from modelguard.telemetry import CallbackErrored, Event, GenerationReleased, LoadErrored, LoadFinished
 
 if TYPE_CHECKING:
     from tests.unit.lifecycle.world import World
@@ -88,7 +88,7 @@ class TestMethodsUnderOtherDecorators:
         assert ("service", "model", "text") == type(service).wrapped(self=service, text="text")
 
     def test_without_an_instance_say_so(self, service: Any) -> None:
-        """A method that is called on nothing says what it needs."""
+        """A method that is called without an instance says what it needs."""
         with pytest.raises(TypeError, match=r"wrapped\(\) is a method: call it on an instance"):
             type(service).wrapped()
 
@@ -219,7 +219,7 @@ class TestAPolicyThatRaises:
         assert 2 == nlp.status().generation
 
     def test_lets_an_interrupt_through(self, world: World) -> None:
-        """Ctrl-C while a policy is asked is Ctrl-C."""
+        """Ctrl-C while a policy is asked raises KeyboardInterrupt."""
 
         class Interrupted(Policy):
             def due(self, now: Snapshot) -> bool:
@@ -262,14 +262,14 @@ def test_a_policy_that_blocks_delays_no_other_guard(world: World) -> None:
 )
 def test_policies_have_no_truth(join: Callable[[], object]) -> None:
     """``and`` would silently drop one of two policies: the error says to write ``&`` and ``|``."""
-    with pytest.raises(InvalidOption, match=r"Join policies with & and \|"):
+    with pytest.raises(InvalidOption, match=r"Join policies with \| and &, not with `or` and `and`"):
         join()
 
 
 @pytest.mark.parametrize("kind", [MemoryGrowth, MemoryLimit])
 def test_a_size_without_its_unit_is_refused(kind: Any) -> None:
     """``MemoryGrowth(500)`` would reload every few seconds."""
-    with pytest.raises(InvalidOption, match=r"is 500 bytes.*'500 MB'"):
+    with pytest.raises(InvalidOption, match=r"is only 500 B.*'500 MB'"):
         kind(500)
 
 
@@ -280,7 +280,7 @@ def test_a_size_without_its_unit_is_refused(kind: Any) -> None:
 )
 def test_a_hook_that_cannot_be_called_is_refused(use: Callable[[], object]) -> None:
     """It would fail with every event, far from the line that added it."""
-    with pytest.raises(InvalidOption, match="callable"):
+    with pytest.raises(InvalidOption, match="must be a function of one event, not None"):
         use()
 
 
@@ -355,6 +355,25 @@ def test_calls_of_other_threads_wait_for_the_new_model(world: World) -> None:
     outcome(reload)
 
 
+def test_a_model_whose_drain_was_given_up_takes_no_new_calls(world: World) -> None:
+    """After ``drain_timeout`` nothing waits for the generator, so the calls between its steps wait like all others."""
+    nlp = world.guard(swap="drain_first", drain_timeout=0)
+
+    @nlp
+    def numbers(model: Any) -> Iterator[int]:
+        yield model.number
+        yield model.number
+
+    steps = numbers()
+    assert 1 == next(steps)
+    world.loader.fails = True
+    with pytest.raises(LoadFailed):
+        nlp.reload()
+    with pytest.raises(LoadFailed, match="no weights"):
+        number(nlp)
+    assert [1] == list(steps)
+
+
 class TestClosing:
     def test_on_a_loop_needs_no_thread_of_the_loop_s_own(self, world: World) -> None:
         """The loop's few threads may all wait for the model that ``aclose`` is to end their wait for."""
@@ -365,8 +384,7 @@ class TestClosing:
         async def main() -> list[Any]:
             loop = asyncio.get_running_loop()
             loop.set_default_executor(ThreadPoolExecutor(1))
-            waiting = [asyncio.ensure_future(asyncio.to_thread(call)) for _ in range(3)]
-            await asyncio.sleep(0)
+            waiting = [loop.run_in_executor(None, call) for _ in range(3)]
             until(lambda: len(nlp.engine.state.waiting) == 1)
             await asyncio.wait_for(nlp.aclose(), TIMEOUT)
             return await asyncio.gather(*waiting, return_exceptions=True)
@@ -424,7 +442,7 @@ def test_holders_are_named_one_level_up(world: World) -> None:
 
 
 def test_a_failed_load_answers_only_requests_that_it_covers(world: World) -> None:
-    """Events of both loads are told: one failure, then a success without waiting for the backoff."""
+    """Events of both loads are emitted: one failure, then a success without waiting for the backoff."""
     nlp = world.guard()
     nlp.load()
     world.loader.hold()
@@ -443,3 +461,27 @@ def test_guards_of_the_module_are_not_affected_by_a_world(world: World) -> None:
     """A guard that is made outside of a test's runtime lives in real time."""
     nlp = guard(lambda: "model", reload_on=None)
     assert nlp.engine.guard.runtime is not world.runtime
+
+
+def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: World) -> None:
+    """A call between the installation of a model and the end of that load's thread is served."""
+    installed, gate = threading.Event(), threading.Event()
+
+    def hold(event: Event) -> None:
+        if isinstance(event, LoadFinished) and not installed.is_set():
+            installed.set()
+            assert gate.wait(TIMEOUT)
+
+    remove = telemetry.add_hook(hold)
+    try:
+        nlp = world.guard()
+        assert 1 == number(nlp)
+        assert installed.wait(TIMEOUT)
+        nlp.close()
+        nlp.engine.reopen()
+        call = world.spawn(number, nlp)
+        until(lambda: bool(nlp.engine.state.waiting))
+        gate.set()
+        assert 2 == outcome(call)
+    finally:
+        remove()

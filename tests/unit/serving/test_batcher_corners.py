@@ -16,7 +16,7 @@ from modelguard.errors import WouldDeadlock
 
 
 def test_a_function_may_keep_its_list_of_results() -> None:
-    """And fill it again for the next batch: nobody gets another caller's result."""
+    """And fill it again for the next batch: no caller gets another caller's result."""
     kept: list[int] = []
 
     @batched(max_size=4)

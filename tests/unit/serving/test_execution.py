@@ -14,7 +14,7 @@ from modelguard.serving._requests import Failure, Request
 
 
 class Model:
-    """Squares numbers, fails on those it is told to, and remembers its batches."""
+    """Squares numbers, fails on chosen ones, and remembers its batches."""
 
     def __init__(self, *bad: int) -> None:
         self.bad = {*bad}
@@ -94,7 +94,7 @@ def test_what_expires_meanwhile_is_not_run_again() -> None:
 
 
 def test_without_isolation_all_items_of_a_batch_fail() -> None:
-    """Each gets an error of its own, since one object in several threads would mix up their tracebacks."""
+    """Each gets its own error, since one object in several threads would mix up their tracebacks."""
     computed = ran(model := Model(1), range(3), isolate=False)
     found = [one.error for one in computed.outcomes]
     assert 1 == len(model.batches)
@@ -136,7 +136,7 @@ WRONG: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_results_fail_their_batch_alone(what: str) -> None:
-    """The error says what was returned and what is needed; nothing is run again, and the model is at fault."""
+    """The error says what was returned and what is needed; nothing is run again, and it counts as the model's fault."""
     function, message = WRONG[what]
     computed = ran(function, range(2))
     assert all(isinstance(one.error, WrongResults) and message in str(one.error) for one in computed.outcomes)

@@ -28,7 +28,7 @@ def test_a_free_thread_takes_all_that_waits_up_to_the_size() -> None:
 
 
 def test_different_keyword_arguments_do_not_share_a_batch() -> None:
-    """Each group has batches of its own; the one with the oldest item is first."""
+    """Each group has its own batches; the one with the oldest item is first."""
     queue = queue_of()
     german, french = (("language", str, "de"),), (("language", str, "fr"),)
     for number, group in enumerate([german, french, german, None]):
@@ -301,7 +301,7 @@ def test_closing_computes_what_waits_and_admits_nothing() -> None:
 
 
 def test_a_cancelled_call_that_still_waits_gets_an_error() -> None:
-    """A handler that goes on without its client gets ``CallerGone`` instead of no answer at all."""
+    """A handler that continues without its client gets ``CallerGone`` instead of no answer."""
     queue, (one,) = filled(1)
     queue.cancel(one, notify=True)
     ((cancelled, failure),) = queue.undelivered

@@ -1,4 +1,4 @@
-"""Where private memory sits, judged by the mappings of a process."""
+"""Where private memory is, according to the mappings of a process."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_a_process_id_that_is_used_again_between_two_looks(machine: Machine) -> 
     watch = TreeWatch(10, root=machine.root)
     watch.look()
     machine.start(10, born=600)
-    with pytest.raises(ProcessLookupError, match="process 10 has ended, and another process has its id now"):
+    with pytest.raises(ProcessLookupError, match="process 10 has exited, and another process now has its id"):
         watch.look()
 
 
@@ -249,7 +249,9 @@ def test_a_server_that_ends_during_a_look(machine: Machine, monkeypatch: pytest.
     """Its workers alone are never reported as the tree that was asked for."""
     read = _proc.smaps
     monkeypatch.setattr(_proc, "smaps", lambda pid, root: [] if pid == 10 else read(pid, root))
-    with pytest.raises(ProcessLookupError, match="process 10 has ended, or become another program, while it was read"):
+    with pytest.raises(
+        ProcessLookupError, match="process 10 has exited, or executed another program, while it was being read"
+    ):
         report(10, root=machine.root)
 
 
@@ -269,9 +271,9 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 def test_another_users_process_is_refused(machine: Machine, locked: set[int]) -> None:
-    """The error says whose it is and who may look."""
+    """The error names the process's user, and who may read it."""
     locked.add(10)
-    with pytest.raises(PermissionError, match="process 10 belongs to someone else; look at it as its owner or as"):
+    with pytest.raises(PermissionError, match="process 10 belongs to another user; inspect it as its owner or as root"):
         report(10, root=machine.root)
 
 
@@ -284,7 +286,7 @@ def test_another_users_child_is_named(machine: Machine, locked: set[int]) -> Non
 
 def test_a_process_that_is_not_there(machine: Machine) -> None:
     """The error names the process id and what to give instead."""
-    with pytest.raises(ProcessLookupError, match="process 404 is gone; give the id of a running process"):
+    with pytest.raises(ProcessLookupError, match="process 404 does not exist; give the id of a running process"):
         report(404, root=machine.root)
 
 

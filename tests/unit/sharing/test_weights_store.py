@@ -40,6 +40,13 @@ class Raw:
         return build((folder / "data.bin").read_bytes())
 
 
+class Named(Raw):
+    """A format that needs details beside its file."""
+
+    def write(self, source: bytes, create: Create) -> Mapping[str, Any]:
+        return {**super().write(source, create), "names": ["one"]}
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> WeightsStore:
     return WeightsStore(tmp_path / "net")
@@ -238,7 +245,7 @@ class TestTurns:
         assert b"two" == data_of(store).read_bytes()
 
     def test_other_paths_do_not_wait(self, store: WeightsStore, tmp_path: Path) -> None:
-        """Each path has a turn of its own."""
+        """Each path has its own lock."""
         with store.locked(0), WeightsStore(tmp_path / "other").locked(0):
             pass
 
@@ -270,7 +277,7 @@ class TestReading:
     def test_a_truncated_file_is_refused(self, store: WeightsStore, data: Path) -> None:
         """A truncated file is not mapped: reading beyond its end would kill the process."""
         os.truncate(data, 3)
-        assert "truncated: 7 bytes were published and 3 are there" in str(self.refused(store))
+        assert "the file is truncated: 7 bytes were published, and it has 3" in str(self.refused(store))
 
     def test_a_longer_file_is_refused(self, store: WeightsStore, data: Path) -> None:
         """A file that has grown is not mapped either."""
@@ -308,7 +315,7 @@ class TestReading:
         path = {"path": store.path, "data": store.data, "folder": data.parent, "file": data}[what]
         os.chown(path, 12345, -1)
         error = self.refused(store)
-        assert (str(path), "it belongs to user 12345") == (error.path, error.why.partition(",")[0])
+        assert (str(path), "the path belongs to user 12345") == (error.path, error.why.partition(",")[0])
 
     @pytest.mark.parametrize("what", ["path", "folder", "file"])
     def test_links_are_refused(self, store: WeightsStore, data: Path, what: str) -> None:
@@ -322,7 +329,7 @@ class TestReading:
     def test_a_pipe_is_not_waited_for(self, store: WeightsStore) -> None:
         """A pipe instead of the weights is rejected at once."""
         os.mkfifo(store.path)
-        assert "of another kind" in str(self.refused(store))
+        assert "wrong file type" in str(self.refused(store))
 
     @pytest.mark.parametrize("what", ["folder", "file"])
     def test_missing_data_is_refused(self, store: WeightsStore, data: Path, what: str) -> None:
@@ -353,7 +360,40 @@ class TestReading:
         """A file that modelguard did not write is rejected, whatever it holds."""
         store.path.write_text(text)
         store.path.chmod(0o600)
-        assert "not a file that weights.publish() has written" in str(self.refused(store))
+        assert "the file was not written by weights.publish(), or was written by a newer" in str(self.refused(store))
+
+    @pytest.mark.parametrize(
+        ("entry", "value"),
+        [
+            ("details", {}),
+            ("details", None),
+            ("details", {"names": ["other"]}),
+            ("kind", "torch"),
+            ("kind", 3),
+            ("key", ["a"]),
+            ("version", "1"),
+            ("version", None),
+            ("sha256", "0" * 64),
+            ("files", {}),
+            ("files", {"data.bin": {"size": 3}}),
+            ("files", {"data.bin": None}),
+            ("files", None),
+        ],
+    )
+    def test_a_manifest_that_was_changed_is_refused(
+        self, tmp_path: Path, store: WeightsStore, entry: str, value: object
+    ) -> None:
+        """Whatever somebody has changed in it, the answer is one error that says what to do."""
+        with store.locked(0):
+            store.write(Named(), b"one", key="a")
+        store.path.write_text(json.dumps(json.loads(store.path.read_text()) | {entry: value}))
+        assert "was not written by weights.publish()" in str(self.refused(store))
+
+    def test_a_manifest_that_nests_without_end_is_refused(self, store: WeightsStore) -> None:
+        """A text that cannot be parsed is not a manifest."""
+        store.path.write_text("[" * 100_000)
+        store.path.chmod(0o600)
+        assert "was not written by weights.publish()" in str(self.refused(store))
 
     @pytest.mark.parametrize(
         ("entry", "value"),

@@ -10,7 +10,9 @@ FIRST_USE = Reason("first_use", "first use")
 TTL = Reason("ttl", "TTL('1h')")
 
 EVERY: tuple[Event, ...] = (
-    telemetry.LoadStarted(guard="nlp", generation=1, reasons=(FIRST_USE,), deferred_seconds=0.0, host_lock="none"),
+    telemetry.LoadStarted(
+        guard="nlp", generation=1, reasons=(FIRST_USE,), deferred_seconds=0.0, deferred_growth=0, host_lock="none"
+    ),
     telemetry.LoadFinished(
         guard="nlp",
         generation=1,
@@ -25,7 +27,9 @@ EVERY: tuple[Event, ...] = (
     telemetry.ReloadDue(guard="nlp", generation=1, reasons=(TTL, Reason("uses", "Uses(50000)"))),
     telemetry.RecycleAsked(guard="nlp", generation=1, reasons=(Reason("memory_growth", "MemoryGrowth('500 MB')"),)),
     telemetry.SwapChosen(guard="nlp", swap="drain_first", why="room", model_bytes=100 * MB, headroom=None),
-    telemetry.LoadStarted(guard="nlp", generation=2, reasons=(TTL,), deferred_seconds=1.5, host_lock="timed_out"),
+    telemetry.LoadStarted(
+        guard="nlp", generation=2, reasons=(TTL,), deferred_seconds=1.5, deferred_growth=0, host_lock="timed_out"
+    ),
     telemetry.LoadErrored(guard="nlp", attempt=3, error="OSError: gone", retry_after=2.0, current=1),
     telemetry.LoadDiscarded(guard="nlp", cause="stale"),
     telemetry.LoadFinished(
@@ -64,4 +68,6 @@ EVERY: tuple[Event, ...] = (
     telemetry.RequestsRefused(guard="predict", full=1, late=2, open=3, expired=4, cancelled=5, waiting=7),
     telemetry.CircuitOpened(guard="predict", failures=5, retry_after=1.0, error="ValueError: no"),
     telemetry.CircuitClosed(guard="predict"),
+    telemetry.WorkerStarted(guard="nlp", generation=1, worker=4711, seconds=0.045),
+    telemetry.WorkerEnded(guard="nlp", generation=1, worker=4711, cause="crashed", detail="SIGSEGV", age=2.5),
 )

@@ -26,6 +26,9 @@ from modelguard.telemetry import (
     ReloadDue,
     RequestsRefused,
     SwapChosen,
+    WorkerEndCause,
+    WorkerEnded,
+    WorkerStarted,
     emit,
     logger,
 )
@@ -51,6 +54,10 @@ def released(*, alive: bool | None = False, holders: tuple[str, ...] = ()) -> Ge
     )
 
 
+def ended(cause: WorkerEndCause) -> WorkerEnded:
+    return WorkerEnded(guard="nlp", generation=1, worker=4711, cause=cause, detail="SIGSEGV", age=2.5)
+
+
 LINES: list[tuple[Event, str, str]] = [
     (
         ReloadDue(guard="nlp", generation=3, reasons=(Reason("ttl", "TTL('1h')"), Reason("uses", "Uses(5)"))),
@@ -60,12 +67,12 @@ LINES: list[tuple[Event, str, str]] = [
     (
         RecycleAsked(guard="nlp", generation=3, reasons=(Reason("uses", "Uses(5)"),)),
         "INFO",
-        "asked the server for a fresh process after generation 3: Uses(5)",
+        "asked the server for a new process after generation 3: Uses(5)",
     ),
     (
         SwapChosen(guard="nlp", swap="load_first", why="there is room", model_bytes=7, headroom=None),
         "INFO",
-        "replaces the model by load_first: there is room",
+        "replacing the model by load_first: there is room",
     ),
     (
         LoadStarted(
@@ -73,10 +80,11 @@ LINES: list[tuple[Event, str, str]] = [
             generation=4,
             reasons=(FIRST_USE,),
             deferred_seconds=0.5,
+            deferred_growth=5 * 10**6,
             host_lock="host",
         ),
         "INFO",
-        "loads generation 4: first use, after waiting 0.5 s for a pause",
+        "loading generation 4: first use, after waiting 0.5 s for a pause, in which memory grew by 5 MB",
     ),
     (
         LoadStarted(
@@ -84,10 +92,11 @@ LINES: list[tuple[Event, str, str]] = [
             generation=4,
             reasons=(FIRST_USE,),
             deferred_seconds=3e-6,
+            deferred_growth=0,
             host_lock="host",
         ),
         "INFO",
-        "loads generation 4: first use",
+        "loading generation 4: first use",
     ),
     (
         LoadFinished(
@@ -113,7 +122,11 @@ LINES: list[tuple[Event, str, str]] = [
         "WARNING",
         "load failed (attempt 2): OSError: no weights; no model is loaded, next attempt in 1.5 s",
     ),
-    (LoadDiscarded(guard="nlp", cause="late"), "INFO", "a loaded model was discarded: it came after load_timeout"),
+    (
+        LoadDiscarded(guard="nlp", cause="late"),
+        "INFO",
+        "a loaded model was discarded: it was ready only after load_timeout",
+    ),
     (released(), "INFO", "generation 3 released, 500 MB returned to the system"),
     (released(alive=None), "INFO", "generation 3 released, 500 MB returned to the system"),
     (
@@ -125,7 +138,7 @@ LINES: list[tuple[Event, str, str]] = [
     (
         GenerationAbandoned(guard="nlp", generation=3, in_flight=2, drain_timeout=30.0),
         "WARNING",
-        "generation 3 is abandoned: 2 of its calls outlasted drain_timeout=30 s; it is released when they end",
+        "generation 3 is abandoned: 2 of its calls outlasted drain_timeout=30 s; it will be released when they end",
     ),
     (
         MemoryTrimmed(
@@ -147,7 +160,7 @@ LINES: list[tuple[Event, str, str]] = [
     (
         BatchFinished(guard="nlp", size=8, waiting=5, wait_seconds=0.02, run_seconds=0.1, failed=2, reruns=6),
         "DEBUG",
-        "a batch of 8 took 0.100 s; 5 wait",
+        "a batch of 8 took 0.100 s; 5 waiting",
     ),
     (
         BatchErrored(guard="nlp", size=8, failed=2, error="ValueError: no", reruns=6),
@@ -162,7 +175,7 @@ LINES: list[tuple[Event, str, str]] = [
     (
         RequestsRefused(guard="nlp", full=3, late=0, open=0, expired=2, cancelled=0, waiting=7),
         "WARNING",
-        "requests without a result: 3 queue full, 2 expired; 7 wait",
+        "requests without a result: 3 queue full, 2 expired; 7 waiting",
     ),
     (
         CircuitOpened(guard="nlp", failures=5, retry_after=1.5, error="ValueError: no"),
@@ -170,12 +183,20 @@ LINES: list[tuple[Event, str, str]] = [
         "circuit open after 5 failed batches, next try in 1.5 s: ValueError: no",
     ),
     (CircuitClosed(guard="nlp"), "INFO", "circuit closed"),
+    (
+        WorkerStarted(guard="nlp", generation=1, worker=4711, seconds=0.045),
+        "INFO",
+        "worker 4711 takes calls after 0.045 s",
+    ),
+    (ended("recycled"), "INFO", "worker 4711 ended after 2.5 s: a policy was due"),
+    (ended("crashed"), "WARNING", "worker 4711 ended after 2.5 s: it crashed (SIGSEGV)"),
+    (ended("timeout"), "WARNING", "worker 4711 ended after 2.5 s: its call took longer than the timeout"),
 ]
 
 
 @pytest.mark.parametrize(("event", "level", "line"), LINES, ids=range(len(LINES)))
 def test_every_event_is_one_line(caplog: pytest.LogCaptureFixture, event: Event, level: str, line: str) -> None:
-    """Each event is one line on the logger ``modelguard``, a warning where somebody should look."""
+    """Each event is one line on the logger ``modelguard``, a warning if it needs attention."""
     with caplog.at_level(logging.DEBUG, "modelguard"):
         emit(event)
     assert [("modelguard", getattr(logging, level), f"nlp: {line}")] == caplog.record_tuples

@@ -30,7 +30,7 @@ def test_every_event_counts() -> None:
     assert kinds - {Event} == {type(event) for event in EVERY if _metrics.measures_of(event)}
 
 
-def test_every_metric_is_told_by_some_event() -> None:
+def test_every_metric_is_measured_by_some_event() -> None:
     """A metric that nothing ever writes would look like a service without troubles."""
     assert set(METRICS) == {measure.name for event in EVERY for measure in _metrics.measures_of(event)}
 
@@ -89,7 +89,7 @@ def test_a_first_increase_can_be_seen() -> None:
     assert {"predict"} == {labels[0] for _, labels, _ in seen}, "nothing of guards"
     told = len(seen)
     recorder(REFUSED)
-    assert len(_metrics.measures_of(REFUSED)) == len(seen) - told, "zeros are told once"
+    assert len(_metrics.measures_of(REFUSED)) == len(seen) - told, "zeros are reported once"
 
 
 def test_an_event_in_the_middle_of_another_waits() -> None:

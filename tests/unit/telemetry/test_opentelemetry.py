@@ -77,12 +77,13 @@ def started(**more: Any) -> Event:
         "generation": 2,
         "reasons": (Reason("requested", "requested"),),
         "deferred_seconds": 0.0,
+        "deferred_growth": 0,
         "host_lock": "host",
     }
     return telemetry.LoadStarted(**{**fields, **more})
 
 
-def test_every_metric_is_told(sdk: Sdk) -> None:
+def test_every_metric_is_exported(sdk: Sdk) -> None:
     """The metrics are those of Prometheus, by OpenTelemetry's names and units."""
     for event in EVERY:
         telemetry.emit(event)
@@ -148,7 +149,7 @@ def test_a_failed_load_is_a_span_with_an_error(sdk: Sdk) -> None:
 
 
 def test_a_refused_model_is_one_span(sdk: Sdk) -> None:
-    """A model that validate refuses was loaded and discarded, and its load is one span that has failed."""
+    """A model that ``validate`` rejects was loaded and discarded, and its load is one failed span."""
     model = guard(lambda: {"a": 1}, reload_on=None, validate=lambda model: False, name="refused")
     with pytest.raises(ModelRejected):
         model.load()
@@ -159,7 +160,7 @@ def test_a_refused_model_is_one_span(sdk: Sdk) -> None:
 
 
 def test_a_stale_model_ends_its_span(sdk: Sdk) -> None:
-    """What was loaded for nothing is told as such, and the load that follows has a span of its own."""
+    """A discarded load is marked as discarded, and the load that follows has its own span."""
     telemetry.emit(started(generation=2))
     telemetry.emit(telemetry.LoadDiscarded(guard="nlp", cause="stale"))
     telemetry.emit(started(generation=3))
@@ -168,7 +169,7 @@ def test_a_stale_model_ends_its_span(sdk: Sdk) -> None:
 
 
 def test_a_model_that_came_too_late_is_no_part_of_the_next_load(sdk: Sdk) -> None:
-    """Its load was told as failed when its time was over; the one under way goes on untouched."""
+    """Its load was reported as failed when its time was over; the one under way is not affected."""
     telemetry.emit(started())
     telemetry.emit(telemetry.LoadErrored(guard="nlp", attempt=1, error="late", retry_after=1.0, current=1))
     telemetry.emit(started())
@@ -187,7 +188,7 @@ def test_a_failure_before_the_load_is_a_span_too(sdk: Sdk) -> None:
 
 
 def test_two_guards_have_spans_of_their_own(sdk: Sdk) -> None:
-    """Loads that run at the same time are told apart by the guards' names."""
+    """Loads that run at the same time are distinguished by the guards' names."""
     telemetry.emit(started(guard="a"))
     telemetry.emit(started(guard="b"))
     for name in ("a", "b"):
@@ -235,17 +236,19 @@ def samples(registry: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float
     }
 
 
-@pytest.mark.parametrize("argument", ["meter_provider", "tracer_provider"])
-def test_a_provider_that_is_none_is_refused(argument: str) -> None:
-    """What is handed in for a provider is looked at where it is written."""
+@pytest.mark.parametrize(
+    ("argument", "kind"), [("meter_provider", "MeterProvider"), ("tracer_provider", "TracerProvider")]
+)
+def test_an_invalid_provider_is_rejected(argument: str, kind: str) -> None:
+    """The error comes when the hook is made, not at the first event."""
     wrong: dict[str, Any] = {argument: "console"}
-    with pytest.raises(InvalidOption, match=f"{argument}='console'.*no .*Provider of OpenTelemetry"):
+    with pytest.raises(InvalidOption, match=f"{argument}='console': must be OpenTelemetry's {kind}"):
         opentelemetry(**wrong)
 
 
 @pytest.mark.parametrize("module", ["opentelemetry.metrics", "opentelemetry.trace"])
 def test_a_missing_package_is_named_with_its_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has not installed opentelemetry-api reads what to install."""
+    """Without opentelemetry-api, the error says what to install."""
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(NotSupported, match=r"pip install 'modelguard-lifecycle\[opentelemetry\]'"):
         opentelemetry()
@@ -263,7 +266,7 @@ print(sorted(name for name in sys.modules if name.startswith("opentelemetry.sdk"
 
 
 def test_the_api_alone_is_enough() -> None:
-    """Without an SDK nothing is told and nothing fails; modelguard itself never imports one."""
+    """Without an SDK nothing is reported and nothing fails; modelguard itself never imports one."""
     environ = {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", ALONE], env=environ, capture_output=True, text=True, check=True)
     assert ("[]\n", "") == (done.stdout, done.stderr)

@@ -155,9 +155,11 @@ def test_a_real_guard_and_a_real_batch_are_counted(registry: Any) -> None:
 
 
 def test_registering_twice_is_refused(registry: Any) -> None:
-    """A second hook on one registry would count everything twice: it is refused, and the first one goes on."""
+    """A second hook on one registry would count everything twice: it is rejected, and the first one works on."""
     hook = prometheus(registry)
-    with pytest.raises(InvalidOption, match=r"registry=.*names already.*Make one hook for a registry"):
+    with pytest.raises(
+        InvalidOption, match=r"registry=.*already has metrics of these names.*Make one hook for a registry"
+    ):
         prometheus(registry)
     hook(EVERY[1])
     assert 1 == registry.get_sample_value("modelguard_loads_total", {**GUARD, "swap": "first"})
@@ -174,9 +176,9 @@ def test_a_registry_where_a_name_is_taken_is_left_as_it_was(registry: Any) -> No
 
 
 @pytest.mark.parametrize("wrong", [True, "default", object])
-def test_a_registry_that_is_none_is_refused(wrong: object) -> None:
-    """What is handed in for a registry is looked at where it is written."""
-    with pytest.raises(InvalidOption, match=r"registry=.*no CollectorRegistry"):
+def test_an_invalid_registry_is_rejected(wrong: object) -> None:
+    """The error comes when the hook is made, not at the first event."""
+    with pytest.raises(InvalidOption, match=r"registry=.*must be a CollectorRegistry"):
         prometheus(wrong)  # type: ignore[arg-type]
 
 
@@ -188,14 +190,14 @@ def test_the_default_registry_is_prometheus_clients_own(monkeypatch: pytest.Monk
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has not installed prometheus-client reads what to install."""
+    """Without prometheus-client, the error says what to install."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(NotSupported, match=r"pip install 'modelguard-lifecycle\[prometheus\]'"):
         prometheus()
 
 
 def test_the_folder_has_to_be_set_before_the_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A variable that comes too late would give a scrape without a single metric: it is refused."""
+    """A variable that comes too late would give a scrape without any metric: it is rejected."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     with pytest.raises(InvalidOption, match="set after prometheus_client had been imported"):
         prometheus(client.CollectorRegistry())
@@ -235,6 +237,6 @@ def test_one_hook_writes_a_processs_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """Without the folder every event would fail to be written: told where the hook is made, with the fix."""
-    told = _run(tmp_path / "missing")
-    assert "no folder that this process can write to. Make the folder, empty" in told[0]
+    """Without the folder no event could be written, so making the hook fails, with the fix."""
+    said = _run(tmp_path / "missing")
+    assert "is not a folder that this process can write to. Make an empty folder" in said[0]

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+from cachetools import LRUCache
 
 from modelguard.errors import InvalidOption, WouldDeadlock
 from modelguard.testing import assert_no_growth
@@ -23,7 +24,7 @@ def test_what_keeps_nothing_passes() -> None:
 
 
 def test_a_leak_of_objects_is_found_and_named() -> None:
-    """Kept objects are told by type, by the line that made them, and by the figure that grew in every round."""
+    """Kept objects are reported by type, by the line that made them, and by the figure that grew in every round."""
     kept: list[Any] = []
 
     class Request:
@@ -37,7 +38,7 @@ def test_a_leak_of_objects_is_found_and_named() -> None:
     told = str(caught.value)
     assert "predict() grows with its calls" in told
     assert "Python's own blocks: +" in told
-    assert "in rounds of 1,000, 2,000, 4,000, 8,000 calls" in told
+    assert "in rounds of 1,000, 2,000, 4,000, 8,000, 8,000 calls" in told
     assert "+1,000 tests.unit.testing.test_growth.test_a_leak_of_objects_is_found_and_named.<locals>.Request" in told
     assert "test_growth.py:" in told
 
@@ -45,7 +46,7 @@ def test_a_leak_of_objects_is_found_and_named() -> None:
 def test_a_leak_of_large_blocks_is_found() -> None:
     """What malloc gave out, and never got back, is found by its bytes."""
     kept: list[bytes] = []
-    with pytest.raises(AssertionError, match=r"by 20(\.\d)? kB each(.|\n)*given out by malloc"):
+    with pytest.raises(AssertionError, match=r"by 20(\.\d)? kB each(.|\n)*allocated by malloc"):
         assert_no_growth(lambda _: kept.append(bytes(20_000)), [1], calls=50)
 
 
@@ -58,13 +59,57 @@ def test_a_leak_on_new_inputs_only_is_found_by_a_generator() -> None:
 
 
 def test_a_full_cache_passes() -> None:
-    """Growth that ends is no leak, even if it goes on beyond the warm-up."""
+    """Growth that ends is not a leak, even if it goes on beyond the warm-up."""
     cached = functools.lru_cache(maxsize=150)(lambda number: bytes(1000 + number % 7))
     assert_no_growth(cached, count(), calls=100)
 
 
+@pytest.mark.parametrize("entries", [300, 1024, 1500, 3000])
+def test_a_cache_that_fills_over_all_rounds_passes(entries: int) -> None:
+    """Growth that ends when an lru_cache is full is not a leak, however many calls that takes."""
+    cached = functools.lru_cache(maxsize=entries)(lambda number: bytes(1000 + number % 7))
+    assert_no_growth(cached, count(), calls=100)
+
+
+def test_a_cache_of_cachetools_that_fills_passes() -> None:
+    """The same holds for the caches of cachetools."""
+    kept: LRUCache[int, bytes] = LRUCache(1500)
+
+    def predict(number: int) -> None:
+        kept[number] = bytes(1000)
+
+    assert_no_growth(predict, count(), calls=100)
+
+
+def test_a_leak_beside_a_cache_that_fills_is_found() -> None:
+    """A cache that fills does not excuse a leak."""
+    kept: list[bytes] = []
+    cached = functools.lru_cache(maxsize=1500)(lambda number: bytes(1000 + number % 7))
+
+    def predict(number: int) -> None:
+        cached(number)
+        kept.append(bytes(1000))
+
+    with pytest.raises(AssertionError, match="grows with its calls"):
+        assert_no_growth(predict, count(), calls=100)
+
+
+def test_a_cache_too_large_to_fill_is_named() -> None:
+    """If the rounds end before the cache is full, the message names the cache and how full it is."""
+    cached = functools.lru_cache(maxsize=10**6)(lambda number: bytes(1000 + number % 7))
+    with pytest.raises(AssertionError, match=r"the lru_cache of .*lambda.* \(filled to .* of 1,000,000\) grows"):
+        assert_no_growth(cached, count(), calls=20)
+
+
+def test_a_leak_is_found_where_the_inputs_end_with_the_rounds() -> None:
+    """An iterator with just enough inputs for the rounds is enough."""
+    vocabulary: set[str] = set()
+    with pytest.raises(AssertionError, match="grows with its calls"):
+        assert_no_growth(vocabulary.add, (f"word {number}" for number in range(16 * MANY)), calls=MANY)
+
+
 def test_a_rare_start_up_cost_passes() -> None:
-    """What is built once, in the middle of the calls, is no leak."""
+    """What is built once, in the middle of the calls, is not a leak."""
     tables: list[bytes] = []
     seen = count()
 
@@ -88,7 +133,7 @@ def test_a_tolerated_growth_passes() -> None:
 
 
 def test_coroutines_are_awaited() -> None:
-    """An async function is judged by what it does and not by the coroutine that it returns."""
+    """An async function is measured by what it does, not by the coroutine that it returns."""
     kept: list[object] = []
 
     async def leaky(_: int) -> None:
@@ -103,7 +148,7 @@ def test_coroutines_are_awaited() -> None:
 
 
 def test_on_a_running_loop_it_says_so() -> None:
-    """An async function cannot be judged on a loop that runs: that is told, and nothing hangs."""
+    """An async function cannot be measured on a running loop: this raises, and nothing hangs."""
 
     async def sound(_: int) -> None:
         return
@@ -133,18 +178,18 @@ def test_lazy_results_are_read() -> None:
         ((3, [1]), "fn=3"),
         ((len, []), "inputs="),
         ((len, 5), "inputs=5"),
-        ((len, ("x" for _ in range(150))), "ended too early"),
+        ((len, ("x" for _ in range(150))), "has too few inputs"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments: tuple[Any, Any], argument: str) -> None:
-    """What cannot be called or read is refused by name."""
+    """What cannot be called or read is rejected by name."""
     with pytest.raises(InvalidOption, match=argument):
         assert_no_growth(*arguments)
 
 
 @pytest.mark.parametrize("options", [{"calls": 0}, {"calls": True}, {"tolerance": "some"}, {"tolerance": -1}])
 def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
-    """Numbers that make no sense are refused by name, before anything runs."""
+    """Invalid numbers are rejected by name, before anything runs."""
     ran: list[int] = []
     fn: Callable[[int], object] = ran.append
     with pytest.raises(InvalidOption, match=next(iter(options))):

@@ -1,4 +1,4 @@
-"""``modelguard_loader``: counts, delays, failures, and who is alive."""
+"""``modelguard_loader``: counts, delays, failures, and live models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_living_are_known(modelguard_loader: Loader) -> None:
 
 
 def test_a_leak_of_models_is_seen(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
-    """Whoever keeps models beyond their reload is found by counting the living."""
+    """Code that keeps models beyond their reload is found by counting live models."""
     nlp = guard(modelguard_loader, reload_on=None)
     hoard = []
     for _ in range(3):
@@ -61,7 +61,7 @@ def test_it_fails_until_it_is_mended(modelguard_loader: Loader) -> None:
     """None means every load, until the test says otherwise."""
     modelguard_loader.fail(None)
     for _ in range(5):
-        with pytest.raises(OSError, match="told to fail"):
+        with pytest.raises(OSError, match=r"modelguard_loader fails because of fail\(\)"):
             modelguard_loader()
     modelguard_loader.fail(0)
     modelguard_loader()
@@ -86,13 +86,13 @@ def test_a_loader_of_ones_own_is_tracked(modelguard_loader: Loader) -> None:
 def test_what_cannot_be_tracked_is_refused(modelguard_loader: Loader) -> None:
     """A dict has no weak references, so nothing could tell that it is alive: the error says what to do."""
     nlp = guard(modelguard_loader.of(dict), reload_on=None)
-    with pytest.raises(LoadFailed, match="Return an object of a class"):
+    with pytest.raises(LoadFailed, match="Return an object of your own class"):
         nlp.load()
 
 
 @pytest.mark.parametrize(("argument", "value"), [("times", -1), ("times", "two"), ("times", True), ("error", "torn")])
 def test_failures_that_make_no_sense_are_refused(modelguard_loader: Loader, argument: str, value: Any) -> None:
-    """Bad arguments are refused by name."""
+    """Invalid arguments are rejected by name."""
     with pytest.raises(InvalidOption, match=f"{argument}="):
         modelguard_loader.fail(**{argument: value})
 

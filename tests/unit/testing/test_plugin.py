@@ -45,12 +45,12 @@ def test_the_plugin_imports_nothing_heavy() -> None:
 
 
 def test_the_marker_explains_itself(pytester: pytest.Pytester) -> None:
-    """`pytest --markers` tells what it does."""
+    """`pytest --markers` describes it."""
     pytester.runpytest("--markers", *RUN).stdout.fnmatch_lines(["@pytest.mark.modelguard_memory(limit): fail the *"])
 
 
 def test_what_a_test_leaves_counts(pytester: pytest.Pytester) -> None:
-    """A test that leaves more than its limit fails and is told how much; what it frees does not count."""
+    """A test that leaves more than its limit fails, with the amount; what it frees does not count."""
     pytester.makepyfile("""
         import pytest
 
@@ -71,9 +71,7 @@ def test_what_a_test_leaves_counts(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest(*RUN)
     result.assert_outcomes(failed=1, passed=2)
     # Of a process with a history some pages come back, or go, meanwhile.
-    result.stdout.re_match_lines(
-        [r"the test leaves (29|30|31)(\.\d)? MB more private memory .*, and 10 MB may be left"]
-    )
+    result.stdout.re_match_lines([r"private memory grew by (29|30|31)(\.\d)? MB during the test; 10 MB are allowed"])
 
 
 def test_a_marked_test_that_fails_shows_its_own_failure(pytester: pytest.Pytester) -> None:
@@ -88,21 +86,24 @@ def test_a_marked_test_that_fails_shows_its_own_failure(pytester: pytest.Pyteste
     """)
     result = pytester.runpytest(*RUN)
     result.assert_outcomes(failed=1)
-    result.stdout.no_fnmatch_line("*more private memory*")
+    result.stdout.no_fnmatch_line("*private memory grew*")
 
 
 @pytest.mark.parametrize(
     ("use", "why"),
     [
-        ("", "modelguard_memory(): it takes one size and nothing else. Write @pytest.mark.modelguard_memory('50 MB')."),
-        ("'1 MB', '2 MB'", "modelguard_memory('1 MB', '2 MB'): it takes one size"),
-        ("limit='1 MB'", "modelguard_memory(limit='1 MB'): it takes one size"),
-        ("'50'", "modelguard_memory='50': the unit is missing"),
+        ("", "modelguard_memory(): takes exactly one argument, a size. Write @pytest.mark.modelguard_memory('50 MB')."),
+        ("'1 MB', '2 MB'", "modelguard_memory('1 MB', '2 MB'): takes exactly one argument, a size"),
+        ("limit='1 MB'", "modelguard_memory(limit='1 MB'): takes exactly one argument, a size"),
+        ("'50'", "modelguard_memory='50': has no unit"),
         ("'a lot'", "modelguard_memory='a lot'"),
         ("'80%'", "modelguard_memory='80%'"),
-        ("-5", "modelguard_memory=-5: a size cannot be negative"),
+        ("-5", "modelguard_memory=-5: must not be negative"),
         ("None", "modelguard_memory=None"),
-        ("'10 kB'", "modelguard_memory('10 kB'): any test may leave that much"),
+        (
+            "'10 kB'",
+            "modelguard_memory('10 kB'): is too small: allocators request memory in pieces of up to a megabyte",
+        ),
     ],
 )
 def test_an_impossible_marker_is_refused_at_collection(pytester: pytest.Pytester, use: str, why: str) -> None:
@@ -126,7 +127,7 @@ def test_an_impossible_marker_is_refused_at_collection(pytester: pytest.Pytester
 
 
 def test_every_impossible_marker_is_named(pytester: pytest.Pytester) -> None:
-    """All of them at once, so that they are mended at once; a class and a module may carry it."""
+    """All of them at once, so that they can be fixed at once; also on a class or a module."""
     pytester.makepyfile("""
         import pytest
 
@@ -146,7 +147,7 @@ def test_every_impossible_marker_is_named(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.parametrize("fixture", FIXTURES)
 def test_a_fixture_of_a_wider_scope_cannot_have_ours(pytester: pytest.Pytester, fixture: str) -> None:
-    """Each of ours lives as long as one test; a session's fixture that asks for it is told by pytest, by name."""
+    """Each fixture lives as long as one test; if a session fixture requests it, pytest's error names it."""
     pytester.makepyfile(f"""
         import pytest
 
@@ -163,14 +164,16 @@ def test_a_fixture_of_a_wider_scope_cannot_have_ours(pytester: pytest.Pytester, 
 
 
 def test_off_and_clock_exclude_each_other(pytester: pytest.Pytester) -> None:
-    """A test that asks for policies and for none of them is told to choose."""
+    """A test that requests both the clock and plain calls fails, and is asked to choose."""
     pytester.makepyfile("""
         def test_it(modelguard_off, modelguard_clock):
             pass
     """)
     result = pytester.runpytest(*RUN)
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*modelguard_off takes the policies away that modelguard_clock drives*"])
+    result.stdout.fnmatch_lines(
+        ["*modelguard_off switches off the policies that modelguard_clock drives: use only one of them*"]
+    )
 
 
 def test_a_kept_fixture_says_whose_it_was(pytester: pytest.Pytester) -> None:
@@ -189,7 +192,7 @@ def test_a_kept_fixture_says_whose_it_was(pytester: pytest.Pytester) -> None:
     """)
     result = pytester.runpytest(*RUN)
     result.assert_outcomes(passed=1, failed=2)
-    result.stdout.fnmatch_lines(["*it belongs to *::test_one, which has ended. Ask for the fixture in the test*"])
+    result.stdout.fnmatch_lines(["*belongs to *::test_one, which has ended. Request the fixture in each test*"])
 
 
 def test_a_load_that_a_test_holds_up_does_not_outlive_it(pytester: pytest.Pytester) -> None:
