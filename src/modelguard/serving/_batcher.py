@@ -20,6 +20,7 @@ from modelguard.serving import _inline, _registry
 from modelguard.serving._batches import Batch
 from modelguard.serving._events import BatchEvents
 from modelguard.serving._execution import BatchCallable, BatchFunction, compute, compute_one
+from modelguard.serving._hung import items_in_hung
 from modelguard.serving._options import BatchOptions
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import FutureRequest, QueuedCall, Request, deliver
@@ -162,9 +163,7 @@ class Batcher:
 
     def cancel(self, request: Request, *, notify: bool = False) -> None:
         """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
-        if (
-            self._holds_lock()
-        ):  # called by the garbage collector in the middle of a change, which this thread ends first
+        if self._holds_lock():  # called by the garbage collector in the middle of a change, which ends first
             self._deferred.append((request, notify))
             return
         with self._lock:
@@ -227,9 +226,8 @@ class Batcher:
             if isinstance(found, Batch):
                 if self._watch.due == math.inf and self._limits.hang_after != math.inf:
                     self._watch.schedule(found.started + self._limits.hang_after)
-                other = (
-                    self._find_thread() if queue.waiting else None
-                )  # the rest may be due before this batch has ended
+                # The rest may be due before this batch has ended.
+                other = self._find_thread() if queue.waiting else None
             elif found is None and queue.closed:
                 self._threads -= 1
                 return False
@@ -300,7 +298,7 @@ class Batcher:
         queue.expire(now)
         if queue.note_hung(now):
             self._hung = True
-        return min(queue.next_deadline(), queue.next_hang())
+        return queue.next_check()
 
     def _after_check(self, now: float) -> None:
         self._settle(callbacks_elsewhere=True)
@@ -308,7 +306,7 @@ class Batcher:
         try:
             self._events.refused(self._queue, now)
             if hung:
-                self._events.hung(self._queue)
+                self._events.hung(self._queue, self._limits.hang_after)
                 if self._breaker is not None and self._breaker.reload is not None:
                     self._breaker.reload.reload(wait=False)
         except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread
@@ -385,7 +383,7 @@ class Batcher:
 
         An open circuit does not count: without traffic there would be no probe.
         """
-        return not self._queue.closed and not self._queue.hung
+        return not self._queue.closed and not items_in_hung(self._queue.running)
 
     def status(self) -> BatchStatus:
         """Its state, counts and times."""

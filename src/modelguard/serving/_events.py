@@ -8,6 +8,7 @@ from typing import Literal
 from modelguard import telemetry
 from modelguard.serving._batches import Batch
 from modelguard.serving._execution import Computed
+from modelguard.serving._hung import items_in_hung
 from modelguard.serving._outcomes import one_line
 from modelguard.serving._queue import BatchQueue
 
@@ -67,11 +68,13 @@ class BatchEvents:
             self._emit_circuit(queue, change, computed.error)
         self.refused(queue, batch.started + seconds)
 
-    def hung(self, queue: BatchQueue) -> None:
+    def hung(self, queue: BatchQueue, hang_after: float) -> None:
         """Emit that a batch overstays."""
-        error = TimeoutError(f"a batch has been running for more than {queue.hang_after:g} s")
+        error = TimeoutError(f"a batch has been running for more than {hang_after:g} s")
         telemetry.emit(
-            telemetry.BatchErrored(guard=self._name, size=queue.hung, failed=0, error=one_line(error), reruns=0)
+            telemetry.BatchErrored(
+                guard=self._name, size=items_in_hung(queue.running), failed=0, error=one_line(error), reruns=0
+            )
         )
         if queue.circuit is not None:
             self._emit_circuit(queue, "opened", error)

@@ -22,6 +22,7 @@ from modelguard.errors import (
 )
 from modelguard.serving._batches import Batch, Counters, Limits, Verdict
 from modelguard.serving._expiry import Expiry
+from modelguard.serving._hung import items_in_hung, mark_hung, next_hang
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._planner import Planner
 from modelguard.serving._requests import Failure, Request, caller_gone
@@ -130,7 +131,7 @@ class BatchQueue:
         """Undo an admission that an exception interrupted at any point: count again what is really there."""
         self._abandoned += request.state == "running"
         request.state = "done"
-        self._expiry.settled(request)
+        self._expiry.settle([request])
         self._lines.sweep()
         self.waiting = sum(line.waiting for line in self._lines)
         self._stale = 0
@@ -213,15 +214,11 @@ class BatchQueue:
             self._abandoned -= len(requests) - len(pairs)
             requests, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             failed = sum(type(outcome) is Failure for outcome in outcomes)
-        settled = 0
         for request in requests:  # what _end would do, without its call
             request.state = "done"
             request.item = None
-            if (timer := request.timer) is not None:
-                timer[2] = request.timer = None
-                settled += 1
-        if settled:
-            self._expiry.count_settled(settled)
+        if self._expiry:
+            self._expiry.settle(requests)
         self.counters.batches += 1
         self.counters.failed += failed
         self.counters.answered += len(requests) - failed
@@ -268,31 +265,13 @@ class BatchQueue:
             error = CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
             self._drop(request, Failure(error))
 
-    # Batches that overstay
-
-    @property
-    def hang_after(self) -> float:
-        """Seconds after which a batch counts as hung; infinity for never."""
-        return self._limits.hang_after
-
-    @property
-    def hung(self) -> int:
-        """How many items are in batches that hang."""
-        return sum(len(batch.requests) for batch in self.running if batch.hung)
-
     def note_hung(self, now: float) -> bool:
         """Note the batches that have newly overstayed, and open the circuit. Returns whether there are any."""
-        found = [batch for batch in self.running if not batch.hung and now - batch.started >= self.hang_after]
-        for batch in found:
-            batch.hung = True
+        found = mark_hung(self.running, self._limits.hang_after, now)
         if found and self.circuit is not None:
             self.circuit.trip(now)
             self._refuse_because_open(self.circuit, now)
-        return bool(found)
-
-    def next_hang(self) -> float:
-        """When :meth:`note_hung` may have something to do; infinity for never."""
-        return min((batch.started + self.hang_after for batch in self.running if not batch.hung), default=math.inf)
+        return found
 
     def record_run(self, batch: Batch, seconds: float, now: float) -> None:
         """Record that the function ran once over all of a batch, and for how many seconds."""
@@ -319,6 +298,10 @@ class BatchQueue:
     def next_deadline(self) -> float:
         """When :meth:`expire` has something to do; infinity for never."""
         return self._expiry.next()
+
+    def next_check(self) -> float:
+        """When :meth:`expire` or :meth:`note_hung` has something to do; infinity for never."""
+        return min(self._expiry.next(), next_hang(self.running, self._limits.hang_after))
 
     def cancel(self, request: Request, *, notify: bool = False) -> bool:
         """Drop a request. Returns false if it has its answer already.
@@ -352,7 +335,7 @@ class BatchQueue:
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
-        return not self.waiting and not self.running
+        return not (self.waiting or self.running)
 
     def status(self, now: float) -> BatchStatus:
         """Its state, counters and times."""
@@ -373,7 +356,7 @@ class BatchQueue:
     def _state(self) -> BatchState:
         if self.closed:
             return "closed"
-        if self.hung:
+        if items_in_hung(self.running):
             return "hung"
         if self.circuit is None or self.circuit.state == "closed":
             return "open"
@@ -409,7 +392,7 @@ class BatchQueue:
         request.state = "done"
         request.item = None  # it may be large, and callers keep futures longer than they need them
         if request.timer is not None:
-            self._expiry.settled(request)
+            self._expiry.settle([request])
         if failure is not None:
             self.undelivered.append((request, failure))
 

@@ -25,7 +25,7 @@ def hanging(**options: Any) -> Any:
 def test_a_batch_hangs_after_a_while() -> None:
     """It is noted once, and the state says so until it ends."""
     queue = hanging()
-    assert 5.0 == queue.next_hang()
+    assert 5.0 == queue.next_check()
     assert not queue.note_hung(4.9)
     assert "open" == queue.status(4.9).state
     assert queue.note_hung(5.0)
