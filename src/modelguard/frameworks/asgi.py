@@ -7,8 +7,8 @@
     app.add_middleware(ModelGuardMiddleware, deadline="2s")    # Starlette, FastAPI
     app = ModelGuardMiddleware(app, deadline="2s")             # any other application that lets errors propagate
 
-Starlette answers errors itself before it raises them again; its error page is replaced. ``exception_handlers()`` does
-the same inside an application that has no middleware.
+Starlette answers errors itself before it raises them again; its error page is replaced. ``exception_handlers()`` is for
+applications without the middleware.
 """
 
 from __future__ import annotations

@@ -39,17 +39,12 @@ class Expiry:
         request.timer = [request.deadline, self._number, request]
         heapq.heappush(self._heap, request.timer)
 
-    def settled(self, request: Request) -> None:
-        """Forget a request that is done: a large item must not stay in memory until its deadline."""
-        timer = request.timer
-        if timer is None:
-            return
-        timer[2] = request.timer = None
-        self.count_settled(1)
-
-    def count_settled(self, count: int) -> None:
-        """Note that so many entries have lost their requests, and remove them if they are too many."""
-        self._stale += count
+    def settle(self, requests: list[Request]) -> None:
+        """Forget requests that are done: a large item must not stay in memory until its deadline."""
+        for request in requests:
+            if (timer := request.timer) is not None:
+                timer[2] = request.timer = None
+                self._stale += 1
         if self._stale > _STALE and self._stale * 2 > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[2] is not None]
             heapq.heapify(self._heap)

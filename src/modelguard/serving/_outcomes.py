@@ -126,7 +126,7 @@ def batch_failed(error: BaseException, name: str, size: int) -> BatchFailed:
 def one_line(error: BaseException) -> str:
     """Type and text of an error in one line; the type alone if its ``__str__`` fails."""
     text = ""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(BaseException):  # whatever its __str__ raises, its callers get their answers
         text = f": {error}".partition("\n")[0]
     return f"{type(error).__name__}{text}"
 

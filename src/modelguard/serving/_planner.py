@@ -28,6 +28,8 @@ _LITTLE_GAIN = 1.05
 #: them, and the fewer a batch has, the more batches pay its fixed time. The average follows each batch by this much.
 _BAD_IN_BATCH = 0.8
 _BAD_STEP = 0.1
+#: Sizes are planned anew when times or arrivals have changed by this much.
+_ALIKE = 0.1
 #: When so many times as many arrive as a batch has room for, it is full.
 _MANY = 10
 #: Each size that is compared is larger than the one before by this factor.
@@ -53,7 +55,7 @@ class Planner:
         self._limits = limits
         self._times = times
         self._sizes = _sizes(limits.max_size)
-        self._crowds: dict[Hashable, tuple[Curve, float, int]] = {}
+        self._crowds: dict[Hashable, tuple[Curve, int, int, float, int]] = {}
         self._bad = 0.0
         self.most = limits.max_size  # items in a batch; fewer while many of them make their batches raise
         self.offered = 0  # requests since the last batch ended, those that were refused included
@@ -184,8 +186,8 @@ class Planner:
         ``timeout - seconds`` of it.
         """
         known = self._crowds.get(group)
-        if known is not None and known[0] is curve and known[1] == lines:
-            return known[2]
+        if known is not None and known[1:3] == (self.most, lines) and _alike(known[0], curve, known[3], self._rate):
+            return known[4]
         rate = self._rate / max(lines, 1) or math.inf
         best, size = 0.0, self.most if curve.seconds(1, mean) >= self._timeout else 1
         for count in self._sizes:
@@ -198,7 +200,7 @@ class Planner:
                 best, size = answers, count
         if len(self._crowds) > _LOOKED_AT:
             self._crowds.clear()
-        self._crowds[group] = curve, lines, size
+        self._crowds[group] = curve, self.most, lines, self._rate, size
         return size
 
     # What is computed next
@@ -311,6 +313,20 @@ class Planner:
 
     def _weight(self, requests: list[Request]) -> float:
         return math.fsum(request.weight for request in requests) if self._limits.weighed else 0.0
+
+
+def _alike(one: Curve, other: Curve, rate: float, other_rate: float) -> bool:
+    """Whether a plan for one still serves for the other: planning takes longer than a look at it."""
+    if one is other:
+        return rate == other_rate
+    tolerance = _ALIKE * (one.fixed + one.each + one.unit)
+    return (
+        abs(one.fixed - other.fixed) <= tolerance
+        and abs(one.each - other.each) <= _ALIKE * one.each
+        and abs(one.unit - other.unit) <= _ALIKE * one.unit
+        and one.most == other.most
+        and abs(rate - other_rate) <= _ALIKE * rate
+    )
 
 
 def _lesser(count: float, mean: float) -> float:

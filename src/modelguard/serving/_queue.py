@@ -22,6 +22,7 @@ from modelguard.errors import (
 )
 from modelguard.serving._batches import Batch, Counters, Limits, Verdict
 from modelguard.serving._expiry import Expiry
+from modelguard.serving._hung import items_in_hung, mark_hung, next_hang
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._planner import Planner
 from modelguard.serving._requests import Failure, Request, caller_gone
@@ -130,7 +131,7 @@ class BatchQueue:
         """Undo an admission that an exception interrupted at any point: count again what is really there."""
         self._abandoned += request.state == "running"
         request.state = "done"
-        self._expiry.settled(request)
+        self._expiry.settle([request])
         self._lines.sweep()
         self.waiting = sum(line.waiting for line in self._lines)
         self._stale = 0
@@ -213,15 +214,11 @@ class BatchQueue:
             self._abandoned -= len(requests) - len(pairs)
             requests, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             failed = sum(type(outcome) is Failure for outcome in outcomes)
-        settled = 0
         for request in requests:  # what _end would do, without its call
             request.state = "done"
             request.item = None
-            if (timer := request.timer) is not None:
-                timer[2] = request.timer = None
-                settled += 1
-        if settled:
-            self._expiry.count_settled(settled)
+        if self._expiry:
+            self._expiry.settle(requests)
         self.counters.batches += 1
         self.counters.failed += failed
         self.counters.answered += len(requests) - failed
@@ -258,12 +255,23 @@ class BatchQueue:
             return None
         if not self.circuit.failed(now, probe=probe):
             return None
-        pause = self.circuit.retry_after(now) or 0.0
+        self._refuse_because_open(self.circuit, now)
+        return "opened"
+
+    def _refuse_because_open(self, circuit: Circuit, now: float) -> None:
+        pause = circuit.retry_after(now) or 0.0
         for request in self._waiting_requests():
             self.counters.refused_open += 1
-            error = CircuitOpen(self._limits.name, failures=self.circuit.failures, retry_after=pause)
+            error = CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
             self._drop(request, Failure(error))
-        return "opened"
+
+    def note_hung(self, now: float) -> bool:
+        """Note the batches that have newly overstayed, and open the circuit. Returns whether there are any."""
+        found = mark_hung(self.running, self._limits.hang_after, now)
+        if found and self.circuit is not None:
+            self.circuit.trip(now)
+            self._refuse_because_open(self.circuit, now)
+        return found
 
     def record_run(self, batch: Batch, seconds: float, now: float) -> None:
         """Record that the function ran once over all of a batch, and for how many seconds."""
@@ -291,6 +299,10 @@ class BatchQueue:
         """When :meth:`expire` has something to do; infinity for never."""
         return self._expiry.next()
 
+    def next_check(self) -> float:
+        """When :meth:`expire` or :meth:`note_hung` has something to do; infinity for never."""
+        return min(self._expiry.next(), next_hang(self.running, self._limits.hang_after))
+
     def cancel(self, request: Request, *, notify: bool = False) -> bool:
         """Drop a request. Returns false if it has its answer already.
 
@@ -313,12 +325,17 @@ class BatchQueue:
         for request in self._waiting_requests():
             self._drop(request, Failure(copy.copy(error)))
 
+    def refuse_running(self, error: ModelGuardError) -> None:
+        """Fail everything that is being computed: nobody will be there to get the results."""
+        for request in [one for batch in self.running for one in batch.requests if one.state == "running"]:
+            self._drop(request, Failure(copy.copy(error)))
+
     # Its state
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
-        return not self.waiting and not self.running
+        return not (self.waiting or self.running)
 
     def status(self, now: float) -> BatchStatus:
         """Its state, counters and times."""
@@ -328,6 +345,7 @@ class BatchQueue:
             state=self._state(),
             waiting=self.waiting,
             running=sum(len(batch.requests) for batch in self.running),
+            running_seconds=max((now - batch.started for batch in self.running), default=0.0),
             batch_size=Quantiles.of(sizes),
             wait=Quantiles.of(waits),
             run=Quantiles.of(runs),
@@ -338,6 +356,8 @@ class BatchQueue:
     def _state(self) -> BatchState:
         if self.closed:
             return "closed"
+        if items_in_hung(self.running):
+            return "hung"
         if self.circuit is None or self.circuit.state == "closed":
             return "open"
         return "circuit open" if self.circuit.state == "open" else "half-open"
@@ -372,7 +392,7 @@ class BatchQueue:
         request.state = "done"
         request.item = None  # it may be large, and callers keep futures longer than they need them
         if request.timer is not None:
-            self._expiry.settled(request)
+            self._expiry.settle([request])
         if failure is not None:
             self.undelivered.append((request, failure))
 

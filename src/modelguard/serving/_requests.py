@@ -19,6 +19,7 @@ __all__ = [
     "FutureRequest",
     "Group",
     "LoopRequest",
+    "QueuedCall",
     "Request",
     "State",
     "ThreadRequest",
@@ -156,6 +157,30 @@ class FutureRequest(Request):
             self.future.set_exception(outcome.error)
         else:
             self.future.set_result(outcome)
+
+
+class QueuedCall:
+    """A queued request, as its web request sees it.
+
+    Args:
+        request: The request.
+        cancel: Takes it out of its queue; with ``notify`` its caller gets ``CallerGone``.
+    """
+
+    __slots__ = ("_cancel", "_request")
+
+    def __init__(self, request: Request, cancel: Callable[..., object]) -> None:
+        self._request = request
+        self._cancel = cancel
+
+    @property
+    def done(self) -> bool:
+        """Whether it has its answer."""
+        return self._request.state == "done"
+
+    def cancel(self) -> None:
+        """Compute nothing more for it."""
+        self._cancel(self._request, notify=True)
 
 
 def caller_gone(function: str) -> Failure:

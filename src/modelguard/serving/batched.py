@@ -207,7 +207,7 @@ class Batched(Generic[X, Y]):
 
     @property
     def ready(self) -> bool:
-        """Whether it admits items: false once it is being closed.
+        """Whether it admits items: false once it is being closed, and while a batch hangs.
 
         It is ready while the circuit is open: without traffic there would be no probe to close it.
         """
@@ -317,6 +317,7 @@ def batched(
     max_weight: float | None = None,
     on_error: OnError = "isolate",
     breaker: Breaker | None = None,
+    hang_after: _units.Duration | None = None,
     name: str | None = None,
 ) -> Decorator:
     """Turn a function of a list, ``f(items) -> results``, into a function of one item that is computed in batches.
@@ -352,6 +353,9 @@ def batched(
         on_error: ``"isolate"``: run a batch that raised again in parts, so that only the items at fault fail; the
             function may then be called twice with the same item. ``"fail"``: all its items fail with ``BatchFailed``.
         breaker: When to stop calling a failing model. Default: never.
+        hang_after: How long a batch may run. After that the function is not ready, its state is ``"hung"``, a
+            ``BatchErrored`` is emitted, and a breaker opens; the batch itself cannot be stopped. Default: ten times
+            ``deadline``, at least a minute; never without a deadline.
         name: For events and errors. Default: the function's module and name.
 
     Returns:
@@ -374,6 +378,7 @@ def batched(
         max_weight=max_weight,
         on_error=on_error,
         breaker=breaker,
+        hang_after=hang_after,
         name=name,
     )
 

@@ -206,3 +206,18 @@ def test_the_function_may_change_its_list() -> None:
         return taken
 
     assert [0, "one", 2, 3] == errors(ran(run, range(4)))
+
+
+@pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_an_error_that_cannot_be_printed_is_answered_too(raised: type[BaseException]) -> None:
+    """Whatever its ``__str__`` raises, nobody waits for ever."""
+
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise raised
+
+    def run(items: list[Any]) -> list[Any]:
+        raise Unprintable
+
+    for isolate in (True, False):
+        assert 3 == ran(run, range(3), isolate=isolate).failed

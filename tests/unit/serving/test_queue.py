@@ -307,3 +307,24 @@ def test_a_cancelled_call_that_still_waits_gets_an_error() -> None:
     ((cancelled, failure),) = queue.undelivered
     assert one is cancelled
     assert isinstance(failure.error, CallerGone)
+
+
+def test_at_the_end_of_the_process_what_runs_is_refused_as_well() -> None:
+    """Its caller would wait for a thread that has ended."""
+    queue, requests = filled(2)
+    batch = queue.next_batch(0.0)
+    assert isinstance(batch, Batch)
+    queue.close()
+    queue.refuse_running(GuardClosed("f"))
+    assert requests == [refused for refused, _ in queue.undelivered]
+    assert ([], []) == queue.finish(batch, ["late", "late"])
+
+
+def test_the_next_group_is_found_without_looking_at_all_of_them() -> None:
+    """A free thread takes its batch at once, also with thousands of keyword arguments."""
+    queue = queue_of(max_queue=5_000)
+    for number in range(4_000):
+        queue.admit(request(number, group=(("k", int, number),)), float(number))
+    before = len(queue._lines._heap)
+    assert [[0], [1], [2]] == [taken(queue, 5_000.0) for _ in range(3)]
+    assert before - len(queue._lines._heap) <= 6
