@@ -142,7 +142,7 @@ PROMISES = (
         "at most 1/20",
         "isolation",
         r"fresh worker / reload",
-        missed="decisions.md#a-worker-is-fresh-after-an-eighth-to-a-twentieth-of-a-reload",
+        missed="decisions.md#a-spare-worker-instead-of-a-faster-fork",
     ),
     Promise(
         "isolate: private memory of a fresh worker, relative to the model",
