@@ -142,7 +142,7 @@ PROMISES = (
         "at most 1/20",
         "isolation",
         r"fresh worker / reload",
-        missed="decisions.md#a-fork-takes-a-twelfth-of-a-reload-not-a-twentieth",
+        missed="decisions.md#a-spare-worker-instead-of-a-faster-fork",
     ),
     Promise(
         "isolate: private memory of a fresh worker, relative to the model",
@@ -159,7 +159,7 @@ PROMISES = (
     ),
     Promise(
         "isolate: 50 replacements of workers and 20 of molds, slope of the memory of all processes",
-        "0 within its error",
+        "no rise beyond twice its error",
         "isolation",
         r"PSS of the tree",
     ),

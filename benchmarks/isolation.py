@@ -257,7 +257,7 @@ def main() -> None:
     row = _common.Row
     costs = _common.fresh(__file__, "transport", "2" if quick else "9")
     renewed = _common.fresh(__file__, "replacement", "2" if quick else "9")
-    stalls = {side: stall(side, 1 if quick else 4) for side in ("isolated", "here")}
+    stalls = {side: stall(side, 1 if quick else 3) for side in ("isolated", "here")}
     trends = _common.fresh(__file__, "slopes", *(("6", "3") if quick else ("50", "20")))
     leaked = _common.fresh(__file__, "leak", "5000" if quick else "100000")
 

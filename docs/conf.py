@@ -43,6 +43,7 @@ napoleon_use_ivar = True  # the attributes of a dataclass stand in its docstring
 # Signatures name what has no place in this reference: other packages, whose sites no build should have to reach, type
 # variables, and the words that stand for a union or a literal. The text says what they are; nothing links to them.
 nitpick_ignore_regex = [
+    ("py:obj", r"typing\.~P"),
     ("py:class", r"(.*\.)?(IsolationOptions|Source)"),
     ("py:class", r"(abc|collections\.abc|datetime|os|pathlib|pytest|spacy|torch)\..*"),
     ("py:(class|obj)", r"(.*\.)?[A-Z]"),  # type variables

@@ -12,6 +12,7 @@ import mmap
 import os
 import socket
 import struct
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -33,6 +34,9 @@ SHARED_FROM = 256 * 1024
 _CHUNK = 65_536
 _MOST_FDS = 8
 _FDS_SPACE = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+
+#: From Python 3.13 on, a mapping need not keep a descriptor.
+_WITHOUT_FD: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 #: Offsets in shared memory are multiples of this, which suits arrays of every type.
 _ALIGNMENT = 64
@@ -216,7 +220,8 @@ def _mapped(fd: int, sizes: Sequence[int]) -> list[memoryview]:
     offsets = _offsets(sizes)
     try:
         # All pages at once: each first access to a page would cost a fault.
-        whole = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        whole = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, flags=flags, **_WITHOUT_FD))
     finally:
         os.close(fd)
     return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False)]

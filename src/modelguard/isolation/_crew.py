@@ -139,13 +139,16 @@ class Crew:
 
     # What happened
 
-    def started(self, number: int) -> None:
-        """A worker is ready for calls."""
+    def started(self, number: int) -> bool:
+        """A worker is ready for calls. Returns whether it is to be ended instead."""
         member = self.members.get(number)
-        if member is not None and member.state == "starting":
-            self._failed_starts = 0
-            member.state = "idle"
-            self._idle.append(member)
+        if member is None or self._closed:
+            self.members.pop(number, None)
+            return True
+        self._failed_starts = 0
+        member.state = "idle"
+        self._idle.append(member)
+        return False
 
     def answered(self, number: int, *, worn: bool, counts: bool = True) -> bool:
         """A worker has ended its call, and can take another one. Returns whether it is to be ended instead.

@@ -223,6 +223,7 @@ class Mold:
                 worker.pidfd = self._launched.control.take_fd()
             return
         del self._running[number]
+        self._supervisor.forget(worker.channel.fileno())  # it is closed next, and may be watched still
         if what == "exit":
             self.roster.exited(worker, _processes.describe_exit(*details))
         else:

@@ -34,7 +34,7 @@ _CAP_SYS_NICE = 23
 _NICE = 5
 _LOWEST = 19
 
-#: Added to a worker's badness, in thousandths of all memory: when memory runs out, the kernel kills a worker and
+#: A worker's ``oom_score_adj``, in thousandths of all memory: when memory runs out, the kernel kills a worker and
 #: neither the mold nor the server.
 _OOM_SCORE = 500
 

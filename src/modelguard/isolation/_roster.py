@@ -219,7 +219,10 @@ class Roster:
     def ready(self, worker: Worker) -> None:
         """A worker can take calls."""
         with self._lock:
-            self._crew.started(worker.number)
+            if self._crew.started(worker.number):
+                self._workers.pop(worker.number, None)
+                worker.channel.close()
+                return
             seconds = time.monotonic() - worker.born
             self._events.append(
                 telemetry.WorkerStarted(

@@ -116,6 +116,7 @@ class SpawnedWorkers(Mold):
     def _worker_gone(self, number: int, launched: Launched, worker: Worker) -> None:
         self._supervisor.forget(launched.control.fileno())
         self._supervisor.forget(launched.news.fileno())
+        self._supervisor.forget(worker.channel.fileno())
         with suppress(TimeoutExpired):
             launched.process.wait(_LEAVE)
         _processes.kill_group(launched.process.pid)

@@ -65,6 +65,7 @@ class Supervisor:
 
     def watch(self, fd: int, work: Work) -> None:
         """Run ``work`` whenever ``fd`` can be read. Only in its thread."""
+        self.forget(fd)  # an earlier descriptor of that number, which was closed while it was watched
         self._selector.register(fd, selectors.EVENT_READ, work)
 
     def forget(self, fd: int) -> None:

@@ -92,31 +92,31 @@ class Isolated(Generic[P, R]):
             result = self._stream((args, kwargs))
         return result  # type: ignore[no-any-return]
 
-    async def aio(self, /, *args: Any, **kwargs: Any) -> Any:
+    async def aio(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Compute one call without blocking the event loop. Arguments and errors are those of a call.
 
         Cancelling the task takes the call out of the queue; one that a worker has begun runs to its end.
         """
-        if _role.current() != "owner":
-            raise self._refused_inside()
         return await self._await((args, kwargs))
 
-    def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[Any]:
         """Begin one call and return at once. Arguments and errors are those of a call.
 
         Cancelling the future takes the call out of the queue; one that a worker has begun runs to its end.
         """
+        return self._submit((args, kwargs))
+
+    def _submit(self, arguments: Arguments) -> Future[Any]:
         if _role.current() != "owner":
             raise self._refused_inside()
         self._refuse_streams()
         limits = _limits()
         timeout = self._options.timeout
         until = min(limits.until, math.inf if timeout is None else limits.arrived + timeout)
-        return self._submitted.submit(functools.partial(self._caller.call, (args, kwargs), limits), until)
+        return self._submitted.submit(functools.partial(self._caller.call, arguments, limits), until)
 
     async def _await(self, arguments: Arguments) -> Any:
-        args, kwargs = arguments
-        return await asyncio.wrap_future(self.submit(*args, **kwargs), loop=get_running_loop())
+        return await asyncio.wrap_future(self._submit(arguments), loop=get_running_loop())
 
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
         limits = _limits()

@@ -224,6 +224,14 @@ class TestDeaths:
 
 
 class TestEnd:
+    def test_a_worker_that_comes_up_too_late_is_ended(self) -> None:
+        """Closing does not wait for it, and does not forget it."""
+        crew = crew_of(1)
+        crew.settle(0.0)
+        crew.close()
+        assert crew.started(1)
+        assert not crew.members
+
     def test_closing_ends_idle_workers_and_lets_busy_ones_answer(self) -> None:
         """Closing drains."""
         crew = running(2)
