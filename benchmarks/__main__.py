@@ -23,6 +23,7 @@ NAMES = (
     "batching",
     "batching_http",
     "call_overhead",
+    "goodput",
     "import_cost",
     "isolation",
     "recycling",

@@ -470,7 +470,7 @@ def test_a_signal_to_end_ends_a_child_that_warms_up() -> None:
 @pytest.mark.parametrize("step", ["prepare", "fork"])
 def test_no_fork_in_the_middle_of_the_load_of_another_guard(step: str) -> None:
     """Locks that the loading thread holds would stay locked in the child, so preparing and forking wait for it."""
-    assert told(
+    assert True is told(
         f"""
         lock = threading.Lock()
         begun = threading.Event()

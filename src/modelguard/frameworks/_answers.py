@@ -155,7 +155,8 @@ class WebOptions:
         if header is None:
             return own
         try:
-            requested = float(header) if len(header) <= _LONGEST_NUMBER else math.nan
+            valid = len(header) <= _LONGEST_NUMBER and "_" not in header  # float() reads 1_0 as ten
+            requested = float(header) if valid else math.nan
         except ValueError:
             requested = math.nan
         if not 0 <= requested < math.inf:  # also false for nan

@@ -274,13 +274,16 @@ class Batcher:
             enclosing = enclosing.union(*(request.enclosing for request in batch.requests))
         started = _clock()
         token = current_scope.set(Scope(enclosing=enclosing))
-        computed = compute(self._function, batch.requests, batch.extras)
+        computed = compute(self._function, batch.requests, batch.extras, self._answer)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
         now = _clock()
         queue = self._queue
         with self._lock:
-            if computed.error is None:
+            if computed.error is None and computed.whole:
                 queue.record_run(batch, now - started, now)
+            for part in computed.parts:
+                queue.record_part(batch, *part, now)
+            queue.record_end(batch, now - started, now, reruns=computed.reruns, bad=computed.bad)
             queue.counters.bisected += bool(computed.reruns)
             requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed)
             change = queue.record_verdict(batch, computed.verdict, now)
@@ -294,6 +297,13 @@ class Batcher:
                 self._breaker.reload.reload(wait=False)
         except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread
             logger.exception("modelguard: %s() goes on", self.name)
+
+    def _answer(self, requests: list[Request], outcomes: list[Any]) -> None:
+        """Answer some requests of a batch that is still being computed."""
+        with self._lock:
+            requests, outcomes = self._queue.answer(requests, outcomes)
+        if requests:
+            deliver(requests, outcomes)
 
     # The thread that looks after deadlines
 

@@ -48,18 +48,20 @@ class Batch:
     Attributes:
         extras: Keyword arguments that they share.
         requests: In the order in which they are computed.
-        fill: How full it is; 1 is full.
+        group: Those, as the key of their line; None for none.
+        weight: Their total weight; 0 if nothing is weighed.
         started: When it was taken from the queue, in seconds on the batcher's clock.
         oldest: When the first of them arrived.
     """
 
-    __slots__ = ("extras", "fill", "oldest", "requests", "started")
+    __slots__ = ("extras", "group", "oldest", "requests", "started", "weight")
 
-    def __init__(self, requests: list[Request], fill: float, started: float) -> None:
-        self.extras: dict[str, Any] = requests[0].extras
+    def __init__(self, requests: list[Request], weight: float, started: float) -> None:
+        self.group = requests[0].group
+        self.extras: dict[str, Any] = {} if self.group is None else requests[0].extras
         self.requests = requests
         self.oldest = requests[0].arrived
-        self.fill = fill
+        self.weight = weight
         self.started = started
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 
 from modelguard import telemetry
 from modelguard.serving._batches import Batch
-from modelguard.serving._execution import Computed, one_line
+from modelguard.serving._execution import Computed
+from modelguard.serving._outcomes import one_line
 from modelguard.serving._queue import BatchQueue
 
 #: Refused requests are reported at most this often, in seconds: under overload there are thousands.

@@ -56,6 +56,8 @@ class Request:
         state: Changed by the queue alone.
         enclosing: The batchers that wait for this request, if a batch function made it.
         loop: The event loop on which its caller waits, None for a thread.
+        line: The line in which it waits; None for the line without keyword arguments. Set by the lines alone.
+        timer: Its entry among the deadlines; None for no deadline. Set by the deadlines alone.
     """
 
     arrived = 0.0
@@ -65,6 +67,8 @@ class Request:
     state: State = "waiting"
     enclosing: frozenset[object] = frozenset()
     loop: asyncio.AbstractEventLoop | None = None
+    line: Any = None
+    timer: list[Any] | None = None
 
     def __init__(self, item: Any) -> None:
         self.item = item

@@ -418,7 +418,7 @@ def test_inputs_of_different_lengths() -> None:
 
 
 def test_the_mistakes_of_a_call_stay_its_own() -> None:
-    """An argument that the function does not have is Python's to refuse."""
+    """An argument that the function does not have raises Python's own error."""
     with pytest.raises(TypeError, match="unexpected keyword"):
         plain(torch.ones(3), txet=1)
     with pytest.raises(TypeError, match="missing"):

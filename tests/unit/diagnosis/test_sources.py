@@ -1,4 +1,4 @@
-"""What is read off source: only what stands there, and in the order in which it would run."""
+"""What is read from source: literal values only, in the order in which they would run."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_preset_whose_name_is_not_known(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_calls_that_matter(tmp_path: Path, text: str, field: str, expected: object) -> None:
-    """Each is found by what the name stands for, not by how it is spelt."""
+    """Each is found by what the name refers to, not by its spelling."""
     assert expected == getattr(read(tmp_path, text), field)
 
 

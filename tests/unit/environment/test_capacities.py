@@ -36,7 +36,7 @@ def test_values_that_crash_torch(value: str) -> None:
 
 @pytest.mark.parametrize(("value", "entries"), READ.items())
 def test_values_that_torch_can_use(value: str, entries: int) -> None:
-    """Everything else is understood as ideep understands it, and not refused."""
+    """Everything else is read as ideep reads it, and accepted."""
     assert entries == capacity(IDEEP, value)
     assert why_unusable(IDEEP, value) is None
 

@@ -161,7 +161,7 @@ def test_other_files_are_not_elf(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("part", [0.1, 0.3, 0.6, 0.9])
 def test_a_file_that_is_cut_short(tmp_path: Path, part: float) -> None:
-    """Whatever is missing gives the one error that callers handle."""
+    """Any missing value raises the one error that callers handle."""
     path = whole(tmp_path / "it", 64, "<")
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * part)])

@@ -89,7 +89,7 @@ def test_mimalloc_that_is_set_already(name: str) -> None:
 
 
 def test_nothing_but_glibc() -> None:
-    """`auto` then sets glibc to give memory back, and notes what would be better."""
+    """`auto` then configures glibc to return memory, and notes what would be better."""
     variables, notes = Machine().choose("auto")
     assert GLIBC == variables.keys()
     assert 1 == len(notes)

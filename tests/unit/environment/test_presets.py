@@ -243,7 +243,7 @@ def test_a_value_that_crashes_its_reader(value: str) -> None:
 
 @pytest.mark.parametrize("value", ["", "0", "abc", "0x10"])
 def test_a_knob_that_crashes_its_reader(value: str) -> None:
-    """A preset of one's own cannot set such a value either."""
+    """A user's own preset cannot set such a value either."""
     with pytest.raises(InvalidOption, match="torch crashes"):
         mine(f"LRU_CACHE_CAPACITY={value}")
 

@@ -52,7 +52,7 @@ def test_what_cannot_be_meant_is_refused_by_the_variables_name(name: str, text: 
 
 
 def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mark singles out; without one every guard is meant; without a guard there is nothing to do."""
+    """Marked guards are shared; without a mark all guards are; without a guard there is an error."""
     first, second = (guard(dict, reload_on=None, name=name) for name in ("b", "a"))
     marked = guard(dict, reload_on=None, name="c", prefork=True)
     for alive, expected in (((first, second), (second, first)), ((first, marked), (marked,))):

@@ -53,7 +53,7 @@ def test_a_uwsgi_that_cannot_share_is_refused_before_anything_is_done(
 
 
 def test_hooks_of_others_are_called_too() -> None:
-    """Uwsgidecorators and the application may have hooks of their own, and keep them."""
+    """Hooks of uwsgidecorators and of the application are kept."""
     called: list[str] = []
     module = server(post_fork_hook=lambda: called.append("theirs"))
     uwsgi._chain(module, "post_fork_hook", lambda: called.append("ours"))

@@ -40,7 +40,7 @@ def worker(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Workers:
 
 
 def test_a_worker_leaves_once_when_a_policy_has_asked_and_it_is_old_enough(worker: Workers, clock: Clock) -> None:
-    """Not before its least lifetime, whatever its policies say; and a server that asks twice gets one request."""
+    """Not before ``min_lifetime``, whatever its policies say; and repeated requests count once."""
     clock.now += 60
     assert not worker.must_end(), "nobody asked"
     worker.begin()

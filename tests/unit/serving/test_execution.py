@@ -49,13 +49,14 @@ def test_results_are_those_of_the_items_in_their_order() -> None:
 
 @pytest.mark.parametrize("at", range(8))
 def test_one_bad_item_fails_alone(at: int) -> None:
-    """Its neighbours get their results, after two runs for each halving."""
+    """Its neighbours get their results, after one run for each halving."""
     computed = ran(model := Model(at), range(8))
     expected: list[Any] = [n * n for n in range(8)]
     expected[at] = f"cannot square {at}"
     assert expected == errors(computed)
     assert isinstance(computed.outcomes[at].error, ValueError), "as it was raised"
-    assert ("succeeded", 6, 7) == (computed.verdict, computed.reruns, len(model.batches))
+    assert ("succeeded", len(model.batches) - 1) == (computed.verdict, computed.reruns)
+    assert computed.reruns <= 4, "one for each halving, and one to be sure where a single run had failed"
 
 
 def test_several_bad_items_fail_alone() -> None:
@@ -88,12 +89,12 @@ def test_what_expires_meanwhile_is_not_run_again() -> None:
 
     seen: list[list[int]] = []
     computed = compute(BatchFunction(run=run, name="f", isolate=True), requests, {})
-    assert [[0, 1, 2, 3], [1], [2, 3], [2], [3]] == seen
+    assert [[0, 1, 2, 3], [1, 2, 3], [1], [2], [3]] == seen
     assert [1, 2, "three"] == errors(computed)[1:]
 
 
 def test_without_isolation_all_items_of_a_batch_fail() -> None:
-    """Each gets an error of its own, since one object in several threads would mix up their tracebacks."""
+    """Each gets its own error, since one object in several threads would mix up their tracebacks."""
     computed = ran(model := Model(1), range(3), isolate=False)
     found = [one.error for one in computed.outcomes]
     assert 1 == len(model.batches)

@@ -27,7 +27,7 @@ class Entry:
 
 
 class Title(str):
-    """Text with a type of its own."""
+    """Text with its own type."""
 
     __slots__ = ()
 

@@ -200,7 +200,7 @@ def table() -> list[str]:
 
 
 class Shop:
-    """A model whose data hangs on its code."""
+    """A model whose data is attached to its code."""
 
     BIG: list[str]
     SMALL = ("a", "b")

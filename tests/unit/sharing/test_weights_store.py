@@ -245,7 +245,7 @@ class TestTurns:
         assert b"two" == data_of(store).read_bytes()
 
     def test_other_paths_do_not_wait(self, store: WeightsStore, tmp_path: Path) -> None:
-        """Each path has a turn of its own."""
+        """Each path has its own lock."""
         with store.locked(0), WeightsStore(tmp_path / "other").locked(0):
             pass
 

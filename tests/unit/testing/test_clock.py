@@ -119,7 +119,7 @@ class AtNight(Policy):
 
 
 def test_own_and_composed_policies_are_driven(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
-    """A policy of one's own, and what is joined by | and &, is driven like the rest."""
+    """User-defined policies, and combinations with | and &, follow the clock too."""
     nlp = guard(modelguard_loader, reload_on=(AtNight() & TTL("1h")) | Uses(1000))
     nlp.load()
     modelguard_clock.advance("11h")
@@ -129,7 +129,7 @@ def test_own_and_composed_policies_are_driven(modelguard_clock: Clock, modelguar
 
 
 def test_a_failed_reload_is_retried_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
-    """The old model serves on after a failure, and the retry comes with its backoff."""
+    """The old model still serves after a failure, and the retry comes after its backoff."""
     nlp = guard(modelguard_loader, reload_on=TTL("1h"), backoff=Backoff("10s", "10s"), defer=0)
     nlp.load()
     modelguard_loader.fail(1)
@@ -232,7 +232,7 @@ def shout(_model: object, text: str) -> str:
 
 
 def test_a_clock_is_of_no_use_after_its_test() -> None:
-    """A clock that was kept beyond its test says whose it was; its guards go on in real time."""
+    """A clock that is used after its test raises with that test's name; its guards continue in real time."""
     clock = Clock("test_it.py::test_it")
     clock.install()
     nlp = guard(object, reload_on=None)

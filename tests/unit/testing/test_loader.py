@@ -1,4 +1,4 @@
-"""``modelguard_loader``: counts, delays, failures, and who is alive."""
+"""``modelguard_loader``: counts, delays, failures, and live models."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_an_impossible_marker_is_refused_at_collection(pytester: pytest.Pytester
 
 
 def test_every_impossible_marker_is_named(pytester: pytest.Pytester) -> None:
-    """All of them at once, so that they are mended at once; a class and a module may carry it."""
+    """All of them at once, so that they can be fixed at once; also on a class or a module."""
     pytester.makepyfile("""
         import pytest
 
