@@ -168,6 +168,7 @@ PROMISES = (
         "at most 1/0.95",
         "isolation",
         r"rate without a leak",
+        missed="decisions.md#a-leak-costs-its-page-faults",
     ),
 )
 
