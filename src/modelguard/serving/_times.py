@@ -30,6 +30,10 @@ _RIGID_STEP = 0.05
 _KEPT = 32
 _SPREAD = 1.0
 _WIDEST = 2.0
+#: Times that are longer than most are often much longer: up to so many times that distance counts if one run in ten
+#: needs it. Where times vary at all, so does what passes between two batches and is in no run: 3 % are kept for that.
+_SKEWED = 4.0
+_LEAST = 1.03
 #: Keyword arguments whose runs take longer or shorter than others are remembered for this many of their values.
 _GROUPS = 256
 #: No run counts as more than so many times slower or faster than expected.
@@ -205,7 +209,10 @@ class BatchTimes:
             return 1.0
         ordered = sorted(self._ratios)
         middle, upper = ordered[len(ordered) // 2], ordered[len(ordered) * 3 // 4]
-        return min(max(upper + _SPREAD * (upper - middle), 1.0), _WIDEST)
+        most = ordered[len(ordered) * 9 // 10]
+        spread = min(max(upper + _SPREAD * (upper - middle), most), upper + _SKEWED * (upper - middle))
+        least = min(_LEAST, 1.0 + _SKEWED * max(most - 1.0, 0.0))
+        return min(max(spread, least), _WIDEST)
 
 
 class _Line:
