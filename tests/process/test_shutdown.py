@@ -74,8 +74,10 @@ HANGS = """
 """
 
 UNLOADS = """
-    import os
+    import os, warnings
     from modelguard import guard, pool
+
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, from 3.12 on
 
     class Model:
         def __init__(self, name):

@@ -87,7 +87,8 @@ def test_a_child_whose_exit_status_somebody_else_takes_is_judged_all_the_same() 
     assert _trial.run(_wait_for_ever, timeout=1.0).hung
     crash = _trial.run(lambda: os.kill(os.getpid(), signal.SIGSEGV), timeout=30)
     assert not crash.ok
-    assert "has taken its exit status" in crash.report
+    # A handler may come too late to take it.
+    assert "has taken its exit status" in crash.report or "was killed by SIGSEGV" in crash.report
 
 
 def test_the_parents_handlers_do_not_run_in_the_child() -> None:

@@ -121,7 +121,7 @@ class TestDecorators:
 
     def test_above_batched(self, nlp: ModelGuard[Any]) -> None:
         """A batched function takes one item: the guard belongs below."""
-        with pytest.raises(InvalidOption, match=r"Put @batched\(...\) above the guard's decorator"):
+        with pytest.raises(InvalidOption, match=r"Put @batched\(...\) or @isolate\(...\) above"):
             nlp(batched(max_size=2)(lambda items: items))
 
 
