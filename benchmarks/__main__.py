@@ -23,13 +23,17 @@ NAMES = (
     "batching",
     "batching_http",
     "call_overhead",
+    "goodput",
     "import_cost",
+    "isolation",
     "recycling",
+    "reload_creep",
     "reload_ja_ginza",
     "reload_stall",
     "sharing",
     "spacy_growth",
     "torch_dynamic_shapes",
+    "torch_families",
     "trim_every",
 )
 

@@ -42,8 +42,6 @@ class Promise:
     otherwise: str = "not in this run"
 
 
-_LATER = "not measured: isolate does not exist yet"
-
 PROMISES = (
     Promise(
         "extra time of a guarded call, compared with a bare wrapt decorator",
@@ -130,8 +128,47 @@ PROMISES = (
         r"recycled by fork / reloaded",
         missed="decisions.md#a-fork-takes-a-twelfth-of-a-reload-not-a-twentieth",
     ),
-    Promise("isolate, small arguments: time relative to a bare Connection", "at most 2", None, otherwise=_LATER),
-    Promise("isolate, 6 MB array: time relative to the same Connection", "at most 0.3", None, otherwise=_LATER),
+    Promise(
+        "isolate, a short text: time relative to a bare Connection", "at most 2", "isolation", r"small call: isolate"
+    ),
+    Promise(
+        "isolate, a 6 MB array: time relative to the same Connection",
+        "at most 0.3",
+        "isolation",
+        r"6 MB array: isolate",
+    ),
+    Promise(
+        "isolate: a worker replaced by a fork, from the order to its first answer, relative to a reload in the process",
+        "at most 1/20",
+        "isolation",
+        r"fresh worker / reload",
+        missed="decisions.md#a-spare-worker-instead-of-a-faster-fork",
+    ),
+    Promise(
+        "isolate: private memory of a fresh worker, relative to the model",
+        "at most 5 %",
+        "isolation",
+        r"private memory of a fresh worker",
+    ),
+    Promise(
+        "isolate: longest request during a reload of ja_ginza under uvicorn, without gaps, relative to the p99",
+        "at most 1.5",
+        "isolation",
+        r"longest request during a reload / p99: isolated",
+        missed="decisions.md#a-mold-loads-beside-calls-with-less-priority",
+    ),
+    Promise(
+        "isolate: 50 replacements of workers and 20 of molds, slope of the memory of all processes",
+        "no rise beyond twice its error",
+        "isolation",
+        r"PSS of the tree",
+    ),
+    Promise(
+        "isolate: a leaking model, 100,000 calls: rate of the same model without the leak, relative to it",
+        "at most 1/0.95",
+        "isolation",
+        r"rate without a leak",
+    ),
 )
 
 _HEAD = """\

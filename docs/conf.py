@@ -43,10 +43,15 @@ napoleon_use_ivar = True  # the attributes of a dataclass stand in its docstring
 # Signatures name what has no place in this reference: other packages, whose sites no build should have to reach, type
 # variables, and the words that stand for a union or a literal. The text says what they are; nothing links to them.
 nitpick_ignore_regex = [
+    ("py:obj", r"typing\.~P"),
+    ("py:class", r"(.*\.)?(IsolationOptions|Source)"),
     ("py:class", r"(abc|collections\.abc|datetime|os|pathlib|pytest|spacy|torch)\..*"),
     ("py:(class|obj)", r"(.*\.)?[A-Z]"),  # type variables
     ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|SmallObjects"),
-    ("py:class", r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|_Memory|_Value)"),
+    (
+        "py:class",
+        r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|_Memory|_Value)",
+    ),
     ("py:class", r"(.*\.)?(Engine|ForkingProcess|GuardOptions|PoolEngine|ProcessHistory|ReasonKind|SwapMode)"),
     ("py:class", r"(.*\.)?(Bound|Decorator|Generation|Hook|Ready|Reloadable|State)"),
     ("py:class", r"CollectorRegistry|MeterProvider|TracerProvider"),  # of the libraries for metrics
@@ -75,30 +80,40 @@ INDEX = f"""\
 <a href="{root_doc}.html">{project}</a>
 """
 
-TREE = """
+#: The sidebar, in reading order. Sphinx reports a page that is missing here.
+SECTIONS = {
+    "Start": ["tutorial"],
+    "Lifecycle": ["lifecycle", "pool", "spacy"],
+    "Environment": ["environment", "memory", "torch"],
+    "Sharing": ["sharing", "fork-safety"],
+    "Isolation": ["isolation"],
+    "Serving": ["serving", "scale-out"],
+    "Operations": ["faq", "diagnosis", "doctor", "metrics", "errors", "mistakes", "testing", "known-issues"],
+    "Background": ["figures", "decisions"],
+    "API reference": [
+        "api/modelguard",
+        "api/environment",
+        "api/sharing",
+        "api/serving",
+        "api/telemetry",
+        "api/errors",
+        "api/testing",
+        "api/servers",
+        "api/adapters",
+    ],
+}
 
-```{toctree}
-:caption: Pages
-:hidden:
-:glob:
 
-*
-```
-
-```{toctree}
-:caption: Reference
-:hidden:
-:glob:
-
-api/*
-```
-"""
+def _tree() -> str:
+    """The hidden trees of pages that make the sidebar."""
+    pages = ((caption, "\n".join(names)) for caption, names in SECTIONS.items())
+    return "".join(f"\n```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{names}\n```\n" for caption, names in pages)
 
 
 def prepare(_: Sphinx, page: str, source: list[str]) -> None:
     """Take the links out of docs/ off a page, and hang the tree of pages on the first."""
     text = OUTWARDS.sub(r"\g<words>", source[0])
-    source[0] = text + TREE if page == root_doc else text
+    source[0] = text + _tree() if page == root_doc else text
 
 
 def cover(_: Sphinx, kind: str, *rest: Any) -> None:

@@ -98,6 +98,7 @@ def _latencies(figure: "FigureBase", guarded: Record, unguarded: Record, reloads
     every[0].yaxis.set_major_formatter("{x:g}")
     every[0].yaxis.set_minor_locator(NullLocator())
     every[0].set_ylabel("latency, ms")
+    figure.legend(*every[0].get_legend_handles_labels(), loc="upper right", ncols=2, frameon=False, markerscale=2)
     which = "each reload" if len(shown) == len(reloads) else f"the first {MOST} of {len(reloads)} reloads"
     figure.suptitle(f"Every request around {which}, to either server", x=0.01, ha="left", fontsize=11)
     figure.supxlabel("time since the reload began, s", fontsize=10)
@@ -109,4 +110,6 @@ def _scatter(axes: "Axes", record: Record, reload: Reload, colour: str) -> None:
         for one in record.outcomes
         if reload.began - AROUND <= one.due <= reload.ended + AROUND and one.error is None
     ]
-    axes.scatter([x for x, _ in near], [y for _, y in near], s=10, color=colour, alpha=0.7, linewidth=0)
+    axes.scatter(
+        [x for x, _ in near], [y for _, y in near], s=10, color=colour, alpha=0.7, linewidth=0, label=record.name
+    )

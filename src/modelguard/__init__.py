@@ -10,6 +10,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from modelguard import allocator, errors, memory, prefork, presets, serving, sharing, telemetry, weights
+    from modelguard.isolation.isolate import Isolated, isolate
     from modelguard.lifecycle.backoff import Backoff
     from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
     from modelguard.lifecycle.policies import (
@@ -33,6 +34,7 @@ __all__ = [
     "Batched",
     "Breaker",
     "Errors",
+    "Isolated",
     "MemoryGrowth",
     "MemoryLimit",
     "ModelGuard",
@@ -47,6 +49,7 @@ __all__ = [
     "errors",
     "guard",
     "guard_of",
+    "isolate",
     "memory",
     "pool",
     "prefork",
@@ -58,6 +61,7 @@ __all__ = [
 ]
 
 _NAMES = {
+    "modelguard.isolation.isolate": ("Isolated", "isolate"),
     "modelguard.lifecycle.backoff": ("Backoff",),
     "modelguard.lifecycle.guard": ("ModelGuard", "guard", "guard_of"),
     "modelguard.lifecycle.policies": (

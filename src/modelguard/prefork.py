@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from modelguard import _public
 from modelguard.sharing._hazards import Hazard, HazardKind, find_hazards
-from modelguard.sharing._immortal import ImmortalReport, Skipped, immortalize, immortalize_unsupported
+from modelguard.sharing._immortal import ImmortalReport, Mortal, Skipped, immortalize, immortalize_unsupported
 from modelguard.sharing._prefork import ForkReport, in_child, prepare
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Hazard",
     "HazardKind",
     "ImmortalReport",
+    "Mortal",
     "Skipped",
     "find_hazards",
     "immortalize",

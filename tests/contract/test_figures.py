@@ -53,7 +53,7 @@ def make(folder: Path, run: list[dict[str, Any]], *more: str) -> subprocess.Comp
 
 @pytest.mark.timeout(60)
 def test_each_promise_is_met_missed_or_not_measured(tmp_path: Path) -> None:
-    """A reader sees what was reached, what was not and why, and what nobody has measured."""
+    """A reader sees what was reached, what was not and why, and what was not measured."""
     done = make(tmp_path, RUN)
     assert (0, "") == (done.returncode, done.stderr)
     page = (tmp_path / "docs" / "figures.md").read_text()
@@ -81,7 +81,7 @@ def test_the_page_shows_tables_machine_notes_and_pictures(tmp_path: Path) -> Non
 
 @pytest.mark.timeout(60)
 def test_quick_runs_make_no_page(tmp_path: Path) -> None:
-    """Nobody publishes the figures of a run that was only to show that the benchmarks run."""
+    """The figures of a quick run, which only shows that the benchmarks run, are not published."""
     done = make(tmp_path, [*RUN, record("import_cost", row("x", 1.0, "ms", 15), quick=True)])
     assert 2 == done.returncode
     assert "run import_cost again without --quick" in done.stderr
@@ -90,7 +90,7 @@ def test_quick_runs_make_no_page(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_without_a_run_there_is_no_page(tmp_path: Path) -> None:
-    """An empty folder is told apart from figures."""
+    """An empty folder is not taken for figures."""
     done = make(tmp_path, [])
     assert 2 == done.returncode
     assert "run python -m benchmarks first" in done.stderr

@@ -62,7 +62,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_every_page_of_the_documentation_is_listed() -> None:
-    """Whoever opens docs/README.md finds each page of the folder there."""
+    """docs/README.md links to each page of the folder."""
     front = ROOT / "docs" / "README.md"
     listed = {to.partition("#")[0] for to in links(front.read_text(encoding="utf-8"))}
     assert set() == {page.name for page in front.parent.glob("*.md")} - {front.name} - listed

@@ -96,7 +96,7 @@ def test_the_check_of_expressions_finds_mistakes(wrong: str) -> None:
 
 
 def test_the_dashboard_shows_every_metric() -> None:
-    """Whatever the hook tells can be seen, but for the few figures that only explain others."""
+    """Every metric of the hook is on the dashboard, except a few figures that only explain others."""
     shown = {OF[name].name for title, text in EXPRESSIONS.items() for name in NAME.findall(text) if " " in title}
     assert {"load.deferred", "load.reasons", "loads.started", "swaps.chosen", "trims"} == set(METRICS) - shown
 

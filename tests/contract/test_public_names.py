@@ -28,6 +28,7 @@ PUBLIC = [
     "Batched",
     "Breaker",
     "Errors",
+    "Isolated",
     "MemoryGrowth",
     "MemoryLimit",
     "ModelGuard",
@@ -43,6 +44,7 @@ PUBLIC = [
     "errors",
     "guard",
     "guard_of",
+    "isolate",
     "memory",
     "pool",
     "prefork",
@@ -84,6 +86,7 @@ OFFERED = {
         "Hazard",
         "HazardKind",
         "ImmortalReport",
+        "Mortal",
         "Skipped",
         "find_hazards",
         "immortalize",
@@ -222,7 +225,7 @@ def test_values_cross_process_borders() -> None:
 
 
 def test_every_error_is_public() -> None:
-    """Whoever catches errors finds every one of them in `modelguard.errors`."""
+    """Every error can be imported from `modelguard.errors`."""
     errors = vars(modelguard.errors).values()
     raised = {error.__name__ for error in errors if isinstance(error, type) and issubclass(error, Exception)}
     assert raised == set(modelguard.errors.__all__)

@@ -1,4 +1,4 @@
-"""Servers and programs in processes of their own: started, waited for, asked, and none of them left behind."""
+"""Servers and programs in their own processes: started, waited for, queried, and always ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE = 60.0
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
-    """Wait until something is so, whether or not a server is alive; after ``seconds`` the test has failed."""
+    """Wait until a condition is true, whether or not a server is alive; after ``seconds`` the test fails."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited for {seconds:.0f} s: {what}"
@@ -94,7 +94,7 @@ class Server(_driver.Server):
 
 
 class Clients:
-    """Clients that ask without a break, in threads, until the block ends, and count what came back.
+    """Clients that send requests without a break, in threads, until the block ends, and count the answers.
 
     Args:
         server: It answers with words, of which the first names a process and the second a version.

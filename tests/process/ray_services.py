@@ -57,7 +57,7 @@ class Front:
 
 
 def _where() -> Path:
-    """A folder for each node, as if each had a disk of its own."""
+    """A folder for each node, as if each had its own disk."""
     folder = Path(os.environ["WEIGHTS"], ray.get_runtime_context().get_node_id())
     folder.mkdir(exist_ok=True)
     return folder

@@ -1,4 +1,4 @@
-"""What is told of the allocator in force: each one really preloaded, a placebo, a private copy, and two at once."""
+"""Reports about the allocator in force: really preloaded ones, ineffective ones, a private copy, two at once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.process.harness import run_python
 
 from modelguard import allocator
 from modelguard.allocator import AllocatorFile, Kind
@@ -238,7 +239,7 @@ def test_pythons_allocator_set_from_inside_is_not_believed() -> None:
 
 @needs_glibc
 def test_an_allocator_that_is_a_part_of_the_program_is_static(tmp_path: Path) -> None:
-    """A program with a malloc of its own is reported by the program's file."""
+    """A program with its own malloc is reported by the program's file."""
     compiler, config = shutil.which("cc"), sysconfig.get_config_vars()
     if compiler is None:
         pytest.skip("there is no C compiler to make a program with")
@@ -289,3 +290,27 @@ def test_a_process_that_is_gone_or_not_ours_is_told_by_the_builtin_errors() -> N
         other.wait()
         with pytest.raises(ProcessLookupError, match=f"process {other.pid} does not exist"):
             allocator.observe(other.pid)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux's dynamic linker")
+def test_threads_that_list_the_loaded_files_do_not_wait_for_each_other() -> None:
+    """Two releases at once, or one beside an import, end: nothing waits for the linker's lock with the GIL in hand."""
+    program = """
+        import json, os, sys, threading
+        from modelguard.environment._linker import loaded_files
+
+        sys.setswitchinterval(1e-6)
+        counts = []
+
+        def work():
+            for _ in range(300):
+                counts.append(len(loaded_files()))
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join(60) for thread in threads]
+        print(json.dumps([len(counts), min(counts) > 2]), flush=True)
+        os._exit(0)
+    """
+    assert [1200, True] == run_python(program, 80)

@@ -171,7 +171,7 @@ def test_processes_share_the_parents_model_and_are_warm_before_the_first_task(br
         assert [[number, "1", True, True] for number in range(20)] == [[one[0], *one[2:]] for one in results]
         assert {one[1] for one in results} <= server.children()
         assert_one_copy(server)
-        assert "modelguard prepared nlp in" in server.log
+        assert "modelguard: prepared nlp in" in server.log
 
 
 @every_pool

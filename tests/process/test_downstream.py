@@ -1,4 +1,4 @@
-"""A project of somebody else's, with the wheel installed beside it: its suite passes, and finds a leak."""
+"""A user's project with the wheel installed: its suite passes, and finds a leak."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_answers_are_plain_strings(guarded: Server) -> None:
 
 
 def test_status_tells_of_the_guard(guarded: Server) -> None:
-    """The guard's own account is a page of the service, and no request finds the model unloaded."""
+    """The guard's status is a page of the service, and no request finds the model unloaded."""
     ask(guarded, "/tokens", SENTENCE)
     status = guarded.ask("/status").json
     assert ("ja_ginza", "ready", 1) == (status["name"], status["state"], status["generation"])
@@ -75,7 +75,7 @@ def test_the_same_without_a_guard(guarded: Server) -> None:
 
 
 def test_ends_in_order() -> None:
-    """A request to end closes the guard and stops the service, without a complaint."""
+    """SIGTERM closes the guard and stops the service, without an error in the log."""
     with serving("app:app") as server:
         server.stop()
     assert "Application shutdown complete" in server.log

@@ -41,7 +41,7 @@ def services() -> Iterator[dict[str, Server]]:
 
 
 def test_both_say_the_same(services: dict[str, Server]) -> None:
-    """The guarded service pads its texts, and nobody can hear it."""
+    """The guarded service pads its texts, and the sound does not change."""
     for text in ("a", "Hello!", "Hello, world. " * 20, "銀座でランチを食べた。"):
         sounds = [drive.speak(service, text) for service in services.values()]
         assert 8 * len(text.encode()) == len(sounds[0])
@@ -49,13 +49,13 @@ def test_both_say_the_same(services: dict[str, Server]) -> None:
 
 
 def test_status_tells_of_the_guard(services: dict[str, Server]) -> None:
-    """The guard's own account is a page of the service, and no request finds the model unloaded."""
+    """The guard's status is a page of the service, and no request finds the model unloaded."""
     status = services["guarded"].ask("/status").json
     assert ("voice", "ready", 1) == (status["name"], status["state"], status["generation"])
 
 
 def test_the_guarded_service_keeps_its_memory(services: dict[str, Server]) -> None:
-    """Over ever new lengths the unguarded service grows and grows; the guarded one has soon met all of its shapes."""
+    """With ever new lengths the unguarded service keeps growing; the guarded one soon has all of its shapes."""
     held = drive.drive(services, 80, every=40)
     growth = {name: values[-1] - values[0] for name, values in held.items()}
     assert 30e6 < growth["unguarded"], held
@@ -63,7 +63,7 @@ def test_the_guarded_service_keeps_its_memory(services: dict[str, Server]) -> No
 
 
 def test_both_end_in_order() -> None:
-    """A request to end stops the service and closes the guard, without a complaint."""
+    """SIGTERM stops the service and closes the guard, without an error in the log."""
     for name in drive.COMMANDS:
         with drive.serving(name) as service:
             drive.speak(service, "a")

@@ -97,13 +97,13 @@ def test_top_shows_the_tree(guarded: Service) -> None:
 
 
 def test_status_tells_of_the_guard(guarded: Service) -> None:
-    """The guard's own account is a page of the service: a worker serves what the parent has loaded."""
+    """The guard's status is a page of the service: a worker serves what the parent has loaded."""
     status = guarded.server.ask("/status").json
     assert ("words", "ready", 1, 0) == (status["name"], status["state"], status["generation"], status["reloads"])
 
 
 def test_all_end_in_order() -> None:
-    """A request to end stops the service, without a complaint."""
+    """SIGTERM stops the service, without an error in the log."""
     for way in drive.COMMANDS:
         with drive.serving(way, workers=1) as server:
             pass

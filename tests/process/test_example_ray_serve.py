@@ -62,7 +62,7 @@ def test_replicas_that_have_grown_are_replaced_and_nobody_notices(guarded: Any) 
 
 
 def test_a_burst_is_answered_or_refused(guarded: Any) -> None:
-    """Of far more than it can do in time it does a part, refuses the rest, and loses nothing."""
+    """Under far too much load it answers a part, refuses the rest, and loses nothing."""
     told = guarded["burst"]
     assert told["answered"] > 0, told
     assert told["refused"] > 0, told

@@ -84,7 +84,7 @@ def ask_all(server: Server, texts: list[str]) -> list[Any]:
 
 
 def test_a_text_gets_its_own_vector(guarded: Server) -> None:
-    """What a text gets in company is what it gets alone."""
+    """A text gets the same result in a batch as alone."""
     (alone,) = ask_all(guarded, ["Hello, world."])
     assert 200 == alone.status
     vector = alone.json
@@ -106,13 +106,13 @@ def test_unguarded_the_vector_is_the_neighbours_too() -> None:
 
 
 def test_a_text_that_is_too_long_is_cut(guarded: Server) -> None:
-    """More tokens than the model can take are no reason for an error, and nobody else notices."""
+    """More tokens than the model can take cause no error, and do not affect other requests."""
     answers = ask_all(guarded, ["a", "long " * 2000, "b"])
     assert [200, 200, 200] == [answer.status for answer in answers]
 
 
 def test_an_overload_is_refused_honestly(simulated: Server) -> None:
-    """Far more than it can do: some are answered, all others refused as problem documents, and none is left waiting."""
+    """Far too many: some are answered, all others refused as problem documents, and none is left waiting."""
     answers = ask_all(simulated, [LONG, *islice(drive.texts(), 800)])
     counts = Counter(answer.status for answer in answers)
     assert set(counts) <= {200, 503, 504}, counts
@@ -129,14 +129,14 @@ def test_an_overload_is_refused_honestly(simulated: Server) -> None:
 
 
 def test_probes_and_status_answer(guarded: Server) -> None:
-    """A load balancer is told that it lives and is ready; the queue's own account is a page of the service."""
+    """A load balancer sees that it lives and is ready; the queue's status is a page of the service."""
     assert [200, 200] == [guarded.ask(path).status for path in ("/livez", "/readyz")]
     status = guarded.ask("/status").json
     assert ("minilm", "open", 0) == (status["name"], status["state"], status["waiting"])
 
 
 def test_a_request_to_end_drains(simulated: Server, tmp_path: Path) -> None:
-    """What was sent before SIGTERM is answered, and the service ends without a complaint."""
+    """What was sent before SIGTERM is answered, and the service ends without an error in the log."""
     hold = tmp_path / "hold"
     hold.touch()
 

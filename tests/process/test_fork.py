@@ -84,7 +84,7 @@ def test_a_ready_generation_is_carried_over_and_the_child_is_its_own_master() ->
 
 
 def test_the_childs_policies_go_on() -> None:
-    """A policy becomes due in the child by the child's own calls, and its keeper thread runs."""
+    """A policy becomes due in the child by the child's own calls, and its ticker thread runs."""
     guarded = guard(Model, reload_on=Uses(3) | TTL("200ms"), defer=0)
     who = guarded(lambda model: model.pid)
     who()

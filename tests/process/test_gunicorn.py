@@ -51,6 +51,7 @@ def test_no_request_is_lost_while_workers_are_recycled(kind: str, connections: s
         with Clients(server, keep_alive=connections == "kept alive") as clients:
             wait_until(lambda: server.replaced() >= 5, what="five workers are replaced")
         assert (clients.sent, []) == (clients.answered, clients.failures), f"{clients}\n{server.log}"
+        assert 0 == clients.closed_before_use, "a connection is closed after a response that says so"
         assert len(clients.pids) >= 4
         assert {"1": clients.answered} == clients.versions
         assert 1 == server.log.count("prepared nlp"), "the master loaded once"
@@ -78,7 +79,7 @@ def test_new_weights_are_rolled_out_without_a_lost_request(kind: str, tmp_path: 
 
 @pytest.mark.timeout(120)
 def test_a_ttl_is_the_masters_to_keep(tmp_path: Path) -> None:
-    """Time passes once for all: the master renews and rolls, and no worker recycles itself for its age."""
+    """For ``TTL`` only the master acts: it reloads and replaces workers, and no worker recycles itself for its age."""
     with running(tmp_path, "-w", "2", policy="TTL('2s')") as server:
         wait_until(lambda: server.log.count("prepared nlp") >= 3 and server.replaced() >= 2, what="two renewals")
         assert server.replaced() == server.log.count("is being replaced: there are new weights")
@@ -86,7 +87,7 @@ def test_a_ttl_is_the_masters_to_keep(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_no_worker_is_forked_in_the_middle_of_a_load(tmp_path: Path) -> None:
-    """A HUP that comes while the master loads waits, and its workers have the new weights; nobody has to wait."""
+    """A HUP that comes while the master loads is delayed, and its workers have the new weights; no request waits."""
     with running(tmp_path, "-w", "2", policy="Modified(WEIGHTS, atomic=True)") as server:
         (tmp_path / "slow").touch()
         old = server.children()
@@ -102,7 +103,7 @@ def test_no_worker_is_forked_in_the_middle_of_a_load(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_new_weights_that_no_child_can_warm_up_are_not_rolled_out(tmp_path: Path) -> None:
-    """The throw-away child finds it; the log tells, and the workers serve on with the old weights."""
+    """The trial child finds it; the log reports it, and the workers continue with the old weights."""
     with running(tmp_path, "-w", "2", policy="Modified(WEIGHTS, atomic=True)") as server:
         old = server.children()
         (tmp_path / "cold").touch()
@@ -188,7 +189,7 @@ def test_hup_replaces_the_workers_and_keeps_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_workers_that_are_killed_come_back(tmp_path: Path) -> None:
-    """Its own care for its workers goes on, as does its orderly end."""
+    """The server's own supervision of its workers still works, and so does its orderly shutdown."""
     with running(tmp_path, "-w", "2", policy="Uses(10**9)") as server:
         old = server.children()
         for pid in old:
@@ -208,7 +209,7 @@ def test_workers_that_are_killed_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_replacement_that_cannot_warm_up_harms_nobody(tmp_path: Path) -> None:
-    """The fresh worker ends with a clear line, the old one serves on, and gunicorn does not stop."""
+    """The new worker ends with a clear line, the old one still serves, and gunicorn does not stop."""
     with running(tmp_path, "-w", "1", policy="Uses(5)") as server:
         (tmp_path / "cold").touch()
         old = server.children()

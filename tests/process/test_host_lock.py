@@ -70,7 +70,7 @@ with lock.held(sleep=time.sleep, clock=time.monotonic, cancelled=lambda: False):
 
 @contextmanager
 def running(script: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a script until the end of the block; it says something when it has come to its point."""
+    """Run a script until the end of the block; it prints a line when it has reached a certain point."""
     command = [sys.executable, "-c", script, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -101,7 +101,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_one_process_at_a_time_has_it(folder: Path) -> None:
-    """While another process holds the lock it cannot be had; when that lets it go, it can."""
+    """While another process holds the lock it cannot be acquired; after its release it can."""
     with running(HOLD, folder) as holder:
         assert "host" == said(holder)
         assert "cancelled" == tried(folder, cancelled=lambda: True)

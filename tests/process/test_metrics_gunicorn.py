@@ -1,4 +1,4 @@
-"""Prometheus' multiprocess mode under a real gunicorn: one scrape tells of all workers, recycled ones included."""
+"""Prometheus' multiprocess mode under a real gunicorn: one scrape covers all workers, recycled ones included."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def serving(folder: Path, policy: str) -> Iterator[Gunicorn]:
 
 
 def live_files(folder: Path) -> set[int]:
-    """The processes of which gauges are told."""
+    """The processes whose gauges are exported."""
     return {int(file.stem.rpartition("_")[2]) for file in (folder / "metrics").glob("gauge_live*.db")}
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from tests.process.harness import run_python
 
+from modelguard import prefork
+
 JEMALLOC = next(Path("/usr/lib").glob("*/libjemalloc.so.2"), None)
 
 #: A model of Python objects, its guard, and a way to ask a forked child.
@@ -78,7 +80,7 @@ def test_children_share_the_parents_generation_and_are_warm_before_their_first_r
 
 @pytest.mark.timeout(90)
 def test_in_child_is_the_hooks_own_work_done_once() -> None:
-    """``in_child`` after the fork hook does nothing again; and it tells the error that the warm-up raised."""
+    """``in_child`` after the fork hook repeats nothing, and raises the error of the warm-up."""
     assert [1, "OSError: no disk"] == told(
         """
         broken = []
@@ -243,6 +245,94 @@ def test_preparing_again_after_a_reload_gives_back_what_was_frozen() -> None:
     assert 1 == alive
 
 
+needs_immortals = pytest.mark.skipif(
+    prefork.immortalize_unsupported() is not None, reason=str(prefork.immortalize_unsupported())
+)
+
+
+@needs_immortals
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("count", [1_000, 150_000], ids=["small", "20 MB"])
+def test_auto_weighs_a_model_that_was_made_at_import(count: int) -> None:
+    """A load that only hands out what exists adds no memory; its objects count, and 16 MB of them are worth it."""
+    why, objects = told(
+        f"""
+        MADE = Model({{f"feature {{n}}": [n, str(n)] for n in range({count})}})
+        nlp = guard(lambda: MADE, reload_on=None, name="nlp")
+        report = prefork.prepare(nlp)
+        print(json.dumps([report.why_mortal, report.immortal and report.immortal.objects]))
+        """
+    )
+    if count == 1_000:
+        assert "the models take only" in why
+    else:
+        assert None is why
+        assert 450_000 < objects
+
+
+@needs_immortals
+@pytest.mark.timeout(90)
+def test_auto_leaves_models_that_are_renewed_mortal() -> None:
+    """An immortal model would stay for ever after its renewal; others that are prepared with it are made immortal."""
+    why, objects, insisting = told(
+        """
+        from modelguard import TTL
+
+        def load_much():
+            return Model({f"feature {n}": [n, str(n)] for n in range(150_000)})
+
+        renewed = guard(load_much, reload_on=TTL("1h") | Uses(5), name="renewed")
+        stays = guard(load_much, reload_on=Uses(5), name="stays")
+        report = prefork.prepare(renewed, stays)
+        also = prefork.prepare(renewed, immortalize=True)
+        print(json.dumps([report.why_mortal, report.immortal.objects, also.immortal.objects]))
+        """
+    )
+    assert "renewed: old models could never be freed after TTL or Modified" == why
+    assert 450_000 < objects < 700_000
+    assert 450_000 < insisting
+
+
+@needs_immortals
+@pytest.mark.timeout(90)
+def test_data_that_only_code_leads_to_is_in_the_report() -> None:
+    """What is printed of a preparation says which table stays mortal, and where it is."""
+    printed = told(
+        """
+        class Shop:
+            TABLE = [f"row {n}" for n in range(100_000)]
+
+        nlp = guard(Shop, reload_on=None, name="nlp")
+        print(json.dumps(str(prefork.prepare(nlp, immortalize=True))))
+        """
+    )
+    assert "mortal: attribute 'TABLE' of class __main__.Shop: 100,001 objects" in printed
+
+
+@needs_immortals
+@pytest.mark.timeout(90)
+def test_the_release_of_an_immortal_model_says_that_its_memory_stays() -> None:
+    """Each roll of an immortal model adds its size to the parent, which its event and its log line say."""
+    immortal, alive, freed, line = told(
+        """
+        from modelguard.telemetry import GenerationReleased, _logging
+
+        seen = []
+        telemetry.set_hooks([seen.append])
+        nlp = guard(lambda: Model({f"feature {n}": [n] for n in range(100_000)}), reload_on=None, name="nlp")
+        prefork.prepare(nlp, immortalize=True)
+        nlp.reload()
+        while not (released := [event for event in seen if isinstance(event, GenerationReleased)]):
+            time.sleep(0.01)
+        (event,) = released
+        print(json.dumps([event.immortal, event.alive, event.freed, _logging.describe(event)]))
+        """
+    )
+    assert [True, True] == [immortal, alive]
+    assert freed < 5_000_000
+    assert "stays in memory until the process ends: prefork.prepare() made its objects immortal" in line
+
+
 @pytest.mark.timeout(90)
 def test_children_of_children_and_other_forks_are_left_alone() -> None:
     """A child of a worker does not warm up."""
@@ -303,7 +393,7 @@ def test_torch_in_children_does_not_hang(parent: str) -> None:
         if {parent != "quiet"}:
             with nlp.lease() as model:
                 warm(model)
-        report = prefork.prepare(nlp, warm_timeout=20)
+        report = prefork.prepare(nlp, warm_timeout=60)
 
         def ask():
             prefork.in_child()
@@ -345,3 +435,85 @@ def test_jemallocs_threads_are_started_again_in_children() -> None:
     )
     assert 0 == done.returncode, done.stderr[-2000:]
     assert '[true, false, true, ["allocator threads"' in done.stdout
+
+
+@pytest.mark.timeout(90)
+def test_a_signal_to_end_ends_a_child_that_warms_up() -> None:
+    """The parent's handler would note it for a loop that the child does not run; afterwards the handler is back."""
+    assert [-15, "noted"] == told(
+        """
+        def warm(model):
+            if os.getpid() != parent and slow:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(20)
+
+        parent, slow, noted = os.getpid(), [], []
+        signal.signal(signal.SIGTERM, lambda *_: noted.append("noted"))
+        nlp = guard(load, reload_on=None, warmup=warm, name="nlp")
+        prefork.prepare(nlp)
+
+        def ask():
+            os.kill(os.getpid(), signal.SIGTERM)
+            return noted[0]
+
+        served = in_child(ask)
+        slow.append(True)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), served]))
+        """
+    )
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("step", ["prepare", "fork"])
+def test_no_fork_in_the_middle_of_the_load_of_another_guard(step: str) -> None:
+    """Locks that the loading thread holds would stay locked in the child, so preparing and forking wait for it."""
+    assert True is told(
+        f"""
+        lock = threading.Lock()
+        begun = threading.Event()
+
+        def load_slowly():
+            with lock:
+                begun.set()
+                time.sleep(2)
+            return Model()
+
+        def warm(model):
+            if os.getpid() != parent:
+                assert lock.acquire(timeout=10), "still locked"
+                lock.release()
+
+        parent = os.getpid()
+        nlp = guard(load, reload_on=None, warmup=warm, prefork=True, name="nlp")
+        other = guard(load_slowly, reload_on=None, name="other")
+        if {step!r} == "fork":
+            prefork.prepare(nlp)
+        threading.Thread(target=other.load, name="modelguard-test", daemon=True).start()
+        begun.wait()
+        if {step!r} == "prepare":
+            prefork.prepare(nlp)
+        print(json.dumps(in_child(lambda: prefork.in_child() or True)))
+        """
+    )
+
+
+@pytest.mark.timeout(90)
+def test_a_failed_trial_that_only_warns_is_in_the_report() -> None:
+    """With ``on_hazard="warn"`` a server's log shows the report, not the warnings."""
+    assert ["warm-up"] == told(
+        """
+        def warm(model):
+            if os.getpid() != parent:
+                raise OSError("no disk")
+
+        parent = os.getpid()
+        nlp = guard(load, reload_on=None, warmup=warm, name="nlp")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = prefork.prepare(nlp, on_hazard="warn")
+        print(json.dumps([hazard.kind for hazard in report.hazards if hazard.severity == "fatal"]))
+        """
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from modelguard import presets
-from modelguard.environment import _cpus
+from modelguard.environment import _cpus, _knobs
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -24,9 +25,9 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
 ]
 
-LENGTHS = 150
-#: Doing nothing was seen to grow by 42 - 49 MB, both caps by 6.5 MB.
-HELD, GROWN = 15e6, 25e6
+LENGTHS = 300
+#: Doing nothing was seen to grow by 87 MB, both caps by 23 MB.
+HELD, GROWN = 35e6, 55e6
 
 START = """
 import ctypes, json, os, random, re
@@ -130,7 +131,24 @@ def test_caps_that_a_program_was_started_with() -> None:
     assert grown < HELD
     assert report["ok"]
     assert ["applied", "applied"] == [report[name][0] for name in CAPS]
-    assert all("room for 64 entries" in report[name][2] for name in CAPS)
+    assert all(f"room for {_knobs.DEFAULT_ENTRIES} entries" in report[name][2] for name in CAPS)
+
+
+@pytest.mark.parametrize(("value", "crashes"), [("", True), ("0x10", True), ("abc", True), (" +2 entries", False)])
+def test_a_value_is_refused_exactly_if_torch_crashes_on_it(value: str, crashes: bool) -> None:  # noqa: FBT001
+    """The rule that presets and the doctor apply is that of torch's own parser."""
+    inherited = {name: text for name, text in os.environ.items() if name not in OURS}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{TORCH}\nconvolve(2000)"],
+        env={**inherited, "LRU_CACHE_CAPACITY": value},
+        stderr=subprocess.DEVNULL,
+        timeout=200,
+        check=False,
+    )
+    assert (-signal.SIGSEGV if crashes else 0) == done.returncode
+    (report,) = run(START, "apply()", LRU_CACHE_CAPACITY=value)
+    assert crashes is not report["ok"]
+    assert ("invalid" if crashes else "kept") == report["LRU_CACHE_CAPACITY"][0]
 
 
 def test_caps_of_the_user_are_kept() -> None:

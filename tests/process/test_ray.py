@@ -108,7 +108,7 @@ def test_overload_is_rays_own_back_pressure(local: Any) -> None:
 
 
 def test_overload_over_http_is_503_with_retry_after(local: Any) -> None:
-    """Clients are told when to try again, and nothing else happens to them."""
+    """Clients get a time to try again, and nothing else happens to them."""
     told = local["overloaded"]
     assert {"200", "503"} == set(told["http"])
     assert int(told["headers"]["retry-after"]) >= 1
@@ -144,7 +144,7 @@ def test_a_deadline_holds(local: Any, name: str, least: float) -> None:
 
 
 def test_what_is_in_time_is_answered(local: Any) -> None:
-    """A deadline harms nobody who meets it."""
+    """A deadline does not affect requests that meet it."""
     assert [] == local["bounded"]["caught"]["fits"][0]
 
 
@@ -161,7 +161,7 @@ def test_a_ray_that_is_not_initialised_is_named(local: Any) -> None:
 
 
 def test_an_option_that_serve_does_not_know_is_named(local: Any) -> None:
-    """It is refused where it is written, not when the replicas start."""
+    """It is rejected where it is given, not when the replicas start."""
     *names, text = local["refused_options"]
     assert "InvalidOption" in names
     assert "num_replica" in text

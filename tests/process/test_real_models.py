@@ -1,4 +1,4 @@
-"""Real models, each in a fresh process: memory is judged by what persists, never by one reading."""
+"""Real models, each in a new process: memory tests use what persists, never one reading."""
 
 from __future__ import annotations
 

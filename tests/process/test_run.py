@@ -207,6 +207,14 @@ def test_presets_are_in_force(program: str) -> None:
     assert "OMP_NUM_THREADS=17 stays" in done.stderr
 
 
+@pytest.mark.parametrize("value", ["", "0", "abc"])
+def test_a_value_that_would_crash_the_command(value: str) -> None:
+    """The command is not started with a variable of the preset that crashes torch."""
+    done = run("--preset", "torch-cpu-dynamic", "--", "true", env=CLEAN | {"LRU_CACHE_CAPACITY": value})
+    assert 2 == done.returncode
+    assert f"LRU_CACHE_CAPACITY={value!r}: is read as 0" in done.stderr
+
+
 @pytest.mark.parametrize("kind", ["jemalloc", "mimalloc", "tcmalloc"])
 @pytest.mark.parametrize("program", [TELL, TELL_CHILD], ids=["command", "its child"])
 def test_the_allocator_really_serves(kind: str, program: str) -> None:
@@ -267,6 +275,45 @@ def test_a_static_program(tmp_path: Path) -> None:
     assert (2, 5) == (refused.returncode, done.returncode)
     assert "statically linked" in refused.stderr
     assert "statically linked" in done.stderr
+
+
+def compiled(tmp_path: Path, *command: str) -> str:
+    """A program that becomes the command that its arguments name."""
+    source, program = tmp_path / "launcher.c", tmp_path / "launcher"
+    source.write_text(
+        "#include <unistd.h>\nint main(int count, char **words) { execvp(words[1], words + 1); return 5; }\n"
+    )
+    if shutil.which(command[0]) is None or subprocess.run([*command, "-o", program, source], check=False).returncode:
+        pytest.skip(f"{' '.join(command)} makes no program here")
+    return str(program)
+
+
+@pytest.mark.parametrize("launcher", ["own", "gosu"])
+@pytest.mark.parametrize("kind", ["auto", "jemalloc"])
+def test_a_static_launcher(kind: str, launcher: str, tmp_path: Path) -> None:
+    """A launcher that is statically linked, as gosu is, hands the allocator on to the program that it starts."""
+    library("jemalloc")
+    if launcher == "gosu":
+        if shutil.which("gosu") is None or os.getuid() != 0:
+            pytest.skip("gosu is not installed, or this user may not use it")
+        command = ["gosu", "root"]
+    else:
+        command = [compiled(tmp_path, "cc", "-static")]
+    code = "from modelguard import allocator; print(allocator.in_force().kind)"
+    done = run("--allocator", kind, "--", *command, sys.executable, "-c", code)
+    assert (0, "jemalloc\n") == (done.returncode, done.stdout), done.stderr
+    assert "changes only in the programs that it starts" in done.stderr
+
+
+def test_a_program_for_another_c_library(tmp_path: Path) -> None:
+    """A musl program is not given glibc's libraries, with which it could not start."""
+    library("jemalloc")
+    program = compiled(tmp_path, "musl-gcc")
+    done = run("--allocator", "auto", "--", program, "echo", "it runs")
+    assert (0, "it runs\n") == (done.returncode, done.stdout), done.stderr
+    assert "for another C library" in done.stderr
+    refused = run("--allocator", "jemalloc", "--", program, "echo", "it runs")
+    assert (2, "") == (refused.returncode, refused.stdout)
 
 
 def test_a_library_that_others_may_write_to(tmp_path: Path) -> None:

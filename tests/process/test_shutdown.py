@@ -1,4 +1,4 @@
-"""A process may end while a model loads or a batch is computed: that is no reason for it to crash, nor to hang."""
+"""A process that ends while a model loads or a batch is computed neither crashes nor hangs."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_what_was_submitted_is_computed() -> None:
 
 
 def test_what_hangs_does_not_keep_the_interpreter() -> None:
-    """A loader or a batch that never ends is left behind after a grace; who waits is refused."""
+    """A loader or a batch that never ends is abandoned after a grace period; waiting callers get an error."""
     assert "GuardClosed\n" == ended(HANGS)
 
 

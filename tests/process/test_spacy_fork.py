@@ -82,7 +82,7 @@ def words(zone: Zoned[Any], text: str) -> list[str]:
 
 
 def child_succeeds(work: Callable[[], None]) -> bool:
-    """Fork, do the work in the child, and tell whether it came through."""
+    """Fork, do the work in the child, and return whether it succeeded."""
     child = os.fork()
     if child == 0:
         try:
@@ -107,7 +107,7 @@ def thread_in(work: Callable[[], Any]) -> Iterator[None]:
 
 
 def test_a_fork_while_another_thread_is_inside(zone: Zoned[Any]) -> None:
-    """The child closes the zone that nobody is left to close, and its calls wait for nobody."""
+    """The child closes the zone that its parent's thread left open, and its calls do not wait for it."""
     inside, leave = threading.Event(), threading.Event()
 
     def stay() -> None:
@@ -179,7 +179,7 @@ def test_a_fork_inside_a_zone(zone: Zoned[Any]) -> None:
 
 
 def test_a_block_that_the_forking_code_is_not_inside_of(zone: Zoned[Any]) -> None:
-    """The child has closed its zone already, so its end there takes nothing from those who are inside by then."""
+    """The child has closed its zone already, so its end there takes nothing from calls that are inside by then."""
     with zone._guard.lease() as nlp:
         stay = ZoneContext(nlp, timeout=TIMEOUT, guard="en")
     contextvars.copy_context().run(stay.__enter__)
@@ -211,7 +211,7 @@ def test_a_fork_while_others_wait_for_their_turn(zone: Zoned[Any]) -> None:
 
 
 def in_child_alone(nlp: Language) -> None:
-    """What is left in the child is the forking thread's own stay."""
+    """What is left in the child is the forking thread's own time in the zone."""
     zone = _zone_of(nlp)
     assert 1 == zone._inside
     assert not zone._waiting

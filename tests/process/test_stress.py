@@ -70,7 +70,7 @@ class Loader:
 
 
 class Traffic:
-    """Threads and tasks that use a guard in every way, until told to stop, and count what they got."""
+    """Threads and tasks that use a guard in every way until they are stopped, and count their results."""
 
     def __init__(self, guarded: ModelGuard[Model], *, may_fail: bool) -> None:
         self.done = threading.Event()

@@ -137,7 +137,7 @@ def test_each_batch_leases_once_and_pads_little() -> None:
 
 
 def test_a_text_that_the_model_cannot_take_fails_alone() -> None:
-    """More tokens than the model has positions for are an error of that text, and nobody else's."""
+    """More tokens than the model has positions for are an error of that text only."""
     from modelguard.adapters.transformers import batched_pipeline
 
     with batched_pipeline(pipeline("feature-extraction"), max_size=4, max_wait="60s") as embed:

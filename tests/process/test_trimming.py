@@ -34,7 +34,7 @@ HOLES = """
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("every", ["300ms", "50 MB"])
 def test_what_glibc_keeps_is_given_back_beside_the_calls(every: str) -> None:
-    """200 MB are freed in the middle of the heap: the keeper's thread has them given back within the interval."""
+    """200 MB are freed in the middle of the heap: the ticker's thread returns them within the interval."""
     assert run_python(HOLES.format(every=every, patience=30), 50) < 50 * MB
 
 

@@ -100,7 +100,7 @@ def running(folder: Path, *options: str, policy: str = "Uses(10**9)") -> Iterato
 
 
 def all_answer(server: Uwsgi, workers: int) -> set[int]:
-    """The workers, of which none is starting any more: one that answers tells nothing of the others."""
+    """The workers, when none is starting any more: one that answers says nothing about the others."""
     asked: set[int] = set()
 
     def so_many() -> bool:

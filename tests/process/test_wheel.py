@@ -1,4 +1,4 @@
-"""What users install is the wheel, so the wheel is tried: built, installed alone, used outside the source tree."""
+"""The wheel that users install works: built, installed alone, used outside the source tree."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def user(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(120)
 def test_the_wheel_carries_the_types_and_the_licence_and_nothing_foreign(wheel: Path) -> None:
-    """Type checkers find `py.typed`, lawyers the licence, and the wheel holds only the package and its metadata."""
+    """The wheel contains `py.typed`, the licence, the package and its metadata, and nothing else."""
     files = zipfile.ZipFile(wheel).namelist()
     assert "modelguard/py.typed" in files
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in files)
@@ -68,7 +68,7 @@ def test_the_wheel_carries_the_types_and_the_licence_and_nothing_foreign(wheel: 
 
 @pytest.mark.timeout(120)
 def test_the_source_archive_is_the_whole_project(dist: Path) -> None:
-    """Who packages modelguard elsewhere has its tests, documentation and examples, and nothing that was built here."""
+    """The source archive has tests, documentation and examples for packagers, and no build results."""
     (archive,) = dist.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         files = {Path(*Path(name).parts[1:]) for name in opened.getnames()}

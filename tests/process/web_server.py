@@ -65,7 +65,7 @@ class WebServer(Server):
         return (self.folder / "computed").read_text().split()
 
     def seen(self, **expected: int) -> None:
-        """Wait until the queue is as it should be."""
+        """Wait until the queue is in this state."""
 
         def is_so() -> bool:
             status = self.ask("/status").json
@@ -108,7 +108,7 @@ def gunicorn(folder: Path, *options: str, app: str, **environment: str) -> WebSe
 
 
 def is_problem(answer: Answer, status: int) -> bool:
-    """Whether it is all that a refusal should be, and no more."""
+    """Whether it is a complete refusal, and nothing more."""
     return (
         (answer.status, answer.headers["content-type"], answer.headers["cache-control"])
         == (status, "application/problem+json", "no-store")

@@ -25,6 +25,7 @@ from modelguard import (
     deadline,
     guard,
     guard_of,
+    isolate,
     pool,
     prefork,
     presets,
@@ -345,6 +346,19 @@ def synthesize(model: Model, wave: torch.Tensor) -> torch.Tensor:
 assert_type(synthesize(torch.zeros(1, 8)), torch.Tensor)
 assert_type(pad_to_bucket(torch.zeros(1, 8)), torch.Tensor)
 assert_type(pad_to_bucket(torch.zeros(1, 8), mask=True), tuple[torch.Tensor, torch.Tensor])
+
+# Isolation: the function stays what it was.
+
+
+@isolate(workers=2, timeout="10s")
+@model
+def isolated(model: Model, text: str) -> list[str]:
+    return [text]
+
+
+assert_type(isolated("a"), list[str])
+assert_type(isolated.submit("a"), Future[Any])
+assert_type(isolated.ready, bool)
 
 # Presets and sharing.
 

@@ -8,7 +8,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, WeightsRefused
 from modelguard.sharing import _mapped
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class NumpyFormat:
 
     def load(self, build: Callable[..., Any], folder: Path, details: Mapping[str, Any]) -> Any:
         """Call ``build`` with the array, or the dict of arrays."""
-        names = details["names"]
+        names = _names(folder, details)
         files = [folder / _file(number) for number in range(1 if names is None else len(names))]
         arrays = [np.load(file, mmap_mode="r", allow_pickle=False) for file in files]
         labels = ["the array"] if names is None else names
@@ -55,6 +55,13 @@ class _Sink:
 
 def _file(number: int) -> str:
     return f"{number}.npy"
+
+
+def _names(folder: Path, details: Mapping[str, Any]) -> list[str] | None:
+    names = details.get("names", ())
+    if names is None or (isinstance(names, list) and names and all(isinstance(name, str) for name in names)):
+        return names
+    raise WeightsRefused(folder, why="the names of its arrays are missing", fix="Publish the arrays again.")
 
 
 def _check(name: object, array: Any) -> None:

@@ -61,13 +61,21 @@ def _behind_python(python: str, arguments: Sequence[str]) -> tuple[str, Sequence
         if word == "-m" and waiting:
             return waiting[0], waiting[1:]
         if word == "-c":
-            # multiprocessing, and with it uvicorn, starts workers like this.
-            return ("python (spawned worker)" if "spawn_main" in "".join(waiting[:1]) else f"{python} -c"), ()
+            return _behind_program(python, *waiting), ()
         if word in _PYTHON_VALUES and waiting:
             waiting.pop(0)
         elif not word.startswith("-"):
             return PurePath(word).name, waiting
     return python, ()
+
+
+def _behind_program(python: str, program: str = "", *arguments: str) -> str:
+    """Name a program that is text on the command line."""
+    if "spawn_main" in program:  # multiprocessing, and with it uvicorn, starts workers like this
+        return "python (spawned worker)"
+    if "modelguard.isolation" in program and arguments:  # a mold, or a worker, which has its mold's command line
+        return f"isolated {arguments[-1]}"
+    return f"{python} -c"
 
 
 def _app(arguments: Sequence[str], options: tuple[str, ...]) -> str | None:

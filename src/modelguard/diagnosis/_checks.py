@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from modelguard.diagnosis import _checks_allocator, _checks_memory, _checks_presets, _checks_servers
+from modelguard.diagnosis import (
+    _checks_allocator,
+    _checks_interpreter,
+    _checks_memory,
+    _checks_presets,
+    _checks_servers,
+)
 from modelguard.diagnosis._findings import Check, Finding
 
 __all__ = ["CHECKS", "Check", "Finding"]
@@ -12,4 +18,5 @@ CHECKS: tuple[Check, ...] = (
     *_checks_presets.CHECKS,
     *_checks_memory.CHECKS,
     *_checks_servers.CHECKS,
+    *_checks_interpreter.CHECKS,
 )

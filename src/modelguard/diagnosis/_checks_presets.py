@@ -8,12 +8,16 @@ from modelguard._units import format_bytes
 from modelguard.diagnosis._facts import CAPS, Facts, ServiceProcess, Variable
 from modelguard.diagnosis._findings import Check, Evidence, Level, Remedy
 from modelguard.diagnosis._variables import THREAD_VARIABLES
+from modelguard.environment import _capacities, _knobs
 
 __all__ = ["CHECKS"]
 
 #: oneDNN also reads the first of these under an older name.
 _ONEDNN = (CAPS[0], "DNNL_PRIMITIVE_CACHE_CAPACITY")
 _IDEEP = CAPS[1]
+
+#: Entries in each cache where the number of input shapes is unknown, as the preset has them.
+_DEFAULT = _knobs.DEFAULT_ENTRIES
 
 #: The most bytes that the code of one compiled primitive takes, and that other compiled code may take, as written
 #: memory. Measured: 31 kB for each shape of a 1-d convolution, whose data take eight times as much beside it. 200
@@ -33,15 +37,23 @@ def _one_cap(facts: Facts) -> Evidence | None:
         return None
     missing = _IDEEP if onednn else _ONEDNN[0]
     seen = f"{given.where} sets {given.name}={given.value}; {missing} is not set"
-    # ideep's must not be 0, even if oneDNN's is: see MG205.
-    wanted = "1" if missing == _IDEEP and given.value == "0" else given.value
+    wanted = _wanted(missing, given)
     fix = f"Also set {missing}={wanted}, or use: {_PRESET}"
     return Evidence((seen,), fix, remedy=Remedy(environ=(f"{missing}={wanted}",)))
 
 
+def _wanted(missing: str, given: Variable) -> int:
+    """The capacity for one cache, given that of the other, as the library understands it."""
+    entries = _capacities.capacity(given.name, given.value)
+    if entries is None or entries < 0 or (entries == 0 and given.name == _IDEEP):
+        return _DEFAULT  # no limit, or a crash
+    # ideep's must not be 0, even if oneDNN's is: see MG205.
+    return max(1, entries) if missing == _IDEEP else entries
+
+
 def _crash(facts: Facts) -> Evidence | None:
     cap = facts.last(_IDEEP)
-    if cap is None or cap.value.strip() != "0" or not _may_run_torch(facts):
+    if cap is None or _capacities.why_unusable(_IDEEP, cap.value) is None or not _may_run_torch(facts):
         return None
     fix = f"Set {_IDEEP}=1 or more, or use: {_PRESET}"
     return Evidence((f"{cap.where} sets {cap.name}={cap.value}",), fix, remedy=Remedy(environ=(f"{_IDEEP}=1",)))
@@ -78,7 +90,8 @@ def _larger_pool(facts: Facts, variable: Variable) -> tuple[str, int] | None:
 
 
 def _above_cap(facts: Facts, cap: Variable) -> list[str]:
-    allowed = int(cap.value) * _PER_ENTRY + _OTHER_CODE if cap.value.isdecimal() else None
+    entries = _capacities.capacity(cap.name, cap.value)
+    allowed = None if entries is None or entries < 0 else entries * _PER_ENTRY + _OTHER_CODE
     return [
         f"{cap.where} sets {cap.name}={cap.value}, but process {process.pid} has written {_code(process)}, "
         "more than this cap allows"
@@ -158,8 +171,9 @@ CHECKS = (
     ),
     Check(
         "MG205",
-        "LRU_CACHE_CAPACITY=0 crashes the process",
+        "LRU_CACHE_CAPACITY is read as 0, which crashes the process",
         "ideep needs room for at least one entry: torch 2.13 crashes with SIGSEGV at its first convolution on CPU. "
+        "It reads the decimal digits at the start, so '', 'abc' and '0x10' are 0 too. "
         "The capacity of oneDNN's own cache may be 0.",
         _crash,
     ),

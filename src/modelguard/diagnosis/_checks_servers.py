@@ -1,4 +1,4 @@
-"""MG4xx and MG5xx: how workers are started, and how much memory each of them has for itself."""
+"""MG4xx: how workers are started, and how much memory each of them has for itself."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ from modelguard._units import format_bytes
 from modelguard.diagnosis._facts import Facts, Role, ServiceProcess
 from modelguard.diagnosis._findings import Check, Evidence, Remedy
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "MANY_OBJECTS"]
 
 #: Bytes: more than the private memory of a worker without a model. FastAPI takes about 30 MB, torch 2.13 153 MB.
 _HOLDS_A_MODEL = 180_000_000
 
 #: Objects. A heap of 600,000 objects took 276 MB (CPython 3.11), so these are about 46 MB for each worker.
-_MANY_OBJECTS = 100_000
+MANY_OBJECTS = 100_000
 
-_IMMORTAL = (3, 12)
-#: The releases with the incremental collector (python/cpython#142516).
-_COLLECTOR = ((3, 14, 0), (3, 14, 4))
-#: The first release that can keep small objects in huge pages.
-_HUGE_PAGES = (3, 15)
 
 _FREEZE = "def when_ready(server): gc.collect(); gc.freeze()"
 _OURS = ("-c", "python:modelguard.frameworks.gunicorn")
@@ -32,7 +27,7 @@ def _not_frozen(facts: Facts) -> Evidence | None:
     if server is None or not server.preforks or not facts.running("forked") or not main or main[0].inside is None:
         return None
     inside = main[0].inside
-    if inside.frozen or inside.tracked < _MANY_OBJECTS:
+    if inside.frozen or inside.tracked < MANY_OBJECTS:
         return None
     loaded = (
         f"process {main[0].pid} has loaded the app before it forks; its collector examines {inside.tracked:,} objects, "
@@ -124,39 +119,6 @@ def _restarts_on_changes(facts: Facts) -> Evidence | None:
     return Evidence((f"{server.kind} watches its source files",), fix, remedy=Remedy(drop=("--reload",)))
 
 
-def _no_immortal_objects(facts: Facts) -> Evidence | None:
-    python, server, main = facts.interpreter, facts.server, facts.running("main")
-    if python is None or server is None or not server.preforks or not facts.running("forked") or not main:
-        return None
-    objects = main[0].inside.frozen + main[0].inside.tracked if main[0].inside else 0
-    if objects < _MANY_OBJECTS:
-        return None
-    if python.name == "CPython" and python.version >= _IMMORTAL and not python.free_threaded:
-        return None
-    fix = "If the model consists of many Python objects, use CPython 3.12 or newer, with the GIL."
-    return Evidence((f"workers share {objects:,} objects on {python}",), fix, "note")
-
-
-def _collector(facts: Facts) -> Evidence | None:
-    first, last = _COLLECTOR
-    for process in facts.serving:
-        if process.inside and not process.inside.free_threaded and first <= process.inside.version <= last:
-            version = ".".join(map(str, process.inside.version))
-            return Evidence((f"process {process.pid} runs CPython {version}",), "Use CPython 3.14.5 or newer.")
-    return None
-
-
-def _huge_pages(facts: Facts) -> Evidence | None:
-    setting = facts.last("PYTHON_PYMALLOC_HUGEPAGES")
-    built = [process for process in facts.running("forked") if process.inside and process.inside.huge_pages]
-    if not built or built[0].inside is None or built[0].inside.version < _HUGE_PAGES or setting is None:
-        return None
-    if setting.value in ("", "0"):
-        return None
-    seen = f"{setting.where} sets {setting.name}={setting.value}, and process {built[0].pid} is a fork"
-    return Evidence((seen,), f"Remove {setting.name}.", remedy=Remedy(unset=(setting.name,)))
-
-
 def _may_use_ours(facts: Facts) -> bool:
     """Whether our configuration can take the place of the service's: it has none, and it has a guard to share."""
     guarded = any(process.inside and process.inside.guards for process in facts.processes)
@@ -227,27 +189,5 @@ CHECKS = (
         "It watches all source files, keeps one more process for that, and a deployment that copies files over the old "
         "ones restarts the service amid the copy. uvicorn runs a single worker then.",
         _restarts_on_changes,
-    ),
-    Check(
-        "MG501",
-        "This Python has no immortal objects",
-        "Reading an object changes its reference count, which copies its page in the worker, even if it is frozen. "
-        "Since CPython 3.12, objects can be made immortal, and reading them then writes nothing. Tensors and arrays "
-        "are not affected: their data has no reference counts.",
-        _no_immortal_objects,
-    ),
-    Check(
-        "MG502",
-        "This Python's garbage collector lets memory grow",
-        "CPython 3.14.0 to 3.14.4 collect cycles incrementally, so garbage waits longer and memory peaks higher. "
-        "3.14.5 went back to the earlier collector (python/cpython#142516).",
-        _collector,
-    ),
-    Check(
-        "MG503",
-        "Python keeps small objects in huge pages, and workers are forked",
-        "A page that a worker writes to must be copied. If no huge page is free at that moment, the kernel ends the "
-        "worker with SIGBUS.",
-        _huge_pages,
     ),
 )

@@ -8,6 +8,7 @@ contain secrets: only the environment variables that modelguard knows are kept, 
 from dataclasses import dataclass
 from typing import Literal
 
+from modelguard.environment import _capacities
 from modelguard.environment._allocator_kinds import Problem
 from modelguard.environment._cpus import Cpus
 from modelguard.environment._limits import Limit
@@ -34,7 +35,7 @@ Role = Literal["main", "forked", "spawned", "other"]
 
 #: The variables that limit the two caches that grow with the input shapes of a model on CPU: oneDNN's compiled
 #: primitives, and ideep's descriptions of them. oneDNN also reads an older name of its variable.
-CAPS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+CAPS = (_capacities.ONEDNN, _capacities.IDEEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,13 @@ class Interpreter:
         version: Such as ``(3, 12)``.
         name: ``"CPython"`` or another implementation.
         free_threaded: Whether it is a build without the GIL.
+        micro: The patch, 2 in 3.12.2; None if unknown.
     """
 
     version: tuple[int, int]
     name: str = "CPython"
     free_threaded: bool = False
+    micro: int | None = None
 
     def __str__(self) -> str:
         build = " free-threaded" if self.free_threaded else ""

@@ -58,7 +58,8 @@ def machine(root: Path, pid: int | None = None) -> Machine:
 def this_interpreter() -> Interpreter:
     """The Python that runs this."""
     free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-    return Interpreter((sys.version_info[0], sys.version_info[1]), platform.python_implementation(), free_threaded)
+    version = sys.version_info
+    return Interpreter((version[0], version[1]), platform.python_implementation(), free_threaded, version[2])
 
 
 def _problems() -> tuple[Problem, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 from modelguard.diagnosis import _answers, _redact
 from modelguard.diagnosis._facts import Facts, Interpreter, Role, Server, ServiceProcess, Variable
 from modelguard.diagnosis._facts_machine import machine
+from modelguard.diagnosis._patch_level import patch_level
 from modelguard.diagnosis._variables import known_variables
 from modelguard.environment import _memory, _proc, _remote
 from modelguard.environment._proc import MemoryMapping
@@ -33,6 +34,7 @@ _FIRST_WORDS = 3
 #: What the processes have said of themselves, by their ids.
 Answers = Mapping[int, Mapping[str, Any]]
 
+_PYTHON_FILE = re.compile(r"^/.*/(?:python\d[\d.]*t?|libpython\d[\d.]*t?\.so[\d.]*)$")
 _TORCH = re.compile(r"/libtorch_cpu\.(?:so|dylib)")
 
 
@@ -87,7 +89,7 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
         subject,
         machine(root, pid),
         (*known_variables(environ, f"the environment that process {pid} was started with"), *_set_later(processes)),
-        _interpreter(_proc.maps(pid, root)),
+        _with_patch(_interpreter(_proc.maps(pid, root)), pid, root),
         seen.problems,
         _server(_words(pid, root), processes, answers),
         processes,
@@ -202,6 +204,15 @@ def _interpreter(mappings: Iterable[MemoryMapping]) -> Interpreter | None:
         if found := _PROGRAM.search(name):
             return Interpreter((int(found[1]), int(found[2])), free_threaded=bool(found[3]))
     return None
+
+
+def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter | None:
+    """The interpreter with its patch, which is in the program or in its library, as the process sees them."""
+    if python is None:
+        return None
+    files = (mapping.name for mapping in _proc.maps(pid, root) if _PYTHON_FILE.search(mapping.name))
+    levels = (patch_level(root / f"proc/{pid}/root{name}", python.version) for name in dict.fromkeys(files))
+    return replace(python, micro=next((level for level in levels if level is not None), None))
 
 
 def _above(pid: int, root: Path) -> Iterator[str]:

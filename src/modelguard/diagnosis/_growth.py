@@ -1,7 +1,5 @@
 """What was measured of a function's growth, and the verdict whether it grows with its calls."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -160,7 +160,9 @@ def trim(library: Library | None = None, *, private: Callable[[], int] | None = 
 
     Allocators keep freed memory for the next request. This function makes the allocator in force return it: glibc by
     ``malloc_trim(0)``, jemalloc by a purge of all arenas, tcmalloc by ``MallocExtension_ReleaseFreeMemory``, mimalloc
-    by ``mi_collect`` (only what the calling thread has freed, and some of it a moment later).
+    by ``mi_collect``. mimalloc returns whole free segments of 32 MB at once, and few of the free pages between blocks
+    that are in use, whichever thread collects: of 200 MB in blocks of 8 kB, one in 200 of which is still in use, 2.0.9
+    returned 0 - 1 MB, and 198 MB if ``MIMALLOC_RESET_DELAY=0`` was set when the program started.
 
     Args:
         library: The file that serves ``malloc``. Default: the one that the dynamic linker names.

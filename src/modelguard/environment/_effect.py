@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from modelguard.environment import _capacities
 from modelguard.environment._knobs import Knob
 from modelguard.errors import NotSupported
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessHistory", "State", "effect_of"]
 
-State = Literal["applied", "kept", "too late", "needs exec", "not supported"]
+State = Literal["applied", "kept", "invalid", "too late", "needs exec", "not supported"]
 
 
 class ProcessHistory(Protocol):
@@ -95,6 +96,9 @@ def effect_of(knob: Knob, value: str | None, process: ProcessHistory) -> tuple[S
     Returns:
         The state and the evidence. ``"applied"`` means that the variable may be set now if it is not set yet.
     """
+    if value is not None and (crash := _capacities.why_unusable(knob.name, value)) is not None:
+        # Whatever has happened so far: ideep reads the variable again in each new thread.
+        return "invalid", f"{crash}; remove it, or set it to 1 or more before the program starts"
     inspect = _INSPECTIONS.get(knob.name, _inspect_start if knob.read_at == "exec" else _inspect_unknown)
     try:
         reading = inspect(knob, value, process)
@@ -157,11 +161,14 @@ def _name(allocator: AllocatorInForce) -> str:
 def _inspect_cache(name: str, where: str, capacity: Callable[[ProcessHistory], int | None]) -> _Inspect:
     """Inspect the capacity of one of oneDNN's caches."""
 
-    def inspect(_knob: Knob, _value: str | None, process: ProcessHistory) -> _Reading:
+    def inspect(knob: Knob, value: str | None, process: ProcessHistory) -> _Reading:
         entries = capacity(process)
         if entries is None:
             return _Reading(f"{name} does not exist yet{where}")
-        return _Reading(f"{name} was made{where} with room for {entries} entries", read=True, in_force=str(entries))
+        wanted = knob.value if value is None else value
+        as_wanted = entries == _capacities.capacity(knob.name, wanted)
+        seen = f"{name} was made{where} with room for {entries} entries"
+        return _Reading(seen, read=True, in_force=wanted if as_wanted else str(entries))
 
     return inspect
 
@@ -193,10 +200,8 @@ def _inspect_grpc(knob: Knob, value: str | None, process: ProcessHistory) -> _Re
 
 
 _INSPECTIONS: dict[str, _Inspect] = {
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": _inspect_cache(
-        "oneDNN's primitive cache", "", lambda process: process.primitive_cache()
-    ),
-    "LRU_CACHE_CAPACITY": _inspect_cache(
+    _capacities.ONEDNN: _inspect_cache("oneDNN's primitive cache", "", lambda process: process.primitive_cache()),
+    _capacities.IDEEP: _inspect_cache(
         "ideep's cache of convolutions", " in this thread", lambda process: process.descriptor_cache()
     ),
     "OMP_NUM_THREADS": _inspect_threads,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import operator
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,15 +17,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["ElfFile", "NotElf", "Relocation", "Section", "Segment", "Symbol", "opened"]
+__all__ = ["CLibrary", "ElfFile", "NotElf", "Relocation", "Section", "Segment", "Symbol", "opened"]
 
 #: The content of the file: a shared library (or a position-independent program), or a program at a fixed address.
 FileType: TypeAlias = Literal["shared", "fixed", "other"]
+
+#: The C library that a file was linked to.
+CLibrary: TypeAlias = Literal["glibc", "musl"]
 
 _MAGIC = b"\x7fELF"
 _WIDE = {1: False, 2: True}  # ELFCLASS32, ELFCLASS64
 _BYTE_ORDERS: dict[int, Literal["<", ">"]] = {1: "<", 2: ">"}  # ELFDATA2LSB, ELFDATA2MSB
 _TYPES: dict[int, FileType] = {2: "fixed", 3: "shared"}  # ET_EXEC, ET_DYN
+
+#: The names of their dynamic linkers, and those of the libraries that others need. Alpine names musl's library
+#: libc.musl-x86_64.so.1, and musl's own installation libc.so.
+_C_LIBRARIES: tuple[tuple[CLibrary, str], ...] = (
+    ("musl", r"(?:^|/)ld-musl-|^libc\.musl-|^libc\.so$"),
+    ("glibc", r"(?:^|/)ld(?:-linux[^/]*|64)\.so\.\d+$|^libc\.so\.6"),
+)
 
 _PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
 _SHT_SYMTAB, _SHT_DYNSYM = 2, 11
@@ -147,6 +158,15 @@ class ElfFile:
     def fits(self, other: ElfFile) -> bool:
         """Whether both were built for the same kind of machine, so that one can be loaded into the other."""
         return (self.wide, self.byte_order, self.machine) == (other.wide, other.byte_order, other.machine)
+
+    @property
+    def c_library(self) -> CLibrary | None:
+        """The C library that it was linked to; None if that is another one, or none, as in a static program."""
+        for name in (self.interpreter or "", *self.needed):
+            for library, pattern in _C_LIBRARIES:
+                if re.search(pattern, name):
+                    return library
+        return None
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

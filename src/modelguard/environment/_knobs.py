@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from modelguard.environment import _capacities
 from modelguard.errors import InvalidOption
 
 __all__ = [
@@ -29,9 +30,11 @@ __all__ = [
 #: each time that the value is needed.
 When = Literal["exec", "library load", "first use", "any time"]
 
-#: Entries in each of oneDNN's caches if the number of input shapes is unknown. From the curve that
-#: benchmarks/torch_dynamic_shapes.py prints: memory stays flat, and lengths that do not recur are no slower.
-DEFAULT_ENTRIES = 64
+#: Entries in each of oneDNN's caches if the number of input shapes is unknown. From the matrix that
+#: benchmarks/torch_families.py prints. 64 are fewer than one call of a VITS needs (65 convolutions): with inputs of one
+#: shape it took 2.1 times the CPU time, and with twelve shapes six transposed convolutions took 2.4 times as long. 256
+#: take no longer in both cases, and halve the growth of lengths that do not recur.
+DEFAULT_ENTRIES = 256
 
 #: Entries for one input shape. Each convolution layer takes one entry per shape: transformers' VitsModel took 65 for
 #: each length. This is about twice as many, because unused capacity takes no memory.
@@ -61,7 +64,8 @@ class Knob:
         source: Where this is documented or measured.
 
     Raises:
-        InvalidOption: The name is not valid for a variable, or the value cannot be written in every preset format.
+        InvalidOption: The name is not valid for a variable, the value cannot be written in every preset format, or its
+            reader crashes on it.
     """
 
     name: str
@@ -79,6 +83,8 @@ class Knob:
         if not self.value.isprintable() or self.value != self.value.strip():
             why = "must not contain control characters, or spaces at its ends: not every preset format can keep them"
             raise InvalidOption("value", self.value, why=why, fix="Use printable text without spaces at its ends.")
+        if (crash := _capacities.why_unusable(self.name, self.value)) is not None:
+            raise InvalidOption("value", self.value, why=crash, fix="Use a whole number of at least 1.")
 
 
 def onednn_caches(entries: int) -> tuple[Knob, Knob]:
@@ -90,17 +96,18 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
     measured = "400 lengths through 8 convolutions grew by 339 MB without a limit, 77 MB with this one alone"
     return (
         Knob(
-            name="ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+            name=_capacities.ONEDNN,
             value=str(entries),
             read_at="first use",
             reader="oneDNN",
             does=f"keeps at most {entries} compiled operations; each convolution layer takes one per input shape, "
             "and the default is 1024",
-            costs="an operation that no longer fits is compiled again, which matters where the same shapes recur",
+            costs="an operation that no longer fits is compiled again, which doubles the time where the same shapes "
+            "recur and do not fit",
             source=f"oneDNN developer guide, 'Primitive Cache'; {measured}",
         ),
         Knob(
-            name="LRU_CACHE_CAPACITY",
+            name=_capacities.IDEEP,
             value=str(entries),
             read_at="first use",
             reader="ideep (torch's layer over oneDNN), once in each thread",

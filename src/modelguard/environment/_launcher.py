@@ -84,14 +84,15 @@ def plan(
 
     Raises:
         CannotRun: The command was not found, or cannot be executed.
-        InvalidOption: The command is empty or contains a NUL byte, or the allocator is not available.
+        InvalidOption: The command is empty or contains a NUL byte, the allocator is not available, or a variable of the
+            preset is set in the caller's environment to a value on which its reader crashes.
         NotSupported: An allocator was named, but nothing can be preloaded here.
     """
     _require_command(command)
     before = inherited() if environ is None else dict(environ)
     program = locate(command[0], before)
     settings = preset.environment(before) if preset else {}
-    preloading, notes = choose(allocator, program, before | settings)
+    preloading, notes = choose(allocator, program, before | settings, arguments=command[1:])
     added = settings | preloading
     return Plan(program, tuple(command), before | added, added, (*_kept(preset, before), *notes))
 

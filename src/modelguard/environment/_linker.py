@@ -28,6 +28,38 @@ class _DlInfo(ctypes.Structure):
     )
 
 
+class _WideSymbol(ctypes.Structure):
+    """``Elf64_Sym`` of elf.h."""
+
+    _fields_ = (
+        ("name", ctypes.c_uint32),
+        ("info", ctypes.c_uint8),
+        ("other", ctypes.c_uint8),
+        ("section", ctypes.c_uint16),
+        ("value", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+    )
+
+
+class _NarrowSymbol(ctypes.Structure):
+    """``Elf32_Sym`` of elf.h."""
+
+    _fields_ = (
+        ("name", ctypes.c_uint32),
+        ("value", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
+        ("info", ctypes.c_uint8),
+        ("other", ctypes.c_uint8),
+        ("section", ctypes.c_uint16),
+    )
+
+
+_SYMBOL = _WideSymbol if ctypes.sizeof(ctypes.c_void_p) == ctypes.sizeof(ctypes.c_uint64) else _NarrowSymbol
+
+_RTLD_DL_SYMENT = 1  # dladdr1 gives the symbol of the address
+_UNDEFINED = 0  # SHN_UNDEF
+
+
 class MallocLibrary:
     """The file that serves ``malloc`` in this process.
 
@@ -59,11 +91,45 @@ class MallocLibrary:
         return function(*map(_to_c, arguments))
 
     def _file_of(self, name: str) -> tuple[int | None, str]:
-        """The file that a function comes from: where it begins in memory, and its name."""
-        info = _DlInfo()
+        """The file that defines a function: where it begins in memory, and its name."""
         address = ctypes.cast(self._program[name], ctypes.c_void_p)
+        if self._is_jump(address):
+            for file in loaded_files():
+                if (found := self._defined_in(file.path, name)) is not None:
+                    return found
+        return self._file_at(address)
+
+    def _file_at(self, address: ctypes.c_void_p) -> tuple[int | None, str]:
+        """The file that contains an address: where it begins in memory, and its name."""
+        info = _DlInfo()
         self._program.dladdr(address, ctypes.byref(info))
         return info.dli_fbase, os.fsdecode(info.dli_fname or b"")
+
+    def _is_jump(self, address: ctypes.c_void_p) -> bool:
+        """Whether a file has only an entry of its jump table at an address, and not the function itself.
+
+        In a program that is not position-independent, as Debian's and Ubuntu's ``/usr/bin/python3`` is, such an entry
+        is the address of a library's function for all files: the linker makes it so if the program uses the address,
+        and Python puts that of ``malloc`` into a table. The program's symbol is undefined and has a value all the same
+        (System V ABI, AMD64 supplement, "Function Addresses").
+        """
+        if not hasattr(self._program, "dladdr1"):  # musl
+            return False
+        info, symbol = _DlInfo(), ctypes.POINTER(_SYMBOL)()
+        found = self._program.dladdr1(address, ctypes.byref(info), ctypes.byref(symbol), _RTLD_DL_SYMENT)
+        return bool(found and symbol) and symbol.contents.section == _UNDEFINED
+
+    def _defined_in(self, path: str, name: str) -> tuple[int | None, str] | None:
+        """Where a loaded library begins in memory, and its name; None if it does not define the function itself."""
+        if not path:  # the program
+            return None
+        try:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
+            # The search goes on in the libraries that it needs. Of these, the first in the order of loading counts.
+            found = self._file_at(ctypes.cast(library[name], ctypes.c_void_p))
+        except (OSError, AttributeError):
+            return None
+        return found if found[1] == path else None
 
 
 class LoadedFile(NamedTuple):
@@ -109,34 +175,43 @@ class LoadedFile(NamedTuple):
         return ctypes.c_int32.from_address(base + value).value
 
 
-class _Info(ctypes.Structure):
-    """``struct dl_phdr_info`` of link.h."""
+class _LinkMap(ctypes.Structure):
+    """``struct link_map`` of link.h, an entry in the linker's list of files; its beginning, which debuggers read."""
 
     _fields_ = (
-        ("address", ctypes.c_void_p),
+        ("address", ctypes.c_size_t),
         ("name", ctypes.c_char_p),
-        ("headers", ctypes.c_void_p),
-        ("header_count", ctypes.c_uint16),
-        ("added", ctypes.c_ulonglong),
-        ("removed", ctypes.c_ulonglong),
-        ("tls_module", ctypes.c_size_t),
-        ("tls_data", ctypes.c_void_p),
+        ("dynamic", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
+        ("previous", ctypes.c_void_p),
     )
 
 
+_RTLD_DI_LINKMAP = 2  # of dlfcn.h
+_RTLD_DI_TLS_DATA = 10
+
+
 def loaded_files() -> list[LoadedFile]:
-    """List the files that the dynamic linker has loaded, as the calling thread sees them."""
+    """List the files that the dynamic linker has loaded, as the calling thread sees them, in the order of loading.
+
+    ``dl_iterate_phdr`` would call back into Python under the linker's lock. The callback may lose the GIL to a thread
+    that waits for that lock, in a dlopen or in the same call, and then both wait for ever. So this reads the linker's
+    list, as debuggers do, without a lock. A file that another thread closes meanwhile could be read after it is gone;
+    preloaded libraries, and those that Python has imported, are never closed.
+    """
+    program = ctypes.CDLL(None)
+    entry = ctypes.c_void_p()
+    handle = ctypes.c_void_p(program._handle)  # noqa: SLF001 - ctypes documents it
     found: list[LoadedFile] = []
-
-    def note(info: ctypes._Pointer[_Info], _size: int, _data: int | None) -> int:
-        loaded = info.contents
-        path = (loaded.name or b"").decode(errors="surrogateescape")
-        found.append(LoadedFile(path, loaded.address or 0, loaded.tls_data))
-        return 0
-
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Info), ctypes.c_size_t, ctypes.c_void_p)
-    # PyDLL keeps the GIL. Otherwise a thread in dlopen could take it and wait for the lock that this call holds.
-    ctypes.PyDLL(None).dl_iterate_phdr(kind(note), None)
+    if program.dlinfo(handle, _RTLD_DI_LINKMAP, ctypes.byref(entry)) != 0:
+        return found
+    while entry.value:
+        loaded = _LinkMap.from_address(entry.value)
+        data = ctypes.c_void_p()
+        # glibc's handles are the entries themselves. musl does not know this request, and refuses it.
+        known = program.dlinfo(entry, _RTLD_DI_TLS_DATA, ctypes.byref(data)) == 0
+        found.append(LoadedFile(os.fsdecode(loaded.name or b""), loaded.address, data.value if known else None))
+        entry = ctypes.c_void_p(loaded.next)
     return found
 
 

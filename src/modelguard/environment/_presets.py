@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from modelguard import _units
-from modelguard.environment import _cpus, _knobs, _renderings
+from modelguard.environment import _capacities, _cpus, _knobs, _renderings
 from modelguard.environment._effect import ProcessHistory, State, effect_of
 from modelguard.environment._knobs import Knob, When
 from modelguard.environment._renderings import Format
@@ -32,9 +32,9 @@ class Outcome:
     Attributes:
         knob: The knob.
         state: ``"applied"``: its value is set and is in force, or will be once its reader reads it. ``"kept"``: the
-            user's own value stays. ``"too late"``: its reader has read the variable already, with another value.
-            ``"needs exec"``: it has an effect only if it is set when the program starts. ``"not supported"``: nothing
-            in this process reads it.
+            user's own value stays. ``"invalid"``: so does this one, but its reader crashes on it. ``"too late"``: its
+            reader has read the variable already, with another value. ``"needs exec"``: it has an effect only if it is
+            set when the program starts. ``"not supported"``: nothing in this process reads it.
         value: The current value of the variable; None if it is not set.
         evidence: The reason for the state.
     """
@@ -56,8 +56,8 @@ class ApplyReport(tuple[Outcome, ...]):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is left to do: no knob was too late, and none needs an exec."""
-        return not any(outcome.state in ("too late", "needs exec") for outcome in self)
+        """Whether nothing is left to do: no value is invalid, no knob was too late, and none needs an exec."""
+        return not any(outcome.state in ("invalid", "too late", "needs exec") for outcome in self)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
@@ -71,11 +71,20 @@ class Preset:
         name: Its name; for a combined preset the names joined by ``" | "``.
         does: Its purpose.
         knobs: Its knobs; no variable appears twice.
+
+    Raises:
+        InvalidOption: The name is empty or has a line break or another control character: files of configuration begin
+            with it.
     """
 
     name: str
     does: str
     knobs: tuple[Knob, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.isprintable():
+            why = "must be printable text in one line"
+            raise InvalidOption("name", self.name, why=why, fix="Use a short name without line breaks.")
 
     def __or__(self, other: Preset) -> Preset:
         """Combine two presets; if both set a variable, the value on the right wins, as with ``dict``.
@@ -120,7 +129,14 @@ class Preset:
 
         Args:
             environ: The variables that the program would get without the preset.
+
+        Raises:
+            InvalidOption: A variable of the preset is set in ``environ``, and its reader crashes on its value.
         """
+        for knob in self.knobs:
+            if (crash := _capacities.why_unusable(knob.name, environ.get(knob.name, knob.value))) is not None:
+                fix = f"Remove it, or set it to 1 or more, such as {knob.value}."
+                raise InvalidOption(knob.name, environ[knob.name], why=crash, fix=fix)
         return {knob.name: knob.value for knob in self.knobs if knob.name not in environ}
 
     def render(self, format: Format) -> str:  # noqa: A002 - the command line's word for it

@@ -37,6 +37,7 @@ __all__ = [
     "meminfo",
     "memory_sums",
     "mounts",
+    "open_files",
     "owner",
     "processes",
     "smaps",
@@ -308,6 +309,17 @@ def thread_names(pid: int | None = None, root: Path = ROOT) -> dict[int, str]:
     tasks = folder(pid, root) / "task"
     names = {int(name): if_readable(_name, tasks / name) for name in os.listdir(tasks)}  # noqa: PTH208 - as above
     return {thread: name for thread, name in names.items() if name is not None}
+
+
+def open_files(pid: int | None = None, root: Path = ROOT) -> dict[int, str]:
+    """What each open descriptor refers to, such as ``/etc/hosts`` or ``socket:[4711]``; closed ones are left out."""
+    descriptors = folder(pid, root) / "fd"
+    files = {int(name): if_readable(_target, descriptors / name) for name in os.listdir(descriptors)}  # noqa: PTH208 - as above
+    return {number: file for number, file in files.items() if file is not None}
+
+
+def _target(link: Path) -> str:
+    return os.readlink(link)  # noqa: PTH115 - as text: "socket:[4711]" is not a path
 
 
 def status(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:

@@ -14,7 +14,7 @@ from modelguard.errors import CannotRun
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["NOT_EXECUTABLE", "NOT_FOUND", "ignores_preload", "locate"]
+__all__ = ["NOT_EXECUTABLE", "NOT_FOUND", "binary", "ignores_preload", "is_static", "locate"]
 
 #: A shell's exit statuses for commands that cannot be executed or found (POSIX, Shell Command Language 2.8.2).
 NOT_EXECUTABLE = 126
@@ -56,11 +56,15 @@ def locate(command: str, environ: Mapping[str, str]) -> str:
     raise CannotRun(command, why=why, fix=_fix_missing(command), status=NOT_FOUND)
 
 
-def ignores_preload(path: str, *, user: int | None = None, group: int | None = None) -> str | None:
+def ignores_preload(
+    path: str, *, starts_others: bool = False, user: int | None = None, group: int | None = None
+) -> str | None:
     """Find out why ``LD_PRELOAD`` would have no effect in a program.
 
     Args:
         path: An executable file. For a script, its interpreter is checked.
+        starts_others: Whether the effect in the programs that this one starts counts too. A static program ignores the
+            variable, but passes it on.
         user: The id of the user that starts it. Default: that of this process.
         group: The id of the group. Default: that of this process.
 
@@ -70,10 +74,10 @@ def ignores_preload(path: str, *, user: int | None = None, group: int | None = N
     Raises:
         CannotRun: The interpreter of a script is missing.
     """
-    file = _interpreter(path)
+    file = binary(path)
     if _is_privileged(file, os.getuid() if user is None else user, os.getgid() if group is None else group):
         return f"{file} runs with more privileges than its caller, so the dynamic linker ignores LD_PRELOAD"
-    if _is_static(file):
+    if not starts_others and is_static(file):
         return f"{file} is statically linked, so nothing reads LD_PRELOAD"
     return None
 
@@ -87,8 +91,15 @@ def _fix_missing(command: str) -> str:
     return "Correct the name, install it, or give its path."
 
 
-def _interpreter(path: str) -> str:
-    """The binary that is executed in the end: for a script its interpreter, which may be a script itself."""
+def binary(path: str) -> str:
+    """The binary that is executed in the end: for a script its interpreter, which may be a script itself.
+
+    Args:
+        path: An executable file.
+
+    Raises:
+        CannotRun: The interpreter of a script is missing.
+    """
     file = path
     for _ in range(_SCRIPTS):
         line = _first_line(file)
@@ -130,8 +141,8 @@ def _has_capabilities(file: str) -> bool:
         return False
 
 
-def _is_static(file: str) -> bool:
-    """Whether a program names no dynamic linker; False for what is not an ELF file, or cannot be read."""
+def is_static(file: str) -> bool:
+    """Whether a binary names no dynamic linker; False for what is not an ELF file, or cannot be read."""
     try:
         with _elf.opened(file) as program:
             return program.interpreter is None

@@ -30,6 +30,9 @@
     │   ├── WeightsMissing (FileNotFoundError)  nothing has been published there
     │   └── WeightsMismatch (ValueError)  they do not fit the model that build() makes
     ├── PublishFailed (OSError)           the disk, the permissions or another publisher prevented it
+    ├── WorkerCrashed (RuntimeError)      a worker process ended without an answer
+    ├── TransferRefused (TypeError)       arguments or a result that cannot be sent between processes
+    ├── RemoteError (RuntimeError)        a worker's error that cannot be pickled
     ├── ForkUnsafe (RuntimeError)         forking this process would give workers that hang or fail
     └── ForkOrder (RuntimeError)          prepare() or in_child() in the wrong process, or at the wrong time
 
@@ -54,6 +57,7 @@ from modelguard.errors._base import (
     Overloaded,
     WouldDeadlock,
 )
+from modelguard.errors._isolation import RemoteError, TransferRefused, WorkerCrashed
 from modelguard.errors._lifecycle import (
     EscapedResult,
     LoadFailed,
@@ -113,10 +117,13 @@ __all__ = [
     "PublishFailed",
     "QueueFull",
     "Reloading",
+    "RemoteError",
+    "TransferRefused",
     "UnhashableKey",
     "WeightsMismatch",
     "WeightsMissing",
     "WeightsRefused",
+    "WorkerCrashed",
     "WouldDeadlock",
     "WrongResults",
 ]

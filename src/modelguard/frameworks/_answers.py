@@ -20,6 +20,7 @@ from modelguard.errors import (
     LoadFailed,
     Overloaded,
 )
+from modelguard.isolation import _registry as _isolated
 from modelguard.lifecycle.guard import guards
 from modelguard.serving import _registry
 
@@ -42,7 +43,7 @@ ANSWERED = (Overloaded, LoadFailed, GuardClosed, DeadlineExceeded, ItemTooHeavy,
 
 
 class Ready(Protocol):
-    """Something that a readiness probe can check: a guard or a batched function."""
+    """Something that a readiness probe can check: a guard, a batched or an isolated function."""
 
     @property
     def name(self) -> str:
@@ -84,7 +85,7 @@ class WebOptions:
         timeout_header: The header with which a client can shorten the deadline, in seconds; None for no header.
         livez: Path of the liveness probe; None to leave it to the application.
         readyz: Path of the readiness probe; None to leave it to the application.
-        guards: What ``readyz`` checks. Default: all guards and batched functions of the process.
+        guards: What ``readyz`` checks. Default: all guards, batched and isolated functions of the process.
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
 
     Raises:
@@ -154,7 +155,8 @@ class WebOptions:
         if header is None:
             return own
         try:
-            requested = float(header) if len(header) <= _LONGEST_NUMBER else math.nan
+            valid = len(header) <= _LONGEST_NUMBER and "_" not in header  # float() reads 1_0 as ten
+            requested = float(header) if valid else math.nan
         except ValueError:
             requested = math.nan
         if not 0 <= requested < math.inf:  # also false for nan
@@ -220,4 +222,4 @@ def _title(status: int) -> str:
 
 
 def _all_of_process() -> tuple[Ready, ...]:
-    return (*guards(), *_registry.live())
+    return (*guards(), *_registry.live(), *_isolated.live())

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from modelguard import _units, prefork
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
 
-__all__ = ["PreforkOptions", "generations", "guards_to_share", "loading", "wait_for_loads"]
+__all__ = ["PreforkOptions", "generations", "guards_to_share", "log_report"]
 
 T = TypeVar("T")
 
 _YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
-#: How long a fork waits for a running load, and how often it checks whether the load has ended, in seconds.
-_LOAD_TIMEOUT = 60.0
-_POLL = 0.05
+
+class Log(Protocol):
+    """The methods of a logger that are used here."""
+
+    def info(self, msg: str, /, *args: object) -> Any:
+        """Log something that is as it should be."""
+        ...
+
+    def warning(self, msg: str, /, *args: object) -> Any:
+        """Log something that somebody should look at."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +36,7 @@ class PreforkOptions:
 
     Attributes:
         freeze: ``MODELGUARD_FREEZE``: ``yes`` (default) or ``no``.
-        immortalize: ``MODELGUARD_IMMORTALIZE``: ``auto`` (default), ``yes`` or ``no``. With ``auto``, models that are
-            renewed by ``TTL`` or ``Modified`` are not made immortal: the parent could never free the old model.
+        immortalize: ``MODELGUARD_IMMORTALIZE``: ``auto`` (default), ``yes`` or ``no``.
         on_hazard: ``MODELGUARD_ON_HAZARD``: ``fix`` (default), ``refuse`` or ``warn``.
         warm_timeout: ``MODELGUARD_WARM_TIMEOUT``: seconds, or text such as ``2m``. Default 60 s.
     """
@@ -59,11 +65,10 @@ class PreforkOptions:
 
     def prepare(self, chosen: Sequence[ModelGuard[Any]]) -> prefork.ForkReport:
         """Prepare this process to be forked."""
-        renewed = any(guard.engine.renews_weights for guard in chosen)
         return prefork.prepare(
             *chosen,
             freeze=self.freeze,
-            immortalize=False if renewed and self.immortalize == "auto" else self.immortalize,
+            immortalize=self.immortalize,
             on_hazard=self.on_hazard,
             warm_timeout=self.warm_timeout,
         )
@@ -88,16 +93,19 @@ def generations(chosen: Sequence[ModelGuard[Any]]) -> tuple[int, ...]:
     return tuple(guard.status().generation for guard in chosen)
 
 
-def loading(chosen: Sequence[ModelGuard[Any]]) -> bool:
-    """Whether a guard is loading a model, or releasing one that it has replaced."""
-    return any(guard.engine.loading for guard in chosen)
+def log_report(log: Log, report: prefork.ForkReport, on_hazard: str) -> None:
+    """Log what was prepared; a hazard that no child repairs is a warning.
 
-
-def wait_for_loads(chosen: Sequence[ModelGuard[Any]]) -> None:
-    """Wait before a fork, for a minute at most: locks that a loading thread holds would stay locked in the child."""
-    started = time.monotonic()
-    while loading(chosen) and time.monotonic() - started < _LOAD_TIMEOUT:
-        time.sleep(_POLL)
+    Args:
+        log: A logger, or gunicorn's.
+        report: What ``prepare`` returned.
+        on_hazard: The option of the preparation.
+    """
+    for line in report.lines():
+        log.info("modelguard: %s", line)
+    for hazard in report.hazards:
+        repaired = hazard.severity == "fixed" and on_hazard != "warn"
+        (log.info if repaired else log.warning)("modelguard: %s", hazard)
 
 
 def _choice(environ: Mapping[str, str], name: str, default: str, choices: Mapping[str, T]) -> T:

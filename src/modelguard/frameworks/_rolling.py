@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import stat
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,6 +14,9 @@ __all__ = ["Arbiter", "RollingReplacement"]
 
 #: Seconds until a failed replacement is tried again: long enough to cause no load, and short enough to recover soon.
 RETRY_AFTER = 60.0
+
+#: Permissions of a temporary file as ``tempfile.mkstemp`` makes it.
+_NEW_FILE = 0o600
 
 
 class Arbiter(Protocol):
@@ -88,12 +92,13 @@ class RollingReplacement:
         self._old, self._new, self._started, self._signalled = old, new, self._clock(), -math.inf
 
     def _continue(self) -> None:
-        workers, now = self._arbiter.WORKERS, self._clock()
-        if self._old not in workers:
+        # Up to gunicorn 23 a signal handler removes workers, so it may do so between any two steps here.
+        old, new, now = self._arbiter.WORKERS.get(self._old), self._arbiter.WORKERS.get(self._new), self._clock()
+        if old is None:
             self._old = 0
-        elif self._new not in workers:
+        elif new is None:
             self._give_up(f"the new worker {self._new} ended before it could take over")
-        elif serves(workers[self._new], now):
+        elif serves(new, now):
             self._end_old(now)
         elif now - self._started > self._timeout:
             self._arbiter.kill_worker(self._new, signal.SIGKILL)
@@ -114,10 +119,12 @@ class RollingReplacement:
 def serves(worker: Any, now: float) -> bool:
     """Whether a worker has finished starting, including the application's own start, and reached its main loop.
 
-    It then sends a first heartbeat: it sets the time of its file to monotonic seconds. Until then the file has the time
-    at which it was made, in seconds since 1970.
+    It then sends a first heartbeat by its file: from gunicorn 22 on it sets the file's time to monotonic seconds, where
+    until then the file has the time at which it was made, in seconds since 1970. Earlier versions change the file's
+    permissions.
     """
     try:
-        return bool(os.fstat(worker.tmp.fileno()).st_mtime <= now)
+        file = os.fstat(worker.tmp.fileno())
     except (OSError, ValueError):  # it has ended, and its file is closed
         return False
+    return file.st_mtime <= now or stat.S_IMODE(file.st_mode) != _NEW_FILE

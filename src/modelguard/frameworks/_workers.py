@@ -21,6 +21,7 @@ from modelguard import _units, prefork
 from modelguard.errors import ForkHazard
 from modelguard.frameworks import _prefork_options
 from modelguard.lifecycle import _ticker
+from modelguard.sharing import _loads
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -31,6 +32,9 @@ __all__ = ["SharedState", "Workers"]
 
 #: Seconds between the parent's checks for new weights.
 _CHECK_INTERVAL = 1.0
+
+#: Seconds that the fork of a worker waits for running loads.
+_LOAD_TIMEOUT = 60.0
 
 #: Seconds to wait for the replacement of a worker that has left: after that it has failed, or there is none.
 _REPLACE_TIMEOUT = 60.0
@@ -101,11 +105,7 @@ class Workers:
             guard.check()
         with self._forking:  # no worker may be forked from a half-prepared parent
             found = _prefork_options.generations(self._guards)
-            if (
-                _prefork_options.loading(self._guards)
-                or found == self._generations
-                or not all(g.ready for g in self._guards)
-            ):
+            if _loads.loading() or found == self._generations or not all(g.ready for g in self._guards):
                 return
             self._generations = found  # once for each load, however it ends
             with warnings.catch_warnings():
@@ -113,12 +113,16 @@ class Workers:
                 report = self._options.prepare(self._guards)
             self._weights_version += 1
             self._shared.weights_version = self._weights_version
-        logger.info("modelguard %s", report)
+        self.log(report)
+
+    def log(self, report: prefork.ForkReport) -> None:
+        """Log what was prepared."""
+        _prefork_options.log_report(logger, report, self._options.on_hazard)
 
     def _before_fork(self) -> None:
         """Wait until no other thread loads a model: locks that it holds would stay locked in the worker."""
         if not threading.current_thread().name.startswith("modelguard-"):  # a loader may fork at any time
-            _prefork_options.wait_for_loads(self._guards)
+            _loads.wait_for_loads(_LOAD_TIMEOUT)
         self._forking.acquire()
 
     def _after_fork(self) -> None:

@@ -7,8 +7,8 @@
     app.add_middleware(ModelGuardMiddleware, deadline="2s")    # Starlette, FastAPI
     app = ModelGuardMiddleware(app, deadline="2s")             # any other application that lets errors propagate
 
-Starlette handles errors itself, before they leave the application. If the middleware has to wrap the application from
-outside, add ``exception_handlers()`` to the application too.
+Starlette answers errors itself before it raises them again; its error page is replaced. ``exception_handlers()`` is for
+applications without the middleware.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from http import HTTPStatus
 from typing import Any
 
 from modelguard import _units
@@ -95,31 +96,29 @@ class ModelGuardMiddleware:
             await self._serve(scope, receive, send, timeout)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, timeout: float | None) -> None:
-        client = _Client(receive, timeout)
-        begun = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                client.answered()  # background tasks do not belong to the request
-            await send(message)
-
+        client = _client(receive, timeout)
+        response = _Held(client, send)
         try:
             with on_behalf_of(client.request):
-                await self.app(scope, client.receive, watched_send)
+                await self.app(scope, client.receive, response.send)
+            await response.release()
         except (ModelGuardError, ExceptionGroup) as error:
             answer = self._options.answer(error)
-            if answer is None or begun:
+            if answer is None or response.begun:
+                await response.release()
                 raise
             await _Response(answer)(scope, receive, send)  # the server drops it if the client has disconnected
+        except BaseException:
+            await response.release()
+            raise
         finally:
             client.answered()
 
     def _timeout_header(self, scope: Scope) -> str | None:
         if self._header is None:
             return None
-        return next((value.decode("latin-1") for name, value in scope["headers"] if name.lower() == self._header), None)
+        values = [value.decode("latin-1") for name, value in scope["headers"] if name.lower() == self._header]
+        return ", ".join(values) if values else None  # several are not a number, as if a proxy had joined them
 
 
 def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callable[[Any, Exception], Awaitable[Any]]]:
@@ -152,16 +151,71 @@ class _Response:
         await send({"type": "http.response.body", "body": body})
 
 
-class _Client:
+class _Held:
+    """The response of an application. An error page is held back until it is known what it stands for.
+
+    A mounted Starlette or FastAPI application answers 500 to every error before it raises it again. If that is an error
+    of modelguard, its own answer is sent instead.
+    """
+
+    def __init__(self, client: _PlainClient, send: Send) -> None:
+        self._client = client
+        self._send = send
+        self._held: list[Message] = []
+        self.begun = False
+
+    async def send(self, message: Message) -> None:
+        """Send a message, or hold it back."""
+        kind = message["type"]
+        if kind == "http.response.body" and not message.get("more_body"):
+            self._client.answered()  # background tasks do not belong to the request
+        error_page = kind == "http.response.start" and message["status"] == HTTPStatus.INTERNAL_SERVER_ERROR
+        if error_page or (len(self._held) == 1 and kind == "http.response.body" and not message.get("more_body")):
+            self._held.append(message)
+            return
+        await self.release()
+        self.begun = self.begun or kind == "http.response.start"
+        await self._send(message)
+
+    async def release(self) -> None:
+        """Send what was held back."""
+        held, self._held = self._held, []
+        self.begun = self.begun or bool(held)
+        for message in held:
+            await self._send(message)
+
+
+class _PlainClient:
+    """A client that is not watched: the event loop is not asyncio's, as under Hypercorn with Trio."""
+
+    def __init__(self, receive: Receive, timeout: float | None) -> None:
+        self.receive = receive
+        self.request = WebRequest(timeout)
+
+    def answered(self) -> None:
+        """Note that the request has been answered."""
+        self.request.answered()
+
+
+def _client(receive: Receive, timeout: float | None) -> _PlainClient:
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return _PlainClient(receive, timeout)
+    return _Client(receive, timeout, loop)
+
+
+class _Client(_PlainClient):
     """The messages of a client, shared between the application and a task that watches for the disconnect.
 
     The task starts with the first batched call of the request, so it costs other requests nothing. While the
     application is still reading the body, the task does not read ahead of it.
     """
 
-    def __init__(self, receive: Receive, timeout: float | None) -> None:
+    def __init__(self, receive: Receive, timeout: float | None, loop: asyncio.AbstractEventLoop) -> None:
         self._receive = receive
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
+        self.receive = self._receive_next
         self._buffer: deque[Message] = deque()  # what the watcher received, for the application
         self._buffered = asyncio.Event()
         self._app_receives = False
@@ -170,7 +224,7 @@ class _Client:
         self._watcher: asyncio.Task[None] | None = None
         self.request = WebRequest(timeout, lambda: self._loop.call_soon_threadsafe(self._start_watching))
 
-    async def receive(self) -> Message:
+    async def _receive_next(self) -> Message:
         """Receive the next message, for the application."""
         while not self._buffer:
             if self.request.disconnected:

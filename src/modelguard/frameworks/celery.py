@@ -94,12 +94,16 @@ def _start(worker: Any, workers: Workers) -> None:
         _end(error)
     _allow_warm_ups(worker.app.conf, report)
     _celery("signals").worker_process_init.connect(lambda **_: _begin(workers), weak=False)
-    _log_when_ready(logging.INFO, str(report))
+    _when_ready(lambda: workers.log(report))
 
 
 def _log_when_ready(level: int, text: str) -> None:
-    """Log a message when the worker is ready: Celery does not configure logging earlier."""
-    _celery("signals").worker_ready.connect(lambda **_: logger.log(level, "modelguard %s", text), weak=False)
+    _when_ready(lambda: logger.log(level, "modelguard %s", text))
+
+
+def _when_ready(log: Callable[[], None]) -> None:
+    """Log when the worker is ready: Celery does not configure logging earlier."""
+    _celery("signals").worker_ready.connect(lambda **_: log(), weak=False)
 
 
 def _check_start_method(worker: Any) -> None:

@@ -37,9 +37,11 @@ from typing import TYPE_CHECKING, Any
 
 from modelguard import prefork, telemetry
 from modelguard.errors import ForkHazard, InvalidOption, ModelGuardError
-from modelguard.frameworks._prefork_options import PreforkOptions, generations, guards_to_share, loading, wait_for_loads
+from modelguard.frameworks._asgi_leaving import leave_politely
+from modelguard.frameworks._prefork_options import PreforkOptions, generations, guards_to_share, log_report
 from modelguard.frameworks._rolling import RollingReplacement
 from modelguard.lifecycle import _ticker
+from modelguard.sharing import _loads, _signals
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
@@ -56,6 +58,9 @@ control_socket_disable = True
 
 #: The number of bytes that POSIX guarantees a pipe writes at once.
 _MESSAGE = 512
+
+#: Seconds that the fork of a worker waits for running loads.
+_LOAD_TIMEOUT = 60.0
 
 _options = PreforkOptions.read(os.environ)
 _master: _Master | None = None
@@ -85,6 +90,7 @@ def post_fork(server: Any, worker: Any) -> None:  # noqa: ARG001 - gunicorn's si
         if _master is not None and _master.replacement.spawning:
             sys.exit(1)
         raise
+    leave_politely(worker)
     if _master is not None:
         _master.wake_when_serving(worker)
 
@@ -101,6 +107,7 @@ class _Master:
         self._server = server
         self._guards = guards_to_share()
         self._prepared: tuple[int, ...] = ()
+        self._forks_worker = False
         self._requests, self._send_requests = os.pipe()
         self._pid = os.getpid()
 
@@ -108,6 +115,7 @@ class _Master:
         """Prepare the models, and hook into gunicorn's main loop."""
         for end in (self._requests, self._send_requests):
             os.set_blocking(end, False)
+        os.register_at_fork(after_in_child=self._after_fork)  # before that of prepare(), which warms the worker up
         _ticker.TICKER.stop()
         telemetry.add_hook(self._log)
         for guard in self._guards:
@@ -156,7 +164,7 @@ class _Master:
         self._read_requests()
         for guard in self._guards:
             self._check(guard)
-        busy = loading(self._guards)
+        busy = _loads.loading() is not None
         if not busy:
             self._renew()
         self.replacement.step(may_fork=not busy)
@@ -171,10 +179,23 @@ class _Master:
 
     def _spawn(self) -> int:
         """Fork, but not while another thread loads: locks that it holds would stay locked in the worker."""
-        wait_for_loads(self._guards)
+        _loads.wait_for_loads(_LOAD_TIMEOUT)
         self._renew()
-        pid: int = self._spawn_worker()
+        self._forks_worker = True
+        try:
+            pid: int = self._spawn_worker()
+        finally:
+            self._forks_worker = False
         return pid
+
+    def _after_fork(self) -> None:
+        """In a worker: let a signal end it, until gunicorn installs the handlers of workers.
+
+        The master's handlers note the signal for a main loop that the worker does not run.
+        """
+        if self._forks_worker and os.getppid() == self._pid:
+            for number in (*_signals.ENDING, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
 
     def _renew(self) -> None:
         """Share the weights that were loaded since the last preparation, and replace all workers."""
@@ -183,7 +204,7 @@ class _Master:
         stale = list(self._server.WORKERS)
         try:
             self._prepare()
-        except ModelGuardError:
+        except Exception:  # the master must not end
             self._prepared = generations(self._guards)  # once for each load
             self._server.log.exception("modelguard: the new weights cannot be shared; workers keep the old ones")
             return
@@ -195,5 +216,4 @@ class _Master:
             warnings.simplefilter("ignore", ForkHazard)  # the report has them
             report = _options.prepare(self._guards)
         self._prepared = generations(self._guards)
-        for line in str(report).splitlines():
-            self._server.log.info("modelguard: %s", line)
+        log_report(self._server.log, report, _options.on_hazard)

@@ -12,7 +12,7 @@ WSGI does not report when a client disconnects, so calls for clients that have d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from modelguard import _units
@@ -29,7 +29,7 @@ class ModelGuardMiddleware:
     """Turns modelguard's errors into responses: 503, 504, a deadline for each request, and the two probes.
 
     It responds as :class:`modelguard.frameworks.asgi.ModelGuardMiddleware` does, except for disconnects. The deadline
-    applies while the application makes its response, not while a generator that it returned is read.
+    applies until the response has been read, also where a generator computes it.
 
     Args:
         app: The application.
@@ -79,24 +79,100 @@ class ModelGuardMiddleware:
     def _serve(
         self, environ: dict[str, Any], start_response: Callable[..., Any], timeout: float | None
     ) -> Iterable[bytes]:
-        begun = False
-
-        def watched_start(*args: Any, **kwargs: Any) -> Any:
-            nonlocal begun
-            begun = True
-            return start_response(*args, **kwargs)
-
-        request = WebRequest(timeout)
+        body = _Body(WebRequest(timeout), start_response)
         try:
-            with on_behalf_of(request):
-                return self.app(environ, watched_start)
+            return body.begin(self.app, environ)
         except (ModelGuardError, ExceptionGroup) as error:
+            body.close()
             answer = self._options.answer(error)
-            if answer is None or begun:
+            if answer is None or body.begun:
                 raise
             return _respond(answer, environ, start_response)
-        finally:
-            request.answered()
+        except BaseException:
+            body.close()
+            raise
+
+
+class _Body:
+    """What an application returned. A generator computes while it is read, so the request lasts until then.
+
+    The response begins with the first bytes: an error before them can still be answered.
+    """
+
+    def __init__(self, request: WebRequest, start_response: Callable[..., Any]) -> None:
+        self._request = request
+        self._start_response = start_response
+        self._start: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._result: Any = ()
+        self._chunks: Iterator[bytes] = iter(())
+        self._first: list[bytes] = []
+        self._real_write: Callable[[bytes], Any] | None = None
+        self.begun = False
+
+    def begin(self, app: App, environ: dict[str, Any]) -> Iterable[bytes]:
+        """Call the application, and read up to the first bytes.
+
+        Raises:
+            BaseException: What the application raised.
+        """
+        with on_behalf_of(self._request):
+            self._result = app(environ, self._note_start)
+            if _is_ready(self._result, environ):
+                self._begin()
+                self._request.answered()
+                return self._result  # type: ignore[no-any-return]
+            self._chunks = iter(self._result)
+            while not any(self._first):
+                try:
+                    self._first.append(next(self._chunks))
+                except StopIteration:
+                    break
+        self._begin()
+        return self
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        if self._first:
+            return self._first.pop(0)
+        with on_behalf_of(self._request):
+            return next(self._chunks)
+
+    def close(self) -> None:
+        """End the request; the server calls it in any case."""
+        self._request.answered()
+        close = getattr(self._result, "close", None)
+        self._result = ()
+        if close is not None:
+            close()
+
+    def _note_start(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands for ``start_response``: the real one is called with the first bytes."""
+        if self.begun:
+            return self._start_response(*args, **kwargs)
+        self._start = args, kwargs
+        return self._write
+
+    def _write(self, data: bytes) -> Any:
+        """The old way to send bytes, which ``start_response`` returns."""
+        if self._start is not None:
+            args, kwargs = self._start
+            self._start, self.begun = None, True
+            self._real_write = self._start_response(*args, **kwargs)
+        return None if self._real_write is None else self._real_write(data)
+
+    def _begin(self) -> None:
+        if self._start is not None:
+            args, kwargs = self._start
+            self._start, self.begun = None, True
+            self._start_response(*args, **kwargs)
+
+
+def _is_ready(result: Any, environ: dict[str, Any]) -> bool:
+    """Whether a response is complete, or a file that the server may send by itself."""
+    wrapper = environ.get("wsgi.file_wrapper")
+    return isinstance(result, list | tuple) or (isinstance(wrapper, type) and isinstance(result, wrapper))
 
 
 def install(app: Any, **options: Any) -> None:

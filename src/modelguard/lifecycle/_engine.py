@@ -361,10 +361,12 @@ class Engine(Generic[M]):
         self._recycling.in_children(ask, takes_calls=takes_calls)
         self._evaluator.decide_by(self._recycling.policy)
 
-    def recycle_here(self, ask: Ask) -> None:
-        """Ask for a fresh process instead of reloading, from now on."""
+    def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
+        """Ask for a fresh process instead of reloading, from now on; without ``renews`` not for new weights."""
         self.state.raise_if_closed()
         self._recycling.in_this_process(ask)
+        if not renews:
+            self._evaluator.decide_by(subset(self.guard.options.reload_on, renews=False))
 
     def _check_policy(self, *, sample: bool) -> bool:
         """Ask the policy, and start what is due; true if that is a reload."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,9 @@ M = TypeVar("M")
 #: A release that leaves this share of the model's size more behind than the best release did calls for a collection.
 #: ja_ginza dies by reference count and still leaves 2 MB of cyclic garbage per load, which would add up.
 CREEP = 0.05
+
+#: The lowest reference count of an immortal object (PEP 683), whose memory no release returns.
+IMMORTAL = 1 << 31
 
 #: Bytes by which private memory may change while other calls run, which say nothing about the model. MiniLM, whose
 #: weights are a mapped file, has 10 MB of private memory, and readings beside its calls differ by 9 MB.
@@ -74,16 +78,17 @@ def release(
     error = unload(guard, model)
     adapter = _adapters.find(model)
     watch = _watch(model)
+    immortal = sys.getrefcount(model) >= IMMORTAL
     del model
 
     collected = False
     alive = None if watch is None else watch() is not None
-    if alive is not False:
+    if alive is not False and not immortal:
         gc.collect()
         collected = True
         alive = None if watch is None else watch() is not None
     trim, after = _return_memory(adapter, runtime)
-    if not collected and _too_little_came_back(guard, generation, before, after):
+    if not (collected or immortal) and _too_little_came_back(guard, generation, before, after):
         # The model itself died by reference count, but memory is still held: most likely by cycles inside it.
         gc.collect()
         collected = True
@@ -94,13 +99,14 @@ def release(
         bytes_before=before,
         bytes_after=after,
         alive=alive,
-        holders=() if watch is None or not alive else holders(watch),
+        holders=() if watch is None or immortal or not alive else holders(watch),
         collected=collected,
         trimmed_by=trim.allocator,
         trim_error=trim.error,
         seconds=runtime.clock() - started,
         drain_seconds=drain_seconds,
         error=error,
+        immortal=immortal,
     )
 
 

@@ -65,6 +65,9 @@ class Guarded(_FunctionWrapper):
         method = self._self_receivers and not isinstance(wrapped, classmethod)
         function = cast("Callable[..., Any]", wrapped)
         self._self_call = partial(_unbound, wrapper, function) if method else partial(wrapper, function, None)
+        # Frameworks such as Litestar read the hints of an instance's `__call__` if that is a method, as the one below
+        # is. This attribute is for them alone; calls look `__call__` up in the class.
+        self.__call__ = partial(_call, self._self_call)  # type: ignore[method-assign]
 
     @property
     def receivers(self) -> int:
@@ -169,6 +172,10 @@ def owner_of(function: object) -> object:
     return getattr(function if parent is None else parent, "_self_guard", None)
 
 
+def _call(run: Callable[[tuple[Any, ...], dict[str, Any]], Any], /, *args: Any, **kwargs: Any) -> Any:
+    return run(args, kwargs)
+
+
 def _unbound(wrapper: Wrapper, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method's function that wrapt has not bound, so its instance or class comes first.
 
@@ -236,8 +243,8 @@ def check_function(plain: Any, owner: object) -> None:
         why = f"must be a function, not {_units.kind_of(plain)}"
         fix = "Decorate a function or a method, or use guard.lease() where the model is needed."
     elif hasattr(plain, "aio") and hasattr(plain, "submit"):
-        why = "is a batched function, whose callers pass one item and no model"
-        fix = "Put @batched(...) above the guard's decorator: the guard belongs next to the def."
+        why = "is a batched or isolated function, whose callers pass no model"
+        fix = "Put @batched(...) or @isolate(...) above the guard's decorator: the guard belongs next to the def."
     elif owner is not None and isinstance(plain, Guarded) and owner_of(plain) is owner:
         why = "is decorated by this guard already"
         fix = "Decorate it once."

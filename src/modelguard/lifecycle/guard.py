@@ -271,6 +271,11 @@ def guards() -> tuple[ModelGuard[Any], ...]:
     return tuple(_guards)
 
 
+def hide(guard: ModelGuard[Any]) -> None:
+    """Leave a guard out of :func:`guards`: this process never loads its model, or shows it in another way."""
+    _guards.discard(guard)
+
+
 def guard_of(function: Callable[..., object]) -> ModelGuard[Any]:
     """The guard of a decorated function, for its ``status()``, ``reload()`` and so on.
 

@@ -62,6 +62,8 @@ class Arguments:
 
     def wrong_count(self, count: int) -> TypeError:
         """The error for a call that does not have exactly one positional argument."""
+        if count > 1 and (why := self._unbound()) is not None:  # since 3.13, @classmethod passes the class
+            return TypeError(f"{self._name}(): {why}")
         hints = [f"{self._name}() takes one item by position, and got {count or 'none'}"]
         if count > 1:
             hints += ["Pass everything else by keyword", *self._guard_hint()]

@@ -20,10 +20,12 @@ from modelguard.serving import _inline, _registry
 from modelguard.serving._batches import Batch
 from modelguard.serving._events import BatchEvents
 from modelguard.serving._execution import BatchCallable, BatchFunction, compute, compute_one
+from modelguard.serving._hung import items_in_hung
 from modelguard.serving._options import BatchOptions
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import FutureRequest, Request, deliver
+from modelguard.serving._requests import FutureRequest, QueuedCall, Request, deliver
 from modelguard.serving._wakeup import Wakeup
+from modelguard.serving._watch import Watch
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
 from modelguard.serving.status import BatchStatus
@@ -35,23 +37,6 @@ _clock = time.monotonic  # at every call, where each look-up counts
 
 #: Seconds after which a thread without work ends.
 _LINGER = 10.0
-
-
-class _QueuedCall:
-    """A queued request, as its web request sees it."""
-
-    __slots__ = ("_batcher", "_request")
-
-    def __init__(self, batcher: Batcher, request: Request) -> None:
-        self._batcher = batcher
-        self._request = request
-
-    @property
-    def done(self) -> bool:
-        return self._request.state == "done"
-
-    def cancel(self) -> None:
-        self._batcher.cancel(self._request, notify=True)
 
 
 class Batcher:
@@ -93,8 +78,8 @@ class Batcher:
         self._wakeups: set[Wakeup] = set()  # of all threads that compute
         self._threads = 0
         self._nested = False  # whether a batch function has ever called this one
-        self._next_expiry = math.inf  # when the thread that looks after deadlines wakes up
-        self._expiry_wakeup: Wakeup | None = None
+        self._watch = Watch(self.name, self._lock, self._check_time, self._after_check)
+        self._hung = False  # whether a batch has overstayed since the events were last emitted
         self._drained = threading.Event()
         self._events = BatchEvents(self.name)
 
@@ -128,13 +113,14 @@ class Batcher:
                     wakeup = self._idle.pop()
                 elif self._threads < self._most_threads:
                     self._start_thread()
-                if bounded and request.deadline < self._next_expiry:
-                    self._schedule_expiry(request.deadline)
+                if bounded and request.deadline < self._watch.due:
+                    self._watch.schedule(request.deadline)
             if wakeup is not None:
                 wakeup.set()
             if self._deferred or queue.undelivered:
                 self._settle()
         except ModelGuardError:
+            self._report_refusal()
             raise
         except BaseException:  # Ctrl-C or a signal handler that raises, at any point of the above
             with self._lock:
@@ -143,7 +129,7 @@ class Batcher:
                 each.set()
             raise
         if scope is not None and scope.web_request is not None:
-            scope.web_request.add(_QueuedCall(self, request))
+            scope.web_request.add(QueuedCall(request, self.cancel))
 
     def _apply_bounds(self, request: Request, timeout: float | None, scope: Scope | None) -> None:
         deadline = _clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
@@ -177,9 +163,7 @@ class Batcher:
 
     def cancel(self, request: Request, *, notify: bool = False) -> None:
         """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
-        if (
-            self._holds_lock()
-        ):  # called by the garbage collector in the middle of a change, which this thread ends first
+        if self._holds_lock():  # called by the garbage collector in the middle of a change, which ends first
             self._deferred.append((request, notify))
             return
         with self._lock:
@@ -240,9 +224,10 @@ class Batcher:
         with self._lock:
             found = queue.next_batch(_clock())
             if isinstance(found, Batch):
-                other = (
-                    self._find_thread() if queue.waiting else None
-                )  # the rest may be due before this batch has ended
+                if self._watch.due == math.inf and self._limits.hang_after != math.inf:
+                    self._watch.schedule(found.started + self._limits.hang_after)
+                # The rest may be due before this batch has ended.
+                other = self._find_thread() if queue.waiting else None
             elif found is None and queue.closed:
                 self._threads -= 1
                 return False
@@ -274,13 +259,16 @@ class Batcher:
             enclosing = enclosing.union(*(request.enclosing for request in batch.requests))
         started = _clock()
         token = current_scope.set(Scope(enclosing=enclosing))
-        computed = compute(self._function, batch.requests, batch.extras)
+        computed = compute(self._function, batch.requests, batch.extras, self._answer)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
         now = _clock()
         queue = self._queue
         with self._lock:
-            if computed.error is None:
+            if computed.error is None and computed.whole:
                 queue.record_run(batch, now - started, now)
+            for part in computed.parts:
+                queue.record_part(batch, *part, now)
+            queue.record_end(batch, now - started, now, reruns=computed.reruns, bad=computed.bad)
             queue.counters.bisected += bool(computed.reruns)
             requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed)
             change = queue.record_verdict(batch, computed.verdict, now)
@@ -295,34 +283,42 @@ class Batcher:
         except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread
             logger.exception("modelguard: %s() goes on", self.name)
 
-    # The thread that looks after deadlines
+    def _answer(self, requests: list[Request], outcomes: list[Any]) -> None:
+        """Answer some requests of a batch that is still being computed."""
+        with self._lock:
+            requests, outcomes = self._queue.answer(requests, outcomes)
+        if requests:
+            deliver(requests, outcomes)
 
-    def _schedule_expiry(self, deadline: float) -> None:
-        self._next_expiry = deadline
-        if self._expiry_wakeup is not None:
-            self._expiry_wakeup.set()
-            return
-        self._expiry_wakeup = Wakeup()
-        name = f"modelguard-deadlines-{self.name}"
-        try:
-            threading.Thread(target=self._expire, args=(self._expiry_wakeup,), name=name, daemon=True).start()
-        except RuntimeError:  # no thread can be started: the others look at the deadlines whenever they are free
-            self._expiry_wakeup, self._next_expiry = None, math.inf
+    # What the thread that looks after time does
 
-    def _expire(self, wakeup: Wakeup) -> None:
-        """Fail requests at their deadlines, whatever the other threads are doing."""
+    def _check_time(self, now: float) -> float:
+        """Fail requests at their deadlines, and note batches that overstay. Returns when to look again."""
         queue = self._queue
-        woken = True
-        while True:
+        queue.expire(now)
+        if queue.note_hung(now):
+            self._hung = True
+        return queue.next_check()
+
+    def _after_check(self, now: float) -> None:
+        self._settle(callbacks_elsewhere=True)
+        hung, self._hung = self._hung, False
+        try:
+            self._events.refused(self._queue, now)
+            if hung:
+                self._events.hung(self._queue, self._limits.hang_after)
+                if self._breaker is not None and self._breaker.reload is not None:
+                    self._breaker.reload.reload(wait=False)
+        except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread
+            logger.exception("modelguard: %s() goes on", self.name)
+
+    def _report_refusal(self) -> None:
+        """Have refusals reported while no batch ends. Not by this thread, which is a caller's."""
+        now = _clock()
+        if self._events.refusals_due(now):
             with self._lock:
-                queue.expire(now := _clock())
-                due = self._next_expiry = queue.next_deadline()
-                if due == math.inf and not woken:
-                    self._expiry_wakeup = None
-            self._settle(callbacks_elsewhere=True)
-            if due == math.inf and not woken:
-                return
-            woken = wakeup.wait(min(due - now, _LINGER)) or due != math.inf
+                if self._watch.due > now:
+                    self._watch.schedule(now)
 
     # Out
 
@@ -351,8 +347,12 @@ class Batcher:
             self._drained.set()
             _registry.discard(self)
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, *, abandon: bool = False) -> None:
         """Admit nothing more, compute what waits, and refuse what still waits after so many seconds.
+
+        Args:
+            timeout: Seconds.
+            abandon: Whether to refuse what is still being computed then, too: the process ends.
 
         Raises:
             WouldDeadlock: Called by the batch function, or by a signal handler or finalizer in the middle of a call.
@@ -373,12 +373,17 @@ class Batcher:
         if not self._drained.wait(timeout):
             with self._lock:
                 self._queue.refuse_waiting(GuardClosed(self.name))
+                if abandon:
+                    self._queue.refuse_running(GuardClosed(self.name))
             self._settle()
 
     @property
     def ready(self) -> bool:
-        """Whether it admits items. An open circuit does not count: without traffic there would be no probe."""
-        return not self._queue.closed
+        """Whether it admits items, and no batch hangs.
+
+        An open circuit does not count: without traffic there would be no probe.
+        """
+        return not self._queue.closed and not items_in_hung(self._queue.running)
 
     def status(self) -> BatchStatus:
         """Its state, counts and times."""

@@ -25,6 +25,7 @@ class Limits:
         max_weight: Most weight in a batch; infinity for no bound.
         deadline: Seconds that every item has from its arrival; infinity for no bound.
         threads: Threads that compute batches side by side.
+        hang_after: Seconds after which a batch that runs counts as hung; infinity for never.
         weighed: Whether items have weights of their own; the heaviest then comes first in its batch.
     """
 
@@ -35,6 +36,7 @@ class Limits:
     max_weight: float = math.inf
     deadline: float = math.inf
     threads: int = 1
+    hang_after: float = math.inf
     weighed: bool = False
 
     def fill(self, count: int, weight: float) -> float:
@@ -48,19 +50,23 @@ class Batch:
     Attributes:
         extras: Keyword arguments that they share.
         requests: In the order in which they are computed.
-        fill: How full it is; 1 is full.
+        group: Those, as the key of their line; None for none.
+        weight: Their total weight; 0 if nothing is weighed.
         started: When it was taken from the queue, in seconds on the batcher's clock.
+        hung: Whether it has run for longer than ``hang_after``.
         oldest: When the first of them arrived.
     """
 
-    __slots__ = ("extras", "fill", "oldest", "requests", "started")
+    __slots__ = ("extras", "group", "hung", "oldest", "requests", "started", "weight")
 
-    def __init__(self, requests: list[Request], fill: float, started: float) -> None:
-        self.extras: dict[str, Any] = requests[0].extras
+    def __init__(self, requests: list[Request], weight: float, started: float) -> None:
+        self.group = requests[0].group
+        self.extras: dict[str, Any] = {} if self.group is None else requests[0].extras
         self.requests = requests
         self.oldest = requests[0].arrived
-        self.fill = fill
+        self.weight = weight
         self.started = started
+        self.hung = False
 
 
 @dataclass(slots=True)

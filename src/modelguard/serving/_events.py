@@ -1,4 +1,4 @@
-"""The events of a batcher. They are emitted in the threads that compute, never in a caller's."""
+"""The events of a batcher. They are emitted in the batcher's own threads, never in a caller's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Literal
 
 from modelguard import telemetry
 from modelguard.serving._batches import Batch
-from modelguard.serving._execution import Computed, one_line
+from modelguard.serving._execution import Computed
+from modelguard.serving._hung import items_in_hung
+from modelguard.serving._outcomes import one_line
 from modelguard.serving._queue import BatchQueue
 
 #: Refused requests are reported at most this often, in seconds: under overload there are thousands.
@@ -64,7 +66,22 @@ class BatchEvents:
             )
         if change is not None:
             self._emit_circuit(queue, change, computed.error)
-        self._emit_refusals(queue, batch.started + seconds)
+        self.refused(queue, batch.started + seconds)
+
+    def hung(self, queue: BatchQueue, hang_after: float) -> None:
+        """Emit that a batch overstays."""
+        error = TimeoutError(f"a batch has been running for more than {hang_after:g} s")
+        telemetry.emit(
+            telemetry.BatchErrored(
+                guard=self._name, size=items_in_hung(queue.running), failed=0, error=one_line(error), reruns=0
+            )
+        )
+        if queue.circuit is not None:
+            self._emit_circuit(queue, "opened", error)
+
+    def refusals_due(self, now: float) -> bool:
+        """Whether the last report of refusals is long enough ago for another one."""
+        return now - self._reported_at >= _REPORT_INTERVAL
 
     def _emit_circuit(self, queue: BatchQueue, change: CircuitChange, error: BaseException | None) -> None:
         if change == "closed" or queue.circuit is None:
@@ -79,7 +96,8 @@ class BatchEvents:
             )
         )
 
-    def _emit_refusals(self, queue: BatchQueue, now: float) -> None:
+    def refused(self, queue: BatchQueue, now: float) -> None:
+        """Emit what was refused since the last report, at most once a second."""
         counters = queue.counters
         counts = (
             counters.refused_full,

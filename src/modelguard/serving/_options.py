@@ -16,6 +16,11 @@ from modelguard.serving.breaker import Breaker
 OnError = Literal["isolate", "fail"]
 
 
+#: A batch counts as hung after so many times the deadline, but not before a minute.
+_HANG = 10
+_SHORTEST_HANG = 60.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
     """The options of :func:`~modelguard.batched`, in base units.
@@ -48,6 +53,7 @@ def check_options(
     max_weight: float | None,
     on_error: OnError,
     breaker: Breaker | None,
+    hang_after: _units.Duration | None,
     name: str | None,
 ) -> BatchOptions:
     """Check all options; see :func:`~modelguard.batched`. Without a ``name`` the function gives it later.
@@ -65,14 +71,18 @@ def check_options(
     if breaker is not None and not isinstance(breaker, Breaker):
         why = f"must be a Breaker, not {_units.kind_of(breaker)}"
         raise InvalidOption("breaker", breaker, why=why, fix="Write breaker=Breaker(failures=5, cooldown='10s').")
+    bound = math.inf if deadline is None else _units.seconds(deadline, "deadline")
     limits = Limits(
         name=_check_name(name),
         max_size=size,
         max_queue=queue,
         max_wait=_units.seconds(max_wait, "max_wait", zero=True),
         max_weight=_check_weight(max_weight, weight),
-        deadline=math.inf if deadline is None else _units.seconds(deadline, "deadline"),
+        deadline=bound,
         threads=_units.whole_number(threads, "threads"),
+        hang_after=max(_HANG * bound, _SHORTEST_HANG)
+        if hang_after is None
+        else _units.seconds(hang_after, "hang_after"),
         weighed=weight is not None,
     )
     return BatchOptions(limits=limits, weight=weight, on_error=on_error, breaker=breaker)

@@ -6,12 +6,9 @@ on by itself (expired, refused after all, closed) go to ``undelivered``; the bat
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import heapq
 import math
 from collections import deque
-from collections.abc import Hashable
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -24,12 +21,16 @@ from modelguard.errors import (
     QueueFull,
 )
 from modelguard.serving._batches import Batch, Counters, Limits, Verdict
-from modelguard.serving._estimator import Estimator
+from modelguard.serving._expiry import Expiry
+from modelguard.serving._hung import items_in_hung, mark_hung, next_hang
+from modelguard.serving._lines import Line, Lines
+from modelguard.serving._planner import Planner
 from modelguard.serving._requests import Failure, Request, caller_gone
+from modelguard.serving._times import BatchTimes
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.status import BatchState, BatchStatus, Quantiles
 
-#: This many requests that are done may stay in the queues and the heap before these are swept.
+#: This many requests that are done may stay in the lines before these are swept.
 _STALE = 64
 #: The quantiles are taken over this many batches.
 _REMEMBERED = 512
@@ -44,27 +45,27 @@ class BatchQueue:
         undelivered: Requests that failed out of turn, with their failures.
         closed: Nothing more is admitted.
         recent: Size, longest wait and run time of the last batches.
+        times: How long batches take.
     """
 
     def __init__(self, limits: Limits, circuit: Circuit | None = None) -> None:
         self._limits = limits
         self._max_queue = limits.max_queue
-        self._weighed = limits.weighed
         self.circuit = circuit
-        self.estimator = Estimator(limits)
+        self.times = BatchTimes()
+        self._planner = Planner(limits, self.times)
+        self._lines = Lines(limits, self._planner.latest_start)
+        self._ungrouped = self._lines.ungrouped
+        self._sorted = limits.weighed or limits.max_wait > 0  # whether a line has to know more than its requests
+        self._expiry = Expiry()
         self.waiting = 0
         self.running: list[Batch] = []
         self.undelivered: list[tuple[Request, Failure]] = []
         self.closed = False
         self.counters = Counters()
         self.recent: deque[tuple[int, float, float]] = deque(maxlen=_REMEMBERED)
-        self._weight: float = 0
-        self._ungrouped: deque[Request] = deque()
-        self._queues: dict[Hashable, deque[Request]] = {None: self._ungrouped}
         self._may_refuse = circuit is not None  # for other reasons than a full queue
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; the number makes entries comparable
-        self._number = 0
-        self._stale = 0  # requests in the queues that are done
+        self._stale = 0  # requests in the lines that are done
         self._abandoned = 0  # requests in running batches that are done
         self._probe: Request | None = None
 
@@ -76,7 +77,7 @@ class BatchQueue:
         Raises:
             GuardClosed, CircuitOpen, QueueFull, DeadlineUnreachable, DeadlineExceeded: It was not queued.
         """
-        if self._deadlines and self._deadlines[0][0] <= now:
+        if self._expiry and self._expiry.nearest <= now:
             self.expire(now)
         if self.waiting >= self._max_queue or self._may_refuse:
             self._check_room(now)
@@ -84,16 +85,15 @@ class BatchQueue:
         if bounded:
             self._check_deadline(request, now)
         request.arrived = now
-        if request.group is None:
-            self._ungrouped.append(request)
-        else:
-            self._queues.setdefault(request.group, deque()).append(request)
+        if request.group is not None or self._sorted:
+            self._lines.add(request, now)
+        else:  # what it would do, without its call
+            ungrouped = self._ungrouped
+            ungrouped.requests.append(request)
+            ungrouped.waiting += 1
         self.waiting += 1
-        if self._weighed:
-            self._weight += request.weight
         if bounded:
-            self._number += 1
-            heapq.heappush(self._deadlines, (request.deadline, self._number, request))
+            self._expiry.add(request)
         if self._may_refuse and self.circuit is not None and self.circuit.admitted():
             self._probe = request
 
@@ -105,7 +105,7 @@ class BatchQueue:
             raise CircuitOpen(self._limits.name, failures=self.circuit.failures, retry_after=pause)
         if self.waiting >= self._max_queue:
             self.counters.refused_full += 1
-            pause = self.estimator.seconds_to_drain(self.waiting, now)
+            pause = self._planner.seconds_to_drain(self.waiting, now)
             raise QueueFull(self._limits.name, queued=self.waiting, retry_after=pause)
 
     def _check_deadline(self, request: Request, now: float) -> None:
@@ -114,22 +114,27 @@ class BatchQueue:
         if left <= 0:
             self.counters.expired += 1
             raise DeadlineExceeded(self._limits.name, waited=0.0)
-        if self.waiting:  # the next in line is admitted whatever was measured: its run is a new measurement
-            weight = self._weight + request.weight
-            estimate = self.estimator.seconds_to_answer(self.waiting + 1, weight, self.running, now)
-            if estimate is not None and estimate > left:
-                self.counters.refused_late += 1
-                raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
+        planner = self._planner
+        planner.offered += 1
+        simple = request.group is None and not self._lines.several
+        if simple and planner.surely_in_time(self.waiting, left, self.running, now):
+            return
+        planner.note_timeout(left)
+        if not self.waiting and len(self.running) < self._limits.threads:
+            return  # what finds a thread idle is admitted whatever was measured: its run is a new measurement
+        estimate = planner.seconds_to_answer(request, self._lines, self.running, now)
+        if estimate is not None and estimate > left:
+            self.counters.refused_late += 1
+            raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
 
     def withdraw(self, request: Request) -> None:
         """Undo an admission that an exception interrupted at any point: count again what is really there."""
         self._abandoned += request.state == "running"
         request.state = "done"
-        queued = [one for queue in self._queues.values() for one in queue]
-        waiting = [one for one in queued if one.state == "waiting"]
-        self.waiting = len(waiting)
-        self._weight = sum(one.weight for one in waiting) if self._weighed else 0
-        self._stale = len(queued) - len(waiting)
+        self._expiry.settle([request])
+        self._lines.sweep()
+        self.waiting = sum(line.waiting for line in self._lines)
+        self._stale = 0
         self._forget_probe(request)
 
     # Out
@@ -137,80 +142,59 @@ class BatchQueue:
     def next_batch(self, now: float) -> Batch | float | None:
         """The next batch for a free thread; or seconds after which to ask again; or None until more is admitted."""
         self.expire(now)
-        found: deque[Request] | None = None
-        first = math.inf
-        for group, queue in list(self._queues.items()):
-            while queue and queue[0].state != "waiting":
-                queue.popleft()
-                self._stale -= 1
-            if not queue:
-                self._remove_group(group)
-                continue
-            due = self._due(queue, now) if self._limits.max_wait else queue[0].arrived
-            if due < first:
-                found, first = queue, due
-        if found is None:
-            return None
-        return first - now if first > now else self._make_batch(found, now)
+        while True:
+            found = self._lines.next(now, closed=self.closed)
+            if not isinstance(found, Line):
+                return None if found is None else found - now
+            requests = self._take(found, now)
+            if requests:
+                return self._start(requests, now)
 
-    def _due(self, queue: deque[Request], now: float) -> float:
-        """When a batch of this queue has to start: at once if it is full, else ``max_wait`` after the first arrival."""
-        waiting = [request for request in queue if request.state == "waiting"]
-        fill = self._limits.fill(len(waiting), sum(request.weight for request in waiting))
-        oldest = waiting[0].arrived
-        if fill >= 1 or self.closed:
-            return oldest
-        due = oldest + self._limits.max_wait
-        nearest = min(request.deadline for request in waiting)
-        takes = self.estimator.seconds(fill, now)
-        if takes is None:  # unmeasured, so the latest start that meets the deadline is unknown
-            return oldest if nearest <= due else due
-        return min(due, nearest - takes)
-
-    def _make_batch(self, queue: deque[Request], now: float) -> Batch:
-        limits = self._limits
-        if self._stale or self._deadlines or limits.max_weight != math.inf:
-            requests = self._select(queue, now)
-        elif len(queue) <= limits.max_size:  # the usual case: everything that waits
-            requests = list(queue)
-            queue.clear()
+    def _take(self, line: Line, now: float) -> list[Request]:
+        """Take the requests of the next batch out of their line. None if all of them would be late."""
+        if self._stale or self._expiry or self._limits.max_weight != math.inf:
+            requests = self._choose(line, now)
+        elif len(line.requests) <= (most := self._planner.most):  # the usual case: everything that waits
+            requests = list(line.requests)
+            line.requests.clear()
         else:
-            requests = [queue.popleft() for _ in range(limits.max_size)]
+            requests = [line.requests.popleft() for _ in range(most)]
         for request in requests:
             request.state = "running"
-        weight = sum([request.weight for request in requests]) if self._weighed else len(requests)
         self.waiting -= len(requests)
-        self._weight -= weight if self._weighed else 0
-        batch = Batch(requests, limits.fill(len(requests), weight), now)
-        if self._weighed:
+        if line.group is not None or self._sorted:
+            self._lines.taken(line, requests)
+        else:
+            line.waiting -= len(requests)
+        return requests
+
+    def _choose(self, line: Line, now: float) -> list[Request]:
+        if not self._stale and self._planner.takes_all(line, self._lines, self._expiry.nearest, now):
+            requests = list(line.requests)
+            line.requests.clear()
+            return requests
+        requests, late = self._planner.choose(line, self._lines, now)
+        for request in late:
+            self.counters.expired += 1
+            self._drop(request, Failure(self._deadline_exceeded(request, now)))
+        if len(requests) == line.waiting:
+            self._stale -= len(line.requests) - line.waiting
+            line.requests.clear()
+            return requests
+        chosen = set(map(id, requests))
+        kept = [one for one in line.requests if one.state == "waiting" and id(one) not in chosen]
+        self._stale -= len(line.requests) - len(requests) - len(kept)
+        line.requests.clear()
+        line.requests.extend(kept)
+        return requests
+
+    def _start(self, requests: list[Request], now: float) -> Batch:
+        batch = Batch(requests, 0.0, now)
+        if self._limits.weighed:
+            batch.weight = math.fsum(request.weight for request in requests)
             requests.sort(key=lambda request: request.weight, reverse=True)
         self.running.append(batch)
         return batch
-
-    def _select(self, queue: deque[Request], now: float) -> list[Request]:
-        """The next requests that still wait, can still meet their deadlines, and fit into one batch by weight."""
-        limits = self._limits
-        spare = sum(request.state == "waiting" for request in queue) - limits.max_size if self._deadlines else 0
-        takes = self.estimator.seconds(1.0, now) if spare > 0 else None
-        requests: list[Request] = []
-        weight = 0.0
-        while queue and len(requests) < limits.max_size:
-            request = queue[0]
-            if request.state != "waiting":
-                self._stale -= 1
-            elif spare > 0 and takes is not None and now + takes > request.deadline:
-                # It will be late in any case, and another request can use its place. Only if the batch is full all the
-                # same: else, after one estimate that was too long, nothing might run and nothing be measured.
-                spare -= 1
-                self.counters.expired += 1
-                self._remove_waiting(request, Failure(self._deadline_exceeded(request, now)))
-            elif requests and weight + request.weight > limits.max_weight:
-                break
-            else:
-                requests.append(request)
-                weight += request.weight
-            queue.popleft()
-        return requests
 
     def finish(self, batch: Batch, outcomes: list[Any], failed: int = 0) -> tuple[list[Request], list[Any]]:
         """End a batch.
@@ -230,14 +214,30 @@ class BatchQueue:
             self._abandoned -= len(requests) - len(pairs)
             requests, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             failed = sum(type(outcome) is Failure for outcome in outcomes)
-        for request in requests:
+        for request in requests:  # what _end would do, without its call
             request.state = "done"
+            request.item = None
+        if self._expiry:
+            self._expiry.settle(requests)
         self.counters.batches += 1
         self.counters.failed += failed
         self.counters.answered += len(requests) - failed
-        if len(self._deadlines) > _STALE + 4 * (self.waiting + sum(len(other.requests) for other in self.running)):
-            self._sweep()
         return requests, outcomes
+
+    def answer(self, requests: list[Request], outcomes: list[Any]) -> tuple[list[Request], list[Any]]:
+        """Answer some requests of a batch that is still being computed.
+
+        Returns:
+            The requests whose callers still wait, and their outcomes.
+        """
+        live = [pair for pair in zip(requests, outcomes, strict=True) if pair[0].state != "done"]
+        failed = sum(type(outcome) is Failure for _, outcome in live)
+        for request, _ in live:
+            self._end(request, None)
+        self._abandoned += len(live)
+        self.counters.failed += failed
+        self.counters.answered += len(live) - failed
+        return [pair[0] for pair in live], [pair[1] for pair in live]
 
     def record_verdict(self, batch: Batch, verdict: Verdict, now: float) -> Literal["opened", "closed"] | None:
         """Tell the breaker how a batch went. Returns whether that opened or closed the circuit."""
@@ -255,33 +255,53 @@ class BatchQueue:
             return None
         if not self.circuit.failed(now, probe=probe):
             return None
-        pause = self.circuit.retry_after(now) or 0.0
+        self._refuse_because_open(self.circuit, now)
+        return "opened"
+
+    def _refuse_because_open(self, circuit: Circuit, now: float) -> None:
+        pause = circuit.retry_after(now) or 0.0
         for request in self._waiting_requests():
             self.counters.refused_open += 1
-            error = CircuitOpen(self._limits.name, failures=self.circuit.failures, retry_after=pause)
+            error = CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
             self._drop(request, Failure(error))
-        return "opened"
+
+    def note_hung(self, now: float) -> bool:
+        """Note the batches that have newly overstayed, and open the circuit. Returns whether there are any."""
+        found = mark_hung(self.running, self._limits.hang_after, now)
+        if found and self.circuit is not None:
+            self.circuit.trip(now)
+            self._refuse_because_open(self.circuit, now)
+        return found
 
     def record_run(self, batch: Batch, seconds: float, now: float) -> None:
         """Record that the function ran once over all of a batch, and for how many seconds."""
-        self.estimator.record(min(batch.fill, 1.0), len(batch.requests), seconds, now)
+        self.times.record(len(batch.requests), batch.weight, batch.group, seconds, now)
         self.recent.append((len(batch.requests), batch.started - batch.oldest, seconds))
+
+    def record_part(self, batch: Batch, count: int, weight: float, seconds: float, now: float) -> None:
+        """Record one run of the function that succeeded, over so many items of a batch."""
+        self.times.record(count, weight if self._limits.weighed else 0.0, batch.group, seconds, now)
+
+    def record_end(self, batch: Batch, seconds: float, now: float, *, reruns: int = 0, bad: float = 0.0) -> None:
+        """Record how long a batch kept its thread, how often it was run again, and the share of bad items."""
+        self.times.record_batch(len(batch.requests), seconds, now)
+        self._planner.note_batch(batch, seconds, now, reruns=reruns, bad=bad)
 
     # Out of turn
 
     def expire(self, now: float) -> None:
         """Fail the requests whose deadline has come, whether they wait or are being computed."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if request.state != "done":
-                self.counters.expired += 1
-                self._drop(request, Failure(self._deadline_exceeded(request, now)))
+        while (request := self._expiry.pop(now)) is not None:
+            self.counters.expired += 1
+            self._drop(request, Failure(self._deadline_exceeded(request, now)))
 
     def next_deadline(self) -> float:
         """When :meth:`expire` has something to do; infinity for never."""
-        while self._deadlines and self._deadlines[0][2].state == "done":
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else math.inf
+        return self._expiry.next()
+
+    def next_check(self) -> float:
+        """When :meth:`expire` or :meth:`note_hung` has something to do; infinity for never."""
+        return min(self._expiry.next(), next_hang(self.running, self._limits.hang_after))
 
     def cancel(self, request: Request, *, notify: bool = False) -> bool:
         """Drop a request. Returns false if it has its answer already.
@@ -305,12 +325,17 @@ class BatchQueue:
         for request in self._waiting_requests():
             self._drop(request, Failure(copy.copy(error)))
 
+    def refuse_running(self, error: ModelGuardError) -> None:
+        """Fail everything that is being computed: nobody will be there to get the results."""
+        for request in [one for batch in self.running for one in batch.requests if one.state == "running"]:
+            self._drop(request, Failure(copy.copy(error)))
+
     # Its state
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
-        return not self.waiting and not self.running
+        return not (self.waiting or self.running)
 
     def status(self, now: float) -> BatchStatus:
         """Its state, counters and times."""
@@ -320,16 +345,19 @@ class BatchQueue:
             state=self._state(),
             waiting=self.waiting,
             running=sum(len(batch.requests) for batch in self.running),
+            running_seconds=max((now - batch.started for batch in self.running), default=0.0),
             batch_size=Quantiles.of(sizes),
             wait=Quantiles.of(waits),
             run=Quantiles.of(runs),
-            rate=self.estimator.rate(now),
+            rate=self.times.rate(now),
             **asdict(self.counters),
         )
 
     def _state(self) -> BatchState:
         if self.closed:
             return "closed"
+        if items_in_hung(self.running):
+            return "hung"
         if self.circuit is None or self.circuit.state == "closed":
             return "open"
         return "circuit open" if self.circuit.state == "open" else "half-open"
@@ -340,7 +368,7 @@ class BatchQueue:
         return DeadlineExceeded(self._limits.name, waited=now - request.arrived)
 
     def _waiting_requests(self) -> list[Request]:
-        return [request for queue in self._queues.values() for request in queue if request.state == "waiting"]
+        return [request for line in self._lines for request in line.live()]
 
     def _drop(self, request: Request, failure: Failure | None) -> None:
         """End a request out of turn. A waiting one stays in its queue, done, until the queue is next looked through."""
@@ -351,17 +379,20 @@ class BatchQueue:
             self._abandoned += 1
             self._end(request, failure)
         if self._stale > _STALE and self._stale > self.waiting:
-            self._sweep()
+            self._lines.sweep()
+            self._stale = 0
 
     def _remove_waiting(self, request: Request, failure: Failure | None) -> None:
         self.waiting -= 1
-        self._weight -= request.weight if self._weighed else 0
-        request.item = None
+        self._lines.removed(request)
         self._forget_probe(request)
         self._end(request, failure)
 
     def _end(self, request: Request, failure: Failure | None) -> None:
         request.state = "done"
+        request.item = None  # it may be large, and callers keep futures longer than they need them
+        if request.timer is not None:
+            self._expiry.settle([request])
         if failure is not None:
             self.undelivered.append((request, failure))
 
@@ -369,20 +400,3 @@ class BatchQueue:
         if request is self._probe and self.circuit is not None:
             self._probe = None
             self.circuit.probe_inconclusive()
-
-    def _remove_group(self, group: Hashable) -> None:
-        """Remove an empty queue. It stays if the group's hash has changed, because its values were modified."""
-        if group is not None:
-            with contextlib.suppress(Exception):
-                del self._queues[group]
-
-    def _sweep(self) -> None:
-        for group, queue in list(self._queues.items()):
-            waiting = [request for request in queue if request.state == "waiting"]
-            queue.clear()
-            queue.extend(waiting)
-            if not waiting:
-                self._remove_group(group)
-        self._deadlines = [entry for entry in self._deadlines if entry[2].state != "done"]
-        heapq.heapify(self._deadlines)
-        self._stale = 0

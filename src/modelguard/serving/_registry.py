@@ -27,7 +27,7 @@ class Registered(Protocol):
         """Whether it admits items."""
         ...
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, *, abandon: bool = False) -> None:
         """Admit nothing more, and compute what waits within ``timeout`` seconds."""
 
     def after_fork_in_child(self) -> None:
@@ -76,7 +76,7 @@ def renew_in_child(renew: Callable[[], object]) -> None:
 def _close_all(seconds: float) -> None:
     until = time.monotonic() + seconds
     for batcher in live():
-        batcher.close(max(0.0, until - time.monotonic()))
+        batcher.close(max(0.0, until - time.monotonic()), abandon=True)
 
 
 def _after_in_child() -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "FutureRequest",
     "Group",
     "LoopRequest",
+    "QueuedCall",
     "Request",
     "State",
     "ThreadRequest",
@@ -56,6 +57,8 @@ class Request:
         state: Changed by the queue alone.
         enclosing: The batchers that wait for this request, if a batch function made it.
         loop: The event loop on which its caller waits, None for a thread.
+        line: The line in which it waits; None for the line without keyword arguments. Set by the lines alone.
+        timer: Its entry among the deadlines; None for no deadline. Set by the deadlines alone.
     """
 
     arrived = 0.0
@@ -65,6 +68,8 @@ class Request:
     state: State = "waiting"
     enclosing: frozenset[object] = frozenset()
     loop: asyncio.AbstractEventLoop | None = None
+    line: Any = None
+    timer: list[Any] | None = None
 
     def __init__(self, item: Any) -> None:
         self.item = item
@@ -152,6 +157,30 @@ class FutureRequest(Request):
             self.future.set_exception(outcome.error)
         else:
             self.future.set_result(outcome)
+
+
+class QueuedCall:
+    """A queued request, as its web request sees it.
+
+    Args:
+        request: The request.
+        cancel: Takes it out of its queue; with ``notify`` its caller gets ``CallerGone``.
+    """
+
+    __slots__ = ("_cancel", "_request")
+
+    def __init__(self, request: Request, cancel: Callable[..., object]) -> None:
+        self._request = request
+        self._cancel = cancel
+
+    @property
+    def done(self) -> bool:
+        """Whether it has its answer."""
+        return self._request.state == "done"
+
+    def cancel(self) -> None:
+        """Compute nothing more for it."""
+        self._cancel(self._request, notify=True)
 
 
 def caller_gone(function: str) -> Failure:

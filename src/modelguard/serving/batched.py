@@ -114,7 +114,7 @@ class Batched(Generic[X, Y]):
             self._batcher.put(request)
         try:
             return await request.future  # type: ignore[no-any-return]
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the task was cancelled, or the coroutine closed
             self._batcher.cancel(request)
             raise
         finally:
@@ -207,7 +207,7 @@ class Batched(Generic[X, Y]):
 
     @property
     def ready(self) -> bool:
-        """Whether it admits items: false once it is being closed.
+        """Whether it admits items: false once it is being closed, and while a batch hangs.
 
         It is ready while the circuit is open: without traffic there would be no probe to close it.
         """
@@ -317,6 +317,7 @@ def batched(
     max_weight: float | None = None,
     on_error: OnError = "isolate",
     breaker: Breaker | None = None,
+    hang_after: _units.Duration | None = None,
     name: str | None = None,
 ) -> Decorator:
     """Turn a function of a list, ``f(items) -> results``, into a function of one item that is computed in batches.
@@ -328,9 +329,10 @@ def batched(
       measured rate.
     * Deadlines count from the arrival, time in the queue included. Items that expired or were cancelled are not
       computed. An item that by the measured run times cannot be answered in time is refused at once with
-      ``DeadlineUnreachable``; without measurements at that size of batch nothing is refused on a guess.
+      ``DeadlineUnreachable``; without measurements nothing is refused on a guess.
+    * Batches are cut so that deadlines hold: the time of a batch is learned from every one that runs.
     * Items do not harm each other: an exception among the results belongs to its item; a batch that raises is run again
-      in halves until the items at fault are found; a list of results with the wrong length fails its batch alone.
+      in parts until the items at fault are found; a list of results with the wrong length fails its batch alone.
     * On a guarded function, each batch runs on one generation of the model.
     * It works across forks (the child starts with an empty queue), with several event loops, and with several threads.
 
@@ -348,9 +350,12 @@ def batched(
         weight: What an item counts for against ``max_weight``: a function of the item, such as ``len``. The function
             gets the heaviest item first, which saves padding if it works in portions.
         max_weight: Most weight in a batch. Default: no bound.
-        on_error: ``"isolate"``: run a batch that raised again in halves, so that only the items at fault fail; the
+        on_error: ``"isolate"``: run a batch that raised again in parts, so that only the items at fault fail; the
             function may then be called twice with the same item. ``"fail"``: all its items fail with ``BatchFailed``.
         breaker: When to stop calling a failing model. Default: never.
+        hang_after: How long a batch may run. After that the function is not ready, its state is ``"hung"``, a
+            ``BatchErrored`` is emitted, and a breaker opens; the batch itself cannot be stopped. Default: ten times
+            ``deadline``, at least a minute; never without a deadline.
         name: For events and errors. Default: the function's module and name.
 
     Returns:
@@ -373,6 +378,7 @@ def batched(
         max_weight=max_weight,
         on_error=on_error,
         breaker=breaker,
+        hang_after=hang_after,
         name=name,
     )
 

@@ -114,6 +114,12 @@ class Circuit:
         self.cooldown = self._shortest
         return closes
 
+    def trip(self, now: float) -> None:
+        """Open at once: a batch hangs."""
+        self.failures += 1
+        self.state = "open"
+        self._open_until = now + self.cooldown
+
     def failed(self, now: float, *, probe: bool) -> bool:
         """Record that a batch failed. Returns whether that opens the circuit."""
         self.failures += 1

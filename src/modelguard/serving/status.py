@@ -7,7 +7,8 @@ from typing import Literal, Self
 __all__ = ["BatchState", "BatchStatus", "Quantiles"]
 
 #: ``"open"``: it admits items. ``"circuit open"``: the breaker refuses them. ``"half-open"``: one item is being tried.
-BatchState = Literal["open", "circuit open", "half-open", "closed"]
+#: ``"hung"``: a batch has run for longer than ``hang_after``.
+BatchState = Literal["open", "circuit open", "half-open", "hung", "closed"]
 
 
 # Without `from __future__ import annotations`: these classes are public under other modules' names, where
@@ -37,9 +38,11 @@ class BatchStatus:
 
     Attributes:
         name: Its name.
-        state: ``open`` (it admits items), ``circuit open``, ``half-open`` (one item is being tried), ``closed``.
+        state: ``open`` (it admits items), ``circuit open``, ``half-open`` (one item is being tried), ``hung`` (a batch
+            has run for longer than ``hang_after``), ``closed``.
         waiting: Items in the queue.
         running: Items that are being computed.
+        running_seconds: How long the oldest batch has been running; 0 if none is.
         answered: Items that got a result.
         failed: Items that got an error from the function.
         refused_full: Items refused because the queue was full.
@@ -60,6 +63,7 @@ class BatchStatus:
     state: BatchState
     waiting: int
     running: int
+    running_seconds: float
     answered: int
     failed: int
     refused_full: int

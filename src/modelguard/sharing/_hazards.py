@@ -7,22 +7,39 @@ state about this process elsewhere: on a graphics card, or in an event loop.
 
 import asyncio
 import os
+import socket
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Literal, Protocol
 
 from modelguard.environment import _openmp, _proc
 
-__all__ = ["ForkingProcess", "Hazard", "HazardKind", "ThisProcess", "find_hazards"]
+__all__ = ["OUR_THREADS", "ForkingProcess", "Hazard", "HazardKind", "ThisProcess", "find_hazards"]
 
 HazardKind = Literal[
-    "python thread", "thread pool", "allocator threads", "grpc", "cuda", "event loop", "hang", "warm-up"
+    "python thread",
+    "thread pool",
+    "allocator threads",
+    "grpc",
+    "cuda",
+    "event loop",
+    "connection",
+    "event queue",
+    "hang",
+    "warm-up",
 ]
 
 #: The names of modelguard's own threads: they hold no lock while the process forks, and a child starts its own.
-_OURS = "modelguard-"
+OUR_THREADS = "modelguard-"
+
+#: Modules whose frames are on the stack of a thread that runs an event loop, uvloop's included.
+_LOOPS = ("asyncio.base_events", "asyncio.runners")
+
+#: Descriptors 0 to 2 belong to whoever started the process: a journal gives it a socket as its output.
+_FIRST_OWN_DESCRIPTOR = 3
 
 _POOL_FIX = (
     "Children use one thread. Better: run no inference in the parent before it forks, or call "
@@ -84,6 +101,22 @@ class ForkingProcess(Protocol):
         """Whether this thread runs an event loop."""
         ...
 
+    def event_loops_elsewhere(self) -> Iterable[str]:
+        """The names of the other threads that run an event loop."""
+        ...
+
+    def forking_thread(self) -> str | None:
+        """The name of this thread; None if it is the main one, or one of modelguard's."""
+        ...
+
+    def connections(self) -> Iterable[str]:
+        """The other end of each open connection."""
+        ...
+
+    def event_queues(self) -> int:
+        """How many of the kernel's event queues (epoll) are open."""
+        ...
+
 
 def find_hazards(process: ForkingProcess | None = None) -> tuple[Hazard, ...]:
     """Find everything that would not survive a fork.
@@ -95,7 +128,7 @@ def find_hazards(process: ForkingProcess | None = None) -> tuple[Hazard, ...]:
         The hazards, worst first.
     """
     process = ThisProcess() if process is None else process
-    found = [*_fatal(process), *_python_threads(process), *_native(process)]
+    found = [*_fatal(process), *_python_threads(process), *_native(process), *_descriptors(process)]
     return tuple(sorted(found, key=lambda hazard: ("fatal", "warning", "fixed").index(hazard.severity)))
 
 
@@ -112,9 +145,19 @@ def _fatal(process: ForkingProcess) -> Iterable[Hazard]:
 
 def _python_threads(process: ForkingProcess) -> Iterable[Hazard]:
     for name, where in process.python_threads():
-        if not name.startswith(_OURS):
+        if not name.startswith(OUR_THREADS):
             seen = f"thread {name!r} is running; a child does not have it, and a lock that it holds stays locked"
             yield Hazard("python thread", where, seen, "Start it in each worker, after the fork.", "warning")
+    for name in process.event_loops_elsewhere():
+        seen = f"thread {name!r} runs an event loop; a child has its sockets and its queue, but nothing that runs it"
+        yield Hazard("event loop", "asyncio", seen, "Prepare before the loop starts.", "warning")
+    caller = process.forking_thread()
+    if caller is not None:
+        seen = (
+            f"prepare() runs in thread {caller!r}, so its trials do too; they cannot show what workers that are forked "
+            "from the main thread find there, such as the pool of an earlier inference"
+        )
+        yield Hazard("python thread", f"thread {caller!r}", seen, "Call prepare() in the thread that forks.", "warning")
 
 
 def _native(process: ForkingProcess) -> Iterable[Hazard]:
@@ -133,6 +176,18 @@ def _native(process: ForkingProcess) -> Iterable[Hazard]:
         seen = "gRPC is loaded without fork support, and its threads do not survive"
         fix = "Set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is imported (the preset 'prefork' does), or import it later."
         yield Hazard("grpc", "grpcio", seen, fix, "warning")
+
+
+def _descriptors(process: ForkingProcess) -> Iterable[Hazard]:
+    for peer in process.connections():
+        seen = "a connection is open; all workers would read and write the same one, and mix up their messages"
+        yield Hazard("connection", peer, seen, "Open it in each worker, after the fork.", "warning")
+    has_loop = process.runs_event_loop() or any(process.event_loops_elsewhere())
+    queues = 0 if has_loop else process.event_queues()  # the queue of a loop that is named already says nothing new
+    if queues:
+        seen = f"{queues} open; what a child adds to one or removes from it, it changes for its parent too"
+        fix = "Create event loops and their clients in each worker, after the fork; close those of the parent."
+        yield Hazard("event queue", "epoll", seen, fix, "warning")
 
 
 class ThisProcess:
@@ -175,6 +230,55 @@ class ThisProcess:
         except RuntimeError:
             return False
         return True
+
+    def event_loops_elsewhere(self) -> Iterable[str]:
+        """Every other thread with a frame of asyncio's on its stack."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        frames = sys._current_frames()  # noqa: SLF001 - there is no public way to the stacks of other threads
+        others = {ident: frame for ident, frame in frames.items() if ident != threading.get_ident()}
+        return [names.get(ident, "?") for ident, frame in others.items() if any(map(_runs_loop, _stack(frame)))]
+
+    def forking_thread(self) -> str | None:
+        """The calling thread's name, unless servers fork from it or from native code."""
+        thread = threading.current_thread()
+        is_expected = thread is threading.main_thread() or thread.name.startswith(OUR_THREADS)
+        return None if is_expected else thread.name
+
+    def connections(self) -> Iterable[str]:
+        """The connected stream sockets that have an address."""
+        return [peer for number in self._descriptors("socket:") if (peer := _peer(number)) is not None]
+
+    def event_queues(self) -> int:
+        """The number of epoll descriptors."""
+        return len(self._descriptors("anon_inode:[eventpoll]"))
+
+    def _descriptors(self, kind: str) -> list[int]:
+        if threading.current_thread().name.startswith(OUR_THREADS):  # new weights: by now the server has its own
+            return []
+        files = _proc.if_readable(_proc.open_files) or {}
+        return [number for number, file in files.items() if number >= _FIRST_OWN_DESCRIPTOR and file.startswith(kind)]
+
+
+def _peer(descriptor: int) -> str | None:
+    """The other end of a stream socket; None if it listens, or is one end of a pair that this process made."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as copy:
+            name = copy.getpeername() if copy.type == socket.SOCK_STREAM else None
+    except OSError:
+        return None
+    if isinstance(name, tuple):
+        return ":".join(map(str, name[:2]))
+    return os.fsdecode(name) if name else None
+
+
+def _runs_loop(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") in _LOOPS
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _origin(thread: threading.Thread) -> str:

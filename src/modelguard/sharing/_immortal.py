@@ -13,17 +13,18 @@ import itertools
 import reprlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.sharing import _refcounts
-from modelguard.sharing._object_kinds import BRANCH, CODE, DICT, HANDLES, LEAF, TEXT, UNDECIDED, ObjectKinds, type_name
+from modelguard.sharing._first_use import AttributeDicts, FirstUse, use_text
+from modelguard.sharing._graph import Mortal, behind_code, elements, is_code_with_data, namespaces
+from modelguard.sharing._object_kinds import BRANCH, CODE, DICT, HANDLES, LEAF, UNDECIDED, ObjectKinds, type_name
 
-__all__ = ["ImmortalReport", "Skipped", "immortalize", "immortalize_unsupported"]
+__all__ = ["ImmortalReport", "Mortal", "Skipped", "immortalize", "immortalize_unsupported"]
 
 #: More objects than any known model has; at 0.4 us per object, 20 seconds.
 LIMIT = 50_000_000
@@ -58,8 +59,11 @@ class ImmortalReport:
         bytes_held: Their size by ``sys.getsizeof``, in bytes: memory that is never freed. It does not include what
             native libraries hold for them.
         seconds: How long it took.
-        complete: Whether the whole graph was visited; False if ``limit`` ended the walk.
+        complete: Whether all of the model's data became immortal; False if ``limit`` ended the walk, or if ``mortal``
+            is not empty.
         skipped: Handles that were left unchanged, one entry for each kind.
+        mortal: Data of 1 MB or more that only the model's functions and classes lead to: in closures, in attributes of
+            classes, in caches. Largest first. The namespaces of modules are not searched.
     """
 
     objects: int
@@ -67,13 +71,14 @@ class ImmortalReport:
     seconds: float
     complete: bool
     skipped: tuple[Skipped, ...]
+    mortal: tuple[Mortal, ...] = ()
 
 
 def immortalize_unsupported() -> str | None:
     """Why :func:`immortalize` does not work in this interpreter; None if it does.
 
     It works in 64-bit builds of CPython 3.12 to 3.15 that are neither free-threaded nor debug builds. The first call
-    tries it on one small object.
+    tries it on a small object of each kind.
     """
     return _refcounts.unsupported_here()
 
@@ -82,16 +87,17 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     """Make a model's own objects immortal, so that reading them in a forked process copies nothing.
 
     A model's own objects are the roots, everything that can be reached from them as the garbage collector sees it, and
-    the objects in numpy's object arrays. Never included are types, modules, functions (bound methods are a part of
+    the objects in numpy's arrays. Never included are types, modules, functions (bound methods are a part of
     their object), code, frames, generators, weak references, loggers, context variables, handles such as locks and
-    files, and anything that can only be reached through these. Objects that C extensions hide from the garbage
-    collector are not visited.
+    files, and anything that can only be reached through these; the report's ``mortal`` names it. Objects that C
+    extensions hide from the garbage collector are not visited.
 
     Objects that are already immortal are not changed, and their referents are visited only if they are roots: after a
-    change to the model, give its new parts. The hash of each string is computed, since its first use would write it.
-    The call ends with a garbage collection, which removes the immortal objects from the collector's generations. Call
-    ``gc.freeze`` before: then this collection is short, and collections in the children do not touch the mortal objects
-    on the model's pages.
+    change to the model, give its new parts. What the first use of an object would write to it is written now: hashes
+    that are kept, the UTF-8 form of text that is not ASCII (as many bytes as it has in UTF-8), the ``__dict__`` of
+    plain instances (64 bytes each). The call ends with a garbage collection, which removes the immortal objects from
+    the collector's generations. Call ``gc.freeze`` before: then this collection is short, and collections in the
+    children do not touch the mortal objects on the model's pages.
 
     Args:
         roots: Models, or parts of them.
@@ -114,12 +120,14 @@ def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
     walk = _Walk(limit)
     walk.run(roots)
     gc.collect()
+    mortal = walk.mortal()
     return ImmortalReport(
         objects=walk.objects,
         bytes_held=walk.held,
         seconds=time.perf_counter() - started,
-        complete=walk.complete,
+        complete=walk.complete and not mortal,
         skipped=tuple(Skipped(kind, example, len(walk.seen[kind])) for kind, example in walk.examples.items()),
+        mortal=mortal,
     )
 
 
@@ -134,11 +142,14 @@ class _Walk:
         self.examples: dict[str, str] = {}
         self.seen: dict[str, set[int]] = {}
         self._kinds = ObjectKinds()
+        self._first_use = FirstUse()
+        self._attribute_dicts = AttributeDicts()
         self._branches: list[Any] = []
         self._dicts: list[dict[Any, Any]] = []
         self._words = _refcounts.memory()
-        self._value = _refcounts.value(sys.version_info[:2])
-        self._namespaces = {id(sys.modules), *_namespaces()}
+        self._value = _refcounts.mark(sys.version_info[:2])
+        self._namespaces = set(namespaces())
+        self._code: dict[int, Any] = {}
 
     def run(self, roots: Sequence[object]) -> None:
         known = [root for root in roots if sys.getrefcount(root) >= _refcounts.IMMORTAL]
@@ -147,36 +158,62 @@ class _Walk:
             self._follow(root, self._kinds[type(root)])
         while self.complete and (self._branches or self._dicts):
             branches, dicts = _last(self._branches), _last(self._dicts)
+            dicts += self._attributes(branches)
             found = gc.get_referents(*branches, *dicts)
             # A dict whose keys are all strings does not show them to the garbage collector. This runs no Python code,
             # so no other thread can change a dict meanwhile.
             found.extend(itertools.chain.from_iterable(map(dict.__iter__, dicts)))
             self._mark(found, branches + dicts)
 
+    def mortal(self) -> tuple[Mortal, ...]:
+        """What stays mortal since only code leads to it."""
+        return behind_code(self._code.values())
+
+    def _attributes(self, branches: Sequence[Any]) -> list[dict[Any, Any]]:
+        """The dicts of instances, each made if it is not there yet, and made immortal with its instance."""
+        getters, made = self._attribute_dicts, list[dict[Any, Any]]()
+        for item in branches:
+            getter = getters[type(item)]
+            if getter is not None and id(attributes := getter(item)) not in self._namespaces:
+                made.append(attributes)
+        mortal = [one for one in made if sys.getrefcount(one) < _refcounts.IMMORTAL]
+        self.complete = len(mortal) <= self.left
+        for one in mortal[: self.left]:
+            self._words[id(one) >> 3] = self._words[id(one) >> 3] & _refcounts.KEPT | self._value
+        self._count(mortal[: self.left])
+        return made
+
     def _mark(self, found: Sequence[Any], holders: Sequence[Any]) -> None:
         """Make those objects immortal that are the model's own. This loop takes most of the time."""
-        count, kinds, branches = sys.getrefcount, self._kinds, self._branches
-        words, value, immortal = self._words, self._value, _refcounts.IMMORTAL
+        count, kinds, first_use, branches = sys.getrefcount, self._kinds, self._first_use, self._branches
+        words, value, kept, immortal = self._words, self._value, _refcounts.KEPT, _refcounts.IMMORTAL
         marked: list[Any] = []
         for item in found:
             if count(item) >= immortal:  # made immortal by CPython or by this walk, which ends cycles
+                if type(item) is str and not item.isascii():  # CPython's own: a name in a program, for one
+                    use_text(item)
                 continue
             kind = kinds[type(item)]
-            if kind == TEXT:
-                hash(item)
-            elif kind == BRANCH:
+            if kind == BRANCH:
                 branches.append(item)
             elif kind != LEAF and not self._follow(item, kind):
                 self._skip(item, kind, holders)
                 continue
-            words[id(item) >> 2] = value
+            use = first_use[type(item)]
+            if use is not None:
+                use(item)
+            at = id(item) >> 3
+            words[at] = words[at] & kept | value
             marked.append(item)
             if len(marked) == self.left:
                 self.complete = False
                 break
+        self._count(marked)
+
+    def _count(self, marked: list[Any]) -> None:
         self.left -= len(marked)
         self.objects += len(marked)
-        self.held += self._sizes(marked)
+        self.held += self._kinds.size_of(*marked)
 
     def _follow(self, item: Any, kind: str) -> bool:
         """Visit an object's referents later; False if it is not the model's own."""
@@ -185,33 +222,21 @@ class _Walk:
         elif kind == DICT and id(item) not in self._namespaces:
             self._dicts.append(item)
         elif kind == UNDECIDED and self._kinds.belongs_to_model(item):
-            self._branches += (item, _elements(item))
+            self._branches += (item, elements(item))
         else:
             return False
         return True
 
     def _skip(self, item: Any, kind: str, holders: Sequence[Any]) -> None:
         if kind not in HANDLES:
+            if is_code_with_data(item):
+                self._code[id(item)] = item
             if holders:
                 return  # every model refers to classes and functions
             kind = CODE
         self.seen.setdefault(kind, set()).add(id(item))
         if kind not in self.examples:
             self.examples[kind] = f"{type_name(type(item))}, {_where(item, holders)}"
-
-    def _sizes(self, marked: list[Any]) -> int:
-        custom = self._kinds.sized
-        if not custom:
-            return sum(map(sys.getsizeof, marked))
-        return sum(object.__sizeof__(item) if type(item) in custom else sys.getsizeof(item) for item in marked)
-
-
-def _namespaces() -> Iterator[int]:
-    """The ids of the modules' namespaces."""
-    for module in list(sys.modules.values()):
-        # By its type, and without its own `__getattribute__`, which may load a module on first use.
-        if issubclass(type(module), ModuleType):
-            yield id(object.__getattribute__(module, "__dict__"))
 
 
 def _last(stack: list[Any]) -> list[Any]:
@@ -221,19 +246,10 @@ def _last(stack: list[Any]) -> list[Any]:
     return popped
 
 
-def _elements(item: Any) -> list[Any]:
-    """The contents of a numpy array of Python objects, which numpy does not show to the garbage collector."""
-    if getattr(getattr(item, "dtype", None), "kind", None) != "O":
-        return []
-    numpy: Any = sys.modules["numpy"]
-    elements: list[Any] = numpy.asarray(item).ravel().tolist()
-    return elements
-
-
 def _where(item: Any, holders: Sequence[Any]) -> str:
     """The place of an object in the graph: which of the holders refers to it, and how."""
     for holder in holders:
-        if any(referent is item for referent in gc.get_referents(holder)):
+        if any(referent is item for referent in (*gc.get_referents(holder), *_attributes(holder).values())):
             return _place(item, holder)
     return "given as a root"
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["BRANCH", "CODE", "DICT", "HANDLES", "LEAF", "TEXT", "UNDECIDED", "ObjectKinds", "type_name"]
+__all__ = ["BRANCH", "CODE", "DICT", "HANDLES", "LEAF", "UNDECIDED", "ObjectKinds", "type_name"]
 
 # The model's own.
 LEAF = "leaf"  #: refers to nothing that the garbage collector knows of
-TEXT = "text"  #: a leaf that stores its hash when it is first used
 BRANCH = "branch"  #: refers to other objects
 DICT = "dict"  #: a branch whose keys are visited separately, unless it is the namespace of a module
 UNDECIDED = "undecided"  #: depends on the object, not only on its type
@@ -98,7 +98,9 @@ _CODE = (
 
 _KINDS = {
     "builtins.dict": DICT,
-    **dict.fromkeys(("builtins.mappingproxy", "builtins.builtin_function_or_method", "numpy.ndarray"), UNDECIDED),
+    **dict.fromkeys(
+        ("builtins.mappingproxy", "builtins.builtin_function_or_method", "numpy.ndarray", "numpy.void"), UNDECIDED
+    ),
     **dict.fromkeys(_CODE, CODE),
     **{name: kind for kind, names in HANDLES.items() for name in names},
 }
@@ -107,27 +109,29 @@ _HAS_REFERENTS = 1 << 14  # Py_TPFLAGS_HAVE_GC
 
 
 class ObjectKinds(dict[type, str]):
-    """The kind of each type that was seen so far.
-
-    Attributes:
-        sized: Types whose ``__sizeof__`` is written in Python, and may have any effect.
-    """
+    """The kind of each type that was seen so far."""
 
     def __init__(self) -> None:
-        super().__init__({str: TEXT, bytes: TEXT})
-        self.sized: set[type] = set()
+        super().__init__()
+        self._sized: set[type] = set()  # their `__sizeof__` is written in Python, and may have any effect
 
     def __missing__(self, cls: type) -> str:
         kind = self[cls] = _kind_of(cls)
         if isinstance(cls.__sizeof__, types.FunctionType):
-            self.sized.add(cls)
+            self._sized.add(cls)
         return kind
+
+    def size_of(self, *items: Any) -> int:
+        """The size of objects whose types were seen by ``sys.getsizeof``, in bytes; runs no code of theirs."""
+        if not self._sized:
+            return sum(map(sys.getsizeof, items))
+        return sum(object.__sizeof__(item) if type(item) in self._sized else sys.getsizeof(item) for item in items)
 
     def belongs_to_model(self, item: Any) -> bool:
         """Whether an object of the kind :data:`UNDECIDED` is the model's own."""
         if isinstance(item, types.BuiltinFunctionType):  # {}.get belongs to the dict, but len to its module
             owner = item.__self__
-            return owner is not None and self[type(owner)] in {LEAF, TEXT, BRANCH, DICT}
+            return owner is not None and self[type(owner)] in {LEAF, BRANCH, DICT}
         if isinstance(item, types.MappingProxyType):  # the namespace of a class, or a read-only dict
             mappings = gc.get_referents(item)
             return not any(isinstance(mapping, dict) and dict.__contains__(mapping, "__doc__") for mapping in mappings)

@@ -8,6 +8,7 @@ broke.
 
 import gc
 import os
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
-from modelguard.sharing import _hazards, _immortal, _restore, _trial
+from modelguard.sharing import _graph, _hazards, _immortal, _loads, _restore, _signals, _trial
 from modelguard.sharing._hazards import Hazard
 from modelguard.sharing._immortal import ImmortalReport
 
@@ -34,8 +35,9 @@ Immortalize = Literal[True, False, "auto"]
 #: Bytes of models for which it is worth the time at start to make objects immortal.
 _IMMORTALIZE_FROM = 16_000_000
 
-#: Seconds between checks whether a guard's load or release has ended.
-_POLL = 0.005
+#: Seconds that any fork of a prepared process waits for running loads. Short, because the forking thread may hold the
+#: lease that a release waits for.
+_FORK_WAIT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class ForkReport:
         collected: Number of objects that the garbage collector freed.
         frozen: Number of objects that the collector ignores from now on; 0 if ``freeze`` was off.
         immortal: What was made immortal; None if nothing was.
-        why_mortal: Why nothing was made immortal; None if something was.
+        why_mortal: Why models were not made immortal, or some of them; None if all were.
         private: Private memory afterwards, in bytes, which the children share.
         seconds: How long everything took, including loads.
     """
@@ -64,17 +66,20 @@ class ForkReport:
     private: int
     seconds: float
 
-    def __str__(self) -> str:
-        counts = (
-            f"{self.immortal.objects:,} objects immortal" if self.immortal else f"none immortal ({self.why_mortal})"
-        )
-        lines = [
+    def lines(self) -> list[str]:
+        """What was done, one sentence each, without the hazards."""
+        counts = f"{self.immortal.objects:,} objects immortal" if self.immortal else "none immortal"
+        if self.why_mortal is not None:
+            counts += f" ({self.why_mortal})"
+        return [
             f"prepared {', '.join(self.guards)} in {self.seconds:.1f} s: {_units.format_bytes(self.private)} to share",
             f"{self.frozen:,} objects frozen, {counts}",
             *(f"warm-up of {name} tried in a child: {seconds:.2f} s" for name, seconds in self.tried.items()),
-            *map(str, self.hazards),
+            *(f"mortal: {one}" for one in (self.immortal.mortal if self.immortal else ())),
         ]
-        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines(), *map(str, self.hazards)])
 
 
 @dataclass
@@ -91,6 +96,7 @@ class _State:
 
 
 _state: _State | None = None
+_signal_mask = threading.local()  # of the thread that forks
 _trying = False
 _registered = False
 
@@ -114,7 +120,8 @@ def prepare(
         freeze: Hide all objects from the garbage collector (``gc.freeze``), because its marks would copy their pages.
         immortalize: Stop counting references to the models' objects, so that reading them does not copy their pages
             (CPython 3.12 or newer). This cannot be undone: such objects are never freed. ``"auto"``: if the interpreter
-            supports it and the models take at least 16 MB; True: always, or raise ``NotSupported``.
+            supports it and the models take at least 16 MB, and not for guards with ``TTL`` or ``Modified``, whose old
+            models this process could never free. True: always, or raise ``NotSupported``.
         on_hazard: ``"fix"``: refuse what no child could survive, let children repair what they can, and warn about the
             rest. ``"refuse"``: refuse every hazard. ``"warn"``: warn about all and repair nothing.
         warm_timeout: How long a warm-up may take in the trial child before it counts as hung, and how long to wait for
@@ -137,12 +144,13 @@ def prepare(
     chosen = _chosen(guards)
     process = _hazards.ThisProcess()
     if process.runs_event_loop():
-        raise ForkUnsafe(_hazards.find_hazards(process))
+        # Not the warnings: the loop's own connections and event queue would be among them.
+        raise ForkUnsafe(hazard for hazard in _hazards.find_hazards(process) if hazard.severity == "fatal")
     if immortalize is True and (why := _immortal.immortalize_unsupported()) is not None:
         raise NotSupported("immortalize=True", reason=why)
     for guard in chosen:
         guard.load()
-        _wait_for_release(guard, timeout)
+    _wait_for_loads(timeout)
     generations = tuple(guard.status().generation for guard in chosen)
     again = _check_order(chosen, generations)
     THREADS.end_idle()
@@ -151,7 +159,7 @@ def prepare(
     before = _state
     _install(_State(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn"))
     try:
-        tried = _try_all(chosen, timeout, on_hazard)
+        tried, failed = _try_all(chosen, timeout, on_hazard)
     except ForkUnsafe:
         _install(before)  # a server that was prepared earlier continues to fork as before
         raise
@@ -159,7 +167,7 @@ def prepare(
     made, why = _immortalize(chosen, immortalize)
     return ForkReport(
         guards=tuple(guard.name for guard in chosen),
-        hazards=found,
+        hazards=(*failed, *found),
         tried=tried,
         collected=collected,
         frozen=frozen,
@@ -229,15 +237,12 @@ def _marked() -> tuple[ModelGuard[Any], ...]:
     return tuple(sorted((guard for guard in all_guards() if guard.prefork), key=lambda guard: guard.name))
 
 
-def _wait_for_release(guard: ModelGuard[Any], timeout: float) -> None:
-    """Wait for a guard's old model: a reload returns when the new model serves, and the old one would be frozen."""
-    end = time.monotonic() + timeout
-    while guard.engine.loading:
-        if time.monotonic() > end:
-            seen = f"a load or a release did not end within {timeout:g} s"
-            bad = Hazard("python thread", f"guard {guard.name!r}", seen, "Prepare after it has ended.", "fatal")
-            raise ForkUnsafe((bad,))
-        time.sleep(_POLL)
+def _wait_for_loads(timeout: float) -> None:
+    """Wait for all guards: a thread that loads holds locks, and an old model that is not released would be frozen."""
+    late = _loads.wait_for_loads(timeout)
+    if late is not None:
+        seen = f"a load or a release did not end within {timeout:g} s"
+        raise ForkUnsafe((Hazard("python thread", f"guard {late!r}", seen, "Prepare after it has ended.", "fatal"),))
 
 
 def _check_order(chosen: tuple[ModelGuard[Any], ...], generations: tuple[int, ...]) -> bool:
@@ -262,8 +267,11 @@ def _enforce(on_hazard: OnHazard, found: tuple[Hazard, ...]) -> None:
             warnings.warn(str(hazard), ForkHazard, stacklevel=3)
 
 
-def _try_all(chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnHazard) -> dict[str, float]:
-    tried = {}
+def _try_all(
+    chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnHazard
+) -> tuple[dict[str, float], list[Hazard]]:
+    """Run each guard's warm-up in a child: how long each took, and, if hazards only warn, which failed."""
+    tried, failed = {}, []
     for guard in chosen:
         if guard.engine.guard.options.warmup is None:
             continue
@@ -273,8 +281,9 @@ def _try_all(chosen: tuple[ModelGuard[Any], ...], timeout: float, on_hazard: OnH
             if on_hazard != "warn":
                 raise ForkUnsafe((bad,))
             warnings.warn(str(bad), ForkHazard, stacklevel=3)
+            failed.append(bad)
         tried[guard.name] = result.seconds
-    return tried
+    return tried, failed
 
 
 def _failed_trial(guard: ModelGuard[Any], result: _trial.TrialResult, timeout: float) -> Hazard:
@@ -306,18 +315,45 @@ def _freeze(*, again: bool) -> tuple[int, int]:
 def _immortalize(chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize) -> tuple[ImmortalReport | None, str | None]:
     if wanted is False:
         return None, "not asked for"
+    why = None
     if wanted == "auto":
-        why = _immortal.immortalize_unsupported()
-        if why is not None:
-            return None, why
-        size = sum(guard.status().model_bytes or 0 for guard in chosen)
-        if size < _IMMORTALIZE_FROM:
-            return None, f"the models take only {_units.format_bytes(size)}"
-    current = (guard.engine.state.current for guard in chosen)
-    made = _immortal.immortalize(*(generation.model for generation in current if generation is not None))
+        chosen, why = _worth_it(chosen)
+    if not chosen:
+        return None, why
+    made = _immortal.immortalize(*_models(chosen))
     with suppress(NotSupported):
         _allocator.trim()  # the walk through a model leaves free heap behind: 52 MB for ja_ginza
-    return made, None
+    return made, why
+
+
+def _worth_it(chosen: tuple[ModelGuard[Any], ...]) -> tuple[tuple[ModelGuard[Any], ...], str | None]:
+    """The guards whose models should become immortal, and why others should not."""
+    why = _immortal.immortalize_unsupported()
+    if why is not None:
+        return (), why
+    kept = tuple(guard for guard in chosen if not guard.engine.renews_weights)
+    renewed = ", ".join(guard.name for guard in chosen if guard not in kept)
+    why = f"{renewed}: old models could never be freed after TTL or Modified" if renewed else None
+    if kept and (size := _size(kept)) < _IMMORTALIZE_FROM:
+        small = f"the models take only {_units.format_bytes(size)}"
+        return (), small if why is None else f"{small}; {why}"
+    return kept, why
+
+
+def _models(chosen: tuple[ModelGuard[Any], ...]) -> list[Any]:
+    current = (guard.engine.state.current for guard in chosen)
+    return [generation.model for generation in current if generation is not None]
+
+
+def _size(chosen: tuple[ModelGuard[Any], ...]) -> int:
+    """Bytes of the models: what their loads have added or, if that is little, their objects up to the bound.
+
+    A model that was made when a module was imported, or in freed memory, adds nothing when it is loaded.
+    """
+    grown = sum(guard.status().model_bytes or 0 for guard in chosen)
+    return (
+        grown if grown >= _IMMORTALIZE_FROM else max(grown, _graph.measure(*_models(chosen), enough=_IMMORTALIZE_FROM))
+    )
 
 
 # In the child
@@ -327,18 +363,38 @@ def _install(state: _State | None) -> None:
     global _state, _registered
     _state = state
     if not _registered:
-        os.register_at_fork(after_in_child=_after_fork)
+        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
         _registered = True
+
+
+def _before_fork() -> None:
+    """Wait for loads in other threads, and hold back signals until the child can act on them."""
+    if _state is None or os.getpid() != _state.pid:
+        return
+    if not threading.current_thread().name.startswith(_hazards.OUR_THREADS):  # a loader may fork at any time
+        _loads.wait_for_loads(_FORK_WAIT)
+    _signal_mask.before = _signals.block()
+
+
+def _after_fork_in_parent() -> None:
+    mask = getattr(_signal_mask, "before", None)
+    if mask is not None:
+        _signal_mask.before = None
+        _signals.restore_mask(mask)
 
 
 def _after_fork() -> None:
     state = _state
     if state is None or os.getppid() != state.pid:  # the children of a worker are not ours
+        _after_fork_in_parent()
         return
     if _trying:
+        _after_fork_in_parent()
         _restore.restore(state.hazards if state.fixes else ())
         return
-    _repair(state)
+    with _signals.default_actions():
+        _after_fork_in_parent()
+        _repair(state)
 
 
 def _repair(state: _State) -> None:

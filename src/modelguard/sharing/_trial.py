@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import select
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
-__all__ = ["TrialResult", "read_until", "run"]
+from modelguard.sharing import _signals
+from modelguard.sharing._forked_child import ForkedChild
 
-_CHUNK = 65_536
+__all__ = ["TrialResult", "run"]
+
 #: The child writes its stacks this many seconds before it is killed.
 _STACKS_BEFORE_KILL = 0.5
+
+_DONE = b"done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class TrialResult:
 def run(work: Callable[[], None], timeout: float) -> TrialResult:
     """Fork, run ``work`` in the child, and report how it ended. This function never returns in the child.
 
+    Processes that the work has started are killed with the child.
+
     Args:
         work: The function to run.
         timeout: Seconds until the child is killed.
@@ -48,59 +54,65 @@ def run(work: Callable[[], None], timeout: float) -> TrialResult:
         The result.
     """
     started = time.monotonic()
+    parent = os.getpid()
     reader, writer = os.pipe()
     sys.stdout.flush()  # otherwise the content of the buffers is written twice
     sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        _child(work, writer, timeout)
-    os.close(writer)
+    mask = _signals.block()
     try:
-        output, ended = read_until(reader, started + timeout)
-        hung = not ended
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            _child(work, writer, timeout, parent, mask)
+    finally:
+        _signals.restore_mask(mask)
+    os.close(writer)
+    child = ForkedChild(pid)
+    try:
+        output, ended = child.read(reader, started + timeout)
     finally:
         os.close(reader)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
+        status = child.end(group=True)
     seconds = time.monotonic() - started
     ok = output == _DONE
     if not (ok or output):
         output = f"the child {_how_it_ended(status)} and wrote nothing".encode()
-    return TrialResult(ok, hung, "" if ok else output.decode(errors="replace"), seconds)
+    return TrialResult(ok, not ended, "" if ok else output.decode(errors="replace"), seconds)
 
 
-_DONE = b"done"
-
-
-def _child(work: Callable[[], None], writer: int, timeout: float) -> None:
+def _child(work: Callable[[], None], writer: int, timeout: float, parent: int, mask: set[int]) -> NoReturn:
+    me, group = os.getpid(), os.getpgrp()
     try:
-        # This thread needs neither the GIL nor a lock, so it writes even if the main thread hangs in C.
-        faulthandler.dump_traceback_later(max(timeout - _STACKS_BEFORE_KILL, timeout / 2), file=writer)
-        work()
-        faulthandler.cancel_dump_traceback_later()
-        os.write(writer, _DONE)
+        with _signals.default_actions():
+            _signals.restore_mask(mask)
+            _signals.end_with_parent(parent)  # a child that hangs must not outlive a server that is killed
+            os.setpgid(0, 0)  # so that the processes that it starts can be killed with it
+            # This thread needs neither the GIL nor a lock, so it writes even if the main thread hangs in C.
+            faulthandler.dump_traceback_later(max(timeout - _STACKS_BEFORE_KILL, timeout / 2), file=writer)
+            work()
+            if os.getpid() == me:  # not a process that the work has forked and that returned here
+                faulthandler.cancel_dump_traceback_later()
+                os.write(writer, _DONE)
     except BaseException:  # noqa: BLE001 - the parent reports it
-        faulthandler.cancel_dump_traceback_later()
-        os.write(writer, traceback.format_exc().encode(errors="replace"))
+        if os.getpid() == me:
+            faulthandler.cancel_dump_traceback_later()
+            os.write(writer, traceback.format_exc().encode(errors="replace"))
     finally:
+        if os.getpid() == me:
+            _end_what_it_started(me, group)
         os._exit(0)  # no exit handler and no buffer of the parent may run twice
 
 
-def read_until(reader: int, deadline: float) -> tuple[bytes, bool]:
-    """Read from a child's pipe until ``deadline`` (monotonic seconds), and report whether the child has closed it."""
-    output = b""
-    while (left := deadline - time.monotonic()) > 0:
-        if select.select([reader], [], [], left)[0]:
-            more = os.read(reader, _CHUNK)
-            if not more:
-                return output, True
-            output += more
-    return output, False
+def _end_what_it_started(me: int, group: int) -> None:
+    """Kill the processes of this child's group, but not the child, whose exit status would alarm the server's log."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, group)
+        os.killpg(me, signal.SIGKILL)
 
 
-def _how_it_ended(status: int) -> str:
+def _how_it_ended(status: int | None) -> str:
+    if status is None:
+        return "ended (something else in this process waits for all children, and has taken its exit status)"
     if os.WIFSIGNALED(status):
         return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
     return f"ended with exit status {os.waitstatus_to_exitcode(status)}"

@@ -104,7 +104,7 @@ def read(path: Path) -> Manifest:
         text = file.read()
     try:
         return parse(text)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = "the file was not written by weights.publish(), or was written by a newer version of modelguard"
         raise WeightsRefused(path, why=why, fix="Give the path that was given to weights.publish().") from error
 
@@ -113,16 +113,21 @@ def parse(text: str | bytes) -> Manifest:
     """Parse a manifest.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: It is not a manifest.
+        ValueError, TypeError, KeyError, AttributeError, RecursionError: It is not a manifest, or was changed since.
     """
     found = json.loads(text)
     if found.pop("modelguard") != LAYOUT:
         raise ValueError("another layout")
-    found["files"] = {_as(_FILE, name): FileState(**state) for name, state in found["files"].items()}
-    for state in found["files"].values():
-        _as(_DIGEST, state.sha256)
+    found["files"] = {_as(_FILE, name): _file_state(state) for name, state in found["files"].items()}
     _as(_FOLDER, found["folder"])
-    return Manifest(**found)
+    manifest = Manifest(**found)
+    _number(manifest.version)
+    if not isinstance(manifest.kind, str) or not isinstance(manifest.key, str | None):
+        raise TypeError("a name that is not a string")
+    # The hash of the content includes the details, which the format reads without further checks.
+    if manifest.sha256 != digest_of(manifest.kind, manifest.details, manifest.files):
+        raise ValueError("it was changed since it was written")
+    return manifest
 
 
 def check_trust(path: Path, found: os.stat_result, kind: Any) -> None:
@@ -156,6 +161,19 @@ def digest_of(kind: str, details: Mapping[str, Any], files: Mapping[str, FileSta
     """Compute the hash of the whole content."""
     content = [kind, details, {name: state.sha256 for name, state in files.items()}]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _file_state(state: Any) -> FileState:
+    made = FileState(**state)
+    _as(_DIGEST, made.sha256)
+    for number in (made.size, made.mtime_ns, made.ctime_ns):
+        _number(number)
+    return made
+
+
+def _number(value: object) -> None:
+    if type(value) is not int:
+        raise TypeError("not a whole number")
 
 
 def _as(pattern: re.Pattern[str], text: str) -> str:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
         RequestsRefused,
         Swap,
         SwapChosen,
+        WorkerEndCause,
+        WorkerEnded,
+        WorkerStarted,
     )
 
 __all__ = [
@@ -61,6 +64,9 @@ __all__ = [
     "RequestsRefused",
     "Swap",
     "SwapChosen",
+    "WorkerEndCause",
+    "WorkerEnded",
+    "WorkerStarted",
     "add_hook",
     "describe",
     "emit",

@@ -35,10 +35,20 @@ _DISCARDED: dict[events.DiscardCause, str] = {
     "stale": "a newer reload request replaced it",
 }
 
+_ENDED: dict[events.WorkerEndCause, str] = {
+    "recycled": "a policy was due",
+    "crashed": "it crashed",
+    "timeout": "its call took longer than the timeout",
+    "cancelled": "its caller was interrupted",
+    "closed": "its mold ended",
+}
+
 
 def log_event(event: events.Event) -> None:
     """Log one event: at WARNING if it needs attention, otherwise at INFO; frequent events at DEBUG."""
-    needs_attention = isinstance(event, _WARNINGS) or (isinstance(event, events.GenerationReleased) and event.alive)
+    stays = isinstance(event, events.GenerationReleased) and (event.alive or event.immortal)
+    failed = isinstance(event, events.WorkerEnded) and event.cause in {"crashed", "timeout"}
+    needs_attention = isinstance(event, _WARNINGS) or stays or failed
     level = logging.WARNING if needs_attention else logging.INFO
     if isinstance(event, events.BatchFinished):
         level = logging.DEBUG
@@ -73,6 +83,11 @@ def _load_errored(event: events.LoadErrored) -> str:
 
 
 def _released(event: events.GenerationReleased) -> str:
+    if event.immortal:
+        return (
+            f"generation {event.generation} was dropped, but stays in memory until the process ends: "
+            "prefork.prepare() made its objects immortal, and each further generation adds as much"
+        )
     if event.alive:
         held_by = "; ".join(event.holders) or "unknown"
         return f"generation {event.generation} was dropped but is still alive, held by: {held_by}"
@@ -134,4 +149,9 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.RequestsRefused: _refused,
     events.CircuitOpened: _circuit_opened,
     events.CircuitClosed: lambda _: "circuit closed",
+    events.WorkerStarted: lambda event: f"worker {event.worker} takes calls after {event.seconds:.3f} s",
+    events.WorkerEnded: lambda event: (
+        f"worker {event.worker} ended after {event.age:.1f} s: {_ENDED[event.cause]}"
+        + (f" ({event.detail})" if event.cause == "crashed" else "")
+    ),
 }

@@ -23,6 +23,7 @@ Mode = Literal["livemax", "livesum"]
 REASONS: tuple[ReasonKind, ...] = get_args(ReasonKind)
 SWAPS: tuple[events.Swap, ...] = get_args(events.Swap)
 LOCKS: tuple[events.HostLockHeld, ...] = get_args(events.HostLockHeld)
+WORKER_ENDS: tuple[events.WorkerEndCause, ...] = get_args(events.WorkerEndCause)
 _ALIVE = {False: "gone", True: "alive", None: "unknown"}
 
 #: From half a second for a spaCy pipeline to minutes for a language model on a slow disk.
@@ -91,6 +92,7 @@ def _all() -> Iterator[Metric]:
     yield from _of_loads()
     yield from _of_releases()
     yield from _of_batches()
+    yield from _of_workers()
 
 
 def _counter(subject: Subject, name: str, text: str, label: str | None = None, values: tuple[str, ...] = ()) -> Metric:
@@ -122,6 +124,12 @@ def _of_loads() -> Iterator[Metric]:
     yield counter("swaps.chosen", "How the next generation replaces the current one.", "swap", SWAPS[1:])
     yield counter("policies.futile", "Policies that were ignored because a reload could not help.")
     yield counter("callback.errors", "User callables that raised.")
+
+
+def _of_workers() -> Iterator[Metric]:
+    yield _counter("guard", "workers.started", "Workers of an isolated function that came up.")
+    yield _counter("guard", "workers.ended", "Workers of an isolated function that ended.", "cause", WORKER_ENDS)
+    yield Metric("worker.startup", "histogram", "Time until a new worker takes calls.", unit="s", buckets=_SHORT)
 
 
 def _of_releases() -> Iterator[Metric]:
@@ -252,6 +260,8 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.RequestsRefused: _of_refusals,
     events.CircuitOpened: lambda _: (Measure("circuit.open", 1), Measure("circuit.openings", 1)),
     events.CircuitClosed: lambda _: (Measure("circuit.open", 0),),
+    events.WorkerStarted: lambda event: (Measure("workers.started", 1), Measure("worker.startup", event.seconds)),
+    events.WorkerEnded: lambda event: (Measure("workers.ended", 1, event.cause),),
 }
 
 

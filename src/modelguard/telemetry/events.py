@@ -24,6 +24,11 @@ DiscardCause = Literal["closed", "late", "rejected", "stale"]
 #: A callable that the user has given.
 Callback = Literal["reload_on", "recycle", "release", "unload"]
 
+#: Why a worker of an isolated function ended. ``"recycled"``: a policy was due, and a fresh worker took its place;
+#: ``"crashed"``: it ended by itself, or was killed by somebody else; ``"timeout"``: killed because its call took too
+#: long; ``"cancelled"``: killed because its caller was interrupted; ``"closed"``: its mold ended.
+WorkerEndCause = Literal["recycled", "crashed", "timeout", "cancelled", "closed"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -159,6 +164,9 @@ class GenerationReleased(Event):
         seconds: Duration of the release itself.
         drain_seconds: How long its last calls took to end; None if they outlasted ``drain_timeout``.
         error: The error that ``unload`` raised; None if it did not.
+        immortal: Whether ``prefork.prepare`` had made the model immortal. Then its objects stay in memory until the
+            process ends, and each further generation that is made immortal adds its size. No collection was tried, and
+            no holders were looked for.
     """
 
     generation: int
@@ -172,6 +180,7 @@ class GenerationReleased(Event):
     seconds: float
     drain_seconds: float | None
     error: str | None
+    immortal: bool = False
 
     @property
     def freed(self) -> int:
@@ -312,3 +321,37 @@ class CircuitOpened(Event):
 @dataclass(frozen=True, kw_only=True)
 class CircuitClosed(Event):
     """The probe has succeeded: requests are accepted again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStarted(Event):
+    """A worker of an isolated function takes calls.
+
+    Attributes:
+        generation: The number of its mold.
+        worker: Its process id.
+        seconds: From the order to start it until it took calls.
+    """
+
+    generation: int
+    worker: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnded(Event):
+    """A worker of an isolated function has ended.
+
+    Attributes:
+        generation: The number of its mold.
+        worker: Its process id; 0 if it never started.
+        cause: The reason.
+        detail: How it ended if it crashed: a signal's name or an exit status.
+        age: Seconds since it was started.
+    """
+
+    generation: int
+    worker: int
+    cause: WorkerEndCause
+    detail: str
+    age: float

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import time
 import traceback
-import types
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from modelguard import _units
 from modelguard.environment import _memory
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.sharing._trial import read_until
+from modelguard.sharing import _graph
+from modelguard.sharing._forked_child import ForkedChild
+from modelguard.sharing._immortal import immortalize_unsupported
 
 __all__ = ["assert_shared_after_fork"]
 
@@ -29,21 +28,29 @@ _NOISE = 1_000_000
 _COPIED_PART = 0.2
 _COPIED = b"copied "
 _TAIL = 4000
-#: Types that are not part of any model, and refer to everything else in the process.
-_NOT_PART_OF_MODEL = (type, types.ModuleType, types.FunctionType, types.FrameType, types.CodeType)
+
+Reader = Callable[[Any], object]
+
+_UNPREPARED = "it was forked without preparation; give its guard"
+_ELSEWHERE = "none of its objects; then its own code, or a library, writes to it while it is read"
+_ADVICE = (
+    "What stayed mortal: {}. Keep large data in arrays, or make it immortal: immortalize=True, CPython 3.12 or newer"
+)
 
 
 def assert_shared_after_fork(
     model: Any,
-    read: Callable[[Any], object],
+    read: Reader,
     *,
     tolerance: int | str | None = None,
+    immortalize: Literal[True, False, "auto"] = "auto",
     timeout: _units.Duration = 60.0,
 ) -> None:
     """Fork, read the model in the child, and fail if this has copied the model in the child.
 
-    A :class:`~modelguard.ModelGuard` is first prepared for the fork, as a server's hook would do it, in a separate
-    child, so that this process does not change. Any other model is forked without preparation. Reading an ordinary
+    A :class:`~modelguard.ModelGuard` is first prepared for the fork, as ``prefork.prepare`` and the servers' hooks do
+    it, in a separate child, so that this process does not change. What they leave mortal, such as a model with ``TTL``
+    or one of less than 16 MB, is mortal here. Any other model is forked without preparation. Reading an ordinary
     Python object writes to it (to its reference count), which copies its page; reading arrays and tensors writes
     nothing.
 
@@ -51,12 +58,14 @@ def assert_shared_after_fork(
         model: The model, or its guard.
         read: Called with the model in the child; it should read all of the model, as many requests would.
         tolerance: How much may be copied, such as ``"10 MB"``. Default: a fifth of the model, and at least 1 MB.
+        immortalize: As in your call of ``prefork.prepare``, or in ``MODELGUARD_IMMORTALIZE``.
         timeout: How long the child may take. Default: one minute.
 
     Raises:
         AssertionError: More was copied, or the child failed or hung; the message contains the child's output.
         InvalidOption: ``read`` is not callable, or the model takes less than 4 MB, which is too small to test.
-        NotSupported: This is not Linux, or the memory that a process has written cannot be read.
+        NotSupported: This is not Linux, or the memory that a process has written cannot be read; or
+            ``immortalize=True`` in an interpreter without immortal objects.
         LoadFailed: The guard's model could not be loaded.
     """
     __tracebackhide__ = True
@@ -65,6 +74,8 @@ def assert_shared_after_fork(
         raise InvalidOption("read", read, why="must be a function of one argument", fix=fix)
     if not sys.platform.startswith("linux"):
         raise NotSupported("assert_shared_after_fork", reason=f"it requires Linux, and this is {sys.platform}")
+    if immortalize is True and (why := immortalize_unsupported()) is not None:
+        raise NotSupported("immortalize=True", reason=why)
     allowed = None if tolerance is None else _units.size(tolerance, "tolerance")
     wait = _units.seconds(timeout, "timeout")
     taken = _size_of(model)
@@ -72,29 +83,30 @@ def assert_shared_after_fork(
         why = f"takes {_units.format_bytes(taken)}, and any forked child copies about that much"
         raise InvalidOption("model", model, why=why, fix="Test with a model of 4 MB or more.")
     bound = max(_NOISE, int(taken * _COPIED_PART)) if allowed is None else allowed
-    copied = _in_child(lambda: _prepared(model, read, wait), wait)
+    copied, why_mortal = _in_child(lambda: _prepared(model, read, immortalize, wait), wait)
     if copied > bound:
         raise AssertionError(
             f"reading the model copied {_units.format_bytes(copied)} of its {_units.format_bytes(taken)} in a forked "
             f"child; {_units.format_bytes(bound)} are allowed. Reading a Python object writes to it, which copies its "
-            "page, even if it is frozen: keep large data in arrays, or use CPython 3.12 or newer, where "
-            "prefork.prepare() makes objects immortal"
+            f"page, even if it is frozen, unless it is immortal. {_ADVICE.format(why_mortal or _UNPREPARED)}"
         )
 
 
-def _prepared(model: Any, read: Callable[[Any], object], timeout: float) -> int:
+def _prepared(model: Any, read: Reader, immortalize: Literal[True, False, "auto"], timeout: float) -> tuple[int, str]:
     """Run in a child: do what a server does before it forks, and fork the child that reads."""
     if not isinstance(model, ModelGuard):
-        return _copied(model, read)
-    from modelguard.sharing import _immortal, _prefork
+        return _copied(model, read), ""
+    from modelguard.sharing import _prefork
 
-    # Not "auto", which uses the growth during the load: in a test's process the load may have reused freed memory.
-    _prefork.prepare(model, warm_timeout=timeout, immortalize=_immortal.immortalize_unsupported() is None)
+    report = _prefork.prepare(model, warm_timeout=timeout, immortalize=immortalize)
+    made = report.immortal
+    why = report.why_mortal or "; ".join(map(str, made.mortal if made else ())) or _ELSEWHERE
     with model.lease() as leased:
-        return _in_child(lambda: _copied(leased, read), timeout, leads=False)
+        copied, _ = _in_child(lambda: (_copied(leased, read), ""), timeout, leads=False)
+    return copied, why
 
 
-def _copied(model: Any, read: Callable[[Any], object]) -> int:
+def _copied(model: Any, read: Reader) -> int:
     gc.disable()  # a collection writes to objects that are not frozen, even without a read
     _memory.private(fresh=True)  # its own code and buffers are copied now
     before = _memory.private(fresh=True)
@@ -102,8 +114,8 @@ def _copied(model: Any, read: Callable[[Any], object]) -> int:
     return max(0, _memory.private(fresh=True) - before)
 
 
-def _in_child(work: Callable[[], int], timeout: float, *, leads: bool = True) -> int:
-    """Fork, and read a number from the child.
+def _in_child(work: Callable[[], tuple[int, str]], timeout: float, *, leads: bool = True) -> tuple[int, str]:
+    """Fork, and read a number and a text from the child.
 
     This does not use ``_trial.run``, because its watchdog would make the trials of ``prefork.prepare`` in this child
     hang.
@@ -118,26 +130,26 @@ def _in_child(work: Callable[[], int], timeout: float, *, leads: bool = True) ->
         os.close(reader)
         _answer(work, writer, leads=leads)
     os.close(writer)
+    child = ForkedChild(pid)
     try:
-        output, ended = read_until(reader, time.monotonic() + timeout)
+        output, ended = child.read(reader, time.monotonic() + timeout)
     finally:
         os.close(reader)
-        with suppress(ProcessLookupError):
-            (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        child.end(group=leads)
     if not ended:
         raise AssertionError(f"the forked child that reads the model did not end within {timeout:g} s")
     if not output.startswith(_COPIED):
         written = output.decode(errors="replace") or "it ended and wrote nothing"
         raise AssertionError(f"the forked child that reads the model failed:\n{written}")
-    return int(output.removeprefix(_COPIED))
+    number, _, text = output.removeprefix(_COPIED).decode().partition(" ")
+    return int(number), text
 
 
-def _answer(work: Callable[[], int], writer: int, *, leads: bool) -> NoReturn:
+def _answer(work: Callable[[], tuple[int, str]], writer: int, *, leads: bool) -> NoReturn:
     try:
         if leads:
             os.setpgid(0, 0)  # so that its own children can be killed with it
-        os.write(writer, _COPIED + str(work()).encode())
+        os.write(writer, _COPIED + "{} {}".format(*work()).encode())
     except BaseException:  # noqa: BLE001 - the parent reports it
         os.write(writer, traceback.format_exc().encode(errors="replace")[-_TAIL:])
     finally:
@@ -149,18 +161,4 @@ def _size_of(model: Any) -> int:
         with model.lease() as leased:
             return _size_of(leased)
     reported = _adapters.find(model).size(model) or 0
-    return max(reported, _graph(model))
-
-
-def _graph(model: Any) -> int:
-    """Bytes of all objects that belong to the model, as far as ``sys.getsizeof`` reports them."""
-    seen: set[int] = set()
-    waiting, total = [model], 0
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen or isinstance(item, _NOT_PART_OF_MODEL):
-            continue
-        seen.add(id(item))
-        total += sys.getsizeof(item, 0)
-        waiting.extend(gc.get_referents(item))
-    return total
+    return max(reported, _graph.measure(model))

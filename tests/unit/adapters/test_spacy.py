@@ -108,7 +108,7 @@ def test_index_growth_is_asked_once_a_second() -> None:
 
 
 def test_index_growth_is_a_value() -> None:
-    """It compares by what it says, has a default, joins others, and refuses what is no size."""
+    """It compares by value, has a default, combines with others, and rejects what is not a size."""
     assert IndexGrowth(16 * MB) == IndexGrowth()
     assert "IndexGrowth('16 MB') | IndexGrowth('1 MB')" == repr(IndexGrowth() | IndexGrowth("1 MB"))
     with pytest.raises(InvalidOption, match="size"):
@@ -330,7 +330,7 @@ def test_a_generator_function_is_refused_where_it_is_defined(nlp: Guard) -> None
 
 
 def test_only_guarded_pipelines_can_be_zoned(nlp: Guard, runtime: Runtime) -> None:
-    """A pipeline without its guard, a bad duration, a class, and a guard of something else are refused."""
+    """A pipeline without its guard, an invalid duration, a class, and a guard of something else are rejected."""
     with pytest.raises(InvalidOption, match=r"zoned\(guard\("):
         zoned(spacy.blank("en"))
     with pytest.raises(InvalidOption, match="wait_timeout"):
@@ -366,7 +366,7 @@ class Slotted:
 
 
 class Later:
-    """Something to await that is no coroutine."""
+    """An awaitable that is not a coroutine."""
 
     def __await__(self) -> Iterator[Any]:
         return iter(())
@@ -483,7 +483,7 @@ def test_a_large_result_is_looked_through_within_bounds(nlp: Guard) -> None:
 
 
 def test_a_coroutines_result_is_looked_through(nlp: Guard) -> None:
-    """What an asynchronous function returns is refused all the same."""
+    """What an asynchronous function returns is rejected as well."""
 
     @zoned(nlp)
     async def escapes(nlp: Nlp) -> Any:

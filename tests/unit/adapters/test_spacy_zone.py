@@ -1,4 +1,4 @@
-"""Turns in a pipeline's memory zone: one call at a time, in order, and nobody is left waiting."""
+"""Turns in a pipeline's memory zone: one call at a time, in order, and no caller is left waiting."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_turns_come_in_order_of_arrival(english: Nlp) -> None:
 
 
 def test_a_turn_that_is_given_up_is_passed_on() -> None:
-    """Whoever gives up in the queue is left out, and whoever gives up a turn that has come passes it on."""
+    """A caller that gives up in the queue is skipped, and one that gives up its turn passes it on."""
     zone = ZoneLock()
     first, second, third = (zone.enqueue(blocks=True) for _ in range(3))
     zone.withdraw(second)

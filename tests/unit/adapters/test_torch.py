@@ -68,7 +68,7 @@ def test_a_guard_tells_the_size_of_a_small_model() -> None:
 
 @pytest.mark.parametrize("initialized", [True, False])
 def test_cuda_s_cache_is_emptied_where_cuda_runs(monkeypatch: pytest.MonkeyPatch, initialized: bool) -> None:  # noqa: FBT001
-    """At a release cached GPU memory is given back; where CUDA was not used it is not started for that."""
+    """At a release cached GPU memory is returned; CUDA is not initialised for that."""
     emptied: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("emptied"))

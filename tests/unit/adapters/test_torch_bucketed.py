@@ -1,4 +1,4 @@
-"""Functions that meet padded tensors, and whose results nobody can tell from those without padding."""
+"""Functions that get padded tensors, and whose results are the same as without padding."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_result_is_not_changed_in_place() -> None:
     ids=["text", "another length", "no dimension", "dict"],
 )
 def test_a_result_that_cannot_be_cut(result: Callable[[Any], Any], length: int) -> None:
-    """It is refused in every call, those that needed no padding too, so that it shows in the first."""
+    """It is rejected in every call, also in calls without padding, so that it shows in the first."""
     run = bucketed("x", multiple=8)(result)
     with pytest.raises(InvalidOption, match=r"^cut=-1: .*cut=None"):
         run(torch.ones(length))
@@ -418,7 +418,7 @@ def test_inputs_of_different_lengths() -> None:
 
 
 def test_the_mistakes_of_a_call_stay_its_own() -> None:
-    """An argument that the function does not have is Python's to refuse."""
+    """An argument that the function does not have raises Python's own error."""
     with pytest.raises(TypeError, match="unexpected keyword"):
         plain(torch.ones(3), txet=1)
     with pytest.raises(TypeError, match="missing"):

@@ -149,6 +149,6 @@ def test_buckets_that_cannot_be_meant(wrong: Any) -> None:
 
 
 def test_a_mask_of_another_length() -> None:
-    """A mask that does not fit is refused before it hides data."""
+    """A mask that does not fit is rejected before it hides data."""
     with pytest.raises(InvalidOption, match="has length 2, and the tensor has length 3"):
         pad_to_bucket(torch.zeros(1, 3), mask=torch.ones(1, 2))

@@ -41,6 +41,12 @@ def test_source_on_the_command_line_is_not_shown() -> None:
     assert "python (spawned worker)" == process_name(["python", "-c", SPAWN, "--multiprocessing-fork"])
 
 
+def test_molds_and_their_workers() -> None:
+    """The processes of an isolated function have its name."""
+    program = "from modelguard.isolation._mold import main; main(5, 7)"
+    assert "isolated app.predict" == process_name(["python", "-c", program, "mold", "app.predict"])
+
+
 def test_a_title_is_shown_as_it_is() -> None:
     """Programs with setproctitle name themselves."""
     assert "gunicorn: worker [shop]" == process_name(["gunicorn: worker [shop]"])

@@ -91,14 +91,14 @@ def test_copies_of_the_model() -> None:
 
 
 def test_what_is_not_counted_is_listed() -> None:
-    """Workers of another user and memory in swap have lines of their own."""
+    """Workers of another user and memory in swap have their own lines."""
     text = shown([tree(unread=(13, 14), swap=5_000_000)])
     assert "belong to other users: 13, 14. Run this as root" in text
     assert "In swap: 5 MB." in text
 
 
 def test_several_trees_are_apart() -> None:
-    """Each tree has a table and totals of its own."""
+    """Each tree has its own table and totals."""
     assert 2 == shown([tree(), tree()]).count("3 processes use")
 
 

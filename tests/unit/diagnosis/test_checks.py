@@ -22,6 +22,7 @@ from modelguard.diagnosis._facts import (
     ServiceProcess,
     Variable,
 )
+from modelguard.environment import _knobs
 from modelguard.environment._cpus import Cpus
 from modelguard.environment._limits import Limit
 
@@ -211,9 +212,8 @@ def test_nothing_known() -> None:
             },
             id="free-threaded",
         ),
-        pytest.param(
-            "MG502", "fault", {"processes": (ServiceProcess(1, inside=Inside((3, 14, 4))),)}, id="the collector"
-        ),
+        pytest.param("MG502", "note", {"interpreter": Interpreter((3, 14), micro=0)}, id="3.14.0"),
+        pytest.param("MG502", "note", {"interpreter": Interpreter((3, 14), micro=4)}, id="3.14.4"),
         pytest.param(
             "MG503",
             "fault",
@@ -291,7 +291,10 @@ def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any])
             },
             id="an ASGI worker",
         ),
-        pytest.param({"processes": (ServiceProcess(1, inside=Inside((3, 14, 5))),)}, id="the collector of 3.14.5"),
+        pytest.param({"interpreter": Interpreter((3, 14), micro=5)}, id="3.14.5"),
+        pytest.param({"interpreter": Interpreter((3, 14))}, id="3.14 of unknown patch"),
+        pytest.param({"interpreter": Interpreter((3, 14), free_threaded=True, micro=1)}, id="another collector"),
+        pytest.param({"interpreter": Interpreter((3, 13), micro=1)}, id="3.13.1"),
         pytest.param(
             {"processes": (ServiceProcess(1, swap=4096),), "machine": replace(ROOMY, swapped=10**9)}, id="a page"
         ),
@@ -347,3 +350,32 @@ def test_no_fix_leads_into_a_crash() -> None:
 def test_room_for_one_is_no_crash(value: str) -> None:
     """Only a cap of 0 for ideep is fatal."""
     assert "MG205" not in found(Facts("x", variables=(variable(ONEDNN, "64"), variable(IDEEP, value))))
+
+
+@pytest.mark.parametrize("value", ["", "0", "00", " 0", "abc", "0x10"])
+def test_every_notation_of_a_crash(value: str) -> None:
+    """What ideep reads as 0 is found however it is written, and no fix for the other cache repeats it."""
+    assert "MG205" in found(Facts("x", variables=(variable(ONEDNN, "64"), variable(IDEEP, value))))
+    (finding,) = [
+        one for one in examine(Facts("x", variables=(variable(IDEEP, value),))).findings if one.number == "MG201"
+    ]
+    assert f"Also set {ONEDNN}={_knobs.DEFAULT_ENTRIES}, or" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        ("", _knobs.DEFAULT_ENTRIES),
+        ("abc", 1),
+        ("0x10", 1),
+        ("12abc", 12),
+        ("-1", _knobs.DEFAULT_ENTRIES),
+        ("0" * 20, _knobs.DEFAULT_ENTRIES),
+    ],
+)
+def test_the_fix_is_what_the_other_value_means(value: str, fix: int) -> None:
+    """The fix for ideep has a number that ideep can use, whatever oneDNN's variable has."""
+    (finding,) = [
+        one for one in examine(Facts("x", variables=(variable(ONEDNN, value),))).findings if one.number == "MG201"
+    ]
+    assert f"Also set {IDEEP}={fix}, or" in finding.fix

@@ -170,6 +170,17 @@ def test_the_python_that_runs(machine: Machine, name: str, expected: Interpreter
     assert expected == machine.facts().interpreter
 
 
+def test_the_patch_of_the_python_that_runs(machine: Machine) -> None:
+    """Its program or its library has the whole version in it."""
+    machine.process(10, "python")
+    process = machine.root / "proc" / "10"
+    (process / "maps").write_text("1000-2000 r-xp 00000000 08:01 9 /usr/bin/python3.14\n")
+    (process / "root" / "usr" / "bin").mkdir(parents=True)
+    (process / "root" / "usr" / "bin" / "python3.14").write_bytes(b"ELF\0 3.14.9 \0python13.14.8\0\x003.14.2\0and more")
+    assert Interpreter((3, 14), micro=2) == machine.facts().interpreter
+    assert "MG502" in [finding.number for finding in examine(machine.facts()).findings]
+
+
 def test_secrets_of_a_process_are_never_shown(machine: Machine) -> None:
     """Neither variables nor the command line reveal one, in text or JSON."""
     machine.process(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,8 @@ from typing import Any
 import pytest
 
 from modelguard import allocator
-from modelguard.allocator import AllocatorFile
+from modelguard.allocator import AllocatorFile, check_preload
+from modelguard.environment import _elf
 from modelguard.errors import InvalidOption
 
 LIBRARY, PROGRAM = 3, 2
@@ -69,7 +72,7 @@ def test_a_library_is_found_where_systems_put_it(machine: Machine, path: str) ->
 
 
 def test_the_best_comes_first(machine: Machine) -> None:
-    """Files are ordered by kind, and the environment's own come before the system's."""
+    """mimalloc, which keeps what reloads free, comes last; the environment's own files come before the system's."""
     files = [
         "/env/lib/libtcmalloc.so.4",
         f"{DEBIAN}/libmimalloc.so.2",
@@ -78,7 +81,7 @@ def test_the_best_comes_first(machine: Machine) -> None:
     ]
     for file in files:
         machine.write(file, elf())
-    assert [files[2], files[1], files[0], files[3]] == machine.find(CONDA_PREFIX="/env")
+    assert [files[2], files[0], files[3], files[1]] == machine.find(CONDA_PREFIX="/env")
     assert [files[1]] == machine.find("mimalloc", CONDA_PREFIX="/env")
     found = allocator.find("mimalloc", root=machine.root, program=machine.program)
     assert (AllocatorFile("mimalloc", files[1]),) == found
@@ -216,7 +219,7 @@ def test_a_file_in_a_folder_that_others_may_write_to_is_refused(machine: Machine
 
 
 def test_folders_above_count_unless_they_are_sticky(machine: Machine) -> None:
-    """Whoever may rename a folder may replace its content; in a sticky folder only its owner may."""
+    """A user who may rename a folder may replace its content; in a sticky folder only its owner may."""
     file = machine.write("/a/b/it.so", elf())
     (machine.root / "a").chmod(0o1777)
     check(machine, file)
@@ -226,7 +229,7 @@ def test_folders_above_count_unless_they_are_sticky(machine: Machine) -> None:
 
 
 def test_a_link_in_a_folder_that_others_may_write_to_is_refused(machine: Machine) -> None:
-    """Whoever can change the link chooses the file."""
+    """A user who can change the link chooses the file."""
     file = machine.write("/lib/it.so", elf())
     (machine.root / "open").mkdir()
     (machine.root / "open").chmod(0o777)
@@ -258,3 +261,34 @@ def test_a_file_of_another_user_is_refused(machine: Machine, monkeypatch: pytest
         monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(InvalidOption, match="belongs to another user"):
         check(machine, file)
+
+
+@pytest.mark.parametrize(("compiler", "expected"), [("cc", "glibc"), ("musl-gcc", "musl")])
+def test_the_c_library_of_a_program(tmp_path: Path, compiler: str, expected: str) -> None:
+    """Programs and libraries show which C library they need, and only one of the same is found or accepted."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    source, library, program = tmp_path / "one.c", tmp_path / "libjemalloc.so.2", tmp_path / "program"
+    source.write_text('#include <stdio.h>\nint main(void) { return puts(""); }\n')
+    subprocess.run([compiler, source, "-o", program], check=True, timeout=50)
+    subprocess.run([compiler, source, "-shared", "-fPIC", "-o", library], check=True, timeout=50)
+    foreign = "glibc" if expected == "musl" else "musl"
+    for path in (library, program):
+        with _elf.opened(path) as file:
+            assert expected == file.c_library
+    check_preload(library, program=program)
+    other = elf_of(foreign, tmp_path)
+    if other is not None:
+        with pytest.raises(InvalidOption, match=f"it needs {expected}, and the program runs on {foreign}"):
+            check_preload(library, program=other)
+
+
+def elf_of(c_library: str, folder: Path) -> Path | None:
+    """A program for a C library; None where there is no compiler for it."""
+    compiler = {"glibc": "cc", "musl": "musl-gcc"}[c_library]
+    if shutil.which(compiler) is None:
+        return None
+    source, program = folder / "other.c", folder / "other"
+    source.write_text("int main(void) { return 0; }\n")
+    subprocess.run([compiler, source, "-o", program], check=True, timeout=50)
+    return program

@@ -81,7 +81,7 @@ def test_in_a_container_the_mount_is_its_own_cgroup(machine: Machine) -> None:
 
 
 def test_version_1_walks_the_path_too(machine: Machine) -> None:
-    """Its quota and period are in two files, and -1 is no quota."""
+    """Its quota and period are in two files, and -1 means no quota."""
     machine.process("4:cpu,cpuacct:/pod/app\n3:memory:/elsewhere", V1)
     machine.quota_v1("", -1)
     machine.quota_v1("/pod", 250_000)

@@ -102,6 +102,13 @@ def test_a_cache_that_was_made_as_wanted() -> None:
     assert "applied" == effect_of(PRIMITIVES, None, History(capacity=64))[0]
 
 
+def test_a_size_is_compared_as_the_library_reads_it() -> None:
+    """Another notation of the size in force is not a value that came too late."""
+    assert "kept" == effect_of(PRIMITIVES, " 064", History(capacity=64))[0]
+    assert "kept" == effect_of(DESCRIPTORS, "64 entries", History(thread_capacity=64))[0]
+    assert "too late" == effect_of(DESCRIPTORS, "0064", History(thread_capacity=1024))[0]
+
+
 def test_the_users_room_counts_too() -> None:
     """The user's own value is kept where it is in force, and reported where it came too late."""
     assert "kept" == effect_of(PRIMITIVES, "8", History(capacity=8))[0]

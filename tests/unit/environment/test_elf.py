@@ -134,7 +134,7 @@ def test_every_part_of_a_program_is_read(tmp_path: Path, bits: int, order: str) 
 
 @pytest.mark.parametrize(("bits", "order"), KINDS)
 def test_a_library_without_anything(tmp_path: Path, bits: int, order: str) -> None:
-    """A file without dynamic section, sections and interpreter has none of these, and that is no error."""
+    """A file without dynamic section, sections and interpreter has none of these, without an error."""
     with _elf.opened(Builder(bits, order).build(tmp_path / "it")) as file:
         assert ("shared", None, (), None) == (file.type, file.interpreter, file.needed, file.soname)
         assert ([], [], None) == ([*file.dynamic_symbols()], [*file.relocations()], file.local_symbol("x"))
@@ -161,7 +161,7 @@ def test_other_files_are_not_elf(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("part", [0.1, 0.3, 0.6, 0.9])
 def test_a_file_that_is_cut_short(tmp_path: Path, part: float) -> None:
-    """Whatever is missing gives the one error that callers handle."""
+    """Any missing value raises the one error that callers handle."""
     path = whole(tmp_path / "it", 64, "<")
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * part)])

@@ -22,7 +22,9 @@ GLIBC = {"MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
 
 def plan(*command: str, **options: Any) -> _launcher.Plan:
-    options.setdefault("choose", lambda wanted, program, environ: ({"LD_PRELOAD": "/lib/a b.so"}, ["a remark"]))
+    options.setdefault(
+        "choose", lambda wanted, program, environ, arguments: ({"LD_PRELOAD": "/lib/a b.so"}, ["a remark"])
+    )
     options.setdefault("environ", {"PATH": "/bin:/usr/bin", "OMP_NUM_THREADS": "7"})
     return _launcher.plan(command, **options)
 
@@ -50,7 +52,7 @@ def test_a_plan_notes_which_values_of_the_user_stay() -> None:
 def test_the_allocator_is_chosen_knowing_the_preset() -> None:
     """Glibc settings of a preset count like the user's own."""
     preset = presets.get("low-memory")
-    planned = plan("sh", preset=preset, choose=lambda wanted, program, environ: ({}, [*environ]))
+    planned = plan("sh", preset=preset, choose=lambda wanted, program, environ, arguments: ({}, [*environ]))
     assert GLIBC <= set(planned.notes)
 
 

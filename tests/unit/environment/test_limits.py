@@ -71,7 +71,7 @@ def test_nothing_limits_a_process_in_the_root_cgroup(machine: Machine) -> None:
 
 
 def test_max_means_no_limit(machine: Machine) -> None:
-    """``max`` in every file of the path is no limit."""
+    """``max`` in every file of the path means no limit."""
     machine.process("0::/a/b", V2)
     machine.v2("/sys/fs/cgroup/a", "max", current=5 * GB)
     machine.v2("/sys/fs/cgroup/a/b", "max", current=1 * GB)
@@ -187,7 +187,7 @@ def test_version_1_walks_the_path_too(machine: Machine) -> None:
 
 @pytest.mark.parametrize("unlimited", [2**63 - 4096, 2**63 - 65536, 2**63 - 1])
 def test_version_1_writes_no_limit_as_a_huge_number(machine: Machine, unlimited: int) -> None:
-    """The largest whole number of pages, whatever their size, is no limit."""
+    """The largest whole number of pages, whatever their size, means no limit."""
     machine.process("4:memory:/a", V1)
     machine.v1("/sys/fs/cgroup/memory/a", unlimited, hierarchical=unlimited)
     assert NOTHING == machine.limit()

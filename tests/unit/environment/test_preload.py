@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from modelguard.errors import InvalidOption, NotSupported
 
 LIBC = "/lib/x86_64-linux-gnu/libc.so.6"
 JEMALLOC = AllocatorFile("jemalloc", "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2")
+TCMALLOC = AllocatorFile("tcmalloc", "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 MIMALLOC = AllocatorFile("mimalloc", "/usr/lib/x86_64-linux-gnu/libmimalloc.so.2")
 
 GLIBC = {"MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
@@ -21,26 +23,39 @@ GLIBC = {"MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 class Machine:
     """A machine with these libraries, on which this serves malloc."""
 
-    def __init__(self, *installed: AllocatorFile, refused: tuple[str, ...] = (), preloaded: str | None = None) -> None:
+    def __init__(
+        self,
+        *installed: AllocatorFile,
+        refused: tuple[str, ...] = (),
+        preloaded: str | None = None,
+        cannot_load: tuple[str, ...] = (),
+    ) -> None:
         self.installed = installed
         self.refused = refused
         self.preloaded = preloaded
+        self.cannot_load = cannot_load
 
     def detect(self) -> AllocatorInfo:
         how: Any = "preloaded" if self.preloaded else "linked"
         return AllocatorInfo("glibc", self.preloaded or LIBC, how, None, "pymalloc", None, ())
 
-    def find(self, kind: str | None, *, environ: Any) -> list[AllocatorFile]:
+    def find(self, kind: str | None, *, environ: Any, program: Path | None = None) -> list[AllocatorFile]:
+        if program is not None and program.name in self.cannot_load:
+            return []
         return [found for found in self.installed if kind in (None, found.kind)]
 
-    def check(self, path: str, *, argument: str) -> None:
+    def check(self, path: str, *, argument: str, program: Path) -> None:
         if path in self.refused:
             raise InvalidOption(
                 argument, path, why="is not safe: other users may write to it", fix="Take that right away."
             )
 
-    def choose(self, wanted: Any, program: str = sys.executable, **environ: str) -> tuple[dict[str, str], list[str]]:
-        return _preload.choose(wanted, program, environ, detect=self.detect, find=self.find, check=self.check)
+    def choose(
+        self, wanted: Any, program: str = sys.executable, *arguments: str, **environ: str
+    ) -> tuple[dict[str, str], list[str]]:
+        return _preload.choose(
+            wanted, program, environ, arguments=arguments, detect=self.detect, find=self.find, check=self.check
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -51,16 +66,30 @@ def linux(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_best_that_is_installed() -> None:
     """`auto` uses the first that was found, without a note."""
     assert ({"LD_PRELOAD": JEMALLOC.path}, []) == Machine(JEMALLOC, MIMALLOC).choose("auto")
-    assert ({"LD_PRELOAD": MIMALLOC.path}, []) == Machine(MIMALLOC).choose("auto")
 
 
 def test_a_named_allocator() -> None:
     """The named allocator is used, whatever else is installed."""
-    assert ({"LD_PRELOAD": MIMALLOC.path}, []) == Machine(JEMALLOC, MIMALLOC).choose("mimalloc")
+    assert ({"LD_PRELOAD": TCMALLOC.path}, []) == Machine(JEMALLOC, TCMALLOC).choose("tcmalloc")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "mimalloc"])
+def test_mimalloc_with_a_note(wanted: str) -> None:
+    """It is used where nothing else is installed or it is named, and the user learns that it keeps freed memory."""
+    variables, notes = Machine(MIMALLOC).choose(wanted)
+    assert {"LD_PRELOAD": MIMALLOC.path} == variables
+    assert 1 == len(notes)
+    assert "MIMALLOC_RESET_DELAY=0" in notes[0]
+
+
+@pytest.mark.parametrize("name", ["MIMALLOC_RESET_DELAY", "MIMALLOC_DECOMMIT_DELAY", "MIMALLOC_PURGE_DELAY"])
+def test_mimalloc_that_is_set_already(name: str) -> None:
+    """No note for a user who has decided when mimalloc returns memory."""
+    assert ({"LD_PRELOAD": MIMALLOC.path}, []) == Machine(MIMALLOC).choose("mimalloc", **{name: "0"})
 
 
 def test_nothing_but_glibc() -> None:
-    """`auto` then sets glibc to give memory back, and notes what would be better."""
+    """`auto` then configures glibc to return memory, and notes what would be better."""
     variables, notes = Machine().choose("auto")
     assert GLIBC == variables.keys()
     assert 1 == len(notes)
@@ -116,12 +145,12 @@ def test_no_second_allocator(wanted: str) -> None:
 
 def test_a_library_that_others_may_write_to() -> None:
     """If it was named, it is rejected; `auto` notes why, and uses the next one."""
-    machine = Machine(JEMALLOC, MIMALLOC, refused=(JEMALLOC.path,))
+    machine = Machine(JEMALLOC, TCMALLOC, refused=(JEMALLOC.path,))
     with pytest.raises(InvalidOption, match="other users may write") as refused:
         machine.choose("jemalloc")
     assert "allocator" == refused.value.argument
     variables, notes = machine.choose("auto")
-    assert {"LD_PRELOAD": MIMALLOC.path} == variables
+    assert {"LD_PRELOAD": TCMALLOC.path} == variables
     assert [str(refused.value)] == notes
 
 
@@ -142,7 +171,7 @@ def test_auto_with_nothing_that_may_be_preloaded() -> None:
 
 def test_a_program_that_ignores_preloading(monkeypatch: pytest.MonkeyPatch) -> None:
     """A named allocator is rejected for it; otherwise nothing is set, and the reason is noted."""
-    monkeypatch.setattr(_preload, "ignores_preload", lambda program: f"{program} is statically linked")
+    monkeypatch.setattr(_preload, "ignores_preload", lambda program, **_: f"{program} is statically linked")
     machine = Machine(JEMALLOC)
     with pytest.raises(NotSupported, match="/bin/tool is statically linked"):
         machine.choose("jemalloc", "/bin/tool")
@@ -160,3 +189,38 @@ def test_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     variables, notes = Machine(JEMALLOC).choose("auto")
     assert {} == variables
     assert ["this is darwin" in note for note in notes] == [True]
+
+
+@pytest.fixture
+def static(tmp_path: Path) -> str:
+    """A program without a dynamic linker: an ELF header and nothing else."""
+    program = tmp_path / "gosu"
+    program.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\0\x3e\0" + bytes(44))
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "jemalloc"])
+def test_a_static_program_that_starts_another(static: str, wanted: str) -> None:
+    """A launcher such as gosu passes the variable on, so it is set, and the note says where it has an effect."""
+    variables, notes = Machine(JEMALLOC).choose(wanted, static, "user", "python", "app.py")
+    assert {"LD_PRELOAD": JEMALLOC.path} == variables
+    assert [f"{static} is statically linked, so the allocator changes only in the programs that it starts"] == notes
+
+
+def test_a_static_program_that_starts_nothing(static: str) -> None:
+    """Without arguments there is no other program that the preload could be meant for."""
+    with pytest.raises(NotSupported, match="statically linked"):
+        Machine(JEMALLOC).choose("jemalloc", static)
+    assert {} == Machine(JEMALLOC).choose("auto", static)[0]
+
+
+def test_a_program_that_cannot_load_what_is_installed() -> None:
+    """Nothing is preloaded into a program for another C library, in which it would die."""
+    machine = Machine(JEMALLOC, cannot_load=(Path(sys.executable).name,))
+    with pytest.raises(NotSupported, match=r"cannot load .*another C library"):
+        machine.choose("jemalloc")
+    variables, notes = machine.choose("auto")
+    assert {} == variables
+    assert 1 == len(notes)
+    assert JEMALLOC.path in notes[0]

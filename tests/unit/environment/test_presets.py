@@ -1,4 +1,4 @@
-"""Presets: what they set, how they are put together, and what is refused."""
+"""Presets: what they set, how they are combined, and what is rejected."""
 
 from __future__ import annotations
 
@@ -225,3 +225,31 @@ def test_only_presets_are_composed(other: Any, fix: str) -> None:
         with pytest.raises(InvalidOption, match="joins two presets") as rejected:
             compose()
         assert fix in rejected.value.fix
+
+
+@pytest.mark.parametrize("value", ["", "0", "abc", "0x10"])
+def test_a_value_that_crashes_its_reader(value: str) -> None:
+    """The user's value stays, but the report does not call it ok, and no program is started with it."""
+    environ, preset = {"LRU_CACHE_CAPACITY": value}, presets.get("torch-cpu-dynamic", cpus=2)
+    report = preset.apply(environ, process=Idle())
+    assert not report.ok
+    assert [("LRU_CACHE_CAPACITY", value)] == [
+        (outcome.knob.name, outcome.value) for outcome in report if outcome.state == "invalid"
+    ]
+    assert value == environ["LRU_CACHE_CAPACITY"]
+    with pytest.raises(InvalidOption, match=r"LRU_CACHE_CAPACITY=.* is read as 0, and torch crashes"):
+        preset.environment(environ)
+
+
+@pytest.mark.parametrize("value", ["", "0", "abc", "0x10"])
+def test_a_knob_that_crashes_its_reader(value: str) -> None:
+    """A user's own preset cannot set such a value either."""
+    with pytest.raises(InvalidOption, match="torch crashes"):
+        mine(f"LRU_CACHE_CAPACITY={value}")
+
+
+@pytest.mark.parametrize("name", ["", "a\nexport PATH=/tmp", "a\rb", "a\u2028b", "a\0b"])
+def test_a_name_that_would_be_a_line_of_its_own(name: str) -> None:
+    """A name is written into a comment, and must not end it."""
+    with pytest.raises(InvalidOption, match="must be printable text in one line"):
+        Preset(name, "Mine.", ())

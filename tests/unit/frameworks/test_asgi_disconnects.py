@@ -141,7 +141,7 @@ def test_an_application_can_call_before_it_reads_the_body(model: Gated, pieces: 
 
 
 def test_the_application_receives_the_disconnect_too(model: Gated) -> None:
-    """As often as it asks; and it may still answer, although nobody reads that."""
+    """As often as it asks; and it may still answer, although no one reads that."""
     f = batched(max_size=1)(model)
     heard: list[Any] = []
 
@@ -161,7 +161,7 @@ def test_the_application_receives_the_disconnect_too(model: Gated) -> None:
 
 
 def test_a_handler_can_go_on_without_its_client(model: Gated) -> None:
-    """It gets the error where it waits; nothing else is cancelled, and its later calls are refused."""
+    """It gets the error where it waits; nothing else is cancelled, and its later calls raise."""
     f = batched(max_size=1)(model)
     other = batched(max_size=1)(lambda items: items)
     heard: list[Any] = []

@@ -13,6 +13,7 @@ from tests.unit.frameworks.refusals import NAME
 from tests.unit.serving.gated import Gated, until
 
 from modelguard import batched, guard
+from modelguard.errors import QueueFull
 from modelguard.frameworks.asgi import ModelGuardMiddleware
 
 
@@ -105,3 +106,24 @@ def test_a_probe_is_found_behind_a_prefix(nobody: None) -> None:
     """With ``uvicorn --root-path /api`` a path begins with the prefix that a proxy has cut off."""
     assert 200 == ask(never, path="/api/livez", root_path="/api").status
     assert 200 == ask(never, path="/livez", root_path="/api").status
+
+
+def test_without_asyncio_everything_but_disconnects_works() -> None:
+    """Hypercorn can run applications on Trio, where no asyncio loop can be asked to watch the client."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert "http.request" == (await receive())["type"]
+        raise QueueFull("f", queued=1, retry_after=1)
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    sent: list[Any] = []
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    steps = ModelGuardMiddleware(app)(scope, receive, send)
+    with pytest.raises(StopIteration):
+        steps.send(None)  # as any loop runs a coroutine
+    assert 503 == sent[0]["status"]

@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request  # noqa: TC002 - FastAPI reads the annotations of handlers
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 from tests.unit.frameworks.asgi_by_hand import Client, ask, behind, disconnect, piece, raising, serve
 from tests.unit.frameworks.refusals import ERRORS, FIGURE, IDS, NAME
@@ -153,23 +153,53 @@ def test_it_works_in_fastapi(nobody: None, model: Gated) -> None:
         assert 400 == client.get("/async", headers={"Request-Timeout": "soon"}).status_code
 
 
-def test_around_starlette_the_exception_handlers_are_needed() -> None:
-    """With them the answers are the same; without them Starlette answers 500 before the middleware sees the error."""
+def test_around_starlette_the_answers_are_the_same() -> None:
+    """Starlette answers 500 before it raises the error again: that page is held back, and the right answer is sent."""
 
     async def full(request: Request) -> PlainTextResponse:
         raise QueueFull(NAME, queued=FIGURE, retry_after=3)
 
     routes = [Route("/", full)]
     for kind in (Starlette, FastAPI):
-        inner: Any = kind(routes=routes, exception_handlers=exception_handlers())
-        with TestClient(ModelGuardMiddleware(inner)) as client:
-            answer = client.get("/")
-        assert (503, "application/problem+json") == (answer.status_code, answer.headers["content-type"])
-        assert 3 <= int(answer.headers["retry-after"]) <= 5
-        assert {"type", "title", "status", "detail"} == set(answer.json())
-        assert NAME not in answer.text
-        bare = TestClient(ModelGuardMiddleware(kind(routes=routes)), raise_server_exceptions=False)
-        assert 500 == bare.get("/").status_code
+        for handlers in ({}, exception_handlers()):
+            inner: Any = kind(routes=routes, exception_handlers=handlers)
+            with TestClient(ModelGuardMiddleware(inner)) as client:
+                answer = client.get("/")
+            check(answer)
+
+
+def check(answer: Any) -> None:
+    assert (503, "application/problem+json") == (answer.status_code, answer.headers["content-type"])
+    assert 3 <= int(answer.headers["retry-after"]) <= 5
+    assert {"type", "title", "status", "detail"} == set(answer.json())
+    assert NAME not in answer.text
+
+
+def test_a_mounted_application_is_answered_for_like_any_other() -> None:
+    """It has an error page of its own, which would hide that the service is overloaded."""
+
+    async def full(request: Request) -> PlainTextResponse:
+        raise QueueFull(NAME, queued=FIGURE, retry_after=3)
+
+    async def broken(request: Request) -> PlainTextResponse:
+        raise ValueError("a mistake")
+
+    mounted = Starlette(routes=[Route("/full", full), Route("/broken", broken)])
+    app = Starlette(routes=[Mount("/mounted", app=mounted)], middleware=[Middleware(ModelGuardMiddleware)])
+    client = TestClient(app, raise_server_exceptions=False)
+    check(client.get("/mounted/full"))
+    answer = client.get("/mounted/broken")
+    assert (500, "Internal Server Error") == (answer.status_code, answer.text)
+
+
+def test_two_timeout_headers_are_an_error() -> None:
+    """Nobody can know which of them the client meant."""
+
+    async def fine(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("fine")
+
+    client = TestClient(ModelGuardMiddleware(Starlette(routes=[Route("/", fine)])))
+    assert 400 == client.get("/", headers=[("Request-Timeout", "1"), ("Request-Timeout", "2")]).status_code
 
 
 @pytest.mark.parametrize("error", [error for error, _, _ in ERRORS], ids=IDS)

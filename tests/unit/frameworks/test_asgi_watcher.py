@@ -135,7 +135,7 @@ def test_background_tasks_of_a_request_are_done(model: Gated) -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_task_that_outlives_its_request_is_not_cancelled(model: Gated, before: bool) -> None:  # noqa: FBT001
-    """Whether the request itself had called a model or not: it was answered, so nobody has disconnected."""
+    """Whether the request itself had called a model or not: it was answered, so no client has disconnected."""
     f = batched(max_size=1)(model)
     model.gate.set()
     tasks: list[asyncio.Task[Any]] = []

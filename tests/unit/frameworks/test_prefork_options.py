@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from modelguard import TTL, Uses, guard, prefork
+from modelguard import TTL, guard, prefork
 from modelguard.errors import InvalidOption
 from modelguard.frameworks import _prefork_options
-from modelguard.frameworks._prefork_options import PreforkOptions
+from modelguard.frameworks._prefork_options import PreforkOptions, log_report
+from modelguard.prefork import ForkReport, Hazard
 
 
 def test_nothing_set_means_the_defaults_of_prepare() -> None:
@@ -49,7 +52,7 @@ def test_what_cannot_be_meant_is_refused_by_the_variables_name(name: str, text: 
 
 
 def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mark singles out; without one every guard is meant; without a guard there is nothing to do."""
+    """Marked guards are shared; without a mark all guards are; without a guard there is an error."""
     first, second = (guard(dict, reload_on=None, name=name) for name in ("b", "a"))
     marked = guard(dict, reload_on=None, name="c", prefork=True)
     for alive, expected in (((first, second), (second, first)), ((first, marked), (marked,))):
@@ -60,16 +63,42 @@ def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -
         _prefork_options.guards_to_share()
 
 
-@pytest.mark.parametrize(
-    ("policy", "option", "expected"),
-    [(Uses(5), "auto", "auto"), (None, "auto", "auto"), (TTL("1h") | Uses(5), "auto", False), (TTL("1h"), True, True)],
-)
-def test_models_that_are_renewed_stay_mortal(
-    policy: object, option: object, expected: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An immortal model would stay for ever after its renewal, so only who insists gets that."""
+@pytest.mark.parametrize("option", ["auto", True, False])
+def test_servers_prepare_as_prepare_does(option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option is passed on as it is: what ``auto`` means is decided in one place."""
     seen: list[object] = []
     monkeypatch.setattr(prefork, "prepare", lambda *_guards, immortalize, **_rest: seen.append(immortalize))
-    made = guard(dict, reload_on=policy)  # type: ignore[call-overload]
-    PreforkOptions(immortalize=option).prepare([made])  # type: ignore[arg-type]
-    assert [expected] == seen
+    PreforkOptions(immortalize=option).prepare([guard(dict, reload_on=TTL("1h"))])
+    assert [option] == seen
+
+
+class Log:
+    """As gunicorn's: levels and texts."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def info(self, message: str, *arguments: object) -> None:
+        self.lines.append(f"info {message % arguments}")
+
+    def warning(self, message: str, *arguments: object) -> None:
+        self.lines.append(f"warning {message % arguments}")
+
+
+@pytest.mark.parametrize(
+    ("severity", "on_hazard", "level"),
+    [
+        ("warning", "fix", "warning"),
+        ("fixed", "fix", "info"),
+        ("fixed", "warn", "warning"),
+        ("fatal", "warn", "warning"),
+    ],
+)
+def test_a_hazard_that_no_child_repairs_is_logged_as_a_warning(severity: Any, on_hazard: str, level: str) -> None:
+    """Logs are filtered by level: what may break a worker must not look like information."""
+    hazard = Hazard("connection", "db:5432", "a connection is open", "Open it later.", severity)
+    report = ForkReport(("nlp",), (hazard,), {}, 0, 0, None, "not asked for", 0, 1.0)
+    log = Log()
+    log_report(log, report, on_hazard)
+    assert ["info", "info", level] == [line.split()[0] for line in log.lines]
+    assert str(hazard) in log.lines[-1]

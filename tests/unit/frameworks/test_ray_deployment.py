@@ -105,7 +105,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Pressure(Exception):
-    """Stands for Ray's."""
+    """Replaces Ray's."""
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def batch_of(policy: Any = None, **options: Any) -> Any:
-    """A batched function with a guard of its own."""
+    """A batched function with its own guard."""
 
     @batched(**{"max_size": 1, **options})
     @guard(dict, reload_on=policy)
@@ -180,7 +180,7 @@ def find_due(made: Any) -> None:
 
 
 def test_a_due_policy_fails_the_health_check_and_loads_nothing(replica: Any) -> None:
-    """The model serves on until Serve has replaced the replica."""
+    """The model still serves until Serve has replaced the replica."""
 
     async def live() -> None:
         made = await begun(replica(batch_of(Uses(2))))
@@ -231,7 +231,7 @@ def test_a_young_replica_stays(replica: Any) -> None:
 
 
 def test_after_an_explicit_reload_the_replica_stays(replica: Any) -> None:
-    """It has a fresh model already."""
+    """It has a new model already."""
 
     async def live() -> None:
         function = batch_of(Uses(1))
@@ -245,7 +245,7 @@ def test_after_an_explicit_reload_the_replica_stays(replica: Any) -> None:
 
 
 def test_a_store_that_cannot_be_reached_ends_no_replica(replica: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica still starts, and one that serves goes on."""
+    """A replica still starts, and one that serves still serves."""
 
     def fail(*_: object) -> bool:
         raise ConnectionError("the head node is away")

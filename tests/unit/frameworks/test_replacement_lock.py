@@ -67,7 +67,7 @@ def test_the_next_may_leave_when_a_successor_has_arrived() -> None:
 
 
 def test_arrivals_without_anybody_leaving_change_nothing() -> None:
-    """The first replicas of a deployment succeed nobody."""
+    """The first replicas of a deployment have no predecessor."""
     world = World()
     world.process("a").release()
     assert {} == world.store.entries
@@ -136,7 +136,7 @@ def test_a_deleted_number_is_not_used_again() -> None:
 
 
 def test_groups_are_independent() -> None:
-    """Each deployment has turns of its own, even if one name is a prefix of another."""
+    """Each deployment has its own lock, even if one name is a prefix of another."""
     world = World()
     assert ReplacementLock(world.store, "app/count", "a", timeout=60).acquire()
     assert ReplacementLock(world.store, "app/count2", "b", timeout=60).acquire()

@@ -119,7 +119,7 @@ def test_one_at_a_time_in_order(master: Master, rolling: RollingReplacement) -> 
 
 
 def test_who_ended_by_itself_needs_no_replacement(master: Master, rolling: RollingReplacement) -> None:
-    """Gunicorn starts another for it; a process it does not know is none of its workers."""
+    """Gunicorn starts another for it; a process that it does not know is not one of its workers."""
     rolling.request(1, "Uses(5)")
     rolling.request(99, "a worker's own child")
     del master.WORKERS[1]
@@ -155,7 +155,7 @@ def test_a_fresh_one_that_dies_leaves_the_old_one_serving(
 def test_a_fresh_one_that_hangs_is_killed(
     master: Master, rolling: RollingReplacement, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After the patience the old one serves on."""
+    """After the timeout the old one still serves."""
     rolling.request(1, "Uses(5)")
     rolling.step()
     clock.now += 11

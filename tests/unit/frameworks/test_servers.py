@@ -53,7 +53,7 @@ def test_a_uwsgi_that_cannot_share_is_refused_before_anything_is_done(
 
 
 def test_hooks_of_others_are_called_too() -> None:
-    """Uwsgidecorators and the application may have hooks of their own, and keep them."""
+    """Hooks of uwsgidecorators and of the application are kept."""
     called: list[str] = []
     module = server(post_fork_hook=lambda: called.append("theirs"))
     uwsgi._chain(module, "post_fork_hook", lambda: called.append("ours"))
@@ -70,7 +70,7 @@ def test_without_celery_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_celerys_spawned_processes_have_nothing_to_share() -> None:
-    """A start method that shares no memory is refused by the name of its setting."""
+    """A start method that shares no memory is rejected by the name of its setting."""
     with pytest.raises(InvalidOption, match="worker_pool_start_method='spawn'"):
         celery._check_start_method(SimpleNamespace(pool_start_method="spawn"))
     celery._check_start_method(SimpleNamespace())

@@ -11,6 +11,7 @@ from modelguard.errors import InvalidOption
 from modelguard.frameworks import _prefork_options, _workers
 from modelguard.frameworks._prefork_options import PreforkOptions
 from modelguard.frameworks._workers import SharedState, Workers
+from modelguard.sharing import _loads
 
 
 class Clock:
@@ -39,7 +40,7 @@ def worker(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Workers:
 
 
 def test_a_worker_leaves_once_when_a_policy_has_asked_and_it_is_old_enough(worker: Workers, clock: Clock) -> None:
-    """Not before its least lifetime, whatever its policies say; and a server that asks twice gets one request."""
+    """Not before ``min_lifetime``, whatever its policies say; and repeated requests count once."""
     clock.now += 60
     assert not worker.must_end(), "nobody asked"
     worker.begin()
@@ -50,7 +51,7 @@ def test_a_worker_leaves_once_when_a_policy_has_asked_and_it_is_old_enough(worke
 
 
 def test_new_weights_are_a_reason_to_leave_at_any_age(worker: Workers) -> None:
-    """The parent has prepared again: whoever was forked before goes, though no policy of its own is due."""
+    """The parent has prepared again: workers that were forked before go, though no policy of their own is due."""
     worker._shared.weights_version += 1
     assert worker.must_end()
 
@@ -84,10 +85,9 @@ def test_a_lifetime_that_cannot_be_meant_is_refused(value: Any) -> None:
 
 def test_new_weights_are_prepared_once_for_each_load(worker: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only an unprepared generation is prepared; after a failure the next load is tried, and no worker has to end."""
-    monkeypatch.setattr(
-        _prefork_options, "loading", lambda guards: False
-    )  # the old generation may still be on its way out
+    monkeypatch.setattr(_loads, "loading", lambda: None)  # the old generation may still be on its way out
     prepared: list[int] = []
+    monkeypatch.setattr(Workers, "log", lambda self, report: None)
     monkeypatch.setattr(PreforkOptions, "prepare", lambda self, guards: prepared.append(guards[0].status().generation))
     one = worker._guards[0]
     worker._generations = _prefork_options.generations(worker._guards)

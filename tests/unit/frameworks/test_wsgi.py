@@ -12,7 +12,7 @@ from tests.unit.frameworks.refusals import FIGURE, NAME
 from tests.unit.frameworks.wsgi_by_hand import ERRORS, IDS, ask, calling, fine, never, raising
 
 from modelguard import batched, guard
-from modelguard.errors import BatchFailed, DeadlineExceeded, ItemRefused
+from modelguard.errors import BatchFailed, DeadlineExceeded, ItemRefused, QueueFull
 from modelguard.frameworks.wsgi import ModelGuardMiddleware
 from modelguard.serving import left
 
@@ -59,11 +59,66 @@ def test_nothing_is_answered_once_the_response_has_begun() -> None:
 
     def app(environ: Any, start_response: Any) -> Iterable[bytes]:
         start_response("200 OK", [("Content-Type", "text/plain")])
+        yield b"half"
         raise DeadlineExceeded(NAME, waited=1)
 
+    body = iter(ModelGuardMiddleware(app)({"REQUEST_METHOD": "GET"}, lambda status, headers: begun.append(status)))
+    assert b"half" == next(body)
     with pytest.raises(DeadlineExceeded):
-        ModelGuardMiddleware(app)({"REQUEST_METHOD": "GET"}, lambda status, headers: begun.append(status))
+        next(body)
     assert ["200 OK"] == begun
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_generator_that_fails_before_its_first_bytes_is_answered(*, started: bool) -> None:
+    """A streamed answer is computed while it is read, and overload comes before anything has been sent."""
+
+    def app(environ: Any, start_response: Any) -> Iterable[bytes]:
+        if started:
+            start_response("200 OK", [("Content-Type", "text/plain")])
+        raise QueueFull(NAME, queued=3, retry_after=2)
+        yield b"never"
+
+    assert 503 == ask(app).status
+
+
+def test_the_deadline_holds_while_a_generator_is_read() -> None:
+    """Each part is computed on behalf of the request; afterwards nothing is bound any more."""
+    lefts: list[float | None] = []
+
+    def app(environ: Any, start_response: Any) -> Iterable[bytes]:
+        start_response("200 OK", [("Content-Type", "text/plain")])
+        for part in (b"a", b"", b"b"):
+            lefts.append(left())
+            yield part
+
+    assert b"ab" == ask(app, deadline="10s").body
+    assert all(one is not None and 0 < one <= 10 for one in lefts)
+    assert left() is None
+
+
+def test_a_generator_is_closed_when_the_server_gives_up() -> None:
+    """What it holds is let go when the client has disconnected."""
+    closed: list[bool] = []
+
+    def app(environ: Any, start_response: Any) -> Iterable[bytes]:
+        start_response("200 OK", [("Content-Type", "text/plain")])
+        try:
+            yield b"a"
+            yield b"b"
+        finally:
+            closed.append(True)
+
+    body: Any = ModelGuardMiddleware(app)({"REQUEST_METHOD": "GET"}, lambda status, headers: None)
+    assert b"a" == next(body)
+    body.close()
+    assert [True] == closed
+
+
+@pytest.mark.parametrize("header", ["1_0", "1,2", "0.5, 3"])
+def test_a_header_that_is_not_one_number_is_an_error(header: str) -> None:
+    """Python reads 1_0 as ten, and a proxy joins two headers with a comma; no client means either."""
+    assert 400 == ask(fine, header=header).status
 
 
 def test_an_answer_to_head_has_no_body() -> None:

@@ -1,4 +1,4 @@
-"""Every test of the lifecycle gets a world of its own."""
+"""Every test of the lifecycle gets its own world."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from modelguard import ModelPool
 
 
 class Sizes:
-    """A loader whose models are as large as told; counts its loads."""
+    """A loader whose models have chosen sizes; counts its loads."""
 
     def __init__(self, world: World, **sizes: int) -> None:
         self._world = world
@@ -42,7 +42,7 @@ def loaded(pool: ModelPool[Any, Any]) -> dict[Any, int]:
 
 @contextmanager
 def in_use(world: World, pool: ModelPool[Any, Any], *keys: Hashable) -> Iterator[None]:
-    """Have other threads use models for the length of a block."""
+    """Let other threads use models during a block."""
     done = threading.Event()
 
     def hold(key: Hashable, held: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""Where the core meets a model library without importing it."""
+"""How the core handles a model library without importing it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_adapter_is_found_by_the_model_s_type(adapter: Adapter, model: object
 
 @pytest.mark.parametrize("model", [object(), {}, "text", None])
 def test_every_other_model_has_the_plain_one(model: object) -> None:
-    """A model that nothing is known about has no size and no figures, and nothing is given back for it."""
+    """A model of an unknown library has no size and no figures, and nothing is released for it."""
     plain = _adapters.find(model)
     assert (None, {}) == (plain.size(model), dict(plain.gauges(model)))
     plain.released()

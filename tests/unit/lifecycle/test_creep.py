@@ -29,7 +29,7 @@ def crept(*readings: int) -> Creep:
     ],
 )
 def test_the_lowest_of_three_readings_counts(readings: tuple[int, ...], amount: int) -> None:
-    """One high reading is the heap of one load, and no creep."""
+    """One high reading is the heap of one load, not creep."""
     assert amount * MB == crept(*readings).amount
 
 

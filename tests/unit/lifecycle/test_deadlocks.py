@@ -1,4 +1,4 @@
-"""Loads that wait for themselves are told, and do not hang."""
+"""Loads that wait for themselves raise, and do not hang."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_loader_that_leases_from_its_own_pool_is_told(world: World) -> None:
 
 
 def test_waits_leave_nothing_behind(world: World) -> None:
-    """Who has waited, however it ended, is no part of any circle to come."""
+    """A wait that has ended, however it ended, is not part of any later circle."""
     guard = world.guard()
     world.loader.fails = True
     with pytest.raises(LoadFailed):
@@ -119,7 +119,7 @@ def test_waits_leave_nothing_behind(world: World) -> None:
 
 
 def test_nobody_waits_in_a_child(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    """What the parent's threads wait for is no business of a forked child."""
+    """What the parent's threads wait for does not matter in a forked child."""
     monkeypatch.setattr(_deadlocks, "_waiting", {threading.get_ident() + 1: world.guard().engine.state})
     _deadlocks.after_fork_in_child()
     assert threading.get_ident() not in _deadlocks._waiting

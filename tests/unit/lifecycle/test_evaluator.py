@@ -1,4 +1,4 @@
-"""When policies are asked, and how seldom."""
+"""When policies are asked, and how rarely."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_calls_pass_by_until_the_answer_may_change(world: World) -> None:
 
 
 def test_errors_are_looked_at_at_once(world: World) -> None:
-    """A call that raises has the policy asked whatever its horizon."""
+    """After a call that raises, the policy is asked whatever its horizon."""
     policy = Counting()
     guard = world.guard(reload_on=policy)
     use(guard, 5)
@@ -53,7 +53,7 @@ def test_errors_are_looked_at_at_once(world: World) -> None:
 
 
 def test_a_ttl_passes_for_idle_guards(world: World) -> None:
-    """The keeper asks in time, so a model that nobody uses is replaced as well."""
+    """The ticker checks policies in time, so an unused model is replaced as well."""
     guard = world.guard(reload_on=TTL("1h", jitter=0))
     guard.load()
     assert (False, 1.0) == (guard.check(), min(guard.engine.check_interval(), 1.0))
@@ -87,7 +87,7 @@ def test_a_draw_shortens_the_ttl_of_a_guard(world: World, draw: float, seconds: 
 
 
 def test_nothing_is_asked_without_a_generation(world: World) -> None:
-    """A guard that has not loaded, or loads for the first time, has nothing to judge and needs no keeping."""
+    """A guard that has not loaded, or loads for the first time, has no policies to check."""
     policy = Counting()
     guard = world.guard(reload_on=policy)
     assert (False, math.inf, 0) == (guard.check(), guard.engine.check_interval(), policy.asked)
@@ -138,7 +138,7 @@ def test_a_guard_without_a_policy_needs_no_keeping(world: World) -> None:
 
 @pytest.mark.parametrize("swap", ["load_first", "drain_first"])
 def test_a_failed_guard_is_asked_when_its_retry_is_due(world: World, swap: str) -> None:
-    """After a failure the keeper comes again when the backoff has passed, whether a generation serves or not."""
+    """After a failure the ticker checks again when the backoff has passed, whether a generation serves or not."""
     guard = world.guard(swap=swap, backoff=Backoff("8s"))
     guard.load()
     world.loader.fails = True
@@ -150,7 +150,7 @@ def test_a_failed_guard_is_asked_when_its_retry_is_due(world: World, swap: str) 
 
 
 def test_the_end_of_a_call_retries_as_well(world: World) -> None:
-    """A degraded guard with traffic does not depend on the keeper: the end of a call may begin the retry."""
+    """A degraded guard with traffic does not depend on the ticker: the end of a call may begin the retry."""
     guard = world.guard(reload_on=Uses(2), backoff=Backoff("8s"))
     guard.load()
     world.loader.fails = True
@@ -169,7 +169,7 @@ def test_the_end_of_a_call_retries_as_well(world: World) -> None:
 def test_a_fault_after_a_load_loses_no_request(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the policies cannot be asked after a load, who waits for the next load still gets it, and the log tells."""
+    """If the policies cannot be checked after a load, callers waiting for the next one get it; the log reports it."""
     guard = world.guard()
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""What tells one state of a watched path from another."""
+"""How two states of a watched path are distinguished."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_read_has_no_identity(tmp_path: Path, make: object) -> No
 
 
 def test_a_huge_folder_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path with more entries than any model has costs no more than a bounded look."""
+    """A path with more entries than any model has is read only up to a bound."""
     monkeypatch.setattr(_fingerprints, "MAX_ENTRIES", 5)
     for n in range(9):
         (tmp_path / str(n)).touch()

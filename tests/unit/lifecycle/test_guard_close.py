@@ -61,7 +61,7 @@ def test_every_use_after_close_is_refused(world: World, use: int, loaded: bool) 
 
 
 def test_a_generator_that_is_still_running_opens_no_closed_guard(world: World) -> None:
-    """Between its steps each use is refused, as anywhere after ``close()``; the generator itself runs to its end."""
+    """Between its steps each use is rejected, as after any ``close()``; the generator itself runs to its end."""
     guard = world.guard(drain_timeout=0)
 
     @guard
@@ -111,7 +111,7 @@ def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: Wo
 
 
 def test_closing_releases_the_model(world: World) -> None:
-    """``close()`` unloads the model, drops it and says what that gave back; then nothing serves."""
+    """``close()`` unloads the model, drops it and reports the memory that it returned; then nothing serves."""
     unloaded: list[int] = []
     world.model_size = 50
     guard = world.guard(unload=lambda model: unloaded.append(model.number))
@@ -163,7 +163,7 @@ def test_calls_are_not_waited_for_longer_than_the_drain_timeout(world: World) ->
 
 
 def test_who_waits_for_a_model_is_told(world: World) -> None:
-    """Whoever waits when the guard is closed gets ``GuardClosed``; the model that comes too late is dropped."""
+    """Callers that wait when the guard is closed get ``GuardClosed``; the model that comes too late is dropped."""
     guard = world.guard()
     world.loader.hold()
     calls = [world.spawn(guard.load), world.spawn(lambda: asyncio.run(guard.aload()))]
@@ -177,7 +177,7 @@ def test_who_waits_for_a_model_is_told(world: World) -> None:
 
 
 def test_a_reload_under_way_ends_without_a_model(world: World) -> None:
-    """Who waits for a reload is told as well, and neither the old nor the new model is left."""
+    """Callers that wait for a reload get the error as well, and neither the old nor the new model is left."""
     world.model_size = 50
     before = world.memory
     guard = world.guard()
@@ -204,7 +204,7 @@ def test_a_reload_that_waits_for_its_turn_is_given_up(world: World, swap: str) -
 
 
 def test_a_second_attempt_is_given_up(world: World) -> None:
-    """A reload whose first model came too late, and that is overtaken by the end of its guard, leaves no model."""
+    """A reload whose first model came too late, and whose guard is closed meanwhile, leaves no model."""
     world.model_size = 50
     before = world.memory
 
@@ -237,7 +237,7 @@ def test_closing_on_a_running_loop_is_refused(world: World) -> None:
 
 
 def test_a_retry_is_given_up(world: World) -> None:
-    """A closed guard is asked no more, and retries no load."""
+    """A closed guard's policies are not asked any more, and it retries no load."""
     guard = world.guard()
     world.loader.fails = True
     with pytest.raises(LoadFailed):

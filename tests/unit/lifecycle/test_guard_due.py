@@ -146,7 +146,7 @@ class TestQuietMoments:
         assert 3.07 == pytest.approx(world.last(LoadStarted).deferred_seconds, abs=0.03)
 
     def test_are_not_waited_for_where_no_call_comes(self, world: World) -> None:
-        """A guard that nobody uses reloads after ``defer``."""
+        """An unused guard reloads after ``defer``."""
         world.inline = True
         guard = world.guard(reload_on=TTL("1h", jitter=0), defer="3s")
         guard.load()
@@ -164,7 +164,7 @@ class TestQuietMoments:
 
     @pytest.mark.parametrize("option", [{"defer": 0}, {"reload_on": None}], ids=["defer=0", "requested"])
     def test_are_not_waited_for_where_nobody_wants_to(self, world: World, option: dict[str, Any]) -> None:
-        """With ``defer=0``, or when somebody asks for it in so many words, a reload begins at once."""
+        """With ``defer=0``, or when it is requested explicitly, a reload begins at once."""
         world.inline = True
         guard = world.guard(**{"reload_on": Uses(1), "drain_timeout": 0, **option})
         with guard.lease():
@@ -214,7 +214,7 @@ class TestQuietMoments:
         assert 100 * MB == pytest.approx(world.last(LoadStarted).deferred_growth, abs=2 * MB)
 
     def test_end_when_somebody_is_in_a_hurry(self, world: World) -> None:
-        """A request in so many words ends the waiting of a reload that was due already."""
+        """An explicit request ends the wait of a reload that was due already."""
         asked = False
 
         def sleep(seconds: float) -> None:
@@ -243,7 +243,7 @@ class TestInAForkedChild:
         return guard
 
     def test_a_due_policy_asks_for_a_fresh_worker(self, world: World) -> None:
-        """There a due policy asks the server to replace the worker, once, says so, and the model serves on."""
+        """There a due policy asks the server to replace the worker, once, with an event, and the model still serves."""
         asked: list[tuple[Reason, ...]] = []
         guard = self.child(world, asked.append)
         assert [1] * 5 == [number(guard) for _ in range(5)]
@@ -255,7 +255,7 @@ class TestInAForkedChild:
         assert [] == world.seen(ReloadDue)
 
     def test_a_recycler_that_raises_harms_no_call(self, world: World) -> None:
-        """It is reported, and the worker serves on."""
+        """It is reported, and the worker still serves."""
 
         def ask(_reasons: tuple[Reason, ...]) -> None:
             raise OSError("no arbiter")
@@ -291,7 +291,7 @@ class TestInAForkedChild:
         assert ([] if isinstance(policy, TTL) else [(Reason("uses", "Uses(3)"),)]) == asked
 
     def test_a_parent_that_serves_nobody_decides_on_new_weights_alone(self, world: World) -> None:
-        """It renews at once, since there is no quiet moment to wait for, and its own uses are nobody's."""
+        """It reloads at once, since there is no quiet moment to wait for, and its own uses do not count."""
         world.inline = True
         guard = world.guard(reload_on=TTL("1h") | Uses(1), defer="1h")
         guard.load()
@@ -317,7 +317,7 @@ class TestInAProcessThatIsReplaced:
     """Where a server replaces whole processes, each of which has loaded its own model."""
 
     def test_a_due_policy_asks_for_a_run_python(self, world: World) -> None:
-        """It asks once, also for new weights, which a fresh process would load; and the model serves on."""
+        """It asks once, also for new weights, which a new process would load; the model still serves."""
         asked: list[tuple[Reason, ...]] = []
         guard = world.guard(reload_on=TTL("1h") | Uses(9))
         guard.recycle_here(asked.append)
@@ -331,7 +331,7 @@ class TestInAProcessThatIsReplaced:
         assert [] == world.seen(ReloadDue)
 
     def test_a_reload_on_request_is_followed_by_a_fresh_answer(self, world: World) -> None:
-        """Who reloads by hand gets a new generation here, and the policy is asked about that one."""
+        """An explicit reload makes a new generation here, and the policy is asked about that one."""
         world.inline = True
         asked: list[tuple[Reason, ...]] = []
         guard = world.guard(reload_on=Uses(2))

@@ -1,4 +1,4 @@
-"""One load runs however many ask for it, and what comes of it when it fails."""
+"""One load runs for any number of callers, and what happens when it fails."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TestOneFlight:
         assert "model" == asyncio.run(main())
 
     def test_loading_twice_loads_once(self, world: World) -> None:
-        """``load()`` and ``aload()`` have a generation serve; where one does already they do nothing."""
+        """After ``load()`` and ``aload()`` a generation serves; if one does already they do nothing."""
         guard = world.guard()
         guard.load()
         guard.load()
@@ -94,7 +94,7 @@ class TestOneFlight:
 
 class TestAFailedLoad:
     def test_is_told_once_to_all_who_waited(self, world: World) -> None:
-        """Everyone who waited for a load that failed gets an error of their own, with the loader's as its cause."""
+        """Every caller that waited for a failed load gets its own error, with the loader's as its cause."""
         guard = world.guard()
         world.loader.fails = True
         world.loader.hold()
@@ -108,7 +108,7 @@ class TestAFailedLoad:
         assert 1 == world.loader.calls
 
     def test_is_told_at_once_until_the_backoff_has_passed(self, world: World) -> None:
-        """Later callers get ``LoadFailed`` without another load, and are told when the next attempt is due."""
+        """Later callers get ``LoadFailed`` without another load, with the time of the next attempt."""
         guard = world.guard(backoff=Backoff("8s"))
         world.loader.fails = True
         for left in (4.0, 3.0, 1.0):  # a draw of 0 halves the backoff
@@ -139,7 +139,7 @@ class TestAFailedLoad:
         )
 
     def test_is_retried_in_the_background(self, world: World) -> None:
-        """Once the backoff has passed the keeper retries, so that nobody has to wait for it to be found out."""
+        """Once the backoff has passed the ticker retries, without waiting for a call."""
         guard = world.guard(backoff=Backoff("8s"))
         world.loader.fails = True
         with pytest.raises(LoadFailed):
@@ -187,7 +187,7 @@ class TestAFailedLoad:
 
 
 class TestNoThread:
-    """What becomes of calls where the system gives no more threads, as it may before it gives no more memory."""
+    """What happens to calls when the system cannot start another thread."""
 
     @staticmethod
     def starve(world: World) -> None:
@@ -197,7 +197,7 @@ class TestNoThread:
         object.__setattr__(world.runtime, "start_thread", start)
 
     def test_a_load_fails_by_name(self, world: World) -> None:
-        """Who waits for a load that cannot be started gets ``LoadFailed``, and it is tried again in time."""
+        """Callers that wait for a load that cannot be started get ``LoadFailed``, and it is tried again later."""
         guard = world.guard()
         self.starve(world)
         with pytest.raises(LoadFailed, match="can't start new thread") as failure:
@@ -208,7 +208,7 @@ class TestNoThread:
         assert guard.ready
 
     def test_a_reload_fails_by_name(self, world: World) -> None:
-        """The old generation serves on."""
+        """The old generation still serves."""
         guard = world.guard()
         guard.load()
         self.starve(world)
@@ -225,7 +225,7 @@ class TestNoThread:
         assert (1, "can't start new thread") == (world.last(LoadErrored).current, guard.status().last_error)
 
     def test_an_abandoned_generation_is_released(self, world: World) -> None:
-        """The last call on an abandoned generation releases it itself, if nobody else can."""
+        """The last call on an abandoned generation releases it itself, if nothing else can."""
         guard = world.guard(drain_timeout=0)
         with guard.lease():
             outcome(world.spawn(guard.reload))
@@ -235,7 +235,7 @@ class TestNoThread:
 
 
 def test_events_tell_a_load_from_start_to_end(world: World) -> None:
-    """A load is told by two events: its start with the reason, and its end with time and size."""
+    """A load emits two events: its start with the reason, and its end with time and size."""
     guard = world.guard()
     world.model_size = 20_000_000
     guard.load()
@@ -256,7 +256,7 @@ def test_events_tell_a_load_from_start_to_end(world: World) -> None:
 
 
 def test_a_fault_of_our_own_leaves_nobody_waiting(world: World) -> None:
-    """Where a reload fails before its loader is called, say because memory cannot be read, all are told."""
+    """If a reload fails before its loader is called, because memory cannot be read, all callers get the error."""
 
     def unreadable() -> int:
         raise OSError("no such cgroup")

@@ -1,4 +1,4 @@
-"""What becomes a generation: a model that was made in time, is good enough, and is warm."""
+"""What becomes a generation: a model that was loaded in time, is valid, and is warm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TestARejectedModel:
             world.guard(lambda: None).load()
 
     def test_a_generator(self, world: World) -> None:
-        """A loader that yields its model instead of returning it is told so."""
+        """A loader that yields its model instead of returning it is rejected as a generator function."""
 
         def load() -> Any:
             yield world.loader()
@@ -30,7 +30,7 @@ class TestARejectedModel:
             world.guard(load).load()
 
     def test_a_verdict_that_is_neither(self, world: World) -> None:
-        """A verdict without a truth value, such as an array, is no good one."""
+        """A verdict without a truth value, such as an array, rejects the model."""
 
         class Array:
             def __bool__(self) -> bool:
@@ -41,7 +41,7 @@ class TestARejectedModel:
 
     @pytest.mark.parametrize("verdict", [False, 0, ""])
     def test_a_false_verdict(self, world: World, verdict: object) -> None:
-        """A model that ``validate`` finds wanting never serves; it is unloaded and dropped."""
+        """A model that ``validate`` rejects never serves; it is unloaded and dropped."""
         unloaded: list[int] = []
         guard = world.guard(validate=lambda _model: verdict, unload=lambda model: unloaded.append(model.number))
         with pytest.raises(ModelRejected, match=f"validate returned {verdict!r}"):
@@ -82,7 +82,7 @@ class TestARejectedModel:
 
 class TestLoadTimeout:
     def test_a_hanging_loader_is_left_behind(self, world: World) -> None:
-        """A loader that hangs past ``load_timeout`` fails for all who wait."""
+        """A loader that hangs past ``load_timeout`` fails for all waiting callers."""
         guard = world.guard(load_timeout="10ms")
         world.loader.hold()
         with pytest.raises(LoadTimeout, match=r"did not end within load_timeout=0.01 s and was abandoned") as failure:
@@ -91,7 +91,7 @@ class TestLoadTimeout:
         assert "failed" == guard.status().state
 
     def test_a_model_that_comes_late_is_released(self, world: World) -> None:
-        """Should the loader come back after all, its model is unloaded, dropped, and said to be discarded."""
+        """If the loader returns after all, its model is unloaded, dropped, and reported as discarded."""
         unloaded: list[int] = []
         guard = world.guard(load_timeout="10ms", unload=lambda model: unloaded.append(model.number))
         world.loader.hold()
@@ -112,7 +112,7 @@ class TestLoadTimeout:
         assert 1 == guard.status().generation
 
     def test_a_timeout_of_the_loader_s_own_is_its_failure(self, world: World) -> None:
-        """A ``TimeoutError`` raised by the loader, say by a download, is not taken for ``load_timeout``."""
+        """A ``TimeoutError`` raised by the loader, for example by a download, is not taken for ``load_timeout``."""
 
         def load() -> object:
             raise TimeoutError("the mirror does not answer")

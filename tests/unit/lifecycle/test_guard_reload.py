@@ -66,7 +66,7 @@ class TestReload:
         assert (1, 0) == (guard.status().generation, guard.status().reloads)
 
     def test_does_not_wait_for_the_backoff(self, world: World, guard: ModelGuard[Any]) -> None:
-        """Who asks for a reload in so many words gets an attempt at once."""
+        """An explicit request for a reload starts an attempt at once."""
         world.loader.fails = True
         with pytest.raises(LoadFailed):
             guard.reload()
@@ -75,7 +75,7 @@ class TestReload:
         assert (2, "ready") == (guard.status().generation, guard.status().state)
 
     def test_is_refused_where_it_would_wait_for_itself(self, guard: ModelGuard[Any]) -> None:
-        """Inside a call on the same guard, or on a running loop, waiting is refused with what to do instead."""
+        """Inside a call on the same guard, or on a running loop, waiting raises, with what to do instead."""
 
         async def on_the_loop() -> None:
             guard.reload()
@@ -93,7 +93,7 @@ class TestReload:
         assert 1 == number(guard)
 
     def test_may_be_ordered_inside_a_call(self, world: World, guard: ModelGuard[Any]) -> None:
-        """Without waiting for it, a call may order the reload of the model that it runs on."""
+        """Without waiting for it, a call may request the reload of the model that it runs on."""
         with guard.lease() as model:
             guard.reload(wait=False)
             assert (1, 1) == (model.number, number(guard))
@@ -117,7 +117,7 @@ class TestAFailedReload:
         assert (1, True, 1) == (number(guard), guard.ready, world.last(LoadErrored).current)
 
     def test_is_retried_with_backoff(self, world: World, guard: ModelGuard[Any]) -> None:
-        """It is tried again when its backoff has passed, not before, and then the guard is well again."""
+        """It is tried again when its backoff has passed, not before, and then the guard is ready again."""
         world.loader.fails = True
         with pytest.raises(LoadFailed):
             guard.reload()
@@ -134,7 +134,7 @@ class TestAFailedReload:
         assert ("ready", 2, 0) == (guard.status().state, guard.status().generation, guard.status().failures)
 
     def test_may_be_followed_by_another_at_once(self, world: World) -> None:
-        """Who asks again on hearing of a failure is not forgotten, however long the failed reload takes to wind up."""
+        """A request that follows a failure is not lost, however long the failed reload takes to finish."""
         wind_up = threading.Event()
 
         class Slow(HostLock):
@@ -157,7 +157,7 @@ class TestAFailedReload:
 
     @pytest.mark.parametrize("swap", ["load_first", "auto"])
     def test_of_a_model_that_is_refused(self, world: World, swap: str) -> None:
-        """A new model that ``validate`` refuses does not take the old one's place."""
+        """A new model that ``validate`` rejects does not replace the old one."""
         guard = world.guard(swap=swap, validate=lambda model: model.number == 1)
         guard.load()
         with pytest.raises(LoadFailed, match="validate returned False"):
@@ -167,7 +167,7 @@ class TestAFailedReload:
 
 class TestRequestsDuringALoad:
     def test_make_it_stale(self, world: World, guard: ModelGuard[Any]) -> None:
-        """A newer request sends a model away that began to load before it, and a fresh one is loaded."""
+        """A newer request discards a model that began to load before it, and a new one is loaded."""
         world.loader.hold()
         first = world.spawn(guard.reload)
         world.loader.reached()
@@ -180,7 +180,7 @@ class TestRequestsDuringALoad:
         assert (3, 2, 1) == (number(guard), guard.status().generation, guard.status().reloads)
 
     def test_cannot_keep_a_guard_from_ever_being_reloaded(self, world: World) -> None:
-        """A model is sent away once; the next one serves, and requests that came meanwhile get another load."""
+        """A model is discarded once; the next one serves, and requests that came meanwhile get another load."""
 
         def load() -> Any:
             model = world.loader()
@@ -197,7 +197,7 @@ class TestRequestsDuringALoad:
         assert (5, "ready") == (number(guard), guard.status().state)
 
     def test_of_the_first_model_wait_for_a_second(self, world: World) -> None:
-        """The first model is not sent away: it serves, and a request that came during its load gets another."""
+        """The first model is not discarded: it serves, and a request that came during its load gets another."""
         guard = world.guard()
         world.loader.hold()
         guard.reload(wait=False)
@@ -240,7 +240,7 @@ class TestRequestsDuringALoad:
 
 
 def test_two_guards_keep_out_of_each_other_s_way(world: World) -> None:
-    """One guard's failing reload is no other guard's business."""
+    """One guard's failing reload does not affect other guards."""
     failing, sound = Loader(world), Loader(world)
     first, second = world.guard(failing, name="first"), world.guard(sound, name="second")
     first.load()

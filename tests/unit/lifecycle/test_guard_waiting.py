@@ -57,7 +57,7 @@ class TestTheFirstLoad:
 class TestWhileAModelIsReplaced:
     @pytest.mark.parametrize("wait_timeout", [0, "1ms"])
     def test_calls_wait_up_to_their_deadline(self, world: World, wait_timeout: Any) -> None:
-        """Where no generation serves, calls wait up to ``wait_timeout`` and then get ``Reloading``."""
+        """If no generation serves, calls wait up to ``wait_timeout`` and then get ``Reloading``."""
         guard = replacing(world, wait_timeout=wait_timeout)
         assert ("draining", False) == (guard.status().state, guard.ready)
         for call in (lambda: number(guard), guard.load, lambda: asyncio.run(anumber(guard))):
@@ -82,7 +82,7 @@ class TestWhileAModelIsReplaced:
             guard(lambda model: model.number)()
 
     def test_a_lease_may_have_a_deadline_of_its_own(self, world: World) -> None:
-        """``lease(timeout)`` goes before ``wait_timeout``."""
+        """``lease(timeout)`` takes precedence over ``wait_timeout``."""
         guard = replacing(world, wait_timeout="1h")
         with pytest.raises(Reloading), guard.lease(0):
             pass
@@ -92,7 +92,7 @@ class TestWhileAModelIsReplaced:
 
 class TestAWaiterThatGoesAway:
     def test_a_cancelled_task_harms_nobody(self, world: World) -> None:
-        """Who is cancelled while waiting is forgotten; the load goes on for the others."""
+        """A cancelled waiter is removed; the load goes on for the others."""
         guard = world.guard()
         world.loader.hold()
 
@@ -124,7 +124,7 @@ class TestAWaiterThatGoesAway:
 
 @pytest.mark.parametrize("use", ["load", "__enter__"])
 def test_blocking_a_running_loop_is_refused(world: World, use: str) -> None:
-    """On a running event loop ``load()`` and ``with`` are refused, with what to write instead."""
+    """On a running event loop ``load()`` and ``with`` raise, with what to write instead."""
     guard = world.guard()
 
     async def main() -> None:
@@ -146,7 +146,7 @@ def test_deadlines_that_cannot_be_meant_are_refused(world: World, timeout: Any) 
 
 
 def test_a_failure_is_told_from_a_thread_as_from_a_task(world: World) -> None:
-    """Waiting threads and waiting tasks hear of the same failure."""
+    """Waiting threads and waiting tasks get the same failure."""
     guard = world.guard()
     world.loader.fails = True
     world.loader.hold()

@@ -18,7 +18,7 @@ from modelguard.telemetry import LoadStarted
 
 
 class Turn:
-    """Asks for slots in a time of its own."""
+    """Requests the lock on its own clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -64,7 +64,7 @@ def taken(lock: HostLock, while_taken: Callable[[], object]) -> None:
 
 class TestHeld:
     def test_a_free_slot_is_had_at_once(self, turn: Turn, folder: Path) -> None:
-        """Nobody waits for a lock that nobody holds, and it can be had again."""
+        """A free lock is acquired without a wait, and can be acquired again."""
         one = HostLock(lambda: folder)
         for _ in range(3):
             with turn.take(one) as how:
@@ -95,7 +95,7 @@ class TestHeld:
         assert 1 == pytest.approx(turn.now, abs=0.1)
 
     def test_nobody_is_held_up_for_ever(self, turn: Turn, folder: Path) -> None:
-        """After five minutes a hung holder no longer holds others up; who waited goes on without the lock."""
+        """After five minutes a hung holder no longer delays others; they continue without the lock."""
         one = HostLock(lambda: folder)
 
         def second() -> None:
@@ -106,7 +106,7 @@ class TestHeld:
         assert pytest.approx(turn.now, abs=0.1) == MAX_WAIT
 
     def test_who_no_longer_wants_it_is_let_go(self, turn: Turn, folder: Path) -> None:
-        """A guard that is closed while it waits gives up its place."""
+        """A guard that is closed while it waits stops waiting."""
         one = HostLock(lambda: folder)
         turn.on_sleep = lambda: setattr(turn, "cancelled", True)
 
@@ -118,7 +118,7 @@ class TestHeld:
         assert 1 > turn.now
 
     def test_a_slot_of_another_folder_is_another_slot(self, turn: Turn, tmp_path: Path) -> None:
-        """Users and services with folders of their own do not wait for each other."""
+        """Users and services with different folders do not wait for each other."""
         with Turn().take(HostLock(lambda: tmp_path / "a")), turn.take(HostLock(lambda: tmp_path / "b")) as how:
             assert ("host", 0.0) == (how, turn.now)
 
@@ -131,7 +131,7 @@ class TestALockThatIsHeldElsewhere:
 
     @pytest.mark.parametrize(("cancelled", "how"), [(False, "timed_out"), (True, "cancelled")])
     def test_is_waited_for(self, turn: Turn, folder: Path, cancelled: bool, how: str) -> None:  # noqa: FBT001
-        """Another process's reload is waited for as long, and given up as easily."""
+        """A reload waits for another process in the same way, with the same limits."""
         turn.on_sleep = lambda: setattr(turn, "cancelled", cancelled)
         one = HostLock(lambda: folder)
         for _ in range(2):  # what was not had is not held either
@@ -141,7 +141,7 @@ class TestALockThatIsHeldElsewhere:
 
 class TestThePrivateFolder:
     def test_is_made_for_its_user_alone(self, turn: Turn, folder: Path) -> None:
-        """The folder and the lock file can be read and written by nobody else."""
+        """No other user can read or write the folder and the lock file."""
         with turn.take(HostLock(lambda: folder)):
             modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "reload.lock")]
         assert [0o700, 0o600] == modes
@@ -155,7 +155,7 @@ class TestThePrivateFolder:
             assert ("process", []) == (how, list(folder.iterdir()))
 
     def test_is_not_trusted_when_it_is_a_link(self, turn: Turn, tmp_path: Path, folder: Path) -> None:
-        """A link that somebody laid there is not followed."""
+        """A link that was placed there is not followed."""
         (tmp_path / "trap").mkdir(mode=0o700)
         folder.parent.mkdir()
         folder.symlink_to(tmp_path / "trap")
@@ -180,7 +180,7 @@ class TestThePrivateFolder:
             assert "process" == how
 
     def test_that_cannot_be_made_is_done_without(self, turn: Turn, tmp_path: Path) -> None:
-        """Where no folder can be made, say because the disk is read-only, reloads go on."""
+        """If no folder can be made, for example on a read-only disk, reloads go on."""
         (tmp_path / "file").touch()
         with turn.take(HostLock(lambda: tmp_path / "file" / "below")) as how:
             assert "process" == how
@@ -232,7 +232,7 @@ class TestReloads:
         assert ["first", "first", "second", "second"] == [event.guard for event in world.seen(LoadStarted)]
 
     def test_go_on_after_a_hung_one(self, world: World) -> None:
-        """A reload that hangs holds others up for five minutes at most, and the event says that it did."""
+        """A reload that hangs delays others for five minutes at most, and the event says so."""
         hung = Loader(world)
         first, second = world.guard(hung, name="hung"), world.guard(name="second")
         first.load()

@@ -21,7 +21,7 @@ TEXT = "a b c"
 
 
 class Countdown:
-    """An iterator that is no generator."""
+    """An iterator that is not a generator."""
 
     def __init__(self, words: list[str]) -> None:
         self.left = words
@@ -134,20 +134,20 @@ class TestIterators:
         assert [1] == [event.generation for event in world.seen(GenerationReleased)]
 
     def test_give_it_back_when_they_are_closed(self, guard: ModelGuard[Any], function: Callable[[Any], Any]) -> None:
-        """Closing one half way, as servers do when a client hangs up, gives its lease back."""
+        """Closing one half way, as servers do when a client disconnects, returns its lease."""
         words = guard(function)()
         next(words)
         words.close()
         assert 0 == in_flight(guard)
 
     def test_may_be_closed_before_they_begin(self, guard: ModelGuard[Any], function: Callable[[Any], Any]) -> None:
-        """Closing one that was never asked for an item gives its lease back as well."""
+        """Closing one that was never started returns its lease as well."""
         words = guard(function)()
         words.close()
         assert 0 == in_flight(guard)
 
     def test_give_it_back_when_they_are_dropped(self, guard: ModelGuard[Any], function: Callable[[Any], Any]) -> None:
-        """One that is abandoned half way, or before it began, gives its lease back when nobody holds it."""
+        """One that is abandoned half way, or before it began, returns its lease when nothing refers to it."""
         words, unstarted = guard(function)(), guard(function)()
         next(words)
         del words, unstarted
@@ -176,7 +176,7 @@ class TestAsyncIterators:
         function: Callable[[Any], Any],
         begun: bool,  # noqa: FBT001
     ) -> None:
-        """Closing one gives its lease back, whether it has begun or not."""
+        """Closing one returns its lease, whether it has begun or not."""
 
         async def main() -> int:
             words = guard(function)()
@@ -188,7 +188,7 @@ class TestAsyncIterators:
         assert 0 == asyncio.run(main())
 
     def test_give_it_back_when_they_are_dropped(self, guard: ModelGuard[Any], function: Callable[[Any], Any]) -> None:
-        """One that is abandoned half way gives its lease back, at the latest when its event loop ends."""
+        """One that is abandoned half way returns its lease, at the latest when its event loop ends."""
 
         async def main() -> None:
             async for _ in guard(function)():
@@ -209,7 +209,7 @@ class TestGenerators:
 
     @pytest.mark.parametrize("returned", [False, True], ids=["written", "returned"])
     def test_receive_and_return_values(self, guard: ModelGuard[Any], returned: bool) -> None:  # noqa: FBT001
-        """``send``, ``throw`` and the return value go through as if nothing stood between."""
+        """``send``, ``throw`` and the return value work as without a guard."""
 
         def talk(_model: Any) -> Any:
             heard = []
@@ -232,7 +232,7 @@ class TestGenerators:
         assert (["hello", "KeyError('k')", "bye"], 0) == (end.value.value, in_flight(guard))
 
     def test_async_ones_receive_values(self, guard: ModelGuard[Any]) -> None:
-        """``asend`` and ``athrow`` go through as well."""
+        """``asend`` and ``athrow`` work as well."""
 
         @guard
         async def talk(_model: Any) -> AsyncIterator[Any]:
@@ -345,7 +345,7 @@ class TestCoroutines:
 
     @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
     def test_that_are_never_awaited_give_it_back(self, guard: ModelGuard[Any]) -> None:
-        """One that is dropped without being awaited gives its lease back."""
+        """One that is dropped without being awaited returns its lease."""
 
         async def work(model: Any) -> Any:
             return model
@@ -389,7 +389,7 @@ class TestFiles:
         assert (True, 0) == (file.closed, in_flight(guard))
 
     def test_of_another_kind_may_enter_as_somebody_else(self, guard: ModelGuard[Any]) -> None:
-        """Where ``with`` gives another object than the iterator, that object is given."""
+        """If ``with`` returns another object than the iterator, that object is passed on."""
 
         class Cursor(Countdown):
             def __enter__(self) -> str:

@@ -1,4 +1,4 @@
-"""A lease is one use of the model: taken once, given back once, however its block ends."""
+"""A lease is one use of the model: taken once, returned once, however its block ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestABlock:
 
     @pytest.mark.parametrize("error", INTERRUPTS)
     def test_gives_it_back_however_it_ends(self, world: World, error: type[BaseException]) -> None:
-        """A block that raises gives its lease back; only an ``Exception`` counts as the model's error."""
+        """A block that raises returns its lease; only an ``Exception`` counts as the model's error."""
         guard = world.guard()
 
         async def asynchronously() -> None:
@@ -87,7 +87,7 @@ class TestABlock:
         assert 2 == number()
 
     def test_may_be_one_of_many(self, world: World) -> None:
-        """Leases overlap as they like; each ends for itself."""
+        """Leases may overlap in any way; each ends by itself."""
         guard = world.guard()
         first, second = guard.lease(), guard.lease()
         with ExitStack() as stack:
@@ -98,7 +98,7 @@ class TestABlock:
 
 
 def test_a_lease_serves_once(world: World) -> None:
-    """A lease that has been used is refused, with what to do instead, and the guard is unharmed."""
+    """A lease cannot be used twice; the error says what to do instead, and the guard works on."""
     guard = world.guard()
     lease = guard.lease()
     with lease:
@@ -115,7 +115,7 @@ def test_a_lease_serves_once(world: World) -> None:
 
 
 def test_a_lease_inside_itself_is_refused(world: World) -> None:
-    """Entering a lease inside its own block is refused as well; the block goes on."""
+    """A lease cannot be entered inside its own block either; the block goes on."""
     guard = world.guard()
     lease = guard.lease()
     with lease as model:
@@ -135,7 +135,7 @@ class TestALeaseThatIsTaken:
         assert ((0, 1), 0) == (counts(guard), errors(guard))
 
     def test_ends_when_it_is_dropped(self, world: World) -> None:
-        """A lease that nobody holds any more is over."""
+        """A lease that nothing refers to any more has ended."""
         guard = world.guard()
         lease = Lease.take(guard.engine)
         assert (1, 0) == counts(guard)
@@ -152,7 +152,7 @@ class TestALeaseThatIsTaken:
         assert (0, 1) == counts(guard)
 
     def test_that_never_began_has_nothing_to_end(self, world: World) -> None:
-        """A lease that was made and never entered takes nothing and gives nothing."""
+        """A lease that is never entered has no effect."""
         guard = world.guard()
         guard.load()
         lease = guard.lease()
@@ -174,7 +174,7 @@ class TestALeaseThatIsTaken:
 
 class TestContexts:
     def test_a_lease_may_end_in_another_context_than_it_began_in(self, world: World) -> None:
-        """Dependency injectors enter and leave in different contexts: the lease ends all the same."""
+        """Dependency injectors enter and leave in different contexts: the lease still ends."""
         guard = world.guard()
         lease = guard.lease()
         contextvars.copy_context().run(lease.__enter__)
@@ -220,7 +220,7 @@ class TestContexts:
         assert [[1, 1]] * 5 + [[2, 2]] * 5 == asyncio.run(main())
 
     def test_a_cancelled_block_gives_its_lease_back(self, world: World) -> None:
-        """A task that is cancelled inside ``async with`` gives its lease back at once."""
+        """A task that is cancelled inside ``async with`` returns its lease at once."""
         guard = world.guard()
 
         @asynccontextmanager

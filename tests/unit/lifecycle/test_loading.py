@@ -43,7 +43,7 @@ class Awaitable:
 
 class TestFinished:
     def test_what_is_there_already_is_handed_on(self) -> None:
-        """A resolve result is handed on as it is."""
+        """A plain result is passed on unchanged."""
         result = object()
         assert resolve(result) is result
 
@@ -85,7 +85,7 @@ class TestWithin:
             self.run(timeout, fail)
 
     def test_late_work_is_left_behind(self) -> None:
-        """When the time is over ``Late`` is raised, and the result goes to ``when_late`` should it come after all."""
+        """When the time is over ``Late`` is raised, and a late result goes to ``when_late``."""
         go_on, late, threads = threading.Event(), list[str](), Threads()
 
         def work() -> str:
@@ -100,7 +100,7 @@ class TestWithin:
         assert ["made"] == late
 
     def test_late_work_that_raises_is_forgotten(self) -> None:
-        """An error of work that was left behind interests nobody."""
+        """An error of abandoned work is ignored."""
         go_on, threads = threading.Event(), Threads()
 
         def work() -> None:
@@ -130,7 +130,7 @@ class TestWithin:
 
 class TestStallMeter:
     class Clock:
-        """A clock that moves when told, and tells when it was read."""
+        """A clock that moves when the test moves it, and records when it was read."""
 
         def __init__(self) -> None:
             self.now = 0.0
@@ -157,7 +157,7 @@ class TestStallMeter:
         assert 0.795 == pytest.approx(meter.longest)
 
     def test_counts_a_stall_that_lasts_to_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A loader that lets nobody run until it returns is not missed."""
+        """A loader that lets no other thread run until it returns is detected."""
         reads = iter([0.0, 5.0])
         monkeypatch.setattr(_loading, "time", types.SimpleNamespace(perf_counter=lambda: next(reads)))
         meter = StallMeter()

@@ -74,7 +74,7 @@ class TestWrongArguments:
 
     @pytest.mark.parametrize("kind", range(4))
     def test_do_not_count_against_the_model(self, nlp: ModelGuard[Any], kind: int) -> None:
-        """A call that never reached the function is no reason for the policy ``Errors``."""
+        """A call that never reached the function does not count for the policy ``Errors``."""
         with pytest.raises(TypeError):
             call(functions(nlp)[kind])
         current = nlp.engine.state.current
@@ -180,13 +180,13 @@ class TestRoutes:
 class TestTheGuardIsNotTheModel:
     @pytest.mark.parametrize("name", ["pipe", "predict", "vocab", "__wrapped__"])
     def test_what_it_lacks_is_explained(self, nlp: ModelGuard[Any], name: str) -> None:
-        """``nlp.pipe`` is the model's: the error says how to get at the model."""
+        """``nlp.pipe`` is the model's: the error says how to reach the model."""
         with pytest.raises(AttributeError, match=f"has no attribute '{name}': it is the guard, not the model"):
             getattr(nlp, name)
         assert not hasattr(nlp, name)
 
     def test_a_model_instead_of_a_loader(self, world: World) -> None:
-        """A model of a known library is refused where a loader is needed, although it can be called."""
+        """A model of a known library is rejected as a loader, although it is callable."""
         torch = pytest.importorskip("torch")
         with pytest.raises(InvalidOption, match="is a model itself; the guard needs a function that makes one"):
             world.guard(torch.nn.Linear(2, 2))

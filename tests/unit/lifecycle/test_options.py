@@ -58,7 +58,7 @@ class CallableModel:
     ],
 )
 def test_options_are_checked_where_they_are_written(world: World, option: str, value: object) -> None:
-    """An option that cannot be meant is refused by ``guard()`` itself, not at the first call, and named."""
+    """An invalid option is rejected by ``guard()`` itself, not at the first call, and named."""
     with pytest.raises(InvalidOption) as refusal:
         world.guard(**{option: value})
     assert option == refusal.value.argument
@@ -83,7 +83,7 @@ def test_a_misspelt_swap_is_answered_with_the_choices(world: World) -> None:
     ],
 )
 def test_loaders_are_checked(loader: Any, why: str) -> None:
-    """What cannot be called as a loader is refused with what to write instead."""
+    """What cannot be called as a loader is rejected, with what to write instead."""
     with pytest.raises(InvalidOption, match=why):
         guard(loader, reload_on=None)
 
@@ -105,7 +105,7 @@ def test_whatever_can_be_called_is_a_loader(world: World, loader: Callable[[], o
     ],
 )
 def test_a_guard_is_named_after_its_loader(loader: Callable[[], object], name: str) -> None:
-    """Without a name of its own a guard bears its loader's, and shows it."""
+    """A guard without a name gets its loader's, and shows it."""
     made = guard(loader, reload_on=None)
     assert (name, f"<ModelGuard {name!r} new>") == (made.name, repr(made))
 
@@ -142,7 +142,7 @@ def test_the_defaults_are_bounded() -> None:
 
 @pytest.mark.parametrize("policy", [MemoryLimit("80%"), TTL("1h") | MemoryGrowth("20%")], ids=repr)
 def test_a_share_needs_a_limit(world: World, policy: modelguard.Policy) -> None:
-    """``"80%"`` without any limit to take it of is refused, with what to write instead."""
+    """``"80%"`` without any memory limit is rejected, with what to write instead."""
     world.limit = None
     with pytest.raises(NoMemoryLimit, match=r"no cgroup limits this process.*Give bytes") as refusal:
         world.guard(reload_on=policy)
@@ -150,7 +150,7 @@ def test_a_share_needs_a_limit(world: World, policy: modelguard.Policy) -> None:
 
 
 def test_a_pool_s_share_needs_a_limit_too(world: World) -> None:
-    """A pool takes a share of the limit as its budget, and refuses one where there is no limit."""
+    """A pool accepts a share of the limit as its budget, and rejects it if there is no limit."""
     world.limit = 200 * MB
     assert 120 * MB == world.pool(max_memory="60%").status().max_memory
     world.limit = None
@@ -159,7 +159,7 @@ def test_a_pool_s_share_needs_a_limit_too(world: World) -> None:
 
 
 class TestNeverFires:
-    """A policy that cannot fire is warned of, at the line that wrote it."""
+    """A policy that cannot fire causes a warning at the caller's line."""
 
     @staticmethod
     def warned(make: Callable[[], object], match: str) -> None:
@@ -169,7 +169,7 @@ class TestNeverFires:
 
     @pytest.mark.parametrize("policy", [MemoryLimit("2 GB"), MemoryGrowth("2 GB")], ids=repr)
     def test_above_the_limit(self, world: World, policy: modelguard.Policy) -> None:
-        """A bound at the process's own limit is never reached: the kernel is there first."""
+        """A bound at the process's own limit is never reached: the kernel kills the process first."""
         world.limit = 2000 * MB
         with use(lambda: world.runtime):
             self.warned(
@@ -238,14 +238,14 @@ class CallableModel:
     ],
 )
 def test_a_pool_s_options_are_checked_where_they_are_written(option: str, value: Any) -> None:
-    """``pool()`` refuses what cannot be meant, and does not wait for the first lease to do so."""
+    """``pool()`` rejects invalid options at once, not at the first lease."""
     with pytest.raises(InvalidOption) as refusal:
         pool(**{"load": lambda key: key, "max_memory": "1 GB", option: value})
     assert option == refusal.value.argument
 
 
 def test_a_pool_is_named_after_its_loader() -> None:
-    """Without a name of its own a pool bears its loader's, and shows what it holds."""
+    """A pool without a name gets its loader's, and shows what it holds."""
 
     def voices(key: str) -> str:
         return key

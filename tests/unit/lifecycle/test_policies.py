@@ -19,7 +19,7 @@ WEIGHTS = Path("/models/weights.bin")
 
 
 class Tired(Policy):
-    """A policy of one's own."""
+    """A user-defined policy."""
 
     def due(self, now: Snapshot) -> bool:
         return now.gauges.get("strings", 0) > 2 * now.first_gauges.get("strings", 0)
@@ -80,18 +80,18 @@ class TestMemory:
 
 
 def test_growth_counts_from_where_the_generation_settled() -> None:
-    """Until a generation has settled there is nothing that it could have grown from."""
+    """Until a generation has settled there is no baseline for growth."""
     assert not MemoryGrowth("1 MB").due(grown(900 * MB, baseline=None))
 
 
 @pytest.mark.parametrize("policy", [MemoryGrowth("50%"), MemoryLimit("50%")], ids=repr)
 def test_a_share_without_a_limit_is_never_due(policy: Policy) -> None:
-    """Should the limit be lifted while the process runs, a share of it is not due."""
+    """If the limit is removed while the process runs, a share of it is not due."""
     assert not policy.due(grown(10_000 * MB, limit=None))
 
 
 def test_a_limit_below_the_fresh_model_is_futile() -> None:
-    """Where a fresh model is above the bound already, no reload can help: the policy says so and stays silent."""
+    """If a new model is above the bound already, no reload can help: the policy reports it and stays silent."""
     policy, now = MemoryLimit("90 MB"), grown(50 * MB)
     assert not policy.due(now)
     assert "the process holds 100 MB with a fresh model, and the bound is 90 MB" == policy.futile(now)
@@ -108,7 +108,7 @@ def test_policies_that_can_help_are_not_futile() -> None:
 
 @pytest.mark.parametrize(("draw", "seconds"), [(0.0, 3600), (0.5, 3420), (0.999_999, 3240.001)])
 def test_a_ttl_ends_earlier_by_chance(draw: float, seconds: float) -> None:
-    """Each process takes up to a tenth off its TTL, so that workers do not reload in step."""
+    """Each process shortens its TTL by up to a tenth, so that workers do not reload together."""
     policy = TTL("1h")
     due = [policy.due(Snapshot(age=age, jitter=draw)) for age in (seconds - 0.01, seconds + 0.01)]
     assert [False, True] == due
@@ -135,7 +135,7 @@ class TestJoined:
         assert [(), (), (both,)] == [policy.reasons(snapshot) for snapshot in snapshots]
 
     def test_they_nest(self) -> None:
-        """Policies may be joined to any depth, are written as they were joined, and know their parts."""
+        """Policies may be combined to any depth, are shown as they were combined, and know their parts."""
         policy = (TTL("1h") | Uses(5)) & Tired() | Errors()
         assert "(TTL('1h') | Uses(5)) & Tired() | Errors(consecutive=5)" == repr(policy)
         assert (TTL("1h"), Uses(5), Errors()) == (*policy.parts()[:2], policy.parts()[3])
@@ -171,7 +171,7 @@ class TestJoined:
             assert rejected.value.fix.startswith(fix)
 
     def test_or_and_and_do_not_join(self) -> None:
-        """``TTL(...) or Uses(...)`` would silently be the first of the two, so it is an error."""
+        """``TTL(...) or Uses(...)`` would silently mean the first of the two, so it is an error."""
         with pytest.raises(InvalidOption, match=r"TTL\('1h'\).*neither true nor false.*with \| and &"):
             TTL("1h") or Uses(5)
         with pytest.raises(InvalidOption, match="not with `or` and `and`"):
@@ -196,12 +196,12 @@ class TestJoined:
     ids=repr,
 )
 def test_a_policy_tells_how_long_its_answer_holds(policy: Policy, uses: float, seconds: float) -> None:
-    """Calls pass by a policy until its answer may have changed; one of your own is asked after every call."""
+    """Calls do not ask a policy until its answer may have changed; a user-defined one is asked after every call."""
     assert (uses, seconds) == policy.horizon(Snapshot(age=20, uses=7))
 
 
 def test_policies_are_values() -> None:
-    """Policies that say the same are equal and hash alike, whatever units they were written in."""
+    """Policies with the same meaning are equal and have the same hash, whatever their units."""
     assert TTL("1h30m") == TTL(timedelta(minutes=90)) == TTL(5400)
     assert MemoryGrowth("0.5 GB") == MemoryGrowth(500 * MB)
     assert {Uses(5) | TTL("1m")} == {Uses(5) | TTL(60)}
@@ -218,7 +218,7 @@ def test_policies_are_values() -> None:
     ],
 )
 def test_policies_are_written_for_people(policy: Policy, written: str) -> None:
-    """Events name a policy as somebody would have written it."""
+    """Events name a policy as in source code."""
     assert written == repr(policy)
 
 
@@ -258,7 +258,7 @@ def test_a_policy_cannot_be_made_without_a_verdict() -> None:
     ],
 )
 def test_policies_that_cannot_be_meant_are_refused(make: Any, options: dict[str, Any], argument: str) -> None:
-    """Negative or unparsable sizes, durations and counts are refused where they are written, by their names."""
+    """Negative or unparsable sizes, durations and counts are rejected where they are given, by name."""
     with pytest.raises(InvalidOption) as refusal:
         make(**options)
     assert argument == refusal.value.argument
@@ -278,7 +278,7 @@ def test_policies_that_cannot_be_meant_are_refused(make: Any, options: dict[str,
     ],
 )
 def test_a_policy_parts_into_new_weights_and_the_rest(policy: Policy | None, weights: object, rest: object) -> None:
-    """What is due for age or a changed file is told from what is due for the state of the process, ``&`` kept whole."""
+    """Policies for age and changed files are separated from policies for the state of the process, ``&`` kept whole."""
 
     def text(part: object) -> str:
         return part if isinstance(part, str) else repr(part)

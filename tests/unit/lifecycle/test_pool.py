@@ -18,7 +18,7 @@ CROWD = 16
 
 class TestModels:
     def test_are_loaded_by_key_on_first_use(self, world: World) -> None:
-        """Each key's model is loaded when it is first asked for, once, and lent from then on."""
+        """Each key's model is loaded once, at its first use, and shared from then on."""
         pool = world.pool(Sizes(world, a=10, b=20))
         assert {} == loaded(pool)
         assert ["a", "b", "a", "b"] == use(pool, "a", "b", "a", "b")
@@ -84,7 +84,7 @@ class TestRoom:
         assert {"small": 10, "other": 10, "large": 60} == loaded(pool)
 
     def test_is_not_made_where_there_is_enough(self, world: World) -> None:
-        """A model that turns out a little larger than before drives nobody out who fits beside it."""
+        """A model that turns out a little larger than before evicts no model that fits beside it."""
         sizes = Sizes(world, idle=40, grows=30)
         pool = world.pool(sizes, ttl="1h")
         use(pool, "grows")
@@ -140,7 +140,7 @@ class TestNoRoom:
         assert {"b": 60} == loaded(pool)
 
     def test_is_made_at_the_cost_of_steady_traffic(self, world: World) -> None:
-        """For a key that waited a while, the least used model is lent no more, except to those inside."""
+        """For a key that waited a while, the least used model gets no new calls, except nested ones."""
         pool = world.pool(Sizes(world, a=60, b=60))
         with pool.lease("a"):
             rare = world.spawn(use, pool, "b")
@@ -155,7 +155,7 @@ class TestNoRoom:
         assert ["b"] == outcome(rare)
 
     def test_is_given_in_order(self, world: World) -> None:
-        """Who waited first is served first, also where a later key would fit earlier."""
+        """The first waiter is served first, even if a later key would fit earlier."""
         pool = world.pool(Sizes(world, a=60, b=60, c=30))
         use(pool, "b", "c", "a")
         with pool.lease("a"):
@@ -202,7 +202,7 @@ class TestNoRoom:
 
 class TestAModelTooLarge:
     def test_is_refused_by_name(self, world: World) -> None:
-        """A model that alone exceeds the budget is released and refused with both figures and the fix."""
+        """A model that alone exceeds the budget is released and rejected with both figures and the fix."""
         pool = world.pool(Sizes(world, huge=150, a=10))
         with pytest.raises(ModelTooLarge, match="takes 150 MB and the pool's budget is 100 MB; raise max_memory") as e:
             use(pool, "huge")
@@ -210,7 +210,7 @@ class TestAModelTooLarge:
         assert ({}, 100 * MB) == (loaded(pool), world.memory)
 
     def test_is_not_loaded_again(self, world: World) -> None:
-        """Its size is known from then on, so it is refused without another load; others are served."""
+        """Its size is known from then on, so it is rejected without another load; others are served."""
         sizes = Sizes(world, huge=150, a=10)
         pool = world.pool(sizes)
         for _ in range(3):
@@ -219,7 +219,7 @@ class TestAModelTooLarge:
         assert (["a"], ["huge", "a"]) == (use(pool, "a"), sizes.loads)
 
     def test_is_told_to_all_who_waited(self, world: World) -> None:
-        """Each thread that waited for it gets an error of its own."""
+        """Each thread that waited for it gets its own error."""
         world.model_size = 150 * MB
         pool = world.pool()
         world.loader.hold()
@@ -246,7 +246,7 @@ class TestAFailedLoad:
         assert ["a"] == use(pool, "a")
 
     def test_is_told_to_all_who_waited(self, world: World) -> None:
-        """Everyone who waited for the load gets an error of their own."""
+        """Every caller that waited for the load gets its own error."""
         pool = world.pool()
         world.loader.fails = True
         world.loader.hold()
@@ -267,7 +267,7 @@ class TestAFailedLoad:
         assert (["b"], ["b"]) == (use(pool, "b"), list(loaded(pool)))
 
     def test_by_interrupt_is_not_taken_for_the_model_s(self, world: World) -> None:
-        """Who waited for a load that was interrupted is told to try again; the interrupt goes where it belongs."""
+        """An interrupt reaches the caller whose load it stopped, and the next call loads again."""
         pool = world.pool()
 
         def interrupt(_work: object, _name: str) -> None:

@@ -33,7 +33,7 @@ def run(main: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def test_a_model_is_loaded_beside_the_loop(world: World) -> None:
-    """The event loop goes on while a model loads, and when it is there it is lent."""
+    """The event loop goes on while a model loads, and the task gets the model when it is loaded."""
     pool = world.pool()
     world.loader.hold()
 
@@ -92,7 +92,7 @@ def test_a_failed_load_is_told(world: World) -> None:
 
 class TestACancelledTask:
     def test_leaves_its_load_to_others(self, world: World) -> None:
-        """The load goes on, the lease that nobody wants any more is given back, and the model is there for the next."""
+        """The load goes on, the unwanted lease is returned, and the model is there for the next call."""
         pool = world.pool()
         world.loader.hold()
 
@@ -109,7 +109,7 @@ class TestACancelledTask:
         assert ((0, "a"), 1) == (run(main), world.loader.calls)
 
     def test_leaves_a_load_that_fails_to_nobody(self, world: World) -> None:
-        """If that load fails nobody is troubled with it."""
+        """If that load fails, no caller gets the error."""
         pool = world.pool()
         world.loader.hold()
         world.loader.fails = True
@@ -148,7 +148,7 @@ class TestACancelledTask:
 
 
 def test_a_lease_serves_once(world: World) -> None:
-    """``async with`` refuses a lease that has been used as ``with`` does."""
+    """``async with`` rejects a used lease, as ``with`` does."""
     pool = world.pool()
     lease = pool.lease("a")
 

@@ -1,4 +1,4 @@
-"""Functions whose arguments tell which model of a pool they run on."""
+"""Functions whose arguments select the model of a pool."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TestTheKey:
         assert ("model of bert", "MODEL OF CARL") == (first_word("bert says"), first_word("carl", shout=True))
 
     def test_that_cannot_be_hashed_is_refused(self) -> None:
-        """A call whose key cannot be hashed is refused by name."""
+        """A call whose key cannot be hashed is rejected by name."""
         with pytest.raises(UnhashableKey):
             speak("hi", ["anna"])  # type: ignore[arg-type]
 
@@ -86,7 +86,7 @@ class TestTheKey:
 
     @pytest.mark.parametrize("key", [None, 3, ["voice"]])
     def test_has_to_be_a_name_or_a_function(self, key: Any) -> None:
-        """Anything else is refused where it is written."""
+        """Anything else is rejected where it is given."""
         with pytest.raises(
             InvalidOption, match=r"must be a parameter's name or a function.*Name a parameter"
         ) as refusal:
@@ -95,7 +95,7 @@ class TestTheKey:
 
     @pytest.mark.parametrize("name", ["vioce", "model"])
     def test_has_to_be_there(self, name: str) -> None:
-        """A parameter that the function does not have, or that takes the model, is refused with those to choose."""
+        """A parameter that does not exist, or that takes the model, is rejected with a list of the possible ones."""
         with pytest.raises(
             InvalidOption, match=r"is not a parameter of .* besides the model. Choose one of 'text', 'voice'"
         ):
@@ -115,7 +115,7 @@ class TestADecoratedFunction:
         assert speak is pickle.loads(pickle.dumps(speak))
 
     def test_has_no_guard_of_its_own(self) -> None:
-        """Each key has a guard; the function has none to be asked for."""
+        """Each key has its own guard; the function itself has none."""
         with pytest.raises(InvalidOption, match="is not decorated by a guard"):
             guard_of(speak)
 
@@ -232,7 +232,7 @@ class TestMistakes:
             voices(key=key)
 
     def test_what_is_decorated_is_checked_before_its_key(self) -> None:
-        """A class is rejected as a class, and a function without parameters is told the one it needs."""
+        """A class is rejected as a class, and the error for a function without parameters names the one it needs."""
         with pytest.raises(InvalidOption, match="must be a function, not a class"):
             voices(key="voice")(Service)
         with pytest.raises(InvalidOption, match=r"Give .*\(\) that parameter"):

@@ -45,7 +45,7 @@ class TestTTL:
 
     @pytest.mark.parametrize(("draw", "lives"), [(0.0, 99.9), (0.5, 94.9)])
     def test_is_jittered(self, world: World, draw: float, lives: float) -> None:
-        """Each model's time is shortened by up to a tenth, at random, so that workers do not reload in step."""
+        """Each model's time is shortened by up to a tenth, at random, so that workers do not reload together."""
         world.draw = draw
         pool = world.pool(ttl="100s")
         use(pool, "a")
@@ -79,7 +79,7 @@ class TestClose:
         assert outcome(closing) is None
 
     def test_tells_who_waits(self, world: World) -> None:
-        """Who waits for a load or for room when the pool is closed is told so, and nothing is left behind."""
+        """Callers that wait for a load or for room when the pool is closed get an error, and nothing is left behind."""
         world.model_size = 60 * MB
         pool = world.pool()
         world.loader.hold()
@@ -114,14 +114,14 @@ class TestClose:
 class TestLease:
     @pytest.mark.parametrize("key", [[], {}, {1}, ({},)], ids=repr)
     def test_of_an_unhashable_key_is_refused_at_once(self, world: World, key: Any) -> None:
-        """A key that cannot be hashed is refused where the lease is asked for, with what to use instead."""
+        """A key that cannot be hashed is rejected when the lease is requested, with what to use instead."""
         with pytest.raises(UnhashableKey, match="cannot be hashed; use a string, a number or a tuple") as refusal:
             world.pool().lease(key)
         assert repr(key) == refusal.value.key
         assert isinstance(refusal.value, TypeError)
 
     def test_serves_once(self, world: World) -> None:
-        """A lease that has been used is refused, with what to do instead."""
+        """A lease cannot be used twice; the error says what to do instead."""
         pool = world.pool()
         lease = pool.lease("a")
         with lease:
@@ -131,7 +131,7 @@ class TestLease:
         assert 0 == pool.status().in_flight
 
     def test_is_given_back_however_its_block_ends(self, world: World) -> None:
-        """A block that raises gives its lease back."""
+        """A block that raises returns its lease."""
         pool = world.pool()
         for error in (ValueError, KeyboardInterrupt):
             with pytest.raises(error), pool.lease("a"):

@@ -1,4 +1,4 @@
-"""Faults of the pool that were found from outside, and their siblings: each stays mended."""
+"""Regressions of the pool: each fault stays fixed."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_coroutine_inside_a_lease_gets_its_model_although_its_time_is_over(wor
 
 
 def test_a_coroutine_inside_a_lease_goes_before_those_that_wait_for_room(world: World) -> None:
-    """Else both would wait: the others for its lease, and it behind them."""
+    """Otherwise both would wait: the others for its lease, and it behind them."""
     pool = world.pool(Sizes(world, a=40, b=40, c=80))
     use(pool, "c", "b", "a")  # sizes are known now
 

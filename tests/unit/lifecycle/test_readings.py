@@ -26,7 +26,7 @@ def use(guard: ModelGuard[Any], times: int = 1) -> None:
 
 
 def look(world: World, guard: ModelGuard[Any], times: int = 1) -> bool:
-    """Let the keeper come by, a second apart; true if it began a reload."""
+    """Let the ticker check, a second apart; true if it began a reload."""
     begun = False
     for _ in range(times):
         world.tick(1)
@@ -62,7 +62,7 @@ class TestMemory:
 
     @pytest.mark.parametrize(("uses", "seconds"), [(10, 0), (0, 5)], ids=["by calls", "by time"])
     def test_counts_from_where_the_generation_settled(self, world: World, uses: int, seconds: int) -> None:
-        """What a generation builds up in its first ten calls or five seconds is no growth."""
+        """What a generation builds up in its first ten calls or five seconds is not growth."""
         guard = world.guard(reload_on=MemoryGrowth("50 MB"))
         guard.load()
         world.memory += 500 * MB  # lazily built tables
@@ -84,7 +84,7 @@ class TestMemory:
         assert not look(world, guard, 9)
 
     def test_never_costs_two_reloads_in_a_row(self, world: World, guard: ModelGuard[Any]) -> None:
-        """A generation that was just loaded is left alone until it has settled, even if memory did not come back."""
+        """A newly loaded generation is not checked until it has settled, even if memory did not come back."""
         world.memory += 500 * MB
         assert look(world, guard, 3)
         world.join()
@@ -92,7 +92,7 @@ class TestMemory:
         assert 2 == guard.status().generation
 
     def test_is_not_judged_while_an_old_generation_drains(self, world: World) -> None:
-        """As long as a predecessor has calls, two copies are in memory: the new one has not settled."""
+        """While the old generation has calls, two copies are in memory: the new one has not settled."""
         guard = world.guard(reload_on=MemoryGrowth("50 MB"))
         guard.load()
         use(guard, 10)
@@ -131,7 +131,7 @@ class TestMemory:
         assert gap == pytest.approx(read[1] - read[0], abs=0.02)
 
     def test_the_keeper_is_told_when_to_come_again(self, world: World, guard: ModelGuard[Any]) -> None:
-        """A guard in use is looked at when its next reading is due, an idle one each second."""
+        """A guard in use is checked when its next reading is due, an idle one each second."""
         use(guard)
         guard.check()
         busy = guard.engine.check_interval()
@@ -139,7 +139,7 @@ class TestMemory:
         assert (pytest.approx(0.1), 1.0) == (busy, guard.engine.check_interval())
 
     def test_a_bound_below_a_fresh_model_is_futile(self, world: World) -> None:
-        """Where even a fresh model is above the bound a reload cannot help: none is made, and it is said once."""
+        """If even a new model is above the bound a reload cannot help: none is made, and this is reported once."""
         guard = world.guard(reload_on=MemoryLimit("80 MB"))
         guard.load()
         use(guard, 10)
@@ -174,7 +174,7 @@ class TestFiles:
         return made
 
     def test_a_change_counts_when_it_has_been_quiet(self, world: World, path: Path) -> None:
-        """A file that is being written is not loaded: it has to stand still for two seconds first."""
+        """A file that is being written is not loaded: it must be unchanged for two seconds first."""
         guard = self.guard(world, path)
         world.files[path] = HALF
         assert not look(world, guard, 2)
@@ -224,7 +224,7 @@ class TestFiles:
         assert look(world, guard, 3)
 
     def test_the_end_of_a_call_does_not_look_at_files(self, world: World, path: Path) -> None:
-        """Files and memory are the keeper's business; no call waits for a disk."""
+        """The ticker reads files and memory; no call waits for a disk."""
         guard = world.guard(reload_on=Modified(path) | Uses(1000))
         guard.load()
         object.__setattr__(world.runtime, "fingerprint", lambda _path: pytest.fail("a call looked at a file"))
@@ -260,7 +260,7 @@ class TestGauges:
         assert 2 == guard.status().generation
 
     def test_are_empty_for_other_models(self, world: World) -> None:
-        """A model of a library that nothing is known about has no figures."""
+        """A model of an unknown library has no figures."""
         seen: list[Snapshot] = []
 
         class Mine(Policy):

@@ -1,4 +1,4 @@
-"""Faults that were found from outside, and their siblings: each stays mended."""
+"""Regressions: each fault stays fixed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TestMethodsUnderOtherDecorators:
         assert ("service", "model", "text") == type(service).wrapped(self=service, text="text")
 
     def test_without_an_instance_say_so(self, service: Any) -> None:
-        """A method that is called on nothing says what it needs."""
+        """A method that is called without an instance says what it needs."""
         with pytest.raises(TypeError, match=r"wrapped\(\) is a method: call it on an instance"):
             type(service).wrapped()
 
@@ -219,7 +219,7 @@ class TestAPolicyThatRaises:
         assert 2 == nlp.status().generation
 
     def test_lets_an_interrupt_through(self, world: World) -> None:
-        """Ctrl-C while a policy is asked is Ctrl-C."""
+        """Ctrl-C while a policy is asked raises KeyboardInterrupt."""
 
         class Interrupted(Policy):
             def due(self, now: Snapshot) -> bool:
@@ -442,7 +442,7 @@ def test_holders_are_named_one_level_up(world: World) -> None:
 
 
 def test_a_failed_load_answers_only_requests_that_it_covers(world: World) -> None:
-    """Events of both loads are told: one failure, then a success without waiting for the backoff."""
+    """Events of both loads are emitted: one failure, then a success without waiting for the backoff."""
     nlp = world.guard()
     nlp.load()
     world.loader.hold()
@@ -464,7 +464,7 @@ def test_guards_of_the_module_are_not_affected_by_a_world(world: World) -> None:
 
 
 def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: World) -> None:
-    """Whoever calls between the installation of a model and the end of that load's thread is served."""
+    """A call between the installation of a model and the end of that load's thread is served."""
     installed, gate = threading.Event(), threading.Event()
 
     def hold(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""A release is proved: what it gave back, whether the model is gone, and if not, who holds it."""
+"""A release is verified: how much it returned, whether the model is gone, and if not, what holds it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def collections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _undisturbed() -> Iterator[None]:
-    """Cycles die when a release asks for it, and not by chance."""
+    """Cycles are collected when a release requests it, not by chance."""
     gc.disable()
     yield
     gc.enable()
@@ -196,7 +196,7 @@ class TestCollection:
     def test_is_not_called_for_by_libraries_that_the_first_load_brings(
         self, world: World, collections: list[str]
     ) -> None:
-        """They stay in memory with the next model, and are no part of the first one."""
+        """They stay in memory with the next model, and do not count as the first one's."""
         world.model_size = 50 * MB
         libraries = [300 * MB]
 
@@ -232,7 +232,7 @@ class TestCollection:
 
 class TestAReleaseThatFails:
     def test_harms_nobody(self, world: World) -> None:
-        """If memory cannot be trimmed or read, the new generation serves all the same, and an event tells."""
+        """If memory cannot be trimmed or read, the new generation still serves, and an event reports it."""
 
         def broken() -> str:
             raise OSError("no malloc")
@@ -254,7 +254,7 @@ class TestAReleaseThatFails:
         assert 0 == len(guard.engine.state.draining)
 
     def test_of_an_abandoned_generation_tells_no_drain(self, world: World) -> None:
-        """A generation that was released after its drain timeout has no time of draining to tell."""
+        """A generation that was released after its drain timeout reports no drain time."""
         guard = world.guard(drain_timeout=0)
         with guard.lease():
             outcome(world.spawn(guard.reload))
@@ -277,7 +277,7 @@ class TestAModelThatLivesOn:
         return event.holders
 
     def test_is_reported_with_its_holder(self, world: World) -> None:
-        """If the old model is still alive the event says so and names who holds it."""
+        """If the old model is still alive the event says so and names what holds it."""
         assert (f"attribute 'model' of a {__name__}.Holder",) == self.holders(world, Holder)
 
     @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ class TestAModelThatLivesOn:
         ids=["list", "tuple", "set", "dict", "method", "closure", "slots"],
     )
     def test_names_its_holders_in_words(self, world: World, hold: Callable[[Any], Any], who: str) -> None:
-        """Each kind of holder is named so that somebody can find it."""
+        """Each kind of holder is named so that it can be found."""
         assert who in self.holders(world, hold)
 
     def test_names_globals(self, world: World) -> None:
@@ -309,14 +309,14 @@ class TestAModelThatLivesOn:
 
     @pytest.mark.parametrize("kind", ["generator", "coroutine", "async generator"])
     def test_names_suspended_calls(self, world: World, kind: str) -> None:
-        """A generator or coroutine that stands still with the model in a variable is named with its place."""
+        """A suspended generator or coroutine with the model in a variable is named with its place."""
         call: dict[str, Callable[[Any], Any]] = {"generator": stuck, "coroutine": astuck, "async generator": agstuck}
         name = call[kind].__name__
         (found,) = self.holders(world, lambda model: begun(call[kind](model)))
         assert re.fullmatch(rf"a suspended call of {name} \({re.escape(__file__)}:\d+\)", found), found
 
     def test_names_tracebacks(self, world: World) -> None:
-        """An error that somebody keeps holds the variables of the calls that it went through."""
+        """A stored error holds the variables of the calls that it went through."""
 
         def fail(model: object) -> None:
             raise ValueError(type(model))
@@ -374,7 +374,7 @@ class TestUnload:
 
     @pytest.mark.parametrize(("swap", "ran_on"), [("load_first", [2]), ("drain_first", [])])
     def test_may_call_guarded_functions(self, world: World, swap: str, ran_on: list[int]) -> None:
-        """They run on the new model; where there is none yet they are refused, and the reload goes on."""
+        """They run on the new model; if there is none yet they raise, and the reload goes on."""
         seen: list[int] = []
         guard = world.guard(swap=swap, unload=lambda _model: seen.append(number(guard)))
         guard.load()
@@ -387,7 +387,7 @@ class TestUnload:
 
     @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
     def test_that_raises_is_reported(self, world: World, error: type[BaseException]) -> None:
-        """The release goes on whatever ``unload`` does, the event tells, and the model is gone."""
+        """The release goes on whatever ``unload`` does, the event reports it, and the model is gone."""
 
         def unload(_model: object) -> None:
             raise error("stuck")

@@ -1,4 +1,4 @@
-"""The world as it is, and what a guard does where that tells nothing."""
+"""The real runtime, and what a guard does on platforms that cannot report memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def untold(*_args: object, **_options: object) -> None:
 
 
 def test_readings_are_this_process_s() -> None:
-    """Memory, headroom, limit and trim are those of the process, wherever the platform tells."""
+    """Memory, headroom, limit and trim are those of the process, if the platform can report them."""
     world = Runtime()
     assert 1_000_000 < world.private()
     headroom, limit = world.headroom(), world.limit()
@@ -31,7 +31,7 @@ def test_readings_are_this_process_s() -> None:
 
 
 def test_what_is_not_told_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a platform does not tell, memory counts as 0 and headroom as unknown; time and use are still judged."""
+    """If a platform cannot report it, memory counts as 0 and headroom as unknown; time and use still count."""
     monkeypatch.setattr(_memory, "private", untold)
     monkeypatch.setattr(_memory, "usage", untold)
     assert (0, None) == (runtime.private(), runtime.headroom())
@@ -44,7 +44,7 @@ def test_an_allocator_that_cannot_trim_says_why(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_background_work_keeps_no_process_from_ending() -> None:
-    """Work runs in a daemon thread of a name that tells whose it is."""
+    """Work runs in a daemon thread whose name shows its owner."""
     seen: list[tuple[str, bool]] = []
     done = threading.Event()
 

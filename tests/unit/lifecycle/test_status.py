@@ -1,4 +1,4 @@
-"""What a guard tells of itself on request."""
+"""What ``status()`` and ``repr`` of a guard report."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_status_is_a_value(world: World) -> None:
 
 
 def test_a_guard_shows_its_name_and_state(world: World) -> None:
-    """``repr`` tells which guard it is and how it is."""
+    """``repr`` shows the guard's name and state."""
     guard = world.guard(name="ginza")
     guard.load()
     assert "<ModelGuard 'ginza' ready>" == repr(guard)

@@ -148,7 +148,7 @@ class TestAuto:
         ("headroom", "swap"), [(None, "load_first"), (125 * MB, "load_first"), (124 * MB, "drain_first")]
     )
     def test_measures_and_chooses(self, world: World, headroom: int | None, swap: str) -> None:
-        """It loads first if there is room for a second copy and what loading takes beside it, else it drains first."""
+        """It loads first if there is room for a second copy and for loading it, otherwise it drains first."""
         assert swap == self.reload(world, size=100 * MB, headroom=headroom).swap
 
     def test_says_what_it_chose_and_why(self, world: World) -> None:
@@ -158,7 +158,7 @@ class TestAuto:
         assert "a second copy needs 500 MB while it loads, and 300 MB is free" == chosen.why
 
     def test_says_where_it_does_not_know(self, world: World) -> None:
-        """Where nothing tells how much is free, the event says so."""
+        """If free memory is unknown, the event says so."""
         assert "an unknown amount is free" in self.reload(world, size=1, headroom=None).why
 
     def test_remembers_the_largest_size(self, world: World) -> None:
@@ -172,7 +172,7 @@ class TestAuto:
 
     @pytest.mark.parametrize("swap", ["load_first", "drain_first"])
     def test_does_not_overrule_the_author(self, world: World, swap: str) -> None:
-        """A way to swap that was written down is taken whatever the room."""
+        """An explicit ``swap`` is used whatever the room."""
         world.model_size = 100 * MB
         world.headroom = 0 if swap == "load_first" else 10**12
         guard = world.guard(swap=swap)
@@ -262,7 +262,7 @@ def test_a_call_that_enters_in_the_moment_of_the_swap_is_served(world: World) ->
     call = guard(lambda model: model.number)
 
     class Leases(list[None]):
-        """Has the swap come between finding the generation and taking the lease."""
+        """Makes a swap happen between finding the generation and taking the lease."""
 
         def append(self, lease: None) -> None:
             if not old.retired:
@@ -276,7 +276,7 @@ def test_a_call_that_enters_in_the_moment_of_the_swap_is_served(world: World) ->
 
 
 def test_reloading_tells_how_long_it_waited(world: World) -> None:
-    """A call whose deadline passes during a swap gets an error that a web service can answer from."""
+    """A call whose deadline passes during a swap gets an error that a web service can turn into an answer."""
     guard = world.guard(swap="drain_first", wait_timeout=0)
     guard.load()
     world.loader.hold()

@@ -17,7 +17,7 @@ from modelguard.lifecycle._threads import NamedThreads
 
 
 class Job:
-    """Work that notes the thread that it runs in; can be held up."""
+    """Work that records its thread, and can be stopped half way."""
 
     def __init__(self, *, held: bool = False) -> None:
         self.thread: threading.Thread | None = None
@@ -40,7 +40,7 @@ class Pool:
         self.threads: set[threading.Thread] = set()
 
     def run(self, name: str, job: Job | None = None) -> threading.Thread:
-        """Have a job done, and its thread ready for the next; tells which thread it was."""
+        """Run a job, and let its thread become idle; returns which thread it was."""
         job = Job() if job is None else job
         self.start(name, job)
         assert job.done.wait(TIMEOUT)

@@ -1,4 +1,4 @@
-"""One thread asks the policies of all guards, and only while there is one to ask."""
+"""One thread asks the policies of all guards, and exists only while there are guards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from modelguard.lifecycle._ticker import Ticker
 
 
 class Ticked:
-    """Something to keep; tells when it was asked."""
+    """Something to check; records when it was checked."""
 
     def __init__(self, interval: float = 0.05, check: Callable[[], None] = lambda: None) -> None:
         self._interval = interval
@@ -45,13 +45,13 @@ def threads() -> list[threading.Thread]:
 
 
 def new(before: list[threading.Thread]) -> list[threading.Thread]:
-    """Those started since: a keeper of an earlier test may end its own at any time."""
+    """Those started since: a ticker of an earlier test may end its own at any time."""
     return [thread for thread in threads() if thread not in before]
 
 
 @pytest.fixture
 def ticker() -> Iterator[Ticker]:
-    """A keeper of this test alone, whose thread is gone afterwards."""
+    """A ticker for this test only, whose thread is gone afterwards."""
     before = threads()
     made = Ticker()
     yield made
@@ -69,7 +69,7 @@ def test_what_is_ticker_is_asked_again_and_again(ticker: Ticker) -> None:
 
 
 def test_one_thread_serves_all(ticker: Ticker) -> None:
-    """However many guards there are, one thread keeps them."""
+    """However many guards there are, one thread checks them."""
     before = threads()
     guards = [Ticked() for _ in range(20)]
     for guard in guards:
@@ -90,7 +90,7 @@ def test_the_thread_ends_with_its_last_guard_and_comes_back_with_the_next(ticker
 
 
 def test_a_guard_that_nobody_else_refers_to_is_let_go(ticker: Ticker) -> None:
-    """The keeper keeps no guard alive: one that is dropped without being closed is gone."""
+    """The ticker keeps no guard alive: one that is dropped without being closed is gone."""
     before = threads()
     guard = Ticked()
     ticker.add(guard)
@@ -105,7 +105,7 @@ def test_a_guard_that_nobody_else_refers_to_is_let_go(ticker: Ticker) -> None:
 
 
 def test_one_guard_s_trouble_is_no_other_s(ticker: Ticker, caplog: pytest.LogCaptureFixture) -> None:
-    """Where one guard cannot be asked the others still are, and the log tells."""
+    """If one guard cannot be checked the others still are, and the log reports it."""
     with caplog.at_level(logging.ERROR, "modelguard"):
         broken, sound = Ticked(check=fail), Ticked()
         ticker.add(broken)
@@ -115,7 +115,7 @@ def test_one_guard_s_trouble_is_no_other_s(ticker: Ticker, caplog: pytest.LogCap
 
 
 def test_a_thread_that_cannot_be_started_is_tried_again(ticker: Ticker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that gives no thread now may give one later."""
+    """If no thread can be started now, it is tried again later."""
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -130,7 +130,7 @@ def test_a_thread_that_cannot_be_started_is_tried_again(ticker: Ticker, monkeypa
 
 
 def test_a_guard_may_be_brought_from_within(ticker: Ticker) -> None:
-    """A lease that the garbage collector finds dropped may bring a guard in the middle of the keeper's own work."""
+    """A lease that the garbage collector finds dropped may add a guard in the middle of the ticker's own work."""
     guard = Ticked()
     with ticker._lock:
         ticker.add(guard)
@@ -138,7 +138,7 @@ def test_a_guard_may_be_brought_from_within(ticker: Ticker) -> None:
 
 
 def test_a_child_starts_its_own(ticker: Ticker) -> None:
-    """After a fork the child's guards are ticker by a thread of its own."""
+    """After a fork the child's guards are checked by its own thread."""
     guard = Ticked()
     ticker.add(guard)
     ticker.before_fork()
@@ -149,7 +149,7 @@ def test_a_child_starts_its_own(ticker: Ticker) -> None:
 
 
 def test_a_keeper_that_is_dismissed_keeps_its_guards_for_its_children(ticker: Ticker) -> None:
-    """A process that forks has no such thread from then on; its children have one, and ask the guards it had."""
+    """A process that forks has no such thread from then on; its children have one, and check its guards."""
     before = threads()
     first, second = Ticked(), Ticked()
     ticker.add(first)
@@ -182,7 +182,7 @@ class TestGuards:
     def test_fail_by_name_where_no_thread_is_to_be_had(
         self, world: World, monkeypatch: pytest.MonkeyPatch, ticker: Ticker
     ) -> None:
-        """A guard that cannot be checked leaves nobody waiting, and is tried again in time."""
+        """A guard that cannot be checked leaves no caller waiting, and is checked again later."""
 
         class Full:
             add = staticmethod(lambda _guard: (_ for _ in ()).throw(RuntimeError("can't start new thread")))

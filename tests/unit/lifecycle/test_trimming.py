@@ -1,4 +1,4 @@
-"""``trim_every``: freed memory is given back in the course of traffic."""
+"""``trim_every``: freed memory is returned while traffic goes on."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def call(guard: Any, times: int = 1) -> None:
 
 
 def trims(world: World) -> int:
-    """How often memory was given back in the course of traffic."""
+    """How often memory was returned while traffic went on."""
     return sum(isinstance(event, MemoryTrimmed) for event in world.events)
 
 
 class TestAnInterval:
     def test_passes_between_two_trims(self, world: World) -> None:
-        """With "30s", memory is given back every 30 seconds, and the event tells how much and how long it took."""
+        """With "30s", memory is returned every 30 seconds, and the event says how much and how long it took."""
         guard = world.guard(trim_every="30s")
         call(guard)
         world.tick(29)
@@ -46,7 +46,7 @@ class TestAnInterval:
         assert 2 == trims(world)
 
     def test_without_calls_is_slept_through(self, world: World) -> None:
-        """A process that serves nobody frees nothing, so nothing is trimmed."""
+        """A process without calls frees nothing, so nothing is trimmed."""
         guard = world.guard(trim_every=30)
         call(guard)
         for _ in range(5):
@@ -55,7 +55,7 @@ class TestAnInterval:
         assert 1 == trims(world)
 
     def test_is_told_to_the_keeper(self, world: World) -> None:
-        """The keeper wakes when the next trim is due."""
+        """The ticker wakes when the next trim is due."""
         guard = world.guard(trim_every="30s")
         call(guard)
         world.tick(0.5)
@@ -73,7 +73,7 @@ class TestAnInterval:
 
 class TestGrowth:
     def test_by_the_bound_is_what_is_waited_for(self, world: World) -> None:
-        """With "100 MB", memory is given back at first, to know what is in use, and then after that much growth."""
+        """With "100 MB", memory is returned at first, to know what is in use, and then after that much growth."""
         guard = world.guard(trim_every="100 MB")
         call(guard)
         world.tick(1)
@@ -97,7 +97,7 @@ class TestGrowth:
         assert 2 == trims(world)
 
     def test_is_of_what_is_not_in_use(self, world: World) -> None:
-        """What a call holds at the moment of a reading is no floor: when it is freed, it is given back."""
+        """What a call holds at the moment of a reading is not a floor: when it is freed, it is returned."""
         guard = world.guard(trim_every="100 MB")
         call(guard)
         world.memory, world.in_use = 300 * MB, 200 * MB
@@ -109,7 +109,7 @@ class TestGrowth:
         assert 2 == trims(world)
 
     def test_is_also_of_what_a_call_frees_during_a_trim(self, world: World) -> None:
-        """What comes free between a trim and the reading after it is given back later."""
+        """What is freed between a trim and the reading after it is returned later."""
 
         def trim() -> str:
             world.in_use = 20 * MB
@@ -147,12 +147,12 @@ class TestGrowth:
 class TestWhatCannotBeMeant:
     @pytest.mark.parametrize("value", ["often", "0s", 0, -1, "0 MB", "-3 MB", math.nan, True, "ten MB"])
     def test_is_refused_where_it_is_written(self, world: World, value: Any) -> None:
-        """A rhythm that is neither a duration nor a size is refused by name."""
+        """A value that is neither a duration nor a size is rejected by name."""
         with pytest.raises(InvalidOption, match="trim_every"):
             world.guard(trim_every=value)
 
     def test_is_refused_where_nothing_can_be_given_back(self, world: World) -> None:
-        """Under an allocator that is not known, the option is refused instead of doing nothing."""
+        """With an unknown allocator, the option is rejected instead of doing nothing."""
 
         def refuse() -> None:
             raise NotSupported("trim_every", reason="malloc is served by an unknown allocator (musl)")
@@ -162,7 +162,7 @@ class TestWhatCannotBeMeant:
 
 
 def test_text_that_ends_in_b_is_a_size() -> None:
-    """Seconds, text and sizes are told apart by their units."""
+    """Seconds, text and sizes are distinguished by their units."""
     assert TrimSchedule(seconds=90.0) == TrimSchedule.parse("1m30s")
     assert TrimSchedule(seconds=5.0) == TrimSchedule.parse(5)
     assert TrimSchedule(growth=100_000_000) == TrimSchedule.parse("100 MB")

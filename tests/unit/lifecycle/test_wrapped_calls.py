@@ -49,7 +49,7 @@ class TestCallsAreCounted:
         [(ValueError, 1), (StopIteration, 1), (KeyboardInterrupt, 0), (SystemExit, 0), (asyncio.CancelledError, 0)],
     )
     def test_whatever_they_raise(self, world: World, error: type[BaseException], counts: int) -> None:
-        """A call that raises gives its lease back; interrupts and cancellations are not the model's errors."""
+        """A call that raises returns its lease; interrupts and cancellations are not the model's errors."""
         made = world.guard()
 
         @made
@@ -120,7 +120,7 @@ def number_of(made: ModelGuard[Any]) -> Callable[[], int]:
 
 class TestNestedCalls:
     def test_run_on_the_outer_call_s_generation(self, world: World) -> None:
-        """A reload in the middle of a call does not change the model under its feet."""
+        """A reload in the middle of a call does not change that call's model."""
         made = world.guard()
         inner = number_of(made)
 
@@ -149,7 +149,7 @@ class TestNestedCalls:
         assert [1, 1, 1, 1] == asyncio.run(outer())
 
     def test_a_task_that_outlives_its_call_moves_on(self, world: World) -> None:
-        """What a call left behind runs on the serving generation once the old one is gone."""
+        """Work that a call left behind runs on the serving generation once the old one is gone."""
         made = world.guard()
         inner = number_of(made)
 
@@ -172,7 +172,7 @@ class TestNestedCalls:
         assert (2, 0) == (asyncio.run(main()), made.status().in_flight)
 
     def test_go_as_deep_as_they_like(self, world: World) -> None:
-        """Recursion through a guard takes a lease at each level and gives each one back."""
+        """Recursion through a guard takes a lease at each level and returns each one."""
         made = world.guard()
 
         @made

@@ -1,4 +1,4 @@
-"""Decorated functions: each call runs on one generation, and each keeps its face."""
+"""Decorated functions: each call runs on one generation, and each function keeps its name, signature and kind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import inspect
 import operator
 import pickle
+import typing
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -195,7 +196,7 @@ class TestADecoratedFunctionKeepsItsFace:
         ],
     )
     def test_kind(self, is_kind: Callable[[object], bool], kind: str) -> None:
-        """Frameworks that look at what a function is find what was written, on methods too."""
+        """Frameworks that inspect a function see the kind that was written, on methods too."""
         functions = {"words": words, "later": later, "each": each, "each_later": each_later}
         assert [kind] == [name for name, function in functions.items() if is_kind(function)]
         bound = [name for name in ("method", "later", "each", "each_later") if is_kind(getattr(Service(), name))]
@@ -221,7 +222,7 @@ class TestADecoratedFunctionKeepsItsFace:
         assert [True, True] == [copied is words for copied in (copy.copy(words), copy.deepcopy(words))]
 
     def test_the_written_function_is_at_hand(self) -> None:
-        """``__wrapped__`` is the function that was written, for tests that hand in a model of their own."""
+        """``__wrapped__`` is the function that was written, for tests that pass their own model."""
         assert ["mine", "a"] == words.__wrapped__("mine", "a")  # type: ignore[attr-defined]
 
     def test_attributes_are_its_own(self) -> None:
@@ -237,12 +238,12 @@ class TestGuardOf:
         ids=range(12),
     )
     def test_finds_the_guard_of_a_function(self, function: Any) -> None:
-        """The guard of a decorated function is at hand, for its status and its reloads; so is a method's."""
+        """The guard of a decorated function or method can be found, for its status and its reloads."""
         assert nlp is guard_of(function)
 
     @pytest.mark.parametrize("function", [len, lambda: None, Service, None])
     def test_refuses_what_is_not_decorated(self, function: Any) -> None:
-        """What no guard decorates has none: the error says so."""
+        """An undecorated function has no guard: the error says so."""
         with pytest.raises(InvalidOption, match="is not decorated by a guard"):
             guard_of(function)
 
@@ -259,7 +260,7 @@ class TestGuardOf:
 class TestWhatCannotBeDecorated:
     @pytest.mark.parametrize("value", [Service, 3, None, "words"])
     def test_what_is_no_function(self, value: Any) -> None:
-        """Classes and values are refused where the decorator stands."""
+        """Classes and values are rejected at decoration."""
         with pytest.raises(InvalidOption, match="must be a function"):
             nlp(value)
 
@@ -294,3 +295,48 @@ class TestOneGuardOnManyFunctions:
             return models
 
         assert ("outer", "inner") == both()
+
+
+def test_frameworks_that_read_the_hints_of_call_find_those_of_the_function() -> None:
+    """Litestar takes the hints of ``__call__`` where that is a method, and refuses a handler whose hints it misses."""
+    nlp = guard(dict, reload_on=None)
+
+    @nlp
+    def words(_model: dict[str, str], text: str) -> str:
+        return text.upper()
+
+    read = words.__call__ if inspect.ismethod(words.__call__) else words
+    hints = typing.get_type_hints(read)
+    assert {"text": str, "return": str} == {name: hints[name] for name in ("text", "return")}
+    assert "A" == words.__call__("a") == words("a")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Litestar's, of parameters that are found by their names
+def test_litestar_serves_guarded_handlers() -> None:
+    """Functions and methods of controllers, plain and asynchronous."""
+    litestar = pytest.importorskip("litestar")
+    from litestar.testing import TestClient
+
+    nlp = guard(dict, reload_on=None)
+
+    @nlp
+    def plain(_model: dict[str, str], text: str) -> str:
+        return text.upper()
+
+    @nlp
+    async def asynchronous(_model: dict[str, str], text: str) -> str:
+        return text.lower()
+
+    class Words(litestar.Controller):  # type: ignore[misc, name-defined]
+        @litestar.get("/method/{text:str}")
+        @nlp
+        async def method(self, _model: dict[str, str], text: str) -> str:
+            return text.title()
+
+    handlers = [
+        litestar.get("/plain/{text:str}", sync_to_thread=False)(plain),
+        litestar.get("/async/{text:str}")(asynchronous),
+        Words,
+    ]
+    with TestClient(litestar.Litestar(handlers)) as client:
+        assert ["AB", "ab", "Ab"] == [client.get(f"/{kind}/aB").text for kind in ("plain", "async", "method")]

@@ -49,7 +49,7 @@ class Model:
 
 
 class Loader:
-    """Makes models with rising numbers; can be held up half way, and told to fail."""
+    """Makes models with rising numbers; can be stopped half way, and made to fail."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -76,7 +76,7 @@ class Loader:
         return Model(self._world, number, key)
 
     def hold(self) -> None:
-        """Have calls from now on wait until ``open`` is set."""
+        """Let calls from now on wait until ``open`` is set."""
         self.running.clear()
         self.open.clear()
 
@@ -86,7 +86,7 @@ class Loader:
 
 
 class World:
-    """Hands out guards and pools that live in it, records their events, and looks after their threads."""
+    """Makes guards and pools that live in it, records their events, and waits for their threads."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
@@ -122,14 +122,14 @@ class World:
     def guard(
         self, load: Callable[[], Any] | None = None, runtime: Runtime | None = None, **options: Any
     ) -> ModelGuard[Any]:
-        """Make a guard of this world. By default it loads numbered models and reloads only when told to."""
+        """Make a guard of this world. By default it loads numbered models and reloads only on request."""
         with use(lambda: runtime or self.runtime):
             made = guard(self.loader if load is None else load, **{"reload_on": None, "name": "model", **options})
         made.load = partial(self._load, made, made.load)  # type: ignore[method-assign]
         return made
 
     def _load(self, made: ModelGuard[Any], load: Callable[..., None], timeout: float | None = None) -> None:
-        """Load, and let the load's own thread end: it has to set the policies up after it has told those who wait."""
+        """Load, and let the load's own thread end: it sets the policies up after it has notified callers."""
         ready = made.ready
         load(timeout)
         for thread in () if ready else [one for one in self.threads if one.name == f"modelguard-load-{made.name}"]:
@@ -169,8 +169,8 @@ class World:
             work()
             return
         thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()  # before another thread can find it, and join it
         self.threads.append(thread)
-        thread.start()
 
     def spawn(self, work: Callable[..., T], *args: Any) -> Future[T]:
         """Call ``work`` in a thread; ask for its outcome with :func:`outcome`."""
@@ -183,12 +183,12 @@ class World:
                 future.set_exception(error)
 
         thread = threading.Thread(target=run, name="test", daemon=True)
-        self.threads.append(thread)
         thread.start()
+        self.threads.append(thread)
         return future
 
     def end(self) -> None:
-        """Let go of everything that was held up, and wait for it."""
+        """Release everything that was stopped, and wait for it."""
         for loader in self.loaders:
             loader.open.set()
         self.join()
@@ -221,7 +221,7 @@ def number(guard: ModelGuard[Any]) -> int:
 
 
 def run(result: Any) -> list[str]:
-    """What came of a call, of whatever kind the function is."""
+    """The outcome of a call, for any kind of function."""
 
     async def collect() -> list[str]:
         if inspect.isawaitable(result):

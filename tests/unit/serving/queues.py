@@ -13,6 +13,7 @@ from modelguard.serving.breaker import Breaker, Circuit
 
 def request(item: object = 0, *, deadline: float = math.inf, weight: float = 1, group: Any = None) -> Request:
     made = Request(item)
+    made.number = item  # type: ignore[attr-defined]  # the item itself is let go with the answer
     made.deadline, made.weight, made.group = deadline, weight, group
     return made
 
@@ -34,6 +35,7 @@ def run(queue: BatchQueue, batch: Batch, seconds: float, now: float, verdict: An
     """End a batch, as the batcher does."""
     if verdict == "succeeded":
         queue.record_run(batch, seconds, now)
+    queue.record_end(batch, seconds, now)
     queue.finish(batch, [one.item for one in batch.requests])
     queue.record_verdict(batch, verdict, now)
 
@@ -52,3 +54,10 @@ def measure(queue: BatchQueue, size: int, seconds: float, now: float = 0.0) -> N
         batch = queue.next_batch(now)
         assert isinstance(batch, Batch)
         run(queue, batch, seconds, now)
+
+
+def measured(queue: BatchQueue, seconds: dict[int, float], now: float = 0.0) -> None:
+    """Batches of these sizes took so long, three times each."""
+    for _ in range(3):
+        for size, each in seconds.items():
+            queue.times.record(size, 0.0, None, each, now)

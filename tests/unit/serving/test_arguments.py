@@ -85,7 +85,7 @@ def test_a_list_in_place_of_an_item_is_an_error(call: Callable[..., Any]) -> Non
 
 @every_call
 def test_an_error_on_a_list_says_that_the_item_is_a_list(call: Callable[..., Any]) -> None:
-    """Where annotations say nothing, the function's own error gets a note."""
+    """Without annotations, the function's own error gets a note."""
     with pytest.raises(AttributeError, match="'list' object has no attribute 'upper'") as raised:
         call(untyped, ["tea", "milk"])
     assert ["The item of this call is a list. If many items were meant, write f.map(items)."] == raised.value.__notes__
@@ -110,7 +110,7 @@ def of_either(items: list[int | list[int]]) -> list[int]:
 @every_call
 @pytest.mark.parametrize("function", [of_rows, of_points, of_any, of_either])
 def test_items_that_are_lists_are_accepted(call: Callable[..., Any], function: Any) -> None:
-    """A list is refused only where it is certainly a mistake."""
+    """A list is rejected only if it is certainly a mistake."""
     assert 3 == call(batched(max_size=4)(function), [1, 2])
 
 

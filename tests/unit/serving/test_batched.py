@@ -136,7 +136,7 @@ class Derived(Service):
 
 class TestMethods:
     def test_each_instance_has_a_queue_of_its_own(self) -> None:
-        """And counts of its own."""
+        """And its own counts."""
         two, three = Service(2), Service(3)
         assert (10, 15, 16) == (two.times(5), three.times(5), three.times(5, plus=1))
         assert (1, 2) == (two.times.status().answered, three.times.status().answered)

@@ -141,7 +141,7 @@ def test_a_slow_callback_does_not_delay_other_deadlines(model: Gated) -> None:
 
 
 def test_a_disconnect_cancels_what_waits(model: Gated) -> None:
-    """From any thread: the caller gets an error, the item is not computed, and later calls are refused, too."""
+    """From any thread: the caller gets an error, the item is not computed, and later calls raise too."""
     f = batched(max_size=1)(model)
     watched: list[int] = []
     web_request = WebRequest(on_first_call=lambda: watched.append(1))

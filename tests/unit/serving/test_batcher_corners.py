@@ -16,7 +16,7 @@ from modelguard.errors import WouldDeadlock
 
 
 def test_a_function_may_keep_its_list_of_results() -> None:
-    """And fill it again for the next batch: nobody gets another caller's result."""
+    """And fill it again for the next batch: no caller gets another caller's result."""
     kept: list[int] = []
 
     @batched(max_size=4)
@@ -54,7 +54,7 @@ def test_an_exception_by_a_signal_leaves_nothing_half_done(model: Gated) -> None
             if request.item == "mine":
                 raise KeyboardInterrupt
 
-    queue._ungrouped = queue._queues[None] = Interrupting()
+    queue._lines.ungrouped.requests = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         f("mine")
     assert 0 == queue.waiting
@@ -145,4 +145,38 @@ def test_ever_new_keyword_arguments_leave_no_queues_behind(model: Gated) -> None
     queued(f, model)
     for n in range(1000):
         f.submit(1, by=n).cancel()
-    assert len(f._batcher._queue._queues) < 200
+    assert len(f._batcher._queue._lines) < 200
+
+
+def test_a_coroutine_that_is_closed_leaves_nothing_in_the_queue(model: Gated) -> None:
+    """Its caller is gone without a cancellation; nobody waits for the item any more."""
+    f = batched(max_size=1)(model)
+
+    async def main() -> None:
+        queued(f, model)
+        call = f.aio("second")
+        call.send(None)
+        assert 1 == f.status().waiting
+        call.close()
+        assert 0 == f.status().waiting
+
+    asyncio.run(main())
+
+
+def test_answered_items_are_let_go_at_once(model: Gated) -> None:
+    """A large item does not stay in memory until its deadline, nor does its result."""
+
+    class Large:
+        pass
+
+    model.gate.set()
+    f = batched(max_size=4, deadline="1h")(lambda items: [Large() for _ in items])
+    seen: list[weakref.ref[Any]] = []
+    for _ in range(50):
+        item = Large()
+        seen.append(weakref.ref(item))
+        seen.append(weakref.ref(f(item)))
+        del item
+    f(Large())  # the thread has let go of the batch before
+    gc.collect()
+    assert sum(one() is not None for one in seen) <= 1

@@ -34,7 +34,7 @@ def where(items: list[int], *, plus: int = 0) -> list[Any]:
 
 
 def test_all_kinds_of_calls_run_in_their_own_thread() -> None:
-    """Each item is a batch of its own, and no thread is started."""
+    """Each item is its own batch, and no thread is started."""
     before = {*threading.enumerate()}
     f = batched(max_size=8, max_wait="1h")(where)
     me = threading.current_thread().name

@@ -48,7 +48,15 @@ def test_the_limits_are_shown_in_base_units() -> None:
     """``limits`` gives the bounds of a batched function as it uses them, in items and seconds."""
     f = batched(max_size=4, max_wait="10ms", deadline="2m", threads=2, weight=len, max_weight=50, name="f")(sorted)
     expected = Limits(
-        name="f", max_size=4, max_queue=256, max_wait=0.01, max_weight=50, deadline=120, threads=2, weighed=True
+        name="f",
+        max_size=4,
+        max_queue=256,
+        max_wait=0.01,
+        max_weight=50,
+        deadline=120,
+        threads=2,
+        hang_after=1200,
+        weighed=True,
     )
     assert expected == f.limits
     assert Limits(name="g", max_size=4, max_queue=256) == batched(max_size=4, name="g")(sorted).limits

@@ -25,7 +25,7 @@ class Slotted:
 
 
 def text(number: int) -> str:
-    """Make a string that nobody else has."""
+    """Make a string that nothing else refers to."""
     return f"text {number}".upper()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import select
+import socket
 import sys
 import threading
 from collections.abc import Iterable
@@ -25,6 +28,10 @@ class Process:
     on_gpu: bool = False
     with_grpc: bool = False
     in_loop: bool = False
+    loops: list[str] = field(default_factory=list)
+    caller: str | None = None
+    peers: list[str] = field(default_factory=list)
+    queues: int = 0
 
     def python_threads(self) -> Iterable[tuple[str, str]]:
         return self.python
@@ -47,6 +54,18 @@ class Process:
     def runs_event_loop(self) -> bool:
         return self.in_loop
 
+    def event_loops_elsewhere(self) -> Iterable[str]:
+        return self.loops
+
+    def forking_thread(self) -> str | None:
+        return self.caller
+
+    def connections(self) -> Iterable[str]:
+        return self.peers
+
+    def event_queues(self) -> int:
+        return self.queues
+
 
 def test_a_quiet_process_has_none() -> None:
     """One thread, no accelerator, no event loop: nothing is found."""
@@ -62,6 +81,10 @@ def test_a_quiet_process_has_none() -> None:
         (Process(on_gpu=True), "cuda", "torch", "fatal"),
         (Process(with_grpc=True), "grpc", "grpcio", "warning"),
         (Process(in_loop=True), "event loop", "asyncio", "fatal"),
+        (Process(loops=["MainThread"]), "event loop", "asyncio", "warning"),
+        (Process(caller="worker-1"), "python thread", "thread 'worker-1'", "warning"),
+        (Process(peers=["10.0.0.5:5432"]), "connection", "10.0.0.5:5432", "warning"),
+        (Process(queues=2), "event queue", "epoll", "warning"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -128,6 +151,42 @@ class TestThisProcess:
 
         assert asyncio.run(inside())
         assert not ThisProcess().runs_event_loop()
+
+    def test_recognises_a_loop_that_runs_in_another_thread(self) -> None:
+        """Work that a loop hands to a thread may prepare there: the loop is named by its thread."""
+
+        async def elsewhere() -> list[str]:
+            return await asyncio.to_thread(lambda: list(ThisProcess().event_loops_elsewhere()))
+
+        assert threading.current_thread().name in asyncio.run(elsewhere())
+        assert [] == list(ThisProcess().event_loops_elsewhere())
+
+    def test_names_the_thread_that_prepares_unless_it_is_the_main_one_or_ours(self) -> None:
+        """A server forks from its main thread, and modelguard's renewals are followed by forks from native code."""
+        seen: list[str | None] = [ThisProcess().forking_thread()]
+        for name in ("mine", "modelguard-renewal"):
+            thread = threading.Thread(target=lambda: seen.append(ThisProcess().forking_thread()), name=name)
+            thread.start()
+            thread.join()
+        assert [None, "mine", None] == seen
+
+    def test_names_the_other_end_of_connections_only(self) -> None:
+        """A server's own listening socket is meant to be shared, and a pair of sockets leads nowhere else."""
+        earlier = set(ThisProcess().connections())
+        with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as pair:
+            for end in socket.socketpair():
+                pair.enter_context(end)
+            assert earlier == set(ThisProcess().connections())
+            port = listening.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port)):
+                assert {f"127.0.0.1:{port}"} == set(ThisProcess().connections()) - earlier
+
+    @pytest.mark.skipif(not hasattr(select, "epoll"), reason="epoll is Linux's")
+    def test_counts_event_queues(self) -> None:
+        """An event loop that is not running has one too."""
+        before = ThisProcess().event_queues()
+        with select.epoll():
+            assert before + 1 == ThisProcess().event_queues()
 
     def test_asks_torch_only_if_it_is_imported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Torch itself reports whether it uses CUDA, and is never imported for that."""

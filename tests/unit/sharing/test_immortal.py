@@ -69,7 +69,7 @@ def test_every_object_of_the_model_becomes_immortal() -> None:
     number, (fraction, label) = entry.parts
     for one in (model, *model, entry, entry.name, entry.parts, number, entry.parts[1], fraction, label):
         assert is_immortal(one), one
-    assert 9 == report.objects
+    assert 10 == report.objects  # with the dict of the attributes
     assert report.complete
     assert () == report.skipped
     assert sys.getsizeof(model) < report.bytes_held < sys.getsizeof(model) + 1000
@@ -146,6 +146,21 @@ def test_objects_in_numpy_arrays_are_reached() -> None:
 
 
 @needs_immortals
+def test_objects_in_the_fields_of_numpy_arrays_are_reached() -> None:
+    """Arrays and records with fields may have objects in some of them, in fields of fields, and in small arrays."""
+    numpy = pytest.importorskip("numpy")
+    kind = numpy.dtype([("number", "i8"), ("one", object), ("inner", [("two", object, (2,))])])
+    parts = [text(number) for number in range(6)]
+    table = numpy.zeros(1, dtype=kind)
+    table[0] = (7, parts[0], ((parts[1], parts[2]),))
+    record = numpy.zeros(1, dtype=kind)[0]
+    record["one"], record["inner"]["two"] = parts[3], (parts[4], parts[5])
+    immortalize({"table": table, "record": record})
+    for one in (*parts, table, record):
+        assert is_immortal(one)
+
+
+@needs_immortals
 def test_the_limit_bounds_the_walk() -> None:
     """A walk ends at the limit, and the report says that there was more."""
     report = immortalize([object() for _ in range(100)], limit=30)
@@ -174,6 +189,77 @@ def test_sizes_are_taken_without_running_the_models_code() -> None:
     rude = Rude()
     assert 0 < immortalize([rude, text(10)]).bytes_held < 1000
     assert is_immortal(rude)
+
+
+# What stays mortal
+
+
+def table() -> list[str]:
+    """More than a report leaves out: 1 MB."""
+    return [text(number) for number in range(20_000)]
+
+
+class Shop:
+    """A model whose data is attached to its code."""
+
+    BIG: list[str]
+    SMALL = ("a", "b")
+
+    def find(self) -> object:
+        return self.BIG
+
+
+def closing_over(held: list[str]) -> Callable[[], object]:
+    return lambda: held
+
+
+def defaulting_to(held: list[str]) -> Callable[[], object]:
+    def find(held: list[str] = held) -> object:
+        return held
+
+    return find
+
+
+def remembering(held: list[str]) -> Callable[[int], object]:
+    cached = functools.lru_cache(lambda number: held[number:])
+    cached(0)
+    return cached
+
+
+@needs_immortals
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (closing_over, "closure or defaults of .*closing_over.<locals>.<lambda>"),
+        (defaulting_to, "closure or defaults of .*defaulting_to.<locals>.find"),
+        (remembering, "cache of .*remembering.<locals>.<lambda>"),
+    ],
+    ids=["closure", "default", "cache"],
+)
+def test_what_only_functions_lead_to_is_named(make: Callable[[list[str]], object], place: str) -> None:
+    """Data in a closure, a default or a cache stays mortal, and the report says where it is and how much."""
+    held = table()
+    report = immortalize({text(1): make(held), "small": lambda: text(1)})
+    assert not is_immortal(held[1])
+    assert not report.complete
+    (mortal,) = report.mortal
+    assert re.fullmatch(place, mortal.place)
+    assert 20_001 <= mortal.objects <= 20_020
+    assert 1_000_000 < mortal.bytes_held < 2_000_000
+
+
+@needs_immortals
+def test_what_only_a_class_leads_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of the class stays mortal, and is named with its attribute; on the instance it would not."""
+    monkeypatch.setattr(Shop, "BIG", table(), raising=False)
+    shop = Shop()
+    report = immortalize([shop])
+    assert (False, [f"attribute 'BIG' of class {__name__}.Shop"]) == (
+        report.complete,
+        [mortal.place for mortal in report.mortal],
+    )
+    immortalize(Shop.BIG)
+    assert () == immortalize([Shop()]).mortal, "what was made immortal on its own is not told again"
 
 
 # What stays as it was

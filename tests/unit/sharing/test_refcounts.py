@@ -7,11 +7,13 @@ import sys
 from typing import Any
 
 import pytest
-from tests.unit.sharing.immortals import needs_immortals
+from tests.unit.sharing.immortals import Slotted, needs_immortals
 
 from modelguard.sharing import _refcounts
+from modelguard.sharing._immortal import immortalize
 from modelguard.sharing._refcounts import Build
 
+needs_flags = pytest.mark.skipif(sys.version_info < (3, 14), reason="3.14 is the first version with flags")
 CPYTHON = Build(implementation="cpython", version=(3, 13), pointer_bytes=8, free_threaded=False, checks=False)
 
 
@@ -34,13 +36,13 @@ def test_unknown_builds_are_rejected(build: dict[str, Any], reason: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("version", "value"),
-    [((3, 12), 0xFFFFFFFF), ((3, 13), 0xFFFFFFFF), ((3, 14), 0xC0000000), ((3, 15), 0xC0000000)],
+    ("version", "count", "flags"),
+    [((3, 12), 0xFFFFFFFF, 0), ((3, 13), 0xFFFFFFFF, 0), ((3, 14), 0xE0000000, 1), ((3, 15), 0xE0000000, 1)],
 )
-def test_each_version_has_its_own_immortal_count(version: tuple[int, int], value: int) -> None:
-    """The count is the one of CPython's own headers."""
+def test_each_version_has_its_own_immortal_count(version: tuple[int, int], count: int, flags: int) -> None:
+    """The count and the flags are those that CPython's own headers call immortal; the count with room below it."""
     assert None is _refcounts.unsupported(dataclasses.replace(CPYTHON, version=version))
-    assert value == _refcounts.value(version)
+    assert (count, flags) == (_refcounts.mark(version) & 0xFFFFFFFF, _refcounts.mark(version) >> 48)
 
 
 def test_this_interpreter_is_described() -> None:
@@ -53,15 +55,54 @@ def test_this_interpreter_is_described() -> None:
 @needs_immortals
 def test_the_self_test_passes_where_counts_are_as_expected() -> None:
     """With the right count the private object becomes immortal."""
-    assert None is _refcounts.self_test(_refcounts.memory(), _refcounts.value(sys.version_info[:2]))
+    assert None is _refcounts.self_test(_refcounts.memory(), _refcounts.mark(sys.version_info[:2]))
 
 
 @needs_immortals
-@pytest.mark.parametrize("count", [5, 1 << 20])
-def test_the_self_test_finds_a_count_that_still_changes(count: int) -> None:
-    """A count that CPython continues to change is not immortal."""
-    said = _refcounts.self_test(_refcounts.memory(), count)
-    assert "an object with the immortal reference count is still counted" == said
+@pytest.mark.parametrize(
+    "mark",
+    [
+        pytest.param(5, id="mortal"),
+        pytest.param(1 << 20, id="high"),
+        *(
+            pytest.param(
+                mark,
+                id=name,
+                marks=pytest.mark.skipif(sys.version_info < (3, 14), reason="3.14 is the first with flags"),
+            )
+            for name, mark in {"without the flag": 0xE0000000, "without room": 1 << 48 | 0xC0000000}.items()
+        ),
+    ],
+)
+def test_the_self_test_finds_a_count_that_still_changes(mark: int) -> None:
+    """An object that CPython continues to count, if only in some reads, is not immortal."""
+    said = _refcounts.self_test(_refcounts.memory(), mark)
+    assert said is not None
+    assert said.startswith("an object with the immortal reference count is still counted")
+
+
+@needs_immortals
+def test_an_immortal_object_keeps_its_other_flags() -> None:
+    """What else CPython notes in the word with the count stays as it was."""
+    words, held = _refcounts.memory(), [object() for _ in range(10)]
+    before = [words[id(one) >> 3] & _refcounts.KEPT for one in held]
+    immortalize(held)
+    added = _refcounts.mark(sys.version_info[:2]) & _refcounts.KEPT
+    assert [flags | added for flags in before] == [words[id(one) >> 3] & _refcounts.KEPT for one in held]
+
+
+@needs_immortals
+def test_ten_thousand_reads_leave_an_immortal_object_as_it_is() -> None:
+    """Reads of attributes, items, calls and unpacking write nothing to an object: not even back and forth."""
+    words, entry = _refcounts.memory(), Slotted([Slotted("a text".upper())])
+    immortalize(entry)
+    at = [id(one) >> 3 for one in (entry, entry.value, entry.value[0], entry.value[0].value)]
+    before, seen = [words[place] for place in at], set()
+    for _ in range(10_000):
+        inner, *_none = entry.value
+        text = entry.value[0].value
+        seen.add((*(words[place] for place in at), text is inner.value, inner.own()))
+    assert {(*before, True, None)} == seen
 
 
 @needs_immortals
@@ -76,4 +117,4 @@ def test_the_self_test_writes_nothing_where_it_finds_no_count() -> None:
             pytest.fail("written to")
 
     said = _refcounts.self_test(Elsewhere(), 0xFFFFFFFF)  # type: ignore[arg-type]
-    assert "the reference count of an object is not where CPython's headers have it" == said
+    assert "the reference count of an object is not where CPython's headers define it" == said

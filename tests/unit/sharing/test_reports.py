@@ -271,7 +271,7 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 def test_another_users_process_is_refused(machine: Machine, locked: set[int]) -> None:
-    """The error says whose it is and who may look."""
+    """The error names the process's user, and who may read it."""
     locked.add(10)
     with pytest.raises(PermissionError, match="process 10 belongs to another user; inspect it as its owner or as root"):
         report(10, root=machine.root)

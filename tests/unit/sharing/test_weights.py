@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from modelguard import weights
 from modelguard.errors import InvalidOption, NotSupported, PublishFailed, WeightsMissing, WeightsRefused
 from modelguard.sharing import _mapped
 from modelguard.sharing._mapped import Block
+from modelguard.sharing._weights_manifest import digest_of
+from modelguard.sharing._weights_store import WeightsStore
 
 np = pytest.importorskip("numpy")
 
@@ -216,7 +219,7 @@ class TestLoad:
         assert (2, [0, 2]) == (weights.load(build, path), calls)
 
     def test_passes_on_that_build_does_not_find_a_file(self, path: Path) -> None:
-        """A file of its own that build does not find is no reason to start again."""
+        """A file that ``build`` itself does not find does not cause another attempt."""
         weights.publish(np.zeros(3), path)
         calls = []
 
@@ -231,8 +234,20 @@ class TestLoad:
     def test_of_an_unknown_kind_is_refused(self, path: Path) -> None:
         """Weights of a newer modelguard are rejected, with their kind."""
         weights.publish(np.ones(3), path)
-        path.write_text(path.read_text().replace('"numpy"', '"newer"'))
+        manifest = WeightsStore(path).current()
+        digest = digest_of("newer", manifest.details, manifest.files)
+        path.write_text(replace(manifest, kind="newer", sha256=digest).to_json())
         with pytest.raises(WeightsRefused, match="'newer' is unknown"):
+            weights.load(same, path)
+
+    @pytest.mark.parametrize("names", [{}, {"names": "x"}, {"names": [1]}, {"names": []}])
+    def test_without_the_names_of_its_arrays_is_refused(self, path: Path, names: dict[str, Any]) -> None:
+        """A manifest that matches its hash but lacks what the format needs is rejected as any other."""
+        weights.publish({"x": np.ones(3)}, path)
+        manifest = WeightsStore(path).current()
+        digest = digest_of("numpy", names, manifest.files)
+        path.write_text(replace(manifest, details=names, sha256=digest).to_json())
+        with pytest.raises(WeightsRefused, match="the names of its arrays are missing"):
             weights.load(same, path)
 
 

@@ -40,6 +40,13 @@ class Raw:
         return build((folder / "data.bin").read_bytes())
 
 
+class Named(Raw):
+    """A format that needs details beside its file."""
+
+    def write(self, source: bytes, create: Create) -> Mapping[str, Any]:
+        return {**super().write(source, create), "names": ["one"]}
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> WeightsStore:
     return WeightsStore(tmp_path / "net")
@@ -238,7 +245,7 @@ class TestTurns:
         assert b"two" == data_of(store).read_bytes()
 
     def test_other_paths_do_not_wait(self, store: WeightsStore, tmp_path: Path) -> None:
-        """Each path has a turn of its own."""
+        """Each path has its own lock."""
         with store.locked(0), WeightsStore(tmp_path / "other").locked(0):
             pass
 
@@ -354,6 +361,39 @@ class TestReading:
         store.path.write_text(text)
         store.path.chmod(0o600)
         assert "the file was not written by weights.publish(), or was written by a newer" in str(self.refused(store))
+
+    @pytest.mark.parametrize(
+        ("entry", "value"),
+        [
+            ("details", {}),
+            ("details", None),
+            ("details", {"names": ["other"]}),
+            ("kind", "torch"),
+            ("kind", 3),
+            ("key", ["a"]),
+            ("version", "1"),
+            ("version", None),
+            ("sha256", "0" * 64),
+            ("files", {}),
+            ("files", {"data.bin": {"size": 3}}),
+            ("files", {"data.bin": None}),
+            ("files", None),
+        ],
+    )
+    def test_a_manifest_that_was_changed_is_refused(
+        self, tmp_path: Path, store: WeightsStore, entry: str, value: object
+    ) -> None:
+        """Whatever somebody has changed in it, the answer is one error that says what to do."""
+        with store.locked(0):
+            store.write(Named(), b"one", key="a")
+        store.path.write_text(json.dumps(json.loads(store.path.read_text()) | {entry: value}))
+        assert "was not written by weights.publish()" in str(self.refused(store))
+
+    def test_a_manifest_that_nests_without_end_is_refused(self, store: WeightsStore) -> None:
+        """A text that cannot be parsed is not a manifest."""
+        store.path.write_text("[" * 100_000)
+        store.path.chmod(0o600)
+        assert "was not written by weights.publish()" in str(self.refused(store))
 
     @pytest.mark.parametrize(
         ("entry", "value"),

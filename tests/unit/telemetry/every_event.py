@@ -68,4 +68,6 @@ EVERY: tuple[Event, ...] = (
     telemetry.RequestsRefused(guard="predict", full=1, late=2, open=3, expired=4, cancelled=5, waiting=7),
     telemetry.CircuitOpened(guard="predict", failures=5, retry_after=1.0, error="ValueError: no"),
     telemetry.CircuitClosed(guard="predict"),
+    telemetry.WorkerStarted(guard="nlp", generation=1, worker=4711, seconds=0.045),
+    telemetry.WorkerEnded(guard="nlp", generation=1, worker=4711, cause="crashed", detail="SIGSEGV", age=2.5),
 )

@@ -136,7 +136,7 @@ class TestEvents:
         assert name == kind.__name__
 
     def test_are_found_under_telemetry(self) -> None:
-        """Each event is a public name of ``modelguard.telemetry``, and what is none is not found."""
+        """Each event is a public name of ``modelguard.telemetry``; other names are not found."""
         assert {kind.__name__ for kind in (Event, *Event.__subclasses__())} <= set(telemetry.__all__)
         assert [] == [name for name in telemetry.__all__ if not hasattr(telemetry, name)]
         with pytest.raises(AttributeError, match="has no attribute 'ReloadDeu'"):

@@ -26,6 +26,9 @@ from modelguard.telemetry import (
     ReloadDue,
     RequestsRefused,
     SwapChosen,
+    WorkerEndCause,
+    WorkerEnded,
+    WorkerStarted,
     emit,
     logger,
 )
@@ -49,6 +52,10 @@ def released(*, alive: bool | None = False, holders: tuple[str, ...] = ()) -> Ge
         drain_seconds=0.2,
         error=None,
     )
+
+
+def ended(cause: WorkerEndCause) -> WorkerEnded:
+    return WorkerEnded(guard="nlp", generation=1, worker=4711, cause=cause, detail="SIGSEGV", age=2.5)
 
 
 LINES: list[tuple[Event, str, str]] = [
@@ -176,6 +183,14 @@ LINES: list[tuple[Event, str, str]] = [
         "circuit open after 5 failed batches, next try in 1.5 s: ValueError: no",
     ),
     (CircuitClosed(guard="nlp"), "INFO", "circuit closed"),
+    (
+        WorkerStarted(guard="nlp", generation=1, worker=4711, seconds=0.045),
+        "INFO",
+        "worker 4711 takes calls after 0.045 s",
+    ),
+    (ended("recycled"), "INFO", "worker 4711 ended after 2.5 s: a policy was due"),
+    (ended("crashed"), "WARNING", "worker 4711 ended after 2.5 s: it crashed (SIGSEGV)"),
+    (ended("timeout"), "WARNING", "worker 4711 ended after 2.5 s: its call took longer than the timeout"),
 ]
 
 

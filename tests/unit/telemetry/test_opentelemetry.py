@@ -149,7 +149,7 @@ def test_a_failed_load_is_a_span_with_an_error(sdk: Sdk) -> None:
 
 
 def test_a_refused_model_is_one_span(sdk: Sdk) -> None:
-    """A model that validate refuses was loaded and discarded, and its load is one span that has failed."""
+    """A model that ``validate`` rejects was loaded and discarded, and its load is one failed span."""
     model = guard(lambda: {"a": 1}, reload_on=None, validate=lambda model: False, name="refused")
     with pytest.raises(ModelRejected):
         model.load()
@@ -160,7 +160,7 @@ def test_a_refused_model_is_one_span(sdk: Sdk) -> None:
 
 
 def test_a_stale_model_ends_its_span(sdk: Sdk) -> None:
-    """A discarded load is marked as discarded, and the load that follows has a span of its own."""
+    """A discarded load is marked as discarded, and the load that follows has its own span."""
     telemetry.emit(started(generation=2))
     telemetry.emit(telemetry.LoadDiscarded(guard="nlp", cause="stale"))
     telemetry.emit(started(generation=3))
@@ -248,7 +248,7 @@ def test_an_invalid_provider_is_rejected(argument: str, kind: str) -> None:
 
 @pytest.mark.parametrize("module", ["opentelemetry.metrics", "opentelemetry.trace"])
 def test_a_missing_package_is_named_with_its_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has not installed opentelemetry-api reads what to install."""
+    """Without opentelemetry-api, the error says what to install."""
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(NotSupported, match=r"pip install 'modelguard-lifecycle\[opentelemetry\]'"):
         opentelemetry()

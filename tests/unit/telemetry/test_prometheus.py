@@ -155,7 +155,7 @@ def test_a_real_guard_and_a_real_batch_are_counted(registry: Any) -> None:
 
 
 def test_registering_twice_is_refused(registry: Any) -> None:
-    """A second hook on one registry would count everything twice: it is refused, and the first one goes on."""
+    """A second hook on one registry would count everything twice: it is rejected, and the first one works on."""
     hook = prometheus(registry)
     with pytest.raises(
         InvalidOption, match=r"registry=.*already has metrics of these names.*Make one hook for a registry"
@@ -190,14 +190,14 @@ def test_the_default_registry_is_prometheus_clients_own(monkeypatch: pytest.Monk
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has not installed prometheus-client reads what to install."""
+    """Without prometheus-client, the error says what to install."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(NotSupported, match=r"pip install 'modelguard-lifecycle\[prometheus\]'"):
         prometheus()
 
 
 def test_the_folder_has_to_be_set_before_the_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A variable that comes too late would give a scrape without a single metric: it is refused."""
+    """A variable that comes too late would give a scrape without any metric: it is rejected."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     with pytest.raises(InvalidOption, match="set after prometheus_client had been imported"):
         prometheus(client.CollectorRegistry())

@@ -70,7 +70,7 @@ def test_errors_are_counted(modelguard_clock: Clock, modelguard_loader: Loader) 
 
 
 def test_memory_grows_as_told(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
-    """MemoryGrowth fires when the memory that the test tells has grown, and not before."""
+    """MemoryGrowth fires when the memory that the test sets has grown, and not before."""
     nlp = guard(modelguard_loader, reload_on=MemoryGrowth("500 MB"))
     nlp.load()
     modelguard_clock.advance("1m")
@@ -83,7 +83,7 @@ def test_memory_grows_as_told(modelguard_clock: Clock, modelguard_loader: Loader
 
 
 def test_a_share_is_of_the_limit_that_the_test_tells(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
-    """MemoryLimit takes its share of the limit that was told; without one it is refused, as in production."""
+    """MemoryLimit takes its share of the limit that the test sets; without one it is rejected, as in production."""
     with pytest.raises(NoMemoryLimit):
         guard(modelguard_loader, reload_on=MemoryLimit("80%"))
     modelguard_clock.limit = "1 GB"
@@ -119,7 +119,7 @@ class AtNight(Policy):
 
 
 def test_own_and_composed_policies_are_driven(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
-    """A policy of one's own, and what is joined by | and &, is driven like the rest."""
+    """User-defined policies, and combinations with | and &, follow the clock too."""
     nlp = guard(modelguard_loader, reload_on=(AtNight() & TTL("1h")) | Uses(1000))
     nlp.load()
     modelguard_clock.advance("11h")
@@ -129,7 +129,7 @@ def test_own_and_composed_policies_are_driven(modelguard_clock: Clock, modelguar
 
 
 def test_a_failed_reload_is_retried_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
-    """The old model serves on after a failure, and the retry comes with its backoff."""
+    """The old model still serves after a failure, and the retry comes after its backoff."""
     nlp = guard(modelguard_loader, reload_on=TTL("1h"), backoff=Backoff("10s", "10s"), defer=0)
     nlp.load()
     modelguard_loader.fail(1)
@@ -232,7 +232,7 @@ def shout(_model: object, text: str) -> str:
 
 
 def test_a_clock_is_of_no_use_after_its_test() -> None:
-    """A clock that was kept beyond its test says whose it was; its guards go on in real time."""
+    """A clock that is used after its test raises with that test's name; its guards continue in real time."""
     clock = Clock("test_it.py::test_it")
     clock.install()
     nlp = guard(object, reload_on=None)
@@ -264,7 +264,7 @@ def test_a_size_that_makes_no_sense_is_refused(modelguard_clock: Clock, name: st
 
 
 def test_what_is_not_guarded_cannot_be_driven(modelguard_clock: Clock) -> None:
-    """A function without a guard is refused by name."""
+    """A function without a guard is rejected by name."""
     with pytest.raises(InvalidOption, match="is not decorated by a guard"):
         modelguard_clock.drive(len)
 

@@ -24,7 +24,7 @@ def test_what_keeps_nothing_passes() -> None:
 
 
 def test_a_leak_of_objects_is_found_and_named() -> None:
-    """Kept objects are told by type, by the line that made them, and by the figure that grew in every round."""
+    """Kept objects are reported by type, by the line that made them, and by the figure that grew in every round."""
     kept: list[Any] = []
 
     class Request:
@@ -59,7 +59,7 @@ def test_a_leak_on_new_inputs_only_is_found_by_a_generator() -> None:
 
 
 def test_a_full_cache_passes() -> None:
-    """Growth that ends is no leak, even if it goes on beyond the warm-up."""
+    """Growth that ends is not a leak, even if it goes on beyond the warm-up."""
     cached = functools.lru_cache(maxsize=150)(lambda number: bytes(1000 + number % 7))
     assert_no_growth(cached, count(), calls=100)
 
@@ -102,14 +102,14 @@ def test_a_cache_too_large_to_fill_is_named() -> None:
 
 
 def test_a_leak_is_found_where_the_inputs_end_with_the_rounds() -> None:
-    """An iterator with just enough inputs for the rounds is judged by these."""
+    """An iterator with just enough inputs for the rounds is enough."""
     vocabulary: set[str] = set()
     with pytest.raises(AssertionError, match="grows with its calls"):
         assert_no_growth(vocabulary.add, (f"word {number}" for number in range(16 * MANY)), calls=MANY)
 
 
 def test_a_rare_start_up_cost_passes() -> None:
-    """What is built once, in the middle of the calls, is no leak."""
+    """What is built once, in the middle of the calls, is not a leak."""
     tables: list[bytes] = []
     seen = count()
 
@@ -133,7 +133,7 @@ def test_a_tolerated_growth_passes() -> None:
 
 
 def test_coroutines_are_awaited() -> None:
-    """An async function is judged by what it does and not by the coroutine that it returns."""
+    """An async function is measured by what it does, not by the coroutine that it returns."""
     kept: list[object] = []
 
     async def leaky(_: int) -> None:
@@ -148,7 +148,7 @@ def test_coroutines_are_awaited() -> None:
 
 
 def test_on_a_running_loop_it_says_so() -> None:
-    """An async function cannot be judged on a loop that runs: that is told, and nothing hangs."""
+    """An async function cannot be measured on a running loop: this raises, and nothing hangs."""
 
     async def sound(_: int) -> None:
         return
@@ -182,14 +182,14 @@ def test_lazy_results_are_read() -> None:
     ],
 )
 def test_impossible_arguments_are_refused(arguments: tuple[Any, Any], argument: str) -> None:
-    """What cannot be called or read is refused by name."""
+    """What cannot be called or read is rejected by name."""
     with pytest.raises(InvalidOption, match=argument):
         assert_no_growth(*arguments)
 
 
 @pytest.mark.parametrize("options", [{"calls": 0}, {"calls": True}, {"tolerance": "some"}, {"tolerance": -1}])
 def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
-    """Numbers that make no sense are refused by name, before anything runs."""
+    """Invalid numbers are rejected by name, before anything runs."""
     ran: list[int] = []
     fn: Callable[[int], object] = ran.append
     with pytest.raises(InvalidOption, match=next(iter(options))):

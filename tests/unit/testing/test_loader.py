@@ -1,4 +1,4 @@
-"""``modelguard_loader``: counts, delays, failures, and who is alive."""
+"""``modelguard_loader``: counts, delays, failures, and live models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_living_are_known(modelguard_loader: Loader) -> None:
 
 
 def test_a_leak_of_models_is_seen(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
-    """Whoever keeps models beyond their reload is found by counting the living."""
+    """Code that keeps models beyond their reload is found by counting live models."""
     nlp = guard(modelguard_loader, reload_on=None)
     hoard = []
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_what_cannot_be_tracked_is_refused(modelguard_loader: Loader) -> None:
 
 @pytest.mark.parametrize(("argument", "value"), [("times", -1), ("times", "two"), ("times", True), ("error", "torn")])
 def test_failures_that_make_no_sense_are_refused(modelguard_loader: Loader, argument: str, value: Any) -> None:
-    """Bad arguments are refused by name."""
+    """Invalid arguments are rejected by name."""
     with pytest.raises(InvalidOption, match=f"{argument}="):
         modelguard_loader.fail(**{argument: value})
 

@@ -47,7 +47,7 @@ def test_a_guarded_function_runs_on_a_plainly_loaded_model(modelguard_off: None)
 
 
 def test_the_next_test_begins_anew() -> None:
-    """What was loaded plainly is gone after the test, so a guard loads as ever in the next one."""
+    """Models of plain calls are gone after the test, so a guard loads as usual in the next one."""
     assert "new" == at_module_level.status().state
     assert "D" == shout("d")
     assert made == [name for name in made if name.startswith("modelguard-load")] != []
@@ -110,7 +110,7 @@ def test_the_loaders_own_error_is_raised(modelguard_off: None) -> None:
 
 
 def test_a_closed_guard_stays_closed(modelguard_off: None) -> None:
-    """Off is not open: what was closed is refused as ever."""
+    """A closed guard is still closed: calls raise as usual."""
     nlp = guard(Voice, reload_on=None)
     nlp.close()
     with pytest.raises(GuardClosed), nlp.lease():
@@ -118,7 +118,7 @@ def test_a_closed_guard_stays_closed(modelguard_off: None) -> None:
 
 
 def test_a_pool_loads_plainly_by_key(modelguard_off: None) -> None:
-    """Each key's model is loaded where it is asked for."""
+    """Each key's model is loaded in the caller's thread."""
     voices = pool(lambda key: (key, Voice()), max_memory="1 GB")
 
     @voices(key="who")
@@ -130,7 +130,7 @@ def test_a_pool_loads_plainly_by_key(modelguard_off: None) -> None:
 
 
 def where(items: list[int]) -> list[Any]:
-    """Tell the thread, and how many items came together; refuse 13."""
+    """Return the thread, and how many items came together; reject 13."""
     return [(threading.current_thread().name, len(items), item) if item != 13 else ValueError(item) for item in items]
 
 
@@ -151,7 +151,7 @@ def test_an_items_own_error_is_raised(modelguard_off: None) -> None:
 
 
 def test_wrong_calls_and_results_fail_as_ever(modelguard_off: None) -> None:
-    """Off hides no mistake: unknown keywords and results of the wrong length are told."""
+    """It hides no mistake: unknown keywords and results of the wrong length raise."""
     f: Batched[int, Any] = batched(max_size=8)(lambda items: [1, 2])
     with pytest.raises(WrongResults):
         f(1)

@@ -45,12 +45,12 @@ def test_the_plugin_imports_nothing_heavy() -> None:
 
 
 def test_the_marker_explains_itself(pytester: pytest.Pytester) -> None:
-    """`pytest --markers` tells what it does."""
+    """`pytest --markers` describes it."""
     pytester.runpytest("--markers", *RUN).stdout.fnmatch_lines(["@pytest.mark.modelguard_memory(limit): fail the *"])
 
 
 def test_what_a_test_leaves_counts(pytester: pytest.Pytester) -> None:
-    """A test that leaves more than its limit fails and is told how much; what it frees does not count."""
+    """A test that leaves more than its limit fails, with the amount; what it frees does not count."""
     pytester.makepyfile("""
         import pytest
 
@@ -127,7 +127,7 @@ def test_an_impossible_marker_is_refused_at_collection(pytester: pytest.Pytester
 
 
 def test_every_impossible_marker_is_named(pytester: pytest.Pytester) -> None:
-    """All of them at once, so that they are mended at once; a class and a module may carry it."""
+    """All of them at once, so that they can be fixed at once; also on a class or a module."""
     pytester.makepyfile("""
         import pytest
 
@@ -147,7 +147,7 @@ def test_every_impossible_marker_is_named(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.parametrize("fixture", FIXTURES)
 def test_a_fixture_of_a_wider_scope_cannot_have_ours(pytester: pytest.Pytester, fixture: str) -> None:
-    """Each of ours lives as long as one test; a session's fixture that asks for it is told by pytest, by name."""
+    """Each fixture lives as long as one test; if a session fixture requests it, pytest's error names it."""
     pytester.makepyfile(f"""
         import pytest
 
@@ -164,7 +164,7 @@ def test_a_fixture_of_a_wider_scope_cannot_have_ours(pytester: pytest.Pytester, 
 
 
 def test_off_and_clock_exclude_each_other(pytester: pytest.Pytester) -> None:
-    """A test that asks for policies and for none of them is told to choose."""
+    """A test that requests both the clock and plain calls fails, and is asked to choose."""
     pytester.makepyfile("""
         def test_it(modelguard_off, modelguard_clock):
             pass

@@ -1,0 +1,280 @@
+"""Answers in time under load, on a simulated clock: of models of many kinds, at 0.5 to 5 times what they can do.
+
+* **The grid**: a batch costs a fixed time and a time for each item (0 - 100 ms and 0.1 - 100 ms); requests have 1.2 to
+  20 times as long as one item alone takes; ``max_size`` stays 32. Answers in time, compared with a clairvoyant batcher:
+  it knows how long each batch takes, and of many sizes to aim at the best one counts.
+* **Kinds of models**: items of unequal weight, items in many groups, models that change their speed or stall.
+  Compared with the least of what arrives and what the model can compute.
+* **Bad items** that make their batch raise, which costs a whole run: unique ones, and the same ones sent again and
+  again. Compared with a batcher that knows the bad items beforehand and leaves them out. For unique ones that is out of
+  reach for any batcher: see docs/serving.md.
+
+Nothing sleeps, so the figures are the same on every machine. The lowest figure of each row counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import _common
+from _simulation import Arrival, Outcome, Simulation, clairvoyant, poisson
+
+from modelguard.serving import Limits
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LOADS = (0.5, 1.0, 2.0, 5.0)
+EACH = (0.0001, 0.001, 0.01, 0.1)
+FIXED = (0.0, 0.001, 0.01, 0.1)
+DEADLINES = (1.2, 2.0, 5.0, 20.0)
+SIZE = 32
+GOAL = 0.9
+
+
+def limits(**options: Any) -> Limits:
+    return Limits(**{"name": "f", "max_size": SIZE, "max_queue": 256, **options})
+
+
+def linear(fixed: float, each: float) -> Callable[[list[Arrival], float, dict[str, Any]], float]:
+    return lambda items, _now, _extras: fixed + each * len(items)
+
+
+# The grid
+
+
+def cell(fixed: float, each: float, times: float, load: float, count: int) -> tuple[float, Outcome]:
+    """Goodput over that of a clairvoyant batcher, and what became of the requests."""
+    timeout = times * (fixed + each)
+    rate = load * SIZE / (fixed + each * SIZE)
+    seconds = max(count / rate, count / 8 * (fixed + each))  # where only few can be answered, longer
+    arrivals = poisson(rate, seconds, lambda at, _dice: Arrival(at, None, timeout))
+    warm_up = seconds / 4
+    outcome = Simulation(limits(), linear(fixed, each), arrivals, warm_up=warm_up).run()
+    best = clairvoyant(arrivals, fixed, each, SIZE, warm_up=warm_up)
+    return outcome.goodput / best, outcome
+
+
+def grid(count: int, loads: Sequence[float] = LOADS) -> dict[tuple[float, float, float, float], float]:
+    """The ratio of each cell: fixed cost, cost of an item, deadline over the time of one item, load."""
+    return {
+        (fixed, each, times, load): cell(fixed, each, times, load, count)[0]
+        for fixed, each, times, load in itertools.product(FIXED, EACH, DEADLINES, loads)
+    }
+
+
+# Kinds of models
+
+
+def uniform(load: float, seconds: float) -> float:
+    rate = load * SIZE / (0.03 + 0.0005 * SIZE)
+    return _ratio(rate, SIZE / (0.03 + 0.0005 * SIZE), seconds, linear(0.03, 0.0005), _plain(0.25))
+
+
+def weighted(load: float, seconds: float) -> float:
+    """Items of 300 of at most 1,000: three fill a batch, and no batch is ever full to the last unit."""
+    cost = 0.01 + 3 * 300 * 1e-4
+
+    def make(at: float, _dice: random.Random) -> Arrival:
+        return Arrival(at, None, 1.0, weight=300)
+
+    options = {"max_weight": 1000.0, "weighed": True}
+    return _ratio(load * 3 / cost, 3 / cost, seconds, _by_weight(0.01, 1e-4), make, **options)
+
+
+def uneven(load: float, seconds: float) -> float:
+    """Weights from 10 to 1,000 in one queue."""
+    mean = 200.0
+    cost = 0.01 + 4000 * 1e-4
+    capacity = 4000 / mean / cost
+
+    def make(at: float, dice: random.Random) -> Arrival:
+        return Arrival(at, None, 2.0, weight=min(max(dice.expovariate(1 / mean), 10.0), 1000.0))
+
+    options = {"max_weight": 4000.0, "weighed": True}
+    return _ratio(load * capacity, capacity, seconds, _by_weight(0.01, 1e-4), make, **options)
+
+
+def grouped(load: float, seconds: float) -> float:
+    """64 values of a keyword argument. In half a second each gets a batch; the busier, the larger it is."""
+    capacity = 1 / (0.01 + 0.001)
+
+    def make(at: float, dice: random.Random) -> Arrival:
+        return Arrival(at, None, 0.5, group=(("language", int, dice.randrange(64)),))
+
+    return _ratio(load * capacity, capacity, seconds, linear(0.01, 0.001), make)
+
+
+def unequal_groups(load: float, seconds: float) -> float:
+    """Four groups, the last of which costs eight times as much as the first."""
+    costs = (1.0, 2.0, 4.0, 8.0)
+    capacity = 4 * SIZE / sum(factor * (0.01 + 0.001 * SIZE) for factor in costs)
+
+    def make(at: float, dice: random.Random) -> Arrival:
+        return Arrival(at, None, 2.0, group=(("size", int, dice.randrange(4)),))
+
+    def cost(items: list[Arrival], _now: float, extras: dict[str, Any]) -> float:
+        return costs[extras["size"]] * (0.01 + 0.001 * len(items))
+
+    return _ratio(load * capacity, capacity, seconds, cost, make)
+
+
+def slow_then_fast(load: float, seconds: float) -> float:
+    """Ten times as slow in the first third, which does not count."""
+
+    def cost(items: list[Arrival], now: float, _extras: dict[str, Any]) -> float:
+        return (10 if now < seconds / 3 else 1) * (0.03 + 0.0005 * len(items))
+
+    capacity = SIZE / (0.03 + 0.0005 * SIZE)
+    return _ratio(load * capacity, capacity, seconds, cost, _plain(0.25))
+
+
+def fast_then_slow(load: float, seconds: float) -> float:
+    """Three times as slow from the first third on."""
+
+    def cost(items: list[Arrival], now: float, _extras: dict[str, Any]) -> float:
+        return (1 if now < seconds / 3 else 3) * (0.03 + 0.0005 * len(items))
+
+    capacity = SIZE / (0.03 + 0.0005 * SIZE) / 3
+    return _ratio(load * capacity, capacity, seconds, cost, _plain(0.5))
+
+
+def noisy(load: float, seconds: float) -> float:
+    """Times that vary by a third either way."""
+    dice = random.Random(3)
+
+    def cost(items: list[Arrival], _now: float, _extras: dict[str, Any]) -> float:
+        return dice.uniform(2 / 3, 4 / 3) * (0.03 + 0.0005 * len(items))
+
+    capacity = SIZE / (0.03 + 0.0005 * SIZE)
+    return _ratio(load * capacity, capacity, seconds, cost, _plain(0.25))
+
+
+def stalling(load: float, seconds: float) -> float:
+    """Every five seconds nothing is computed for half a second, which is longer than any deadline."""
+
+    def cost(items: list[Arrival], now: float, _extras: dict[str, Any]) -> float:
+        takes = 0.03 + 0.0005 * len(items)
+        return takes + (0.5 if int((now + takes) / 5) > int(now / 5) else 0.0)
+
+    capacity = 0.9 * SIZE / (0.03 + 0.0005 * SIZE)
+    return _ratio(load * capacity, capacity, seconds, cost, _plain(0.4))
+
+
+def _plain(timeout: float) -> Callable[[float, random.Random], Arrival]:
+    return lambda at, _dice: Arrival(at, None, timeout)
+
+
+def _by_weight(fixed: float, unit: float) -> Callable[[list[Arrival], float, dict[str, Any]], float]:
+    return lambda items, _now, _extras: fixed + unit * sum(item.weight for item in items)
+
+
+def _ratio(rate: float, capacity: float, seconds: float, cost: Any, make: Any, **options: Any) -> float:
+    arrivals = poisson(rate, seconds, make)
+    warm_up = seconds / 3 + 1
+    outcome = Simulation(limits(**options), cost, arrivals, warm_up=warm_up).run()
+    return outcome.goodput / min(capacity, outcome.offered / outcome.seconds)
+
+
+KINDS: dict[str, Callable[[float, float], float]] = {
+    "uniform": uniform,
+    "weighted, three of 300 in 1,000": weighted,
+    "weighted, 10 to 1,000": uneven,
+    "64 groups": grouped,
+    "4 groups, 1 to 8 times the cost": unequal_groups,
+    "slow, then fast": slow_then_fast,
+    "fast, then slow": fast_then_slow,
+    "noisy": noisy,
+    "stalling": stalling,
+}
+
+
+# Bad items
+
+
+def poisoned(share: float, seconds: float, *, repeated: bool = False, named: bool = False) -> tuple[float, Outcome]:
+    """600 requests a second, 30 ms + 0.5 ms an item. Healthy answers over those of one that knows the bad items."""
+
+    def make(at: float, dice: random.Random) -> Arrival:
+        bad = dice.random() < share
+        return Arrival(at, f"bad {dice.randrange(20)}" if bad and repeated else at, 0.5, bad=bad)
+
+    arrivals = poisson(600.0, seconds, make)
+    warm_up = seconds / 4
+    outcome = Simulation(limits(), linear(0.03, 0.0005), arrivals, warm_up=warm_up, named=named).run()
+    best = clairvoyant(arrivals, 0.03, 0.0005, SIZE, warm_up=warm_up)
+    return outcome.goodput / best, outcome
+
+
+def main() -> None:
+    bench = _common.Benchmark("goodput", "Story 3: answers in time, on a simulated clock")
+    count, seconds = (640, 10.0) if bench.quick else (3200, 60.0)
+    found = grid(count)
+    rows = []
+    for load in LOADS:
+        cells = [ratio for key, ratio in found.items() if key[3] == load]
+        rows.append(
+            _common.Row(
+                f"grid at {load:g} x, clairvoyant / modelguard",
+                [1 / max(one, 1e-3) for one in cells],
+                "x",
+                1 / GOAL,
+                worst=True,
+                ours=True,
+            )
+        )
+    kinds = {name: [run(load, seconds) for load in LOADS] for name, run in KINDS.items()}
+    rows += [
+        _common.Row(
+            f"{name}, possible / modelguard",
+            [1 / max(one, 1e-3) for one in ratios],
+            "x",
+            1 / GOAL,
+            worst=True,
+            ours=True,
+        )
+        for name, ratios in kinds.items()
+    ]
+    bad = {}
+    for share in (0.01, 0.03, 0.1):
+        bad[f"{share:.0%} bad, repeated"] = poisoned(share, seconds, repeated=True)
+        bad[f"{share:.0%} bad, unique, in the traceback"] = poisoned(share, seconds, named=True)
+        bad[f"{share:.0%} bad, unique"] = poisoned(share, seconds)
+    for name, (ratio, _) in bad.items():
+        rows.append(_common.Row(f"{name}, clairvoyant / modelguard", [1 / max(ratio, 1e-3)], "x", ours=True))
+    notes = ["", f"{len(found)} cells. The lowest at each load:"]
+    for load in LOADS:
+        key = min((key for key in found if key[3] == load), key=found.__getitem__)
+        below = sum(ratio < GOAL for other, ratio in found.items() if other[3] == load)
+        notes.append(
+            f"{load:g} x: {found[key]:.2f} at {key[0] * 1e3:g} ms + {key[1] * 1e3:g} ms an item, "
+            f"deadline {key[2]:g} x; {below} of {len(found) // len(LOADS)} below {GOAL}"
+        )
+    notes += [
+        f"{name}: " + ", ".join(f"{ratio:.2f} at {load:g} x" for ratio, load in zip(ratios, LOADS, strict=True))
+        for name, ratios in kinds.items()
+    ]
+    notes += [
+        f"{name}: {ratio:.2f} of clairvoyance, {outcome.goodput:.0f} answers/s, {outcome.harmed} healthy ones harmed"
+        for name, (ratio, outcome) in bad.items()
+    ]
+
+    def draw(figure: Figure) -> None:
+        left, right = figure.subplots(1, 2)
+        _common.bars(
+            left, rows[: len(LOADS)], "The worst cell of the grid at each load", axis="ratio; 1 is clairvoyant"
+        )
+        _common.bars(
+            right, rows[len(LOADS) :], "Models of many kinds, worst load", axis="ratio; 1 is all that is possible"
+        )
+
+    bench.finish(
+        rows, draw, size=(15, 6), notes=notes, kinds=kinds, grid=[[*key, ratio] for key, ratio in found.items()]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""The program of a mold: a fresh interpreter that loads a model once, and then only forks workers.
+
+It has one thread while it serves, and never runs a call. Its owner starts it, and it ends with its owner.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import NoReturn
+
+from modelguard import prefork
+from modelguard.errors import LoadFailed
+from modelguard.isolation import _news, _processes, _role, _target
+from modelguard.isolation._channel import Channel
+from modelguard.isolation._instructions import Instructions
+from modelguard.isolation._worker import Serving, leave, portable
+from modelguard.lifecycle._threads import THREADS
+from modelguard.lifecycle.runtime import Runtime
+
+__all__ = ["main"]
+
+
+def main(control: int, news: int) -> NoReturn:
+    """Load, report, fork on request, end with the owner.
+
+    Args:
+        control: Descriptor of the channel to the owner.
+        news: Descriptor for records and events.
+    """
+    os.register_at_fork(after_in_child=_end_with_parent)
+    channel = Channel(socket.socket(fileno=control))
+    try:
+        instructions: Instructions = channel.receive()
+    except (EOFError, OSError):  # the owner is gone already
+        leave(1)
+    # While it loads, Python runs no signal handler in time.
+    _processes.die_with_parent(instructions["owner"], signal.SIGKILL)
+    reporter = _news.Reporter(socket.socket(fileno=news))
+    started = time.monotonic()
+    try:
+        with _processes.standing_back() if instructions["beside_calls"] else nullcontext():
+            mold = _Mold(channel, instructions, reporter)
+    except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
+        text = "".join(traceback.format_exception(error))
+        if type(error) is LoadFailed and error.__cause__ is not None:
+            error = error.__cause__  # the owner's guard makes a LoadFailed of it
+        with suppress(OSError):
+            channel.send(("failed", portable(error, instructions["name"]), text))
+        leave(1)
+    channel.send(("ready", time.monotonic() - started))
+    if instructions["forks"]:
+        mold.serve()
+    mold.become_spawned_worker()
+
+
+def _end_with_parent() -> None:
+    _processes.die_with_parent(os.getppid(), signal.SIGKILL)
+
+
+class _Mold:
+    """Forks workers.
+
+    Args:
+        control: The channel to the owner.
+        instructions: What the owner sent.
+        reporter: Sends records and events.
+
+    Raises:
+        BaseException: The function was not found, or its model could not be loaded, or cannot be forked.
+    """
+
+    def __init__(self, control: Channel, instructions: Instructions, reporter: _news.Reporter) -> None:
+        self._control = control
+        self._owner = instructions["owner"]
+        self._max_bytes = instructions["max_bytes"]
+        self._name = instructions["name"]
+        self._children: dict[int, int] = {}
+        self._worn = False
+        # prepare() has looked for threads by its own, better means.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        reporter.install(instructions["levels"])
+        _role.enter("importing")
+        _target.become_like(instructions["preparation"])
+        isolated = _target.find(instructions["function"], lambda found: hasattr(found, "isolated_function"))
+        reporter.take_over()  # from what the imported modules have set up
+        self._function = isolated.isolated_function
+        self._kind: _target.FunctionKind = _target.kind_of(self._function)
+        self._guard = isolated.model_guard
+        _role.enter("mold", self._function)
+        engine = self._guard.engine
+        start_thread = _start_behind_others if instructions["beside_calls"] else THREADS.start
+        engine.move_to(Runtime(ticks=False, start_thread=start_thread))  # no ticks: workers ask the policies themselves
+        if instructions["forks"]:
+            self._guard.recycle_in_children(self._wear, takes_calls=False)
+            prefork.prepare(self._guard)
+        else:
+            engine.recycle_here(self._wear, renews=False)
+            self._guard.load()
+
+    def _wear(self, reasons: object) -> None:
+        del reasons  # an event has reported them
+        self._worn = True
+
+    def serve(self) -> NoReturn:
+        """Fork on request, and report how workers end."""
+        woken, wake = socket.socketpair()
+        for end in (woken, wake):
+            end.setblocking(False)  # noqa: FBT003 - its only parameter
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _nothing)
+        signal.signal(signal.SIGINT, _nothing)
+        # A service manager may send it to all processes of a service: the owner decides when its workers end.
+        signal.signal(signal.SIGTERM, self._end_if_orphan)
+        _processes.die_with_parent(self._owner, signal.SIGTERM)
+        self._inherited = (woken, wake)
+        poll = select.poll()
+        poll.register(self._control.fileno(), select.POLLIN)
+        poll.register(woken.fileno(), select.POLLIN)
+        try:
+            while True:
+                asked = [fd for fd, _ in poll.poll()]
+                with suppress(BlockingIOError):
+                    woken.recv(4096)
+                self._reap()
+                if self._control.fileno() in asked:
+                    self._obey()
+                    while self._control.has_unread:
+                        self._obey()
+        except (EOFError, OSError):  # the owner is gone
+            _processes.kill_group(0)
+            os._exit(0)
+
+    def _obey(self) -> None:
+        order, number = self._control.receive()
+        if order == "end":
+            self._unload()
+            leave(0)
+        self._fork(number, self._control.take_fd())
+
+    def _fork(self, number: int, fd: int) -> None:
+        sys.stdout.flush()  # otherwise the content of the buffers is written twice
+        sys.stderr.flush()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(fd)
+            self._control.send(("unborn", number, str(error)))
+            return
+        if pid == 0:
+            self._become_worker(fd)
+        os.close(fd)
+        self._children[pid] = number
+        try:
+            pidfd = os.pidfd_open(pid)  # before anything can reap it, so that it is this child's
+        except (OSError, AttributeError):
+            self._control.send(("born", number, pid, 0))
+            return
+        try:
+            self._control.send(("born", number, pid, 1), [pidfd])
+        finally:
+            os.close(pidfd)
+
+    def _reap(self) -> None:
+        for pid in list(self._children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                number = self._children.pop(pid)
+                self._control.send(("exit", number, os.waitstatus_to_exitcode(status)))
+
+    def _unload(self) -> None:
+        unload, generation = self._guard.engine.guard.options.unload, self._guard.engine.state.current
+        if unload is not None and generation is not None:
+            try:
+                self._guard.close()
+            except Exception:  # noqa: BLE001 - the memory comes back with the process, whatever the hook does
+                traceback.print_exc()
+
+    def _end_if_orphan(self, _number: int, _frame: object) -> None:
+        if os.getppid() != self._owner:
+            _processes.kill_group(0)
+
+    # In the child
+
+    def _become_worker(self, fd: int) -> NoReturn:
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, _nothing)
+            self._control.close()
+            for end in self._inherited:
+                end.close()
+            prefork.in_child()
+            self._work(fd)
+            leave(0)
+        except BaseException:  # noqa: BLE001 - above this are frames of the mold, which must not run here
+            traceback.print_exc()
+        leave(1)
+
+    def become_spawned_worker(self) -> NoReturn:
+        """Take calls in this process, which no fork made. It dies with its owner, by SIGKILL as while it loads."""
+        signal.signal(signal.SIGINT, _nothing)
+        signal.signal(signal.SIGTERM, _nothing)
+        try:
+            self._control.receive()
+            self._work(self._control.take_fd())
+        except (EOFError, OSError):  # the owner is gone
+            leave(0)
+        self._unload()
+        leave(0)
+
+    def _work(self, fd: int) -> None:
+        _processes.prefer_as_oom_victim()
+        _role.enter("worker")
+        Serving(
+            self._name,
+            Channel(socket.socket(fileno=fd)),
+            self._function,
+            self._kind,
+            is_worn=lambda: self._worn,
+            between_calls=None if self._guard.engine.guard.options.reload_on is None else self._guard.check,
+            max_bytes=self._max_bytes,
+        ).run()
+
+
+def _start_behind_others(work: Callable[[], None], name: str) -> None:
+    def behind_others() -> None:
+        _processes.stay_back()
+        work()
+
+    THREADS.start(behind_others, name)
+
+
+def _nothing(_number: int, _frame: object) -> None:
+    """A handler, where SIG_IGN would be inherited by programs that the model starts."""

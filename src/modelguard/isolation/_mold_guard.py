@@ -1,0 +1,183 @@
+"""The guard of an isolated function in its owner: its model is a mold.
+
+So everything that :mod:`modelguard.lifecycle` promises of models holds for molds: one load at a time, a replacement
+beside the old one, backoff after failures, draining, ``TTL`` and ``Modified``, one replacement at a time on the host.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from modelguard.environment import _proc
+from modelguard.errors import GuardClosed, ModelRejected, NotSupported
+from modelguard.isolation import _news, _target
+from modelguard.isolation._molds import Mold, MoldOptions, molds
+from modelguard.isolation._spawned import SpawnedWorkers
+from modelguard.isolation._supervisor import supervisor
+from modelguard.lifecycle import runtime
+from modelguard.lifecycle._loading import Rejected
+from modelguard.lifecycle._options import GuardOptions
+from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.policies import subset
+
+if TYPE_CHECKING:
+    from modelguard.isolation._options import IsolationOptions
+
+__all__ = ["MoldGuard"]
+
+#: Seconds. A mold that has lived this long was no part of a series of failures.
+_SOUND = 60.0
+
+#: Seconds after ``load_timeout`` at which the mold itself is ended; the guard reports the timeout before.
+_MARGIN = 0.5
+
+#: Seconds that the exit of this process waits for its molds to end, after they were killed.
+_EXIT = 1.0
+
+_exit_registered = False
+
+
+class MoldGuard:
+    """Makes and replaces the molds of one function.
+
+    Args:
+        options: Of the isolated function.
+        source: The options of the guard that lends the model in the mold.
+
+    Attributes:
+        guard: Its model is the current mold.
+    """
+
+    def __init__(self, options: IsolationOptions, source: GuardOptions[Any]) -> None:
+        self._options = options
+        self._source = source
+        self._deaths = 0
+        self._current: Mold | None = None
+        world = runtime.Runtime(
+            private=lambda: sum(map(_share, self._pids())),
+            headroom=self._headroom,
+            trim=_nothing_to_trim,
+            in_use=lambda: None,
+        )
+        mine: GuardOptions[Mold] = replace(
+            source,
+            load=self._load,
+            reload_on=subset(source.reload_on, renews=True),
+            swap="auto",
+            warmup=None,
+            validate=None,
+            unload=self._end,
+            defer=0.0,  # the load is in another process, and stalls no call
+            trim_schedule=None,
+            prefork=False,
+            name=options.name,
+        )
+        self.guard: ModelGuard[Mold] = ModelGuard(mine, world)
+        hide(self.guard)
+
+    @property
+    def current(self) -> Mold | None:
+        """The mold that takes calls; None if there is none."""
+        generation = self.guard.engine.state.current
+        mold: Mold | None = getattr(generation, "model", None)
+        return mold
+
+    def end_at_once(self) -> None:
+        """Kill the current mold and its workers, when nobody can call them any more."""
+        if self._current is not None:
+            self._current.end_at_once()
+
+    # What the guard calls
+
+    def _load(self) -> Mold:
+        global _exit_registered
+        if not _exit_registered:
+            atexit.register(_end_all)
+            _exit_registered = True
+        limit = self._source.load_timeout
+        options = MoldOptions(
+            instructions={
+                "owner": os.getpid(),
+                "preparation": _target.preparation(),
+                "function": self._options.function,
+                "levels": _news.levels(),
+                "name": self._options.name,
+                "max_bytes": self._options.max_transfer,
+                "beside_calls": self.current is not None,
+                "forks": self._options.start == "fork",
+            },
+            workers=self._options.workers,
+            max_queue=self._options.max_queue,
+            breaker=self._options.breaker,
+            backoff=self._source.backoff,
+            load_timeout=None if limit is None else limit + _MARGIN,
+        )
+        number = self.guard.engine.state.generations + 1
+        kind = Mold if self._options.start == "fork" else SpawnedWorkers
+        mold = kind(options, generation=number, supervisor=supervisor(), on_death=self._died)
+        try:
+            mold.load()
+        except ModelRejected as error:
+            raise Rejected(error.reason) from error.__cause__
+        self._current = mold
+        return mold
+
+    def _end(self, mold: Mold) -> None:
+        if self._current is mold:
+            self._current = None
+        mold.end()
+
+    def _headroom(self) -> int | None:
+        mold = self.current
+        if mold is not None and mold.died is not None:
+            return -1  # it takes no calls, so nothing is lost if it goes first
+        if self._source.swap == "auto":
+            return runtime.headroom()
+        return None if self._source.swap == "load_first" else -1
+
+    def _pids(self) -> list[int]:
+        return [
+            pid for mold in molds() if mold.options.instructions["name"] == self._options.name for pid in mold.pids()
+        ]
+
+    # In the supervisor's thread
+
+    def _died(self, mold: Mold) -> None:
+        lived = time.monotonic() - mold.born
+        self._deaths = 1 if lived > _SOUND else self._deaths + 1
+        wait = 0.0 if self._deaths == 1 else self._source.backoff.seconds(self._deaths - 1, 0.5)
+        supervisor().later(wait, lambda: self._replace(mold))
+
+    def _replace(self, mold: Mold) -> None:
+        if self.current is mold and not self.guard.engine.loading:
+            with suppress(GuardClosed):
+                self.guard.reload(wait=False)
+
+
+def _share(pid: int) -> int:
+    try:
+        sums: Mapping[str, int] = _proc.memory_sums(pid)
+    except (OSError, ValueError):
+        return 0
+    # Shares of what a mold and its workers have in common add up to the whole, once.
+    return sums.get("Pss_Dirty", sums.get("Pss", 0)) + sums.get("SwapPss", 0)
+
+
+def _nothing_to_trim() -> NoReturn:
+    raise NotSupported("trim", reason="a mold's memory comes back when its processes end")
+
+
+def _end_all() -> None:
+    """At the exit of this process: leave no process behind."""
+    running = [mold for mold in molds() if mold.pids()]
+    for mold in running:
+        mold.end_at_once()
+    until = time.monotonic() + _EXIT
+    for mold in running:
+        mold.wait_ended(until - time.monotonic())

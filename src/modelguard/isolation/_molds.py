@@ -1,0 +1,302 @@
+"""A mold as its owner sees it: start it, have it fork workers, hear how they end, end it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from subprocess import TimeoutExpired
+from typing import Any
+
+from modelguard.errors import RemoteError
+from modelguard.isolation import _news, _processes
+from modelguard.isolation._channel import Channel, pair
+from modelguard.isolation._crew import Crew
+from modelguard.isolation._instructions import Instructions
+from modelguard.isolation._launch import Launched, launch
+from modelguard.isolation._roster import Roster, Worker
+from modelguard.isolation._supervisor import Supervisor
+from modelguard.lifecycle.backoff import Backoff
+from modelguard.serving.breaker import Breaker
+
+__all__ = ["Mold", "MoldOptions", "molds", "with_remote_traceback"]
+
+#: Seconds that a worker may take from its fork to its first call; the warm-up runs in it.
+_START = 60.0
+
+#: Seconds that a mold may take to end, its ``unload`` included, before it is killed.
+_END = 5.0
+
+_molds: weakref.WeakSet[Mold] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoldOptions:
+    """What a mold is made with. Times are seconds."""
+
+    instructions: Instructions
+    workers: int
+    max_queue: int
+    breaker: Breaker
+    backoff: Backoff
+    load_timeout: float | None
+
+
+class Mold:
+    """One mold and its workers.
+
+    Args:
+        options: What it is made with.
+        generation: Its number.
+        supervisor: Watches it.
+        on_death: Called, in the supervisor's thread, if it ends without having been asked to, or gives no workers.
+
+    Attributes:
+        options: What it was made with.
+        roster: Its workers.
+        died: When it ended by itself, on the monotonic clock; None while it lives.
+    """
+
+    #: A fork of a mold costs little memory, and saves the time that a new worker needs.
+    SPARE = 1
+
+    def __init__(
+        self, options: MoldOptions, *, generation: int, supervisor: Supervisor, on_death: Callable[[Mold], object]
+    ) -> None:
+        self.born = time.monotonic()
+        self.died: float | None = None
+        self.options = options
+        self._supervisor = supervisor
+        self._on_death = on_death
+        self._loaded: Future[None] = Future()
+        self._launched: Launched | None = None
+        self._ending = False
+        self._ended = threading.Event()
+        self._running: dict[int, Worker] = {}  # until the mold has reported their ends
+        crew = Crew(options.workers, breaker=options.breaker, backoff=options.backoff, spare=self.SPARE)
+        name = options.instructions["name"]
+        self.roster = Roster(name, crew, self, generation=generation, max_queue=options.max_queue)
+        _molds.add(self)
+
+    def load(self) -> None:
+        """Start it, and wait until all of its workers take calls.
+
+        Raises:
+            Exception: What the loader, the validation, the warm-up or the fork gate raised in it, or how it ended.
+            TimeoutError: ``load_timeout`` has passed.
+        """
+        self._supervisor.call(self._begin)
+        try:
+            self._loaded.result(self.options.load_timeout)
+        except BaseException:
+            self.end_at_once()
+            raise
+
+    def end(self) -> None:
+        """End it and its workers: nicely, and after some seconds by force. Blocks."""
+        self._ending = True
+        self.roster.close()
+        self._supervisor.call(self._ask_to_end)
+        if self.pids() and not self._ended.wait(_END):
+            self._kill()
+            self._ended.wait(_END)
+        self.roster.detach()
+        self._supervisor.flush(_END)
+
+    def end_at_once(self) -> None:
+        """Kill it and its workers. For the end of this process."""
+        self._ending = True
+        self._kill()
+
+    def wait_ended(self, seconds: float) -> None:
+        """Wait until it has ended, at most so many seconds."""
+        self._ended.wait(max(0.0, seconds))
+
+    def abandon(self) -> None:
+        """In a forked child of the owner: close the copies of the descriptors."""
+        if self._launched is not None:
+            self._launched.control.close()
+            self._launched.news.close()
+        for worker, *_ in self.roster.listed():
+            worker.channel.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, None before it was started."""
+        return None if self._launched is None else self._launched.process.pid
+
+    def pids(self) -> list[int]:
+        """The processes of it and of its workers."""
+        workers = [worker.pid for worker in list(self._running.values()) if worker.pid]
+        return [] if self.pid is None or self._ended.is_set() else [self.pid, *workers]
+
+    # What the roster asks for
+
+    def start_worker(self, number: int) -> None:
+        """Have a worker forked."""
+        self._supervisor.call(lambda: self._start(number))
+
+    def give_up(self) -> None:
+        """Workers of this mold do not come up."""
+        how = "its workers end before they can take a call"
+        self._supervisor.call(lambda: self._die(how))
+
+    def settle_later(self, seconds: float) -> None:
+        """Look again after a backoff."""
+        self._supervisor.later(seconds, self.roster.settle)
+
+    # In the supervisor's thread
+
+    def _begin(self) -> None:
+        try:
+            self._launched = launch(self.options.instructions)
+        except Exception as error:  # noqa: BLE001 - it is the load's failure
+            self._loaded.set_exception(error)
+            return
+        self._supervisor.watch(self._launched.control.fileno(), self._hear)
+        self._supervisor.watch(self._launched.news.fileno(), self._read_news)
+
+    def _ask_to_end(self) -> None:
+        if self._launched is not None:
+            with suppress(OSError):
+                self._launched.control.send(("end", 0))
+
+    def _start(self, number: int) -> None:
+        launched = self._launched
+        if launched is None or self._ending or self._ended.is_set():
+            return
+        try:
+            ours, theirs = pair()
+        except OSError as error:  # no descriptor is left
+            self.roster.not_started(number, str(error))
+            return
+        worker = self._running[number] = Worker(number, Channel(ours))
+        self.roster.add(worker)
+        self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
+        with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
+            launched.control.send(("fork", number), [theirs.fileno()])
+        self._supervisor.later(_START, functools.partial(_check_started, weakref.ref(worker), weakref.ref(self.roster)))
+
+    def _hear_first(self, worker: Worker) -> None:
+        """A worker is ready; from now on its channel belongs to its callers. Or it has died."""
+        self._supervisor.forget(worker.channel.fileno())
+        try:
+            worker.channel.receive()
+        except (EOFError, OSError):  # the mold reports how it ended
+            worker.channel.close()
+            return
+        self.roster.ready(worker)
+        if self.roster.is_complete and not self._loaded.done():
+            self._loaded.set_result(None)
+
+    def _hear(self) -> None:
+        assert self._launched is not None  # noqa: S101 - for the checkers
+        control = self._launched.control
+        try:
+            while True:
+                self._heed(*control.receive())
+                if not control.has_unread:
+                    return
+        except (EOFError, OSError):
+            self._gone()
+
+    def _heed(self, what: str, *details: Any) -> None:
+        if what == "ready":
+            self.roster.settle()
+        elif what == "failed":
+            error, text = details
+            self._fail(with_remote_traceback(error, text))
+        else:
+            self._heed_worker(what, *details)
+
+    def _heed_worker(self, what: str, number: int, *details: Any) -> None:
+        worker = self._running[number]
+        if what == "born":
+            worker.pid, has_pidfd = details
+            if has_pidfd:
+                assert self._launched is not None  # noqa: S101 - for the checkers
+                worker.pidfd = self._launched.control.take_fd()
+            return
+        del self._running[number]
+        self._supervisor.forget(worker.channel.fileno())  # it is closed next, and may be watched still
+        if what == "exit":
+            self.roster.exited(worker, _processes.describe_exit(*details))
+        else:
+            self.roster.not_started(number, *details)
+
+    def _read_news(self) -> None:
+        assert self._launched is not None  # noqa: S101 - for the checkers
+        report = self._launched.news.recv(1 << 17)
+        if report:
+            _news.replay(report)
+        else:
+            self._supervisor.forget(self._launched.news.fileno())
+
+    def _gone(self) -> None:
+        """The mold has closed its channel: it has ended, or is ending."""
+        assert self._launched is not None  # noqa: S101 - for the checkers
+        process = self._launched.process
+        self._supervisor.forget(self._launched.control.fileno())
+        with suppress(TimeoutExpired):  # it may be on its way out, with an exit status that tells more
+            process.wait(0.5 if self._ending else 0.1)
+        _processes.kill_group(process.pid)
+        how = f"its mold ended: {_processes.describe_exit(process.wait())}"
+        self._ended.set()
+        self._launched.control.close()
+        self._supervisor.forget(self._launched.news.fileno())
+        self._launched.news.close()
+        running, self._running = list(self._running.values()), {}
+        for worker in running:
+            worker.has_exited(how)
+        self._supervisor.later(1.0, lambda: _processes.reap(worker.pid for worker in running if worker.pid))
+        self._die(how)
+
+    def _die(self, how: str) -> None:
+        self.roster.mold_ended(how)
+        self._fail(RuntimeError(how))
+        if not self._ending and self.died is None:
+            self.died = time.monotonic()
+            self._on_death(self)
+        if not self._ended.is_set():
+            self._kill()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._loaded.done():
+            self._ending = True
+            self._loaded.set_exception(error)
+
+    def _kill(self) -> None:
+        launched = self._launched
+        if launched is not None and not self._ended.is_set():
+            _processes.kill_group(launched.process.pid)
+
+
+def _check_started(worker: weakref.ref[Worker], roster: weakref.ref[Roster]) -> None:
+    """Kill a worker that hangs in its warm-up."""
+    one, all_of_them = worker(), roster()
+    if one is not None and all_of_them is not None and all_of_them.is_starting(one):
+        one.kill()
+
+
+class RemoteTraceback(Exception):
+    """Where an error was raised in a worker. It is the ``__cause__`` of the error that the caller gets."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+def with_remote_traceback(error: BaseException, text: str | None) -> BaseException:
+    """Give an error that came from another process the traceback that it had there."""
+    if text is not None and (error.__cause__ is None or isinstance(error, RemoteError)):
+        error.__cause__ = RemoteTraceback(text)
+    return error
+
+
+def molds() -> list[Mold]:
+    """The molds of this process that have not been dropped."""
+    return list(_molds)

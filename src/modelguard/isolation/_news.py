@@ -1,0 +1,97 @@
+"""Log records and events of the mold and its workers reach the owner, beside the calls."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import struct
+from typing import Any
+
+from modelguard import telemetry
+from modelguard.telemetry import Event
+
+__all__ = ["Reporter", "levels", "pair", "replay"]
+
+#: Bytes of one report; the socket's buffer takes several of them.
+_LONGEST = 60_000
+
+#: Seconds that a worker waits for room in the socket before it drops a report.
+_PATIENCE = 0.1
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Make a socket pair that keeps reports apart, and lets several processes write to one end."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def levels() -> dict[str, int]:
+    """The level of each logger of this process that has one. The root logger's name is empty."""
+    known = {name: one for name, one in logging.root.manager.loggerDict.items() if isinstance(one, logging.Logger)}
+    return {"": logging.root.level, **{name: one.level for name, one in known.items() if one.level}}
+
+
+class Reporter(logging.Handler):
+    """In a mold and its workers: sends records and events to the owner.
+
+    Args:
+        connected: The sending end. Never blocks for long: what finds no room is dropped.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__()
+        whole = int(_PATIENCE)
+        patience = struct.pack("@ll", whole, int((_PATIENCE - whole) * 1e6))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+        self._socket = connected
+
+    def install(self, wanted: dict[str, int]) -> None:
+        """Become the only handler of records and events, with the owner's levels."""
+        for name, level in wanted.items():
+            logging.getLogger(name or None).setLevel(level)
+        logging.captureWarnings(capture=True)
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Replace the handlers and hooks of this process, which the owner has too."""
+        logging.root.handlers[:] = [self]
+        telemetry.set_hooks([self.report_event])
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record: its text, because its arguments may be of any type."""
+        try:
+            fields = {**vars(record), "msg": record.getMessage(), "args": None, "exc_info": None}
+            if record.exc_info:
+                fields["exc_text"] = record.exc_text or logging.Formatter().formatException(record.exc_info)
+        except Exception:  # noqa: BLE001 - a record that cannot be formatted must not break the call
+            self.handleError(record)
+            return
+        if not self._send(fields):
+            plain = {name: value for name, value in fields.items() if isinstance(value, str | int | float | None)}
+            self._send({**plain, "msg": str(fields["msg"])[: _LONGEST // 8], "exc_text": None})
+
+    def report_event(self, event: Event) -> None:
+        """Send an event. It is a hook."""
+        self._send(event)
+
+    def _send(self, report: object) -> bool:
+        try:
+            body = pickle.dumps(report)
+            if len(body) > _LONGEST:
+                return False
+            self._socket.send(body)
+        except Exception:  # noqa: BLE001 - no room, no owner, or a field that cannot be pickled
+            return False
+        return True
+
+
+def replay(report: bytes) -> None:
+    """In the owner: hand a record or an event to this process's loggers or hooks."""
+    received: Any = pickle.loads(report)  # noqa: S301 - from this program's own processes
+    if isinstance(received, Event):
+        telemetry.emit(received)
+        return
+    record = logging.makeLogRecord(received)
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)

@@ -1,0 +1,120 @@
+"""What the kernel offers so that no process outlives its owner, and none is killed by mistake."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from modelguard.environment import _proc
+from modelguard.errors import NotSupported
+
+__all__ = [
+    "check_supported",
+    "describe_exit",
+    "die_with_parent",
+    "kill_group",
+    "prefer_as_oom_victim",
+    "reap",
+    "send_kill",
+    "standing_back",
+    "stay_back",
+]
+
+_PR_SET_PDEATHSIG = 1
+_CAP_SYS_NICE = 23
+
+#: A thread that stands back gets a third of the CPU time of one that does not, where there is not enough. With less, a
+#: mold on a busy host would take minutes to load.
+_NICE = 5
+_LOWEST = 19
+
+#: A worker's ``oom_score_adj``, in thousandths of all memory: when memory runs out, the kernel kills a worker and
+#: neither the mold nor the server.
+_OOM_SCORE = 500
+
+
+def check_supported() -> None:
+    """Check that this system can isolate.
+
+    Raises:
+        NotSupported: It is not Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        raise NotSupported("isolate", reason="it needs Linux (parent-death signals, descriptors over sockets, fork)")
+
+
+def die_with_parent(parent: int, number: int) -> None:
+    """Receive a signal when the parent ends, however it ends. Exits at once if it has ended already.
+
+    The kernel means the thread that started this process, so that must be one that lives as long as its process.
+
+    Args:
+        parent: The expected parent's process id.
+        number: The signal.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def prefer_as_oom_victim() -> None:
+    """Let the kernel kill this process first when memory runs out."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
+
+
+def stay_back() -> None:
+    """Let this thread, and those that it starts, run after other work where there is not enough CPU time."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICE, _LOWEST))
+
+
+@contextmanager
+def standing_back() -> Iterator[None]:
+    """:func:`stay_back` for a block, if this process has the right to step forward again."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
+    if not capabilities >> _CAP_SYS_NICE & 1 and resource.getrlimit(resource.RLIMIT_NICE)[0] < _LOWEST + 1 - before:
+        yield
+        return
+    stay_back()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, before)
+
+
+def send_kill(pidfd: int) -> None:
+    """End the process of a ``pidfd``, which cannot be mistaken for another one."""
+    with suppress(ProcessLookupError, OSError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def kill_group(group: int) -> None:
+    """End a whole process group; does nothing if there is none."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def describe_exit(code: int) -> str:
+    """Describe how a process ended: the signal's name for a negative code, else its exit status."""
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def reap(pids: Iterable[int]) -> None:
+    """Collect processes that became this one's children when their parent died, as in a container's first process."""
+    for pid in pids:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)

@@ -1,0 +1,398 @@
+"""The workers of one mold, as the threads of the owner use them: who gets which worker, and who waits."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Protocol
+
+from modelguard import telemetry
+from modelguard.errors import CircuitOpen, DeadlineExceeded, QueueFull
+from modelguard.isolation import _processes
+from modelguard.isolation._channel import Channel
+from modelguard.isolation._crew import Crew, End, Order, Start, WorkerState
+from modelguard.telemetry import Event, WorkerEndCause
+
+__all__ = ["MoldGone", "Roster", "Worker"]
+
+#: Seconds that a call waits for the mold's report of how its worker ended.
+_REPORT = 1.0
+
+#: Seconds of ``retry_after`` where no rate is known.
+_RETRY = 1.0
+
+
+class MoldGone(Exception):
+    """The mold has ended, and with it all of its workers."""
+
+
+class MoldOrders(Protocol):
+    """What the roster asks of its mold."""
+
+    def start_worker(self, number: int) -> None:
+        """Start a worker. Does not block."""
+        ...
+
+    def give_up(self) -> None:
+        """No worker of this mold comes up: make another mold. Does not block."""
+        ...
+
+    def settle_later(self, seconds: float) -> None:
+        """Call :meth:`Roster.settle` after so many seconds."""
+        ...
+
+
+class _NoMold:
+    """Starts nothing."""
+
+    def start_worker(self, number: int) -> None:
+        pass
+
+    def give_up(self) -> None:
+        pass
+
+    def settle_later(self, seconds: float) -> None:
+        pass
+
+
+class Worker:
+    """One worker process.
+
+    Attributes:
+        number: Its number.
+        channel: To the worker. Whoever has taken the worker may use it.
+        pid: Its process id; 0 until the mold has reported it.
+        pidfd: A descriptor of the process; None if the system has none.
+        born: When it was started, on the monotonic clock.
+        exit: How it ended, for people; None until that is known.
+    """
+
+    def __init__(self, number: int, channel: Channel) -> None:
+        self.number = number
+        self.channel = channel
+        self.pid = 0
+        self.pidfd: int | None = None
+        self.born = time.monotonic()
+        self.exit: str | None = None
+        self._exited = threading.Event()
+
+    def kill(self) -> None:
+        """End it now, whatever it does."""
+        if self.pidfd is not None:
+            _processes.send_kill(self.pidfd)
+        elif self.pid and self.exit is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def has_exited(self, how: str) -> None:
+        """Record how it ended."""
+        self.exit = self.exit or how
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+        self._exited.set()
+
+    def how_it_ended(self) -> str:
+        """Wait shortly for the report of how it ended."""
+        self._exited.wait(_REPORT)
+        return self.exit or "unknown"
+
+
+class _Waiter:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.lock.acquire()
+        self.worker: Worker | None = None
+        self.error: Exception | None = None
+
+
+class Roster:
+    """Hands out workers. Thread-safe.
+
+    Args:
+        name: The isolated function's name.
+        crew: Decides.
+        mold: Carries out.
+        generation: The mold's number, for events.
+        max_queue: How many calls may wait for a worker.
+    """
+
+    def __init__(self, name: str, crew: Crew, mold: MoldOrders, *, generation: int, max_queue: int) -> None:
+        self._name = name
+        self._crew = crew
+        self._mold = mold
+        self._generation = generation
+        self._max_queue = max_queue
+        # Reentrant: the garbage collector may close a dropped generator at any point, also under this lock.
+        self._lock = threading.RLock()
+        self._workers: dict[int, Worker] = {}
+        self._waiters: deque[_Waiter] = deque()
+        self._gone = False
+        self._events: list[Event] = []
+        self.counts: dict[WorkerEndCause, int] = dict.fromkeys(
+            ("recycled", "crashed", "timeout", "closed", "cancelled"), 0
+        )
+
+    # Calls
+
+    def take(self, patience: float, until: float, arrived: float) -> Worker:
+        """Take a free worker, or wait for one.
+
+        Args:
+            patience: Seconds to wait at most.
+            until: When to give up in any case, on the monotonic clock.
+            arrived: When the call arrived.
+
+        Raises:
+            MoldGone: Ask the next mold.
+            QueueFull, CircuitOpen, DeadlineExceeded: There is no worker for this call.
+        """
+        with self._lock:
+            if self._gone or self._crew.troubled:
+                self._raise_if_refusing()
+            member = None if self._waiters else self._crew.take()
+            if member is not None:
+                return self._workers[member.number]
+            if len(self._waiters) >= self._max_queue:
+                raise QueueFull(self._name, queued=len(self._waiters), retry_after=_RETRY)
+            waiter = _Waiter()
+            self._waiters.append(waiter)
+        try:
+            patience = min(patience, max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
+            waiter.lock.acquire(timeout=patience)
+        except BaseException:  # Ctrl-C
+            if not self._stop_waiting(waiter) and waiter.worker is not None:
+                self.release(waiter.worker, worn=False, counts=False)
+            raise
+        if waiter.worker is None and waiter.error is None and self._stop_waiting(waiter):
+            raise DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
+        if waiter.error is not None:
+            raise waiter.error
+        assert waiter.worker is not None  # noqa: S101 - for the checkers
+        return waiter.worker
+
+    def release(self, worker: Worker, *, worn: bool, counts: bool = True) -> None:
+        """Give a worker back after its call."""
+        with self._lock:
+            crew = self._crew
+            troubled = crew.troubled
+            ended = crew.answered(worker.number, worn=worn, counts=counts)
+            if ended:
+                self._dismiss(worker, "closed" if self._gone else "recycled")
+            if troubled and crew.circuit.state == "closed":
+                self._events.append(telemetry.CircuitClosed(guard=self._name))
+            if worn or ended or troubled:
+                self._act(crew.settle(time.monotonic()))
+            if self._waiters:
+                self._hand_over()
+        if self._events:
+            self._emit_all()
+
+    def lose(self, worker: Worker, cause: WorkerEndCause, *, blame: bool = True) -> str:
+        """Record that a worker has ended in its call, or end it; returns how it ended, for people.
+
+        Args:
+            worker: The worker.
+            cause: ``"crashed"`` if it has ended by itself; anything else ends it.
+            blame: Whether it may have been the call's fault.
+        """
+        if cause != "crashed":
+            worker.kill()
+        how = worker.how_it_ended() if cause == "crashed" else cause
+        self._remove(worker.number, worker, cause, how, blame=blame and cause != "cancelled")
+        worker.channel.close()
+        return how
+
+    # Reports of the mold
+
+    def add(self, worker: Worker) -> None:
+        """A worker is being started."""
+        with self._lock:
+            self._workers[worker.number] = worker
+
+    def ready(self, worker: Worker) -> None:
+        """A worker can take calls."""
+        with self._lock:
+            if self._crew.started(worker.number):
+                self._workers.pop(worker.number, None)
+                worker.channel.close()
+                return
+            seconds = time.monotonic() - worker.born
+            self._events.append(
+                telemetry.WorkerStarted(
+                    guard=self._name, generation=self._generation, worker=worker.pid, seconds=seconds
+                )
+            )
+            self._act(self._crew.settle(time.monotonic()))
+            self._hand_over()
+        self._emit_all()
+
+    def not_started(self, number: int, how: str) -> None:
+        """A worker could not be forked."""
+        worker = self._workers.get(number)
+        if worker is not None:
+            worker.has_exited(how)
+            worker.channel.close()
+        self._remove(number, worker, "crashed", how, blame=True)
+
+    def exited(self, worker: Worker, how: str) -> None:
+        """A worker's process has ended. If it runs a call, its caller finds out by itself."""
+        worker.has_exited(how)
+        member = self._crew.members.get(worker.number)
+        if member is not None and member.state in {"starting", "idle"}:
+            self._remove(worker.number, worker, "crashed", how, blame=True)
+            worker.channel.close()
+
+    def mold_ended(self, how: str) -> None:
+        """The mold has ended. Its workers end with it."""
+        with self._lock:
+            self._gone = True
+            waiters, self._waiters = list(self._waiters), deque()
+            workers = list(self._workers.values())
+            for order in self._crew.close():
+                if isinstance(order, End):
+                    self._workers.pop(order.number).channel.close()
+        for waiter in waiters:
+            waiter.error = MoldGone()
+            waiter.lock.release()
+        for worker in workers:
+            worker.has_exited(how)
+
+    def close(self) -> None:
+        """End the idle workers, and each of the others after its call."""
+        with self._lock:
+            self._gone = True
+            self._act(self._crew.close())
+        self._emit_all()
+
+    def settle(self) -> None:
+        """Do what has become due."""
+        with self._lock:
+            self._act(self._crew.settle(time.monotonic()))
+            self._hand_over()
+        self._emit_all()
+
+    def detach(self) -> None:
+        """The mold has been ended: refer to it no more."""
+        self._mold = _NoMold()
+
+    # What there is
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a worker can take calls."""
+        with self._lock:
+            return self._crew.ready and not self._gone
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all workers have come up."""
+        with self._lock:
+            return self._crew.complete
+
+    def is_starting(self, worker: Worker) -> bool:
+        """Whether a worker has not come up yet."""
+        with self._lock:
+            member = self._crew.members.get(worker.number)
+            return member is not None and member.state == "starting"
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a worker."""
+        return len(self._waiters)
+
+    def listed(self) -> list[tuple[Worker, WorkerState, bool, int]]:
+        """Each worker, what it does, whether it is to be replaced, and its calls."""
+        with self._lock:
+            members = [(self._workers.get(one.number), one) for one in self._crew.members.values()]
+            return [(worker, one.state, one.worn, one.calls) for worker, one in members if worker is not None]
+
+    # Under the lock
+
+    def _raise_if_refusing(self) -> None:
+        if self._gone:
+            raise MoldGone
+        left = self._crew.refusal(time.monotonic())
+        if left is not None:
+            raise CircuitOpen(self._name, failures=self._crew.circuit.failures, retry_after=left)
+
+    def _hand_over(self) -> None:
+        while self._waiters:
+            left = self._crew.refusal(time.monotonic()) if self._crew.troubled else None
+            member = None if left is not None else self._crew.take()
+            if left is None and member is None:
+                return
+            waiter = self._waiters.popleft()
+            if left is not None:
+                waiter.error = CircuitOpen(self._name, failures=self._crew.circuit.failures, retry_after=left)
+            else:
+                assert member is not None  # noqa: S101 - for the checkers
+                waiter.worker = self._workers[member.number]
+            waiter.lock.release()
+
+    def _stop_waiting(self, waiter: _Waiter) -> bool:
+        """Remove a waiter; false if it has its worker. A worker that nobody waits for any more is given back."""
+        with self._lock:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+                return True
+            return False
+
+    def _act(self, orders: Iterable[Order]) -> None:
+        for order in orders:
+            if isinstance(order, Start):
+                self._mold.start_worker(order.number)
+            elif isinstance(order, End):
+                self._dismiss(self._workers[order.number], "closed" if self._gone else "recycled")
+            else:
+                self._mold.give_up()
+
+    def _dismiss(self, worker: Worker, cause: WorkerEndCause) -> None:
+        """Let an idle worker end: it reads the end of its channel."""
+        self._workers.pop(worker.number, None)
+        worker.channel.close()
+        self._count(worker, cause, "")
+
+    def _remove(self, number: int, worker: Worker | None, cause: WorkerEndCause, how: str, *, blame: bool) -> None:
+        with self._lock:
+            now = time.monotonic()
+            was_open = self._crew.circuit.state == "open"
+            if self._workers.pop(number, None) is not None and worker is not None:
+                self._count(worker, cause, how)
+            self._crew.lost(number, now, draw=random.random(), blame=blame)  # noqa: S311 - jitter
+            circuit = self._crew.circuit
+            if circuit.state == "open" and not was_open:
+                retry = circuit.retry_after(now) or 0.0
+                self._events.append(
+                    telemetry.CircuitOpened(guard=self._name, failures=circuit.failures, retry_after=retry, error=how)
+                )
+            self._act(self._crew.settle(now))
+            delay = self._crew.start_at - now
+            self._hand_over()
+        self._emit_all()
+        if delay > 0:
+            self._mold.settle_later(delay)
+
+    def _count(self, worker: Worker, cause: WorkerEndCause, how: str) -> None:
+        self.counts[cause] += 1
+        age = time.monotonic() - worker.born
+        self._events.append(
+            telemetry.WorkerEnded(
+                guard=self._name, generation=self._generation, worker=worker.pid, cause=cause, detail=how, age=age
+            )
+        )
+
+    # Outside of it
+
+    def _emit_all(self) -> None:
+        """Emit what has happened: hooks never run while the lock is held."""
+        with self._lock:
+            events, self._events = self._events, []
+        for event in events:
+            telemetry.emit(event)

@@ -1,0 +1,120 @@
+"""How a fresh interpreter finds the function: by its module and name, after it was made like its owner."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from multiprocessing import spawn
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+from modelguard import _units
+from modelguard.errors import InvalidOption
+
+__all__ = [
+    "FunctionKind",
+    "Reference",
+    "become_like",
+    "check_importable",
+    "find",
+    "kind_of",
+    "preparation",
+    "reference",
+]
+
+#: Module and qualified name.
+Reference = tuple[str, str]
+FunctionKind = Literal["function", "coroutine", "generator", "async generator"]
+
+#: Of multiprocessing's data, what makes an interpreter resemble its owner; the rest concerns multiprocessing itself.
+_KEYS = ("dir", "init_main_from_name", "init_main_from_path", "orig_dir", "sys_argv", "sys_path")
+
+_IMPORT_FIX = "Move it to the top level of a module that can be imported, and isolate it there."
+
+
+def reference(function: Any) -> Reference:
+    """Module and qualified name of a function."""
+    return function.__module__, function.__qualname__
+
+
+def kind_of(function: Any) -> FunctionKind:
+    """What a call of the function returns."""
+    plain = inspect.unwrap(function)
+    if inspect.isasyncgenfunction(plain):
+        return "async generator"
+    if inspect.iscoroutinefunction(plain):
+        return "coroutine"
+    return "generator" if inspect.isgeneratorfunction(plain) else "function"
+
+
+def check_importable(function: Any) -> None:
+    """Check that another interpreter can find the function.
+
+    Raises:
+        InvalidOption: It cannot be found by its name, or is not a function.
+    """
+    why, fix = "", _IMPORT_FIX
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if isinstance(function, classmethod | staticmethod | type) or not callable(function):
+        why, fix = f"must be a function, not {_units.kind_of(function)}", "Decorate: def predict(model, text): ..."
+    elif module is None or name is None:
+        why = "has no module and name by which a worker process could import it"
+    elif "<lambda>" in name:
+        why = "is a lambda, which a worker process cannot import by name"
+    elif "<locals>" in name:
+        why = "is defined inside another function, where a worker process cannot import it"
+    elif "." in name:
+        why, fix = "is a method, and only functions can be isolated", "Isolate a function, and call it in the method."
+    elif module == "__main__" and not _has_main_file():
+        why = "is defined in a notebook or an interactive session, which a worker process cannot import"
+        fix = "Write it to a file, as with %%writefile predict.py, and import it from there."
+    if why:
+        raise InvalidOption("function", function, why=why, fix=fix)
+
+
+def _has_main_file() -> bool:
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))  # noqa: PTH110
+
+
+# In the owner
+
+
+def preparation() -> dict[str, Any]:
+    """What :func:`become_like` needs: path, arguments and main module of this process, as ``multiprocessing`` sends."""
+    data: Mapping[str, Any] = spawn.get_preparation_data("modelguard")
+    chosen = {key: data[key] for key in _KEYS if key in data}
+    main = chosen.get("init_main_from_path")
+    if main is not None and os.path.dirname(os.path.abspath(main)) == sysconfig.get_path("scripts"):  # noqa: PTH100, PTH120
+        del chosen["init_main_from_path"]  # a server's console script, with nothing of the application in it
+    return chosen
+
+
+# In the fresh interpreter
+
+
+def become_like(owner: Mapping[str, Any]) -> None:
+    """Take over path, arguments, working directory and main module of the owner."""
+    spawn.prepare(dict(owner))
+
+
+def find(where: Reference, is_isolated: Callable[[Any], bool]) -> Any:
+    """Import a function, and find the isolated one below other decorators.
+
+    Raises:
+        InvalidOption: There is no isolated function by that name.
+    """
+    module, name = where
+    importlib.import_module(module)
+    found = resolve_name(f"{module}:{name}")
+    while found is not None and not is_isolated(found):
+        found = getattr(found, "__wrapped__", None)
+    if found is None:
+        why = "is not isolated where a worker process imports it"
+        raise InvalidOption("function", f"{module}.{name}", why=why, fix="Decorate it where it is defined.")
+    return found

@@ -1,0 +1,217 @@
+"""The life of a worker: receive a call, run it on the model, answer, until the owner closes the channel."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, NoReturn
+
+from modelguard.errors import ModelGuardError, RemoteError, TransferRefused
+from modelguard.isolation import _pickling, _trace
+from modelguard.isolation._channel import Channel, Unreadable
+from modelguard.isolation._target import FunctionKind
+
+__all__ = ["AnswerKind", "Serving", "StreamStep", "leave", "portable"]
+
+
+#: Seconds between two looks at what policies read besides the calls themselves, such as memory.
+_LOOK = 0.05
+
+
+class AnswerKind(IntEnum):
+    """What an answer holds."""
+
+    READY = 0
+    RESULT = 1
+    ERROR = 2
+    ITEM = 3
+    END = 4
+
+
+class StreamStep(IntEnum):
+    """What the owner asks of a generator that is open."""
+
+    NEXT = 0
+    CLOSE = 1
+
+
+class Serving:
+    """Answers calls on one channel.
+
+    Args:
+        name: The function's name in errors.
+        channel: To the owner.
+        call: The function, as callers see it.
+        kind: What a call of it returns.
+        is_worn: Whether this worker asks for its replacement. Read before each answer.
+        between_calls: Runs after an answer, when nobody waits, twenty times a second at most.
+        max_bytes: The largest answer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        channel: Channel,
+        call: Callable[..., Any],
+        kind: FunctionKind,
+        *,
+        is_worn: Callable[[], bool],
+        between_calls: Callable[[], object] | None,
+        max_bytes: int,
+    ) -> None:
+        self._name = name
+        self._channel = channel
+        self._call = call
+        self._kind = kind
+        self._is_worn = is_worn
+        self._between_calls = between_calls
+        self._max_bytes = max_bytes
+        self._pid = os.getpid()
+        self._look_again = 0.0
+        self._streams = kind in {"generator", "async generator"}
+        self._runner: asyncio.Runner | None = None
+
+    def run(self) -> None:
+        """Serve until the owner closes the channel or dies."""
+        try:
+            self._answer(AnswerKind.READY, os.getpid())
+            while True:
+                self._serve_one()
+                if self._between_calls is not None and time.monotonic() >= self._look_again:
+                    self._between_calls()
+                    self._look_again = time.monotonic() + _LOOK
+        except (EOFError, OSError):  # of the channel: the model's own errors go to the caller
+            return
+
+    def _serve_one(self) -> None:
+        try:
+            args, kwargs, carrier = self._channel.receive()
+        except Unreadable as error:
+            self._refuse("arguments", f"the worker cannot rebuild them: {error}")
+            return
+        leave_trace = None if carrier is None else _trace.attach(carrier)
+        try:
+            if self._streams:
+                self._stream(args, kwargs)
+                return
+            result = self._call(*args, **kwargs)
+            if self._kind == "coroutine":
+                result = self._run(result)
+        except (KeyboardInterrupt, SystemExit) as error:
+            self._fail(RemoteError(self._name, kind=type(error).__qualname__, text=str(error)), error)
+            return
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            self._fail(error, error)
+            return
+        finally:
+            self._stay_in_own_process()
+            if leave_trace is not None:
+                leave_trace()
+        self._answer(AnswerKind.RESULT, result)
+
+    def _run(self, coroutine: Any) -> Any:
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(coroutine, context=contextvars.copy_context())
+
+    def _stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a generator one step at a time, so that it computes no more than its caller asks for."""
+        items = self._call(*args, **kwargs)
+        asynchronous = self._kind == "async generator"
+        self._answer(AnswerKind.ITEM, None)
+        while self._channel.receive() == StreamStep.NEXT:
+            try:
+                item = self._run(_next(items)) if asynchronous else next(items)
+            except (StopIteration, StopAsyncIteration):
+                break
+            except BaseException as error:  # noqa: BLE001 - it is the caller's
+                self._fail(error, error)
+                return
+            if not self._answer(AnswerKind.ITEM, item):
+                _close(items, self._run)
+                return
+        else:
+            _close(items, self._run)
+        self._answer(AnswerKind.END, None)
+
+    # Answers
+
+    def _answer(self, kind: AnswerKind, value: object) -> bool:
+        """Send an answer; false if its value could not be sent, and the owner got an error instead."""
+        try:
+            body, buffers = _pickling.dumps((int(kind), value, self._is_worn()))
+        except BaseException as error:  # noqa: BLE001 - pickling runs any code
+            self._refuse("result", f"{_describe(value)}: {type(error).__name__}: {error}")
+            return False
+        size = len(body)
+        if buffers:
+            size += sum(buffer.nbytes for buffer in buffers)
+        if size > self._max_bytes:
+            self._refuse("result", f"{_describe(value)} takes {size:,} bytes, and max_transfer is {self._max_bytes:,}")
+            return False
+        self._channel.send_pickled(body, buffers)
+        return True
+
+    def _refuse(self, what: Any, why: str) -> None:
+        self._fail(TransferRefused(self._name, what=what, why=why), None)
+
+    def _fail(self, error: BaseException, raised: BaseException | None) -> None:
+        self._stay_in_own_process()
+        text = None if raised is None else "".join(traceback.format_exception(raised))
+        body, _ = _pickling.dumps((int(AnswerKind.ERROR), (portable(error, self._name), text), self._is_worn()))
+        self._channel.send_pickled(body, [])
+
+    def _stay_in_own_process(self) -> None:
+        """End a process that the model has forked and that came back from the call: its parent answers."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+
+
+def portable(error: BaseException, name: str) -> BaseException:
+    """The error itself if it survives pickling, else a :class:`~modelguard.errors.RemoteError` that describes it."""
+    with suppress(Exception):
+        if type(_pickling.loads(_pickling.dumps(error)[0], ())) is type(error):
+            return error
+    kind = type(error)
+    text = str(error) if isinstance(error, ModelGuardError) else _text_of(error)
+    return RemoteError(name, kind=f"{kind.__module__}.{kind.__qualname__}", text=text)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process without the exit handlers that it has inherited."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an error whose text fails is still an error
+        return "(no text)"
+
+
+def _describe(value: object) -> str:
+    kind = value.__class__  # what a guard's proxy of a lazy result stands for
+    hint = "; write a generator function, so that its items are streamed" if hasattr(kind, "__next__") else ""
+    return f"an object of type {kind.__module__}.{kind.__qualname__}{hint}"
+
+
+async def _next(items: Any) -> Any:
+    return await anext(items)
+
+
+def _close(items: Any, run: Callable[[Any], Any]) -> None:
+    with suppress(Exception):
+        if hasattr(items, "aclose"):
+            run(items.aclose())
+        else:
+            items.close()

@@ -1,0 +1,377 @@
+"""``isolate`` and ``Isolated``: a function whose model lives in worker processes, forked from a mold."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import time
+import weakref
+from asyncio import get_running_loop
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar
+
+from modelguard import _public, _units
+from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
+from modelguard.isolation import _processes, _registry, _role
+from modelguard.isolation._calls import Arguments, Caller, Limits
+from modelguard.isolation._mold_guard import MoldGuard
+from modelguard.isolation._options import IsolationOptions, StartMethod, check_function, parse
+from modelguard.isolation._source import Source, source_of
+from modelguard.isolation._submitted import Submitted
+from modelguard.isolation.status import IsolationStatus, WorkerStatus
+from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.policies import Policy
+from modelguard.serving import deadlines
+from modelguard.serving.breaker import Breaker
+
+__all__ = ["Isolated", "isolate"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NO_ITEM = object()
+
+
+class Isolated(Generic[P, R]):
+    """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
+
+    ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future. A
+    coroutine function is awaited as before, and generators are streamed. Nothing is started before the first call or
+    :meth:`load`. It is a context manager, for ``with`` and ``async with``: it loads on entry and closes on exit.
+    """
+
+    def __init__(self, function: Callable[P, R], options: IsolationOptions, source: Source) -> None:
+        functools.update_wrapper(self, function)
+        self._options = options
+        self._source = source
+        self._finalizer: Any = None
+        self._start()
+        _registry.add(self)
+
+    def _start(self) -> None:
+        self._molds = MoldGuard(self._options, self._source.guard.engine.guard.options)
+        self._engine = self._molds.guard.engine
+        self._caller = Caller(self._options, self._molds)
+        limits = self._options
+        self._submitted = Submitted(limits.name, threads=limits.workers, max_queue=limits.max_queue)
+        # Without anybody who could call it, as after a module was reloaded, its processes have no purpose.
+        self._finalizer = weakref.finalize(self, self._molds.end_at_once)
+
+    # Calls
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Compute the function in a worker. Blocks, unless it is a coroutine function.
+
+        Raises:
+            DeadlineExceeded: ``timeout`` has passed; the worker was killed. Or no worker became free within it.
+            WorkerCrashed: The worker ended during the call.
+            TransferRefused: The arguments or the result cannot be sent between processes.
+            QueueFull, CircuitOpen: Refused at once; ``retry_after`` says when to try again.
+            LoadFailed, Reloading: There is no mold.
+            WouldDeadlock: On a running event loop (use :meth:`aio`), or while a mold imports the module.
+            GuardClosed: After :meth:`close`.
+            Exception: What the function raised. Its ``__cause__`` has the traceback in the worker.
+        """
+        result: Any
+        kind = self._options.kind
+        if _role.current() != "owner":
+            result = self._call_inside((args, kwargs))
+        elif kind == "function":
+            if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none
+                why = "the call would block the running event loop"
+                raise WouldDeadlock(self.name, why=why, fix="Write: await f.aio(...).")
+            result = self._caller.call((args, kwargs), _limits())
+        elif kind == "coroutine":
+            result = self._await((args, kwargs))
+        elif kind == "generator":
+            result = self._caller.stream((args, kwargs), _limits())
+        else:
+            result = self._stream((args, kwargs))
+        return result  # type: ignore[no-any-return]
+
+    async def aio(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Compute one call without blocking the event loop. Arguments and errors are those of a call.
+
+        Cancelling the task takes the call out of the queue; one that a worker has begun runs to its end.
+        """
+        return await self._await((args, kwargs))
+
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[Any]:
+        """Begin one call and return at once. Arguments and errors are those of a call.
+
+        Cancelling the future takes the call out of the queue; one that a worker has begun runs to its end.
+        """
+        return self._submit((args, kwargs))
+
+    def _submit(self, arguments: Arguments) -> Future[Any]:
+        if _role.current() != "owner":
+            raise self._refused_inside()
+        self._refuse_streams()
+        limits = _limits()
+        timeout = self._options.timeout
+        until = min(limits.until, math.inf if timeout is None else limits.arrived + timeout)
+        return self._submitted.submit(functools.partial(self._caller.call, arguments, limits), until)
+
+    async def _await(self, arguments: Arguments) -> Any:
+        return await asyncio.wrap_future(self._submit(arguments), loop=get_running_loop())
+
+    async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
+        limits = _limits()
+        items = self._caller.stream(arguments, limits)
+        try:
+            while True:
+                step = self._submitted.submit(functools.partial(next, items, _NO_ITEM), limits.until)
+                item = await asyncio.wrap_future(step)
+                if item is _NO_ITEM:
+                    return
+                yield item
+        finally:
+            await asyncio.to_thread(items.close)  # type: ignore[attr-defined]
+
+    def _refuse_streams(self) -> None:
+        if "generator" in self._options.kind:
+            raise TypeError(f"{self.name}() is a generator function: iterate over a call of it")
+
+    def _call_inside(self, arguments: Arguments) -> Any:
+        """In a worker: a function may call itself, and runs on the model that is already there."""
+        args, kwargs = arguments
+        if _role.current() == "importing":
+            why = "it is called while a mold imports the module"
+            fix = "Put the calls of a script under: if __name__ == '__main__':"
+            raise WouldDeadlock(self.name, why=why, fix=fix)
+        if _role.target() is self.isolated_function:
+            return self.isolated_function(*args, **kwargs)
+        raise self._refused_inside()
+
+    def _refused_inside(self) -> NotSupported:
+        reason = "a worker has only the model of its own function, and starts no workers of others"
+        return NotSupported(f"{self.name}() inside an isolated function", reason=reason)
+
+    # Its state
+
+    @property
+    def name(self) -> str:
+        """Its name in events and errors."""
+        return self._options.name
+
+    @property
+    def isolated_function(self) -> Callable[P, R]:
+        """What runs in the workers: the function below ``@isolate``."""
+        return self._source.function
+
+    @property
+    def model_guard(self) -> ModelGuard[Any]:
+        """The guard that lends the model in the workers. In this process it has no model."""
+        return self._source.guard
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker can answer: what a readiness probe should report."""
+        mold = self._molds.current
+        return mold is not None and mold.roster.is_ready
+
+    def status(self) -> IsolationStatus:
+        """Its state, its processes and its counts."""
+        molds, mold = self._molds.guard.status(), self._molds.current
+        now = time.monotonic()
+        listed = [] if mold is None else mold.roster.listed()
+        counts: dict[Any, int] = {} if mold is None else dict(mold.roster.counts)
+        return IsolationStatus(
+            name=self.name,
+            state=molds.state,
+            ready=self.ready,
+            generation=molds.generation,
+            age=molds.age,
+            mold=None if mold is None or mold.died is not None else mold.pid,
+            workers=tuple(
+                WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
+                for one, state, worn, calls in listed
+            ),
+            in_flight=molds.in_flight,
+            queued=self._submitted.waiting,
+            reloads=molds.reloads,
+            failures=molds.failures,
+            last_error=molds.last_error,
+            recycled=counts.get("recycled", 0),
+            crashed=counts.get("crashed", 0),
+            timed_out=counts.get("timeout", 0),
+        )
+
+    def __repr__(self) -> str:
+        return f"<Isolated {self.name!r}>"
+
+    # Its molds
+
+    def load(self, timeout: _units.Duration | None = None) -> None:
+        """Start the mold and its workers unless they run. Blocks.
+
+        Raises:
+            LoadFailed: The mold could not load the model, or cannot be forked.
+            Reloading: ``timeout`` has passed.
+            GuardClosed: After :meth:`close`.
+        """
+        self._molds.guard.load(timeout)
+
+    async def aload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`load` for coroutines; does not block the event loop."""
+        await self._molds.guard.aload(timeout)
+
+    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
+        """Make a new mold. The old one serves until the new one and its workers are ready, and ends then.
+
+        Args:
+            wait: Return when the new mold takes calls; if False, return at once.
+            timeout: How long to wait at most.
+
+        Raises:
+            LoadFailed: The new mold failed. The old one serves on.
+            Reloading: ``timeout`` has passed. The reload goes on.
+            GuardClosed: After :meth:`close`.
+        """
+        self._molds.guard.reload(wait=wait, timeout=timeout)
+
+    async def areload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`reload` for coroutines; does not block the event loop."""
+        await self._molds.guard.areload(timeout)
+
+    def close(self) -> None:
+        """Refuse further calls, wait for those that run up to the guard's ``drain_timeout``, end all processes."""
+        self._submitted.close()
+        self._molds.guard.close()
+
+    async def aclose(self) -> None:
+        """:meth:`close` for coroutines; does not block the event loop."""
+        self._submitted.close()
+        await self._molds.guard.aclose()
+
+    def __enter__(self) -> Self:
+        self._submitted.reopen()
+        self._molds.guard.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        self._submitted.reopen()
+        await self._molds.guard.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # Processes and copies
+
+    def renew_in_child(self) -> None:
+        """In a forked child of this process: start again, since the parent's workers answer the parent."""
+        self._finalizer.detach()
+        if self._molds.current is not None:
+            self._molds.current.abandon()
+        self._start()
+
+    # By reference, as functions are pickled and copied.
+    def __reduce__(self) -> Any:
+        return str(self.__qualname__)  # type: ignore[attr-defined]
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+class Decorator(Protocol):
+    """What ``isolate(...)`` returns."""
+
+    def __call__(self, function: Callable[P, R], /) -> Isolated[P, R]: ...
+
+
+def isolate(
+    *others: Never,
+    workers: int = 2,
+    timeout: _units.Duration | None = 60.0,
+    start: StartMethod = "fork",
+    recycle_on: Policy | None = None,
+    retry: bool = False,
+    max_queue: int = 256,
+    max_transfer: int | str = "1 GB",
+    breaker: Breaker | None = None,
+    name: str | None = None,
+) -> Decorator:
+    """Run a guarded function in worker processes, so that no load, leak, hang or crash of its model reaches this one.
+
+    A fresh interpreter, the mold, imports the function's module, loads the guard's model, validates it, warms it up and
+    passes the fork gate of :func:`modelguard.prefork.prepare`. Then it forks workers, which share the model's memory. A
+    worker runs one call at a time. This process never loads the model. Linux only.
+
+    The guard's policies decide. ``Uses``, ``MemoryGrowth``, ``MemoryLimit``, ``Errors`` and policies of your own are
+    asked in each worker, and replace that worker by a fresh fork, which takes calls before the old worker ends.
+    ``TTL``, ``Modified`` and :meth:`Isolated.reload` make a new mold; the old one serves until the workers of the new
+    one are ready.
+
+    Decorate a function at the top level of a module::
+
+        @isolate(workers=2, timeout="10s")
+        @guard(load_model, reload_on=TTL("1h") | Uses(50_000))
+        def entities(nlp, text: str) -> list[str]: ...
+
+    Args:
+        others: None; every option is passed by keyword.
+        workers: How many calls run at a time, each in a worker process. One more worker is kept ready, which takes the
+            place of one that is replaced or has died; with ``start="spawn"`` only while one is replaced.
+        timeout: The longest that a call may run in a worker, after which the worker is killed and the call gets
+            ``DeadlineExceeded``; also the longest that a call waits for a free worker. Of a generator, each step.
+            None: no limit.
+        start: ``"fork"``: workers are forked from a mold and share its memory. ``"spawn"``: each worker is a fresh
+            interpreter that loads the model for itself, for models that do not survive a fork (CUDA). Workers share no
+            memory, and one takes as long to replace as the model takes to load.
+        recycle_on: For functions without a guard: when to replace a worker (or, for ``TTL`` and ``Modified``, all).
+        retry: Run a call once more if its worker crashed. Only for functions that may safely run twice.
+        max_queue: How many calls may wait for a worker, and how many submitted calls for a thread; more get
+            ``QueueFull``.
+        max_transfer: The largest arguments or result, in bytes or as text such as ``"100 MB"``.
+        breaker: When calls are refused because workers crash or exceed ``timeout`` one after the other. Default:
+            ``Breaker()``. Of its options, ``ignore`` and ``reload`` do not apply here.
+        name: For events, logs and errors. Default: the function's module and name.
+
+    Raises:
+        InvalidOption: An option is invalid, or the function cannot be imported by name: it is a lambda, a method, or
+            defined inside another function or in a notebook.
+        NotSupported: This is not Linux.
+    """
+    if others:
+        fix = "Write @isolate() or @isolate(workers=2) above the function."
+        raise InvalidOption("function", others[0], why="is no option: isolate takes keywords only", fix=fix)
+
+    def decorate(function: Callable[P, R], /) -> Isolated[P, R]:
+        _processes.check_supported()
+        check_function(function, recycle_on)
+        options = parse(
+            function,
+            workers=workers,
+            timeout=timeout,
+            start=start,
+            max_queue=max_queue,
+            retry=retry,
+            breaker=breaker,
+            max_transfer=max_transfer,
+            name=name,
+        )
+        return Isolated(function, options, source_of(function, options, recycle_on))
+
+    return decorate
+
+
+def _limits() -> Limits:
+    scope = deadlines.current_scope.get()
+    return Limits(time.monotonic(), math.inf if scope is None else scope.nearest_deadline)
+
+
+_public.set_module(globals(), "modelguard")

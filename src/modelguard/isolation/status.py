@@ -1,0 +1,73 @@
+"""What an isolated function reports about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from modelguard import _public
+from modelguard.isolation._crew import WorkerState
+from modelguard.lifecycle.status import State
+
+__all__ = ["IsolationStatus", "WorkerStatus"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """One worker process at one moment.
+
+    Attributes:
+        pid: Its process id.
+        state: ``starting``, ``idle``, ``busy``, or ``retiring`` (its call is its last one).
+        worn: Whether a policy asked for its replacement, which has not come up yet.
+        calls: Calls that it has answered.
+        age: Seconds since it was started.
+    """
+
+    pid: int
+    state: WorkerState
+    worn: bool
+    calls: int
+    age: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsolationStatus:
+    """An isolated function at one moment.
+
+    Attributes:
+        name: Its name.
+        state: The state of its molds, in the words of a guard's status: ``new``, ``loading``, ``ready``,
+            ``reloading``, ``draining``, ``degraded``, ``failed``, ``closed``.
+        ready: Whether a worker can answer.
+        generation: Number of the current mold, 0 if there is none.
+        age: Seconds since it took its first call.
+        mold: Its process id; None if there is none.
+        workers: The workers of the current mold.
+        in_flight: Calls that run now or wait for a worker.
+        queued: Submitted calls that no thread has begun.
+        reloads: Molds that have replaced another one.
+        failures: Consecutive molds that failed to load.
+        last_error: The latest of these failures in one line.
+        recycled: Workers of the current mold that a policy has replaced.
+        crashed: Those that have ended by themselves.
+        timed_out: Those that were killed at the timeout.
+    """
+
+    name: str
+    state: State
+    ready: bool
+    generation: int
+    age: float
+    mold: int | None
+    workers: tuple[WorkerStatus, ...]
+    in_flight: int
+    queued: int
+    reloads: int
+    failures: int
+    last_error: str | None
+    recycled: int
+    crashed: int
+    timed_out: int
+
+
+_public.set_module(globals(), "modelguard.isolation.status")

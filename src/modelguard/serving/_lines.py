@@ -1,0 +1,203 @@
+"""The requests that wait: a line for each group of keyword arguments, and which line is next."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+
+from modelguard.serving._batches import Limits
+from modelguard.serving._requests import Group, Request
+
+__all__ = ["Line", "Lines"]
+
+
+class Line:
+    """Requests with equal keyword arguments, in the order of their arrival.
+
+    Attributes:
+        group: Their keyword arguments.
+        requests: What waits, and what is done but not removed yet.
+        waiting: How many of them wait.
+        weight: The weight of what waits; 0 if nothing is weighed.
+        due: When its next batch has to start; infinity while it is empty.
+        nearest: No request has a deadline before this.
+    """
+
+    __slots__ = ("due", "group", "nearest", "requests", "waiting", "weight")
+
+    def __init__(self, group: Group | None) -> None:
+        self.group = group
+        self.requests: deque[Request] = deque()
+        self.waiting = 0
+        self.weight = 0.0
+        self.due = math.inf
+        self.nearest = math.inf
+
+    def oldest(self) -> Request | None:
+        """The first request that waits. What is done in front of it is removed."""
+        requests = self.requests
+        while requests:
+            if requests[0].state == "waiting":
+                return requests[0]
+            requests.popleft()
+        return None
+
+    def live(self) -> Iterator[Request]:
+        """The requests that wait."""
+        return (request for request in self.requests if request.state == "waiting")
+
+
+class Lines:
+    """All lines. The next one is found without looking at the others.
+
+    Args:
+        limits: Bounds of the queue.
+        takes: How long a batch of this line takes if it starts now, in seconds; None if that is unknown.
+    """
+
+    def __init__(self, limits: Limits, takes: Callable[[Line], float | None]) -> None:
+        self._limits = limits
+        self._takes = takes
+        self.ungrouped = Line(None)
+        self._grouped: dict[Hashable, Line] = {}
+        self._heap: list[tuple[float, int, Line]] = []  # the number makes entries comparable
+        self._number = itertools.count()
+
+    def __iter__(self) -> Iterator[Line]:
+        yield self.ungrouped
+        yield from tuple(self._grouped.values())
+
+    @property
+    def several(self) -> bool:
+        """Whether there are lines of keyword arguments."""
+        return bool(self._grouped)
+
+    def __len__(self) -> int:
+        return len(self._grouped) + (self.ungrouped.waiting > 0)
+
+    def find(self, group: Group | None) -> Line | None:
+        """The line of a group; None if nothing of it waits."""
+        return self.ungrouped if group is None else self._grouped.get(group)
+
+    def add(self, request: Request, now: float) -> None:
+        """Put a request at the end of its line."""
+        group = request.group
+        if group is None:
+            line = self.ungrouped
+        else:
+            found = self._grouped.get(group)
+            line = self._grouped[group] = Line(group) if found is None else found
+            request.line = line
+        line.requests.append(request)
+        line.waiting += 1
+        if self._limits.weighed:
+            line.weight += request.weight
+        line.nearest = min(line.nearest, request.deadline)
+        if group is not None or self._limits.max_wait:
+            self._note_due(line, now)
+
+    def removed(self, request: Request) -> None:
+        """A request of a line does not wait any more."""
+        line = request.line or self.ungrouped
+        line.waiting -= 1
+        if self._limits.weighed:
+            line.weight = line.weight - request.weight if line.waiting else 0.0
+
+    def taken(self, line: Line, requests: list[Request]) -> None:
+        """These requests, a batch, were taken out of their line."""
+        line.waiting -= len(requests)
+        if self._limits.weighed:
+            line.weight = math.fsum(request.weight for request in line.live())
+        line.due = math.inf
+        if not line.waiting:
+            line.nearest = math.inf
+        if (line.group is not None or self._limits.max_wait) and (due := self._next_due(line)) is not None:
+            self._push(line, due)
+
+    def next(self, now: float, *, closed: bool) -> Line | float | None:
+        """The line whose batch starts now; or when to ask again; or None if nothing waits.
+
+        Call :meth:`taken` with what was taken from it.
+        """
+        if not self._limits.max_wait and not self._grouped:
+            return self.ungrouped if self.ungrouped.oldest() is not None else None
+        heap, later = self._heap, None
+        while heap:
+            due, _, line = heap[0]
+            if due == line.due and due > now and not closed:
+                later = due
+                break
+            heapq.heappop(heap)
+            if due != line.due or (actual := self._next_due(line)) is None:
+                continue  # another entry of this line counts, or it is empty
+            self._push(line, actual)
+            if actual <= now or closed:
+                return self._older(line)
+        return later if self._limits.max_wait or self.ungrouped.oldest() is None else self.ungrouped
+
+    def sweep(self) -> None:
+        """Remove what does not wait, and count what does."""
+        for line in self:
+            live = list(line.live())
+            line.requests.clear()
+            line.requests.extend(live)
+            line.waiting = len(live)
+            line.weight = math.fsum(request.weight for request in live) if self._limits.weighed else 0.0
+            if not live:
+                self._remove(line)
+
+    def _older(self, line: Line) -> Line:
+        """This line, or the ungrouped one if its oldest request came first."""
+        mine, other = line.oldest(), self.ungrouped.oldest()
+        if self._limits.max_wait or mine is None or other is None or other.arrived >= mine.arrived:
+            return line
+        return self.ungrouped
+
+    def _note_due(self, line: Line, now: float) -> None:
+        """Bring the start of a line's batch forward, if its newest request requires that."""
+        if not self._limits.max_wait:
+            if line.due == math.inf:
+                self._push(line, now)
+            return
+        oldest = line.oldest()
+        if oldest is not None and (due := self._due(line, oldest)) < line.due:
+            self._push(line, due)
+
+    def _next_due(self, line: Line) -> float | None:
+        """When a batch of this line has to start; None if it is empty."""
+        oldest = line.oldest()
+        if oldest is None:
+            self._remove(line)
+            return None
+        if not self._limits.max_wait:
+            return oldest.arrived
+        line.nearest = min(request.deadline for request in line.live())
+        return self._due(line, oldest)
+
+    def _due(self, line: Line, oldest: Request) -> float:
+        """When a batch has to start: at once if it is full, else ``max_wait`` after the oldest request came."""
+        limits = self._limits
+        if limits.fill(line.waiting, line.weight) >= 1:
+            return oldest.arrived
+        due = oldest.arrived + limits.max_wait
+        if line.nearest == math.inf:
+            return due
+        takes = self._takes(line)
+        if takes is None:  # unmeasured, so the latest start that meets the deadline is unknown
+            return oldest.arrived if line.nearest <= due else due
+        return min(due, max(line.nearest - takes, oldest.arrived))
+
+    def _push(self, line: Line, due: float) -> None:
+        line.due = due
+        heapq.heappush(self._heap, (due, next(self._number), line))
+
+    def _remove(self, line: Line) -> None:
+        """Remove an empty line. It stays if the group's hash has changed, because its values were modified."""
+        line.due = line.nearest = math.inf
+        if line.group is not None:
+            with contextlib.suppress(Exception):
+                del self._grouped[line.group]

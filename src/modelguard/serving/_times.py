@@ -1,0 +1,298 @@
+"""How long a batch takes: a fixed time, and a time for each item and each unit of weight, learned from every run."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+__all__ = ["BatchTimes", "Curve"]
+
+#: Nothing is refused before this many runs were measured, nor when the last one is older than 10 seconds (and older
+#: than ten runs took, for models whose batches take that long).
+_ENOUGH = 3
+_FRESH_SECONDS = 10.0
+_FRESH_RUNS = 10.0
+#: Each run counts this much less than the next one: the last twenty make up two thirds.
+_DECAY = 0.95
+#: A time that is longer than the estimate by more than this factor (and by more than times usually differ) counts as if
+#: it were so much longer: a stall says little about the next batch. If the last three runs agree that the model has
+#: become slower or faster, everything learned before is rescaled.
+_CHANGED = 1.5
+_AGREE = 3
+#: Where sizes vary by less than 10 % of their mean, the slope stays near what it was when they did: else it would
+#: follow chance. What it was is followed by this much with each run.
+_RIGID = 0.1
+_RIGID_STEP = 0.05
+#: The spread of the times is taken from so many runs. Above the median by twice the distance to the upper quartile are
+#: 9 % of normally distributed times. Stalls, up to one run in four, do not raise it.
+_KEPT = 32
+_SPREAD = 1.0
+_WIDEST = 2.0
+#: Keyword arguments whose runs take longer or shorter than others are remembered for this many of their values.
+_GROUPS = 256
+#: No run counts as more than so many times slower or faster than expected.
+_FAR = 1000.0
+#: How fast a group's factor follows its runs.
+_GROUP_STEP = 0.3
+#: A batch may be twice as large as the largest one so far, where it is not known that the deadlines hold.
+_GROWTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """How long batches of one group take: ``fixed + each * count + unit * weight`` seconds, at most ``most``.
+
+    Attributes:
+        fixed: Seconds for any batch.
+        each: Seconds for each item.
+        unit: Seconds for each unit of weight.
+        most: Seconds for the only size that was measured, if there was only one: larger batches may take as long.
+        reach: How many items the largest batch had.
+    """
+
+    fixed: float
+    each: float
+    unit: float
+    most: float
+    reach: float
+
+    def seconds(self, count: float, weight: float) -> float:
+        """How long a batch takes, on the safe side."""
+        seconds = self.fixed + self.each * count + self.unit * weight
+        return min(self.most, seconds)
+
+    def holds(self, count: int, weight: float, left: float) -> bool:
+        """Whether a batch ends within this time.
+
+        What is more than twice as large as any batch so far is judged by the time for an item in the largest one: the
+        first steps of a slope say little about its far end.
+        """
+        seconds = self.seconds(count, weight)
+        if seconds > left:
+            return False
+        if count <= _GROWTH * self.reach:
+            return True
+        return self.seconds(self.reach, weight * self.reach / count) * count / self.reach <= left
+
+
+class BatchTimes:
+    """Learns the times of batches. Not thread-safe by itself.
+
+    Runs are only noted when they end, and worked through when somebody asks.
+    """
+
+    def __init__(self) -> None:
+        self._unread: deque[tuple[int, float, Hashable, float]] = deque(maxlen=2 * _KEPT)
+        self._line = _Line()
+        self._factors: OrderedDict[Hashable, float] = OrderedDict()
+        self._ratios: deque[float] = deque(maxlen=_KEPT)
+        self._last: deque[float] = deque(maxlen=_AGREE)
+        self._curves: dict[Hashable, Curve] = {}
+        self._reach, self._least = 0.0, math.inf
+        self._runs = 0
+        self._fresh_until = -math.inf
+        self._recent: deque[tuple[float, int, float]] = deque(maxlen=_KEPT)
+
+    def record(self, count: int, weight: float, group: Hashable, seconds: float, now: float) -> None:
+        """Record one run of the function that succeeded.
+
+        Args:
+            count: Its items.
+            weight: Their weight; 0 if nothing is weighed.
+            group: Their keyword arguments.
+            seconds: How long it took.
+            now: When it ended.
+        """
+        self._unread.append((count, weight, group, seconds))
+        self._runs += 1
+        self._fresh_until = now + max(_FRESH_SECONDS, _FRESH_RUNS * seconds)
+
+    def record_batch(self, items: int, seconds: float, now: float) -> None:
+        """Record how long a thread was busy with a batch, runs that failed included."""
+        self._recent.append((now, items, seconds))
+
+    def fresh(self, now: float) -> bool:
+        """Whether there are enough recent measurements to refuse anything because of them."""
+        return self._runs >= _ENOUGH and now <= self._fresh_until
+
+    def rate(self, now: float) -> float | None:
+        """Items per second that one thread computes, from the last batches; None if there were none recently."""
+        fresh = [(items, seconds) for when, items, seconds in self._recent if now - when <= _FRESH_SECONDS]
+        total = math.fsum(seconds for _, seconds in fresh)
+        return sum(items for items, _ in fresh) / total if total > 0 else None
+
+    def curve(self, group: Hashable = None) -> Curve | None:
+        """How long batches of this group take, on the safe side; None before the first run."""
+        if self._unread:
+            self._learn()
+        try:
+            curve = self._curves.get(group)
+        except Exception:  # noqa: BLE001 - a value was changed after its call, and raises when it is compared
+            group = curve = None
+        if curve is None and self._runs:
+            curve = self._make_curve(group)
+            if len(self._curves) < _GROUPS:
+                self._curves[group] = curve
+        return curve
+
+    # Learning
+
+    def _learn(self) -> None:
+        while self._unread:
+            self._learn_run(*self._unread.popleft())
+        self._curves.clear()
+
+    def _learn_run(self, count: int, weight: float, group: Hashable, seconds: float) -> None:
+        inside = self._least <= count <= self._reach
+        self._reach, self._least = max(self._reach, count), min(self._least, count)
+        line = self._line
+        if not line.total:
+            line.add(count, weight, seconds)
+            return
+        expected = line.seconds(count, weight) * self._factor(group)
+        ratio = min(max(seconds / expected, 1 / _FAR), _FAR) if expected > 0 else 1.0
+        if group is not None:
+            ratio = self._learn_group(group, ratio)
+        if inside and line.known:
+            seconds = self._checked(ratio, seconds, expected)
+            self._ratios.append(ratio)
+        line.add(count, weight, seconds / self._factor(group))
+
+    def _checked(self, ratio: float, seconds: float, expected: float) -> float:
+        """The time of a run as it counts. If the last three agree, everything learned before is rescaled.
+
+        Not for sizes beyond those that were measured: there the line may be wrong, and not the run.
+        """
+        margin = self._margin()
+        usual = max(_CHANGED, margin * margin)
+        last = self._last
+        last.append(ratio)
+        if len(last) == _AGREE and (min(last) > usual or max(last) < 1 / usual):
+            self._line.scale(sorted(last)[_AGREE // 2])
+            self._ratios.clear()
+            last.clear()
+            return seconds
+        return min(seconds, usual * expected)
+
+    def _factor(self, group: Hashable) -> float:
+        return self._factors.get(group, 1.0) if group is not None else 1.0
+
+    def _learn_group(self, group: Hashable, ratio: float) -> float:
+        """Move the factor of a group; returns what is left of the ratio."""
+        known = group in self._factors
+        factor = self._factors.pop(group, 1.0)
+        step = math.pow(ratio, _GROUP_STEP if known else 1.0)
+        self._factors[group] = factor * step
+        if len(self._factors) > _GROUPS:
+            self._factors.popitem(last=False)
+        return ratio / step
+
+    def _make_curve(self, group: Hashable) -> Curve:
+        by = self._factor(group) * self._margin()
+        line = self._line
+        if not line.known:
+            count, weight, seconds = line.means()
+            if weight:
+                return Curve(0.0, 0.0, seconds * by / weight, seconds * by, self._reach)
+            return Curve(0.0, seconds * by / count, 0.0, seconds * by, self._reach)
+        return Curve(line.fixed * by, line.each * by, line.unit * by, math.inf, self._reach)
+
+    def _margin(self) -> float:
+        """What the times are multiplied by, so that few batches take longer."""
+        if len(self._ratios) < _ENOUGH:
+            return 1.0
+        ordered = sorted(self._ratios)
+        middle, upper = ordered[len(ordered) // 2], ordered[len(ordered) * 3 // 4]
+        return min(max(upper + _SPREAD * (upper - middle), 1.0), _WIDEST)
+
+
+class _Line:
+    """The line through counts, weights and times, of which older ones count less and less.
+
+    Attributes:
+        total: How many runs it stands for.
+        known: Whether different sizes were measured, so that there is a slope.
+        fixed: Seconds for any batch.
+        each: Seconds for each item.
+        unit: Seconds for each unit of weight.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.known = False
+        self.fixed = self.each = self.unit = 0.0
+        self._n = self._w = self._y = 0.0
+        self._nn = self._ww = self._nw = self._ny = self._wy = 0.0
+        self._each = self._unit = 0.0  # the slopes, followed slowly
+
+    def add(self, n: float, w: float, y: float) -> None:
+        """Add a run."""
+        self.total = self.total * _DECAY + 1
+        self._n = self._n * _DECAY + n
+        self._y = self._y * _DECAY + y
+        self._nn = self._nn * _DECAY + n * n
+        self._ny = self._ny * _DECAY + n * y
+        if w or self._w:
+            self._w = self._w * _DECAY + w
+            self._ww = self._ww * _DECAY + w * w
+            self._nw = self._nw * _DECAY + n * w
+            self._wy = self._wy * _DECAY + w * y
+        self._fit()
+
+    def scale(self, by: float) -> None:
+        """Make all times longer or shorter."""
+        self._y *= by
+        self._ny *= by
+        self._wy *= by
+        self.fixed, self.each, self.unit = self.fixed * by, self.each * by, self.unit * by
+        self._each, self._unit = self._each * by, self._unit * by
+
+    def means(self) -> tuple[float, float, float]:
+        """Mean count, weight and seconds."""
+        return self._n / self.total, self._w / self.total, self._y / self.total
+
+    def seconds(self, count: float, weight: float) -> float:
+        """The time of a batch, by the line; by the one size that was measured while there is no slope."""
+        return self.fixed + self.each * count + self.unit * weight if self.known else self._y / self.total
+
+    def _fit(self) -> None:
+        n, w, y = self.means()
+        var_n, var_w = max(self._nn / self.total - n * n, 0.0), max(self._ww / self.total - w * w, 0.0)
+        rigid_n, rigid_w = (_RIGID * n) ** 2, (_RIGID * w) ** 2
+        first = not self.known
+        if first:
+            if var_n <= rigid_n / 100 and var_w <= rigid_w / 100:
+                return
+            self.known = True
+            rigid_n, rigid_w = rigid_n * 1e-6, rigid_w * 1e-6  # there is nothing to stay near
+        a = var_n + rigid_n
+        p = self._ny / self.total - n * y + rigid_n * self._each
+        if w:
+            d = var_w + rigid_w
+            b = self._nw / self.total - n * w
+            q = self._wy / self.total - w * y + rigid_w * self._unit
+            each, unit = _solve(a, b, d, p, q)
+            step = max(_RIGID_STEP * max(var_n / a, var_w / d), float(first))
+        else:
+            each, unit = max(p / a, 0.0), 0.0
+            step = max(_RIGID_STEP * var_n / a, float(first))
+        slope = each * n + unit * w
+        if slope > y:  # nothing takes less than no time
+            each, unit = each * y / slope, unit * y / slope
+        self._each += step * (each - self._each)
+        self._unit += step * (unit - self._unit)
+        self.fixed, self.each, self.unit = max(y - each * n - unit * w, 0.0), each, unit
+
+
+def _solve(a: float, b: float, d: float, p: float, q: float) -> tuple[float, float]:
+    """The least squares ``x, y >= 0`` of ``a x + b y = p`` and ``b x + d y = q``."""
+    determinant = a * d - b * b
+    if determinant > 1e-9 * a * d:
+        x, y = (p * d - q * b) / determinant, (q * a - p * b) / determinant
+        if x >= 0 and y >= 0:
+            return x, y
+    if p * p / a >= q * q / d:  # the one that explains more by itself
+        return max(p / a, 0.0), 0.0
+    return 0.0, max(q / d, 0.0)

@@ -1,0 +1,230 @@
+"""Functions for the tests of isolation, in a module that a mold can import."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from modelguard import Backoff, Breaker, Errors, MemoryGrowth, Modified, Uses, guard, isolate
+
+#: Watched by a policy. Molds inherit the environment of the process that has made it.
+WEIGHTS = Path(os.environ.setdefault("ISOLATION_WEIGHTS", tempfile.mkstemp(prefix="isolation-weights-")[1]))
+
+
+class Model:
+    """Knows where it was loaded."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.data = list(range(100_000))
+        self.leak: list[bytearray] = []
+
+
+def load() -> Model:
+    """Load as the switch says."""
+    switch = Path(os.environ.get("ISOLATION_SWITCH", "/nonexistent"))
+    order = switch.read_text() if switch.exists() else ""  # fail, hang or die
+    if order == "fail":
+        raise OSError("no weights")
+    if order == "hang":
+        time.sleep(600)
+    if order == "die":
+        os._exit(7)
+    return Model()
+
+
+QUICK = Backoff(0.05, 0.2)
+
+model = guard(load, reload_on=None, warmup=lambda _: None, name="model", backoff=QUICK)
+
+
+@isolate(workers=2, timeout="5s")
+@model
+def where(loaded: Model, delay: float = 0.0) -> tuple[int, int]:
+    """Tell the mold's and the worker's process id."""
+    time.sleep(delay)
+    return loaded.pid, os.getpid()
+
+
+@isolate(workers=2, timeout="1s", breaker=Breaker(failures=100))
+@guard(load, reload_on=None, backoff=QUICK)
+def ends(_: Model, how: str) -> str:
+    """End the worker, or not."""
+    if how == "exit":
+        os._exit(3)
+    if how.startswith("SIG"):
+        import signal
+
+        os.kill(os.getpid(), signal.Signals[how])
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "hang":
+        time.sleep(600)
+    return how
+
+
+@isolate(workers=1, retry=True)
+@guard(load, reload_on=None, backoff=QUICK)
+def crashes_once(_: Model, marker: str) -> int:
+    """Crash at the first call with this marker."""
+    path = Path(marker)
+    if not path.exists():
+        path.touch()
+        os._exit(9)
+    return os.getpid()
+
+
+@isolate(workers=1, timeout="1s", breaker=Breaker(failures=2, cooldown=0.5))
+@guard(load, reload_on=None, backoff=QUICK)
+def breaks(_: Model, how: str) -> str:
+    """Crash if asked to."""
+    if how == "crash":
+        os._exit(1)
+    return how
+
+
+@isolate(workers=2)
+@guard(load, reload_on=Uses(5))
+def counted(_: Model) -> int:
+    """Wear out."""
+    return os.getpid()
+
+
+@isolate(workers=1)
+@guard(load, reload_on=MemoryGrowth("20 MB"))
+def leaks(loaded: Model) -> int:
+    """Leak a megabyte."""
+    loaded.leak.append(bytearray(os.urandom(1024)) * 1024)
+    return os.getpid()
+
+
+@isolate(workers=1)
+@guard(load, reload_on=Errors(3))
+def failing(_: Model, fail: bool) -> int:  # noqa: FBT001 - as a user would write it
+    """Raise if asked to."""
+    if fail:
+        raise KeyError("missing")
+    return os.getpid()
+
+
+@isolate(workers=1)
+@guard(load, reload_on=Modified(WEIGHTS, atomic=True), backoff=QUICK)
+def watching(loaded: Model) -> int:
+    """Be replaced when the switch changes."""
+    return loaded.pid
+
+
+@isolate(workers=1)
+@guard(load, reload_on=None, load_timeout="1s", backoff=QUICK)
+def impatient(loaded: Model) -> int:
+    """Load in time or not at all."""
+    return loaded.pid
+
+
+class Unpicklable(Exception):
+    """An error that cannot be rebuilt elsewhere."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@isolate(workers=1, max_transfer="30 MB")
+def echo(value: Any = None, do: str = "") -> Any:
+    """Give the value back, or do something else."""
+    return ACTIONS[do](value)
+
+
+def raise_unpicklable(_: Any) -> None:
+    """Raise."""
+    raise Unpicklable(1, 2)
+
+
+def fork(value: Any) -> Any:
+    """Return twice."""
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+    return value
+
+
+def trace_id(_: Any) -> int:
+    """Tell the trace that this call belongs to."""
+    from opentelemetry import trace
+
+    return trace.get_current_span().get_span_context().trace_id
+
+
+ACTIONS: dict[str, Callable[[Any], Any]] = {
+    "": lambda value: value,
+    "unpicklable error": raise_unpicklable,
+    "lock": lambda _: threading.Lock(),
+    "iterator": lambda _: iter(range(3)),
+    "exit": lambda _: sys.exit(4),
+    "large": lambda _: bytes(40_000_000),
+    "log": lambda value: logging.getLogger("isolated").warning("seen %s", value),
+    "fork": fork,
+    "self": echo,
+    "trace": trace_id,
+    "other": lambda _: where(),
+}
+
+
+@isolate(workers=1, recycle_on=Uses(2))
+def plain() -> int:
+    """Have no guard."""
+    return os.getpid()
+
+
+@isolate(workers=2)
+@guard(load, reload_on=None)
+async def coroutine(_: Model, value: int, delay: float = 0.0) -> int:
+    """Await in the worker."""
+    await asyncio.sleep(delay)
+    return value + 1
+
+
+@isolate(workers=1, timeout="2s")
+@guard(load, reload_on=None, backoff=QUICK)
+def items(_: Model, count: int, end: str = "") -> Iterator[int]:
+    """Yield some numbers."""
+    yield from range(count)
+    if end == "raise":
+        raise ValueError("at the end")
+    if end == "die":
+        os._exit(5)
+
+
+@isolate(workers=1)
+@guard(load, reload_on=None)
+async def aitems(_: Model, count: int) -> AsyncIterator[int]:
+    """Yield some numbers."""
+    for number in range(count):
+        await asyncio.sleep(0)
+        yield number
+
+
+@isolate(workers=2, timeout="5s")
+@guard(load, reload_on=None)
+def doubled(_: Model, numbers: list[int]) -> list[int]:
+    """Compute a batch."""
+    return [2 * number for number in numbers]
+
+
+@isolate(workers=2, timeout="2s", start="spawn")
+@guard(load, reload_on=Uses(20), backoff=QUICK)
+def spawned(loaded: Model, how: str = "") -> tuple[int, int]:
+    """Run in a process that has loaded for itself."""
+    if how == "crash":
+        os._exit(3)
+    if how == "hang":
+        time.sleep(600)
+    return loaded.pid, os.getpid()

@@ -1,0 +1,527 @@
+"""Isolated functions with real processes: calls, policies, reloads, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.process import isolated_functions as functions
+from tests.process.harness import wait_until
+
+from modelguard import Isolated, batched, deadline, telemetry
+from modelguard.errors import (
+    CircuitOpen,
+    DeadlineExceeded,
+    GuardClosed,
+    LoadFailed,
+    LoadTimeout,
+    NotSupported,
+    QueueFull,
+    RemoteError,
+    TransferRefused,
+    WorkerCrashed,
+    WouldDeadlock,
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@contextmanager
+def using(function: Isolated[..., Any]) -> Iterator[Any]:
+    """Load on entry and close on exit; no process of it is left afterwards."""
+    with function:
+        yield function
+    wait_until(lambda: not molds(), "the end of all molds")
+
+
+def molds() -> list[psutil.Process]:
+    """The child processes of this process that are molds or workers."""
+    return [child for child in psutil.Process().children(recursive=True) if is_mold(child)]
+
+
+def is_mold(process: psutil.Process) -> bool:
+    """Whether a process is a mold or a worker; one that has just ended is none."""
+    try:
+        return "mold" in process.cmdline()
+    except psutil.NoSuchProcess:  # or a zombie
+        return False
+
+
+@pytest.fixture
+def switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Tell the loaders of molds what to do."""
+    path = tmp_path / "switch"
+    monkeypatch.setenv("ISOLATION_SWITCH", str(path))
+
+    def write(order: str) -> None:
+        (tmp_path / "new").write_text(order)
+        (tmp_path / "new").rename(path)
+
+    write("")
+    return write
+
+
+@pytest.fixture
+def events() -> Iterator[list[telemetry.Event]]:
+    """All events, of workers too."""
+    seen: list[telemetry.Event] = []
+    remove = telemetry.add_hook(seen.append)
+    yield seen
+    remove()
+
+
+class TestCalls:
+    def test_the_model_lives_elsewhere(self) -> None:
+        """Calls run in workers, which share the mold's model; the caller's process never loads it."""
+        with using(functions.where) as where:
+            mold, worker = where()
+            assert len({os.getpid(), mold, worker}) == 3
+            assert mold == where.status().mold
+            assert "new" == functions.model.status().state
+
+    def test_the_signature_stays(self) -> None:
+        """Callers and tools see the function without its model."""
+        assert "(delay: 'float' = 0.0) -> 'tuple[int, int]'" == str(inspect.signature(functions.where))
+        assert "where" == functions.where.__name__  # type: ignore[attr-defined]
+
+    def test_several_calls_run_at_once(self) -> None:
+        """Two workers take two calls at a time."""
+        with using(functions.where) as where, ThreadPoolExecutor(2) as pool:
+            workers = {worker for _, worker in pool.map(where, [0.5, 0.5])}
+        assert 2 == len(workers)
+
+    def test_an_error_crosses_with_its_traceback(self) -> None:
+        """The caller gets the function's own error, and sees where in the worker it was raised."""
+        with using(functions.failing) as failing:
+            with pytest.raises(KeyError, match="missing") as caught:
+                failing(fail=True)
+            assert "in failing" in str(caught.value.__cause__)
+            assert failing(fail=False)
+
+    def test_an_error_that_cannot_be_pickled_is_described(self) -> None:
+        """No answer is lost because its error cannot cross."""
+        with using(functions.echo) as echo, pytest.raises(RemoteError, match=r"Unpicklable: 1 and 2"):
+            echo(do="unpicklable error")
+
+    def test_sys_exit_in_a_call_ends_nothing(self) -> None:
+        """It is an error of that call, in the worker and in the owner."""
+        with using(functions.echo) as echo:
+            with pytest.raises(RemoteError, match="SystemExit: 4"):
+                echo(do="exit")
+            assert 5 == echo(5)
+
+    def test_log_records_and_events_reach_the_owner(
+        self, caplog: pytest.LogCaptureFixture, events: list[telemetry.Event]
+    ) -> None:
+        """What a worker logs and reports, the owner's handlers and hooks receive."""
+        with using(functions.counted) as counted, caplog.at_level(logging.INFO):
+            for _ in range(12):
+                counted()
+            wait_until(
+                lambda: [event for event in events if isinstance(event, telemetry.RecycleAsked)], "the worker's event"
+            )
+        with using(functions.echo) as echo:
+            echo("this", do="log")
+            wait_until(lambda: "seen this" in caplog.text, "the worker's record")
+        kinds = {type(event) for event in events}
+        assert {telemetry.WorkerStarted, telemetry.WorkerEnded, telemetry.LoadFinished} <= kinds
+
+    def test_the_trace_follows_the_call(self) -> None:
+        """A span of the worker belongs to the request's trace."""
+        trace = pytest.importorskip("opentelemetry.trace")
+        sdk = pytest.importorskip("opentelemetry.sdk.trace")
+        tracer = sdk.TracerProvider().get_tracer("tests")
+        with using(functions.echo) as echo:
+            with tracer.start_as_current_span("request") as span:
+                assert span.get_span_context().trace_id == echo(do="trace")
+            assert trace.INVALID_TRACE_ID == echo(do="trace")
+
+    def test_a_function_without_a_guard(self) -> None:
+        """recycle_on decides when its workers are replaced."""
+        with using(functions.plain) as plain:
+            pids = set()
+            wait_until(lambda: pids.add(plain()) or len(pids) > 2, "replaced workers")
+
+
+class TestDoors:
+    def test_aio_and_submit(self) -> None:
+        """The doors are those of batched functions."""
+        with using(functions.where) as where:
+            assert 2 == len(where.submit().result())
+
+            async def main() -> list[tuple[int, int]]:
+                return await asyncio.gather(*(where.aio(0.1) for _ in range(6)))
+
+            assert 6 == len(asyncio.run(main()))
+
+    def test_a_call_on_the_event_loop_is_refused(self) -> None:
+        """It would block the loop; the message names the door that does not."""
+
+        async def main() -> None:
+            functions.where()
+
+        with pytest.raises(WouldDeadlock, match=r"await f\.aio"):
+            asyncio.run(main())
+
+    def test_coroutine_functions_are_awaited(self) -> None:
+        """They keep their kind, and run on an event loop in the worker."""
+        with using(functions.coroutine) as coroutine:
+
+            async def main() -> list[int]:
+                return await asyncio.gather(*(coroutine(n) for n in range(4)))
+
+            assert [1, 2, 3, 4] == asyncio.run(main())
+
+    def test_generators_are_streamed(self) -> None:
+        """Items come one by one, errors in their place, and closing early frees the worker."""
+        with using(functions.items) as items:
+            assert [0, 1, 2] == list(items(3))
+            with pytest.raises(ValueError, match="at the end"):
+                list(items(2, end="raise"))
+            endless = items(10**9)
+            assert 0 == next(endless)
+            endless.close()
+            assert [0] == list(items(1))
+            with pytest.raises(WorkerCrashed, match="exit status 5"):
+                list(items(1, end="die"))
+            with pytest.raises(TypeError, match="iterate"):
+                items.submit(1)
+
+    def test_async_generators_are_streamed(self) -> None:
+        """They keep their kind too."""
+        with using(functions.aitems) as aitems:
+
+            async def main() -> list[int]:
+                return [item async for item in aitems(3)]
+
+            assert [0, 1, 2] == asyncio.run(main())
+
+    def test_batches_go_to_workers(self) -> None:
+        """@batched over @isolate sends whole batches."""
+        with using(functions.doubled), batched(max_size=8, threads=2)(functions.doubled) as one:
+            assert [0, 2, 4, 6] == list(one.map(range(4)))
+
+    def test_the_queue_is_bounded(self) -> None:
+        """Calls beyond max_queue are refused at once."""
+        with using(functions.where) as where:
+            running = [where.submit(0.5) for _ in range(2)]
+            waiting = []
+            with pytest.raises(QueueFull):
+                waiting.extend(where.submit() for _ in range(1000))
+            for future in [*running, *waiting]:
+                future.cancel()
+
+    def test_it_is_closed_and_opened_again(self) -> None:
+        """After close() every door is shut; entering it again opens them."""
+        with using(functions.where):
+            pass
+        for door in (functions.where, functions.where.submit):
+            with pytest.raises(GuardClosed):
+                door()
+        with using(functions.where) as where:
+            assert where()
+
+
+class TestDeaths:
+    @pytest.mark.parametrize(
+        ("how", "cause"),
+        [("SIGKILL", "SIGKILL"), ("SIGABRT", "SIGABRT"), ("segfault", "SIGSEGV"), ("exit", "exit status 3")],
+    )
+    def test_a_crash_costs_one_call(self, how: str, cause: str) -> None:
+        """The call gets an error that names the end, and the next call an answer."""
+        with using(functions.ends) as ends:
+            with pytest.raises(WorkerCrashed) as caught:
+                ends(how)
+            assert cause == caught.value.cause
+            assert "x" == ends("x")
+
+    def test_a_hung_call_is_killed_at_its_timeout(self) -> None:
+        """Not before, not much later, and nobody else waits for it."""
+        with using(functions.ends) as ends:
+            started = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                ends("hang")
+            assert 0.9 < time.monotonic() - started < 10
+            assert "x" == ends("x")
+            assert 1 == ends.status().timed_out
+
+    def test_a_callers_own_deadline_counts_too(self) -> None:
+        """deadline() shortens the timeout of the calls in its block."""
+        with using(functions.where) as where, deadline("300ms"), pytest.raises(DeadlineExceeded):
+            where(4.0)
+
+    def test_idempotent_functions_are_retried(self, tmp_path: Path) -> None:
+        """With retry=True a crash costs nothing but time."""
+        with using(functions.crashes_once) as crashes_once:
+            assert crashes_once(str(tmp_path / "marker"))
+
+    def test_workers_that_keep_dying_open_the_breaker(self) -> None:
+        """Calls are refused at once, until a probe succeeds."""
+        with using(functions.breaks) as breaks:
+            for _ in range(2):
+                with pytest.raises(WorkerCrashed):
+                    breaks("crash")
+            with pytest.raises(CircuitOpen):
+                breaks("x")
+            assert not breaks.ready
+
+            def answered() -> bool:
+                try:
+                    return "x" == breaks("x")
+                except CircuitOpen:
+                    return False
+
+            wait_until(answered, "the breaker to close")
+            wait_until(lambda: breaks.ready, "readiness")
+
+    def test_an_idle_worker_that_is_killed_is_replaced(self) -> None:
+        """No call notices it."""
+        with using(functions.where) as where:
+            before = {one.pid for one in where.status().workers}
+            os.kill(next(iter(before)), signal.SIGKILL)
+            for _ in range(20):
+                assert where()
+            wait_until(lambda: 3 == sum(one.state == "idle" for one in where.status().workers), "the replacement")
+
+    def test_a_mold_that_is_killed_is_replaced(self) -> None:
+        """Calls wait for the next one, and get their answers."""
+        with using(functions.where) as where:
+            first = where.status().mold
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda: where.status().mold not in (first, None), "the next mold")
+            assert where()[0] != first
+
+
+class TestPolicies:
+    def test_uses_replaces_workers_and_not_the_mold(self, events: list[telemetry.Event]) -> None:
+        """Each worker is replaced after its share of calls, by a fork."""
+        with using(functions.counted) as counted:
+            mold = counted.status().mold
+            pids: set[int] = set()
+            wait_until(lambda: pids.add(counted()) or len(pids) > 3, "fresh workers")
+            assert mold == counted.status().mold
+            ends = [event.cause for event in events if isinstance(event, telemetry.WorkerEnded)]
+            assert {"recycled"} == set(ends)
+
+    def test_a_leak_is_bounded(self) -> None:
+        """MemoryGrowth replaces the worker that has grown, and the memory comes back with its process."""
+        with using(functions.leaks) as leaks:
+            first = leaks()
+
+            def replaced() -> bool:
+                return leaks() != first
+
+            wait_until(replaced, "a fresh worker")
+
+    def test_errors_replace_the_worker(self) -> None:
+        """Errors(3) counts in the worker."""
+        with using(functions.failing) as failing:
+            first = failing(fail=False)
+            for _ in range(3):
+                with pytest.raises(KeyError):
+                    failing(fail=True)
+            wait_until(lambda: failing(fail=False) != first, "a fresh worker")
+
+    def test_new_weights_make_a_new_mold(self) -> None:
+        """Modified is asked in the owner, and replaces the mold."""
+        with using(functions.watching) as watching:
+            first = watching()
+            functions.WEIGHTS.write_text(str(time.time()))
+            wait_until(lambda: watching() != first, "the next mold")
+
+
+class TestReloads:
+    def test_no_call_waits_for_a_reload(self) -> None:
+        """The old mold serves until the new one can, and then it is gone with its workers."""
+        with using(functions.where) as where:
+            old, first = {process.pid for process in molds()}, where.status().generation
+            failures: list[BaseException] = []
+            stop = threading.Event()
+
+            def traffic() -> None:
+                while not stop.is_set():
+                    try:
+                        where()
+                    except BaseException as error:  # noqa: BLE001 - the test reports it
+                        failures.append(error)
+
+            callers = [threading.Thread(target=traffic) for _ in range(4)]
+            for caller in callers:
+                caller.start()
+            where.reload()
+            new = where.status()
+            stop.set()
+            for caller in callers:
+                caller.join()
+            assert [] == failures
+            assert first + 1 == new.generation
+            wait_until(lambda: not old & {process.pid for process in molds()}, "the end of the old mold")
+
+    def test_a_failed_reload_changes_nothing(self, switch: Callable[[str], None]) -> None:
+        """The old mold serves on, and the failure is named."""
+        with using(functions.ends) as ends:
+            switch("fail")
+            with pytest.raises(LoadFailed, match="no weights"):
+                ends.reload()
+            assert "x" == ends("x")
+            assert "degraded" == ends.status().state
+            switch("")
+            wait_until(lambda: "ready" == ends.status().state, "the retry")
+
+    def test_a_load_that_fails_is_reported(self, switch: Callable[[str], None]) -> None:
+        """LoadFailed has the loader's own error and its traceback as causes."""
+        switch("fail")
+        with pytest.raises(LoadFailed, match="OSError: no weights") as caught, functions.ends:
+            pass
+        assert isinstance(caught.value.__cause__, OSError)
+        assert "in load" in str(caught.value.__cause__.__cause__)
+        functions.ends.close()
+        wait_until(lambda: not molds(), "the end of the mold")
+
+    def test_a_mold_that_dies_while_it_loads_is_reported(self, switch: Callable[[str], None]) -> None:
+        """Its exit status is in the error."""
+        switch("die")
+        time.sleep(0.3)  # the backoff of an earlier failure
+        with pytest.raises(LoadFailed, match="exit status 7"), functions.ends:
+            pass
+        functions.ends.close()
+
+    def test_a_load_that_never_ends_is_ended(self, switch: Callable[[str], None]) -> None:
+        """load_timeout kills the mold, which a thread could not be."""
+        switch("hang")
+        with pytest.raises(LoadTimeout), functions.impatient:
+            pass
+        wait_until(lambda: not molds(), "the end of the mold")
+        functions.impatient.close()
+
+
+class TestTransfer:
+    @pytest.mark.parametrize("size", [1, 3000, 70_000, 300_000, 7_000_000])
+    def test_bytes_of_any_size_arrive(self, size: int) -> None:
+        """Small ones through the socket, large ones through shared memory."""
+        with using(functions.echo) as echo:
+            value = os.urandom(size)
+            assert value == echo(value)
+
+    def test_arrays_arrive_writable(self) -> None:
+        """Their content is in memory that belongs to the receiver alone."""
+        numpy = pytest.importorskip("numpy")
+        with using(functions.echo) as echo:
+            for count in (10, 2000, 20_000, 1_000_000):
+                array = numpy.arange(count, dtype="float64")
+                back = echo([array, array[:5]])
+                assert (back[0] == array).all()
+                back[0][0] = 7
+                assert 0 == array[0]
+
+    def test_tensors_arrive(self) -> None:
+        """Of every type, and on both sides of the limits."""
+        torch = pytest.importorskip("torch")
+        with using(functions.echo) as echo:
+            for tensor in (
+                torch.arange(6).reshape(2, 3),
+                torch.zeros(0),
+                torch.tensor(3.0),
+                torch.rand(500, 500, dtype=torch.float32).to(torch.bfloat16),
+                torch.rand(500, 500, requires_grad=True),
+            ):
+                assert torch.equal(tensor, echo(tensor))
+
+    def test_arguments_that_cannot_be_pickled_are_named(self) -> None:
+        """That call fails before it is sent, and says which argument it is."""
+        with using(functions.echo) as echo:
+            with pytest.raises(TransferRefused, match=r"argument 1, of type _thread\.lock"):
+                echo(threading.Lock())
+            with pytest.raises(TransferRefused, match=r"value, of type builtins\.generator"):
+                echo(value=(n for n in ()))
+            assert 1 == echo(1)
+
+    def test_results_that_cannot_be_pickled_are_named(self) -> None:
+        """That call fails, and the worker serves on."""
+        with using(functions.echo) as echo:
+            pid = echo.status().workers[0].pid
+            with pytest.raises(TransferRefused, match=r"type _thread\.lock"):
+                echo(do="lock")
+            with pytest.raises(TransferRefused, match="range_iterator; write a generator function"):
+                echo(do="iterator")
+            assert pid == echo.status().workers[0].pid
+
+    def test_what_is_too_large_is_refused(self) -> None:
+        """max_transfer bounds arguments and results."""
+        with using(functions.echo) as echo:
+            with pytest.raises(TransferRefused, match="max_transfer"):
+                echo(bytes(31_000_000))
+            with pytest.raises(TransferRefused, match="40,000"):
+                echo(do="large")
+            assert 1 == echo(1)
+
+    def test_shared_memory_and_descriptors_come_back(self) -> None:
+        """Large arguments leave nothing open on either side."""
+        numpy = pytest.importorskip("numpy")
+        with using(functions.echo) as echo:
+            array = numpy.zeros(1_000_000)
+            echo(array)
+            worker = psutil.Process(max(echo.status().workers, key=lambda one: one.calls).pid)
+            time.sleep(0.2)  # the worker has answered a moment before its call ends
+            before = psutil.Process().num_fds(), worker.num_fds()
+            for _ in range(20):
+                echo(array)
+            wait_until(lambda: before == (psutil.Process().num_fds(), worker.num_fds()), "no descriptor more", 5.0)
+
+
+class TestInside:
+    def test_a_function_may_call_itself(self) -> None:
+        """In its worker it runs at once, on the model that is there."""
+        with using(functions.echo) as echo:
+            assert 5 == echo(5, do="self")
+
+    def test_another_isolated_function_is_refused(self) -> None:
+        """A worker starts no workers of its own, and says so."""
+        with using(functions.echo) as echo, pytest.raises(NotSupported, match="inside an isolated function"):
+            echo(do="other")
+
+    def test_a_model_may_fork(self) -> None:
+        """The copy of the worker gives no second answer."""
+        with using(functions.echo) as echo:
+            assert 1 == echo(1, do="fork")
+            assert 2 == echo(2)
+
+
+class TestSpawn:
+    def test_each_worker_loads_for_itself(self) -> None:
+        """start="spawn" keeps the promises where no fork is possible: crash, timeout, policy, reload."""
+        with using(functions.spawned) as spawned:
+            where, pid = spawned()
+            assert where == pid != os.getpid()
+            assert None is spawned.status().mold
+            with pytest.raises(WorkerCrashed, match="exit status 3"):
+                spawned("crash")
+            with pytest.raises(DeadlineExceeded):
+                spawned("hang")
+            wait_until(lambda: 2 == sum(one.state == "idle" for one in spawned.status().workers), "both workers")
+            pids: set[int] = set()
+            wait_until(lambda: pids.add(spawned()[1]) or len(pids) > 2, "a fresh worker")
+            first = spawned.status().generation
+            spawned.reload()
+            assert first + 1 == spawned.status().generation
+            assert spawned()[1] not in pids
+
+    def test_a_load_that_fails_is_reported(self, switch: Callable[[str], None]) -> None:
+        """With the loader's own error, as from a mold."""
+        switch("fail")
+        with pytest.raises(LoadFailed, match="OSError: no weights"), functions.spawned:
+            pass
+        functions.spawned.close()
+        wait_until(lambda: not molds(), "the end of all workers")

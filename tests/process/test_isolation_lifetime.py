@@ -1,0 +1,253 @@
+"""Nothing outlives its owner, wherever that owner runs: programs of every kind, killed in every way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.process.harness import run_python, wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+MODEL = """
+import os, subprocess, time
+from modelguard import guard, isolate
+
+def load():
+    return list(range(100_000))
+
+@isolate(workers=2, timeout="60s")
+@guard(load, reload_on=None)
+def predict(model, delay=0.0):
+    time.sleep(delay)
+    return os.getpid()
+
+@isolate(workers=1)
+@guard(load, reload_on=None)
+def spawns(model):
+    return subprocess.Popen(["sleep", "600"]).pid
+
+@isolate(workers=1)
+@guard(lambda: time.sleep(600), reload_on=None)
+def never_loads(model):
+    pass
+"""
+
+OWNER = """
+import json, sys, threading, time, os
+sys.path.insert(0, {folder!r})
+import app
+if {loading!r}:
+    threading.Thread(target=app.never_loads, daemon=True).start()
+    time.sleep(2)
+    print(json.dumps([os.getpid()]), flush=True)
+else:
+    pids = [app.predict(), app.spawns(), app.predict.status().mold, app.spawns.status().mold]
+    threading.Thread(target=app.predict, args=(600.0,), daemon=True).start()
+    time.sleep(0.3)
+    print(json.dumps(pids), flush=True)
+{end}
+"""
+
+
+@contextmanager
+def owner(folder: Path, end: str = "time.sleep(600)", *, loading: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """Run a program that has workers, one of them in a long call, and whose model has started a program."""
+    (folder / "app.py").write_text(MODEL)
+    program = OWNER.format(folder=str(folder), end=end, loading=loading)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def family(process: subprocess.Popen[str]) -> set[psutil.Process]:
+    """All descendants of the owner, once it has printed its line."""
+    assert process.stdout is not None
+    json.loads(process.stdout.readline())
+    return set(psutil.Process(process.pid).children(recursive=True))
+
+
+def gone(processes: set[psutil.Process]) -> bool:
+    """Whether none of them runs any more; what init has not collected yet does not run."""
+    return not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_a_killed_owner(tmp_path: Path, number: signal.Signals) -> None:
+    """No mold, no worker, no busy worker, and no program that the model has started."""
+    with owner(tmp_path) as process:
+        processes = family(process)
+        assert len(processes) >= 6
+        process.send_signal(number)
+        wait_until(lambda: gone(processes), f"the end of {processes}", 20.0)
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit(3)", "os._exit(1)", "1 / 0", "os.abort()"])
+def test_nothing_outlives_an_owner_that_ends(tmp_path: Path, end: str) -> None:
+    """However it ends, and it does not wait for the call that runs."""
+    with owner(tmp_path, end) as process:
+        processes = family(process)
+        process.wait(30)
+        wait_until(lambda: gone(processes), f"the end of {processes}", 20.0)
+
+
+def test_a_mold_that_loads_ends_with_its_owner(tmp_path: Path) -> None:
+    """While a load holds the GIL, Python runs no handler: the kernel does it."""
+    with owner(tmp_path, loading=True) as process:
+        processes = family(process)
+        assert processes
+        process.kill()
+        wait_until(lambda: gone(processes), "the end of the mold", 20.0)
+
+
+def test_no_zombie_and_no_descriptor_is_left(tmp_path: Path) -> None:
+    """After many replacements and a close, the owner is as it was."""
+    (tmp_path / "app.py").write_text(MODEL)
+    program = f"""
+        import json, os, signal, sys, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        import app, psutil
+        me = psutil.Process()
+
+        def cycle():
+            with app.predict:
+                for _ in range(10):
+                    os.kill(app.predict(), signal.SIGKILL)
+                    try:
+                        app.predict()
+                    except Exception:
+                        pass
+        cycle()
+        time.sleep(1.5)
+        before = me.num_fds()
+        cycle()
+        time.sleep(1.5)
+        print(json.dumps([me.num_fds() - before, len(me.children(recursive=True))]))
+    """
+    assert [0, 0] == run_python(program, 90)
+
+
+class TestPrograms:
+    SCRIPT = """
+        import os
+        from modelguard import guard, isolate
+
+        class Text:
+            def __init__(self, value):
+                self.value = value
+
+        @isolate(workers=1)
+        @guard(dict, reload_on=None)
+        def length(model, text):
+            return len(text.value), os.getpid()
+    """
+    MAIN = """
+        if __name__ == "__main__":
+            found, pid = length(Text("abc"))
+            assert pid != os.getpid()
+            print(found)
+    """
+
+    def run(self, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+    def test_a_script(self, tmp_path: Path) -> None:
+        """Functions and classes of the main script are found by the mold."""
+        (tmp_path / "script.py").write_text(textwrap.dedent(self.SCRIPT) + textwrap.dedent(self.MAIN))
+        done = self.run([sys.executable, "script.py"], tmp_path)
+        assert "3\n" == done.stdout, done.stderr
+
+    def test_a_module_run_with_m(self, tmp_path: Path) -> None:
+        """So are those of `python -m package.module`."""
+        (tmp_path / "package").mkdir()
+        (tmp_path / "package" / "main.py").write_text(textwrap.dedent(self.SCRIPT) + textwrap.dedent(self.MAIN))
+        done = self.run([sys.executable, "-m", "package.main"], tmp_path)
+        assert "3\n" == done.stdout, done.stderr
+
+    def test_a_script_without_a_main_guard(self, tmp_path: Path) -> None:
+        """Its calls would run again in each mold: the error says what to write."""
+        script = textwrap.dedent(self.SCRIPT) + "print(length(Text('abc')))\n"
+        (tmp_path / "script.py").write_text(script)
+        done = self.run([sys.executable, "script.py"], tmp_path)
+        assert "if __name__ == '__main__':" in done.stderr
+        assert done.returncode
+
+    def test_an_interactive_session(self, tmp_path: Path) -> None:
+        """There is no file that a mold could import."""
+        done = self.run([sys.executable, "-c", textwrap.dedent(self.SCRIPT)], tmp_path)
+        assert "interactive session" in done.stderr
+
+
+def test_a_forked_owner_has_molds_of_its_own(tmp_path: Path) -> None:
+    """The child of a server that has workers starts its own, and leaves its parent's alone."""
+    (tmp_path / "app.py").write_text(MODEL)
+    program = f"""
+        import json, os, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import app
+        parents = app.predict()
+        mold = app.predict.status().mold
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            app.predict()
+            os.write(writer, json.dumps(app.predict.status().mold).encode())
+            app.predict.close()
+            os._exit(0)
+        childs = json.loads(os.read(reader, 100))
+        os.waitpid(pid, 0)
+        app.predict()
+        print(json.dumps([childs != mold, mold == app.predict.status().mold, app.predict.status().crashed]))
+    """
+    assert [True, True, 0] == run_python(program, 60)
+
+
+def test_a_redefined_function_leaves_no_mold(tmp_path: Path) -> None:
+    """An automatic reload of the module makes a new function; the old one's processes end."""
+    (tmp_path / "app.py").write_text(MODEL)
+    program = f"""
+        import gc, importlib, json, os, sys, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        import app, psutil
+        app.predict()
+        old = psutil.Process(app.predict.status().mold)
+        importlib.reload(app)
+        gc.collect()
+        until = time.monotonic() + 10
+        while old.is_running() and old.status() != "zombie" and time.monotonic() < until:
+            time.sleep(0.05)
+        app.predict()
+        print(json.dumps([old.is_running(), app.predict.status().mold != old.pid]))
+    """
+    assert [False, True] == run_python(program, 60)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
+def test_the_first_process_of_a_container_leaves_no_zombie(tmp_path: Path) -> None:
+    """As process 1 it inherits the workers of a mold that was killed, and collects them."""
+    (tmp_path / "app.py").write_text(MODEL)
+    program = textwrap.dedent(f"""
+        import json, os, signal, sys, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        import app
+        app.predict()
+        os.kill(app.predict.status().mold, signal.SIGKILL)
+        time.sleep(3)
+        app.predict()
+        states = [open(f"/proc/{{pid}}/stat").read().split()[2] for pid in os.listdir("/proc") if pid.isdigit()]
+        print(json.dumps([os.getpid(), states.count("Z")]))
+    """)
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if "unshare" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert [1, 0] == json.loads(done.stdout.splitlines()[-1]), done.stderr
