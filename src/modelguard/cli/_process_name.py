@@ -40,10 +40,10 @@ def process_name(command: Sequence[str]) -> str:
     """
     if len(command) == 1 and " " in command[0]:
         return _printable(_redact.redact(command[0], {})) or "?"
-    program, arguments = _program(command)
+    program, arguments = _program(tuple(_redact.redacted_words(command, {})))
     app = _app(arguments, _SERVERS[program]) if program in _SERVERS else None
     name = program if app is None else f"{program} {app}"
-    return _printable(_redact.redact(name, {})) or "?"
+    return _printable(name) or "?"
 
 
 def _program(command: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from modelguard.diagnosis._facts import Facts, Variable
-from modelguard.diagnosis._findings import Check, Evidence, Level
-from modelguard.environment._allocator_kinds import Problem, ProblemKind
+from modelguard.diagnosis._findings import Check, Evidence, Level, Remedy
+from modelguard.environment._allocator_kinds import Problem, ProblemKind, kind_of
 
 __all__ = ["CHECKS"]
 
@@ -16,65 +17,108 @@ _RUN = "Set it before the program starts (shell, unit file, image), or use 'mode
 _AT_EXEC = ("MALLOC_ARENA_MAX", "MALLOC_CONF", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "PYTHONMALLOC")
 
 
+#: Those that only glibc's allocator reads.
+_GLIBC = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+
+
 def _placebo(facts: Facts) -> Evidence | None:
-    late = _set_late(facts, ("LD_PRELOAD",))
+    late = [variable for variable in _set_late(facts, ("LD_PRELOAD",)) if not _serves(facts, variable.value)]
     problems = _problems(facts, "placebo")
     if not late and not problems:
         return None
-    seen = (*(f"{variable.where} sets LD_PRELOAD" for variable in late), *(problem.seen for problem in problems))
-    return Evidence(seen, _RUN)
+    seen = (
+        *(f"{variable.where} sets LD_PRELOAD, and {_served(facts)}" for variable in late),
+        *(problem.seen for problem in problems),
+    )
+    start = facts.named("LD_PRELOAD")[:1]
+    return Evidence(seen, _RUN, remedy=_preload(*[variable.value for variable in (*late, *start)]))
 
 
 def _missing(facts: Facts) -> Evidence | None:
-    return _evidence(_problems(facts, "missing"))
+    problems = _problems(facts, "missing")
+    values = [variable.value for variable in facts.named("LD_PRELOAD")]
+    return _evidence(problems, remedy=_preload(*values))
 
 
 def _background_threads(facts: Facts) -> Evidence | None:
-    if not (facts.server and facts.server.forks) and not facts.running("forked"):
+    problems, settings = _problems(facts, "background threads"), facts.last("MALLOC_CONF")
+    if not facts.running("forked") or not problems:
         return None
+    rest = [] if settings is None else [o for o in settings.value.split(",") if not o.startswith("background_thread")]
+    remedy = Remedy(environ=(f"MALLOC_CONF={','.join(rest)}",)) if rest else Remedy(unset=("MALLOC_CONF",))
     fix = "Remove background_thread:true from MALLOC_CONF if workers are forked."
-    if problems := _problems(facts, "background threads"):
-        return Evidence(tuple(problem.seen for problem in problems), fix)
-    settings, preload = facts.last("MALLOC_CONF"), facts.last("LD_PRELOAD")
-    enabled = settings is not None and "background_thread:true" in (settings.value or "")
-    if settings is None or not enabled or preload is None or "jemalloc" not in (preload.value or ""):
-        return None
-    return Evidence((f"{settings.where} has MALLOC_CONF={settings.value}, and its server forks workers",), fix)
+    return Evidence(tuple(problem.seen for problem in problems), fix, remedy=remedy)
 
 
 def _exec_variables(facts: Facts) -> Evidence | None:
     late = _set_late(facts, _AT_EXEC)
     if not late:
         return None
-    return Evidence(tuple(f"{variable.where} sets {variable.name}" for variable in late), _RUN)
+    remedy = Remedy(environ=tuple(f"{variable.name}={variable.value}" for variable in late))
+    seen = tuple(f"{variable.where} sets {variable.name}" for variable in late)
+    return Evidence(seen, "Set it before the program starts: in the shell, the unit file or the image.", remedy=remedy)
 
 
 def _unused_settings(facts: Facts) -> Evidence | None:
-    return _evidence(_problems(facts, "unused setting"), level="note")
+    remedy = Remedy(run=("--allocator", "jemalloc"))
+    return _evidence(_problems(facts, "unused setting"), level="note", remedy=remedy)
 
 
 def _two(facts: Facts) -> Evidence | None:
     if two := _problems(facts, "two allocators"):
-        return _evidence(two)
+        given = facts.last("LD_PRELOAD")
+        first = re.split(r"[\s:]+", given.value)[0] if given else ""
+        return _evidence(two, remedy=Remedy(environ=(f"LD_PRELOAD={first}",)) if first else None)
     return _evidence(_problems(facts, "private copy"), level="note")
+
+
+def _other_allocators_settings(facts: Facts) -> Evidence | None:
+    set_for_glibc = [variable for variable in facts.named(*_GLIBC) if variable.moment == "exec"]
+    others = [process.inside.malloc for process in facts.serving if process.inside and process.inside.malloc]
+    file = next((file for file in others if kind_of(file) not in (None, "glibc")), None)
+    if not set_for_glibc or file is None:
+        return None
+    names = tuple(dict.fromkeys(variable.name for variable in set_for_glibc))
+    seen = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} set, but malloc is served by {file}"
+    return Evidence((seen,), f"Remove {' and '.join(names)}.", "note", Remedy(unset=names))
 
 
 def _set_late(facts: Facts, names: Iterable[str]) -> list[Variable]:
     """The variables that are set after the start, to values other than at the start."""
     named = facts.named(*names)
     started_with = {(variable.name, variable.value) for variable in named if variable.moment == "exec"}
-    return [v for v in named if v.moment != "exec" and (v.name, v.value) not in started_with]
+    late = {v.name: v for v in named if v.moment != "exec" and v.value and (v.name, v.value) not in started_with}
+    return list(late.values())
+
+
+def _serves(facts: Facts, preload: str) -> bool:
+    """Whether an allocator of the kind that a preload names serves ``malloc``."""
+    wanted = kind_of(re.split(r"[\s:]+", preload)[0])
+    files = [process.inside.malloc for process in facts.serving if process.inside]
+    return wanted is not None and bool(files) and all(kind_of(file or "") == wanted for file in files)
+
+
+def _served(facts: Facts) -> str:
+    files = [process.inside.malloc for process in facts.serving if process.inside and process.inside.malloc]
+    return f"malloc is served by {files[0]}" if files else "it is not loaded"
+
+
+def _preload(*values: str) -> Remedy:
+    """Start with the allocator that was meant."""
+    kinds = (kind_of(entry) for value in values for entry in re.split(r"[\s:]+", value) if entry)
+    kind = next((kind for kind in kinds if kind not in (None, "glibc", "unknown")), None)
+    return Remedy(unset=("LD_PRELOAD",), run=("--allocator", kind or "auto"))
 
 
 def _problems(facts: Facts, kind: ProblemKind) -> list[Problem]:
     return [problem for problem in facts.problems if problem.kind == kind]
 
 
-def _evidence(problems: list[Problem], level: Level = "fault") -> Evidence | None:
+def _evidence(problems: list[Problem], level: Level = "fault", remedy: Remedy | None = None) -> Evidence | None:
     if not problems:
         return None
     fixes = dict.fromkeys(problem.fix for problem in problems)
-    return Evidence(tuple(problem.seen for problem in problems), " ".join(fixes), level)
+    return Evidence(tuple(problem.seen for problem in problems), " ".join(fixes), level, remedy)
 
 
 CHECKS = (
@@ -118,5 +162,11 @@ CHECKS = (
         "Only one of them serves malloc. A package's private copy is harmless, but its presence and its figures say "
         "nothing about the service. Of two preloaded allocators, the first is used.",
         _two,
+    ),
+    Check(
+        "MG107",
+        "Settings of glibc's allocator are left over",
+        "Only glibc's own allocator reads these variables. Since another one was preloaded, they have no effect.",
+        _other_allocators_settings,
     ),
 )

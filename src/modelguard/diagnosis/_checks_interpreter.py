@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from modelguard.diagnosis._checks_servers import MODELS, holds_models
+from modelguard.diagnosis._checks_servers import MANY_OBJECTS
 from modelguard.diagnosis._facts import Facts
-from modelguard.diagnosis._findings import Check, Evidence
+from modelguard.diagnosis._findings import Check, Evidence, Remedy
 
 __all__ = ["CHECKS"]
 
 _IMMORTAL = (3, 12)  # the first version of CPython with immortal objects
+
+#: The first release that can keep small objects in huge pages.
+_HUGE_PAGES = (3, 15)
 
 #: The patches of CPython 3.14 whose garbage collector worked in increments. 3.14.5 went back to that of 3.13.
 _INCREMENTAL = (3, 14), range(5)
 
 
 def _no_immortal_objects(facts: Facts) -> Evidence | None:
-    python, server = facts.interpreter, facts.server
-    if python is None or server is None or not server.preforks or not holds_models(facts):
+    python, server, main = facts.interpreter, facts.server, facts.running("main")
+    if python is None or server is None or not server.preforks or not facts.running("forked") or not main:
+        return None
+    objects = main[0].inside.frozen + main[0].inside.tracked if main[0].inside else 0
+    if objects < MANY_OBJECTS:
         return None
     if python.name == "CPython" and python.version >= _IMMORTAL and not python.free_threaded:
         return None
     fix = "If the model consists of many Python objects, use CPython 3.12 or newer, with the GIL."
-    return Evidence((f"the app is forked on {python}", str(facts.imported(MODELS))), fix, "note")
+    return Evidence((f"workers share {objects:,} objects on {python}",), fix, "note")
 
 
 def _incremental_collector(facts: Facts) -> Evidence | None:
@@ -33,6 +39,17 @@ def _incremental_collector(facts: Facts) -> Evidence | None:
         return None
     seen = f"the service runs on CPython 3.14.{python.micro}, whose garbage collector works in increments"
     return Evidence((seen,), "Use CPython 3.14.5 or newer.", "note")
+
+
+def _huge_pages(facts: Facts) -> Evidence | None:
+    setting = facts.last("PYTHON_PYMALLOC_HUGEPAGES")
+    built = [process for process in facts.running("forked") if process.inside and process.inside.huge_pages]
+    if not built or built[0].inside is None or built[0].inside.version < _HUGE_PAGES or setting is None:
+        return None
+    if setting.value in ("", "0"):
+        return None
+    seen = f"{setting.where} sets {setting.name}={setting.value}, and process {built[0].pid} is a fork"
+    return Evidence((seen,), f"Remove {setting.name}.", remedy=Remedy(unset=(setting.name,)))
 
 
 CHECKS = (
@@ -50,5 +67,12 @@ CHECKS = (
         "It looks at a part of the heap at a time, so objects in reference cycles stay longer, and memory grows more "
         "before they are freed. Traces, requests and models with cycles look like a leak.",
         _incremental_collector,
+    ),
+    Check(
+        "MG503",
+        "Python keeps small objects in huge pages, and workers are forked",
+        "A page that a worker writes to must be copied. If no huge page is free at that moment, the kernel ends the "
+        "worker with SIGBUS.",
+        _huge_pages,
     ),
 )

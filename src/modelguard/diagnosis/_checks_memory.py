@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
 from modelguard._units import format_bytes
 from modelguard.diagnosis._facts import Facts
-from modelguard.diagnosis._findings import Check, Evidence
+from modelguard.diagnosis._findings import Check, Evidence, Remedy
 
 __all__ = ["CHECKS"]
 
@@ -35,6 +37,16 @@ def _swapping(facts: Facts) -> Evidence | None:
     return Evidence((unassigned,), fix, "note")
 
 
+def _stale_metrics(facts: Facts) -> Evidence | None:
+    stale, folder = facts.stale_metrics, facts.last("PROMETHEUS_MULTIPROC_DIR")
+    if not stale or folder is None:
+        return None
+    seen = f"{folder.value} has {len(stale)} file(s) of processes that do not exist, such as {stale[0]}"
+    remedy = Remedy(before=(f"rm -f {shlex.quote(folder.value)}/*.db",))
+    fix = "Empty the folder before the service starts, and call mark_process_dead in gunicorn's child_exit."
+    return Evidence((seen,), fix, remedy=remedy)
+
+
 CHECKS = (
     Check(
         "MG301",
@@ -49,5 +61,13 @@ CHECKS = (
         "A whole model is read for each answer. Pages in swap must be read back one by one, so answers take seconds, "
         "and a growing service becomes slow instead of being killed.",
         _swapping,
+    ),
+    Check(
+        "MG303",
+        "Metric files of ended processes are left behind",
+        "prometheus_client keeps a file for each worker in PROMETHEUS_MULTIPROC_DIR and reads all of them for each "
+        "scrape. Files of ended processes are never removed, so scrapes take ever more time and memory, and gauges "
+        "count workers that are gone.",
+        _stale_metrics,
     ),
 )

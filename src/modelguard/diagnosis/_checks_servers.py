@@ -3,114 +3,136 @@
 from __future__ import annotations
 
 from modelguard._units import format_bytes
-from modelguard.diagnosis._checks_presets import TORCH
-from modelguard.diagnosis._facts import Facts, Server, ServiceProcess
-from modelguard.diagnosis._findings import Check, Evidence
+from modelguard.diagnosis._facts import Facts, Role, ServiceProcess
+from modelguard.diagnosis._findings import Check, Evidence, Remedy
 
-__all__ = ["CHECKS", "MODELS", "holds_models"]
+__all__ = ["CHECKS", "MANY_OBJECTS"]
 
-#: Packages that show by their import that a process holds a model.
-MODELS = (
-    *TORCH,
-    "catboost", "faster_whisper", "fasttext", "flair", "gensim", "jax", "keras", "lightgbm", "llama_cpp", "onnxruntime",
-    "sklearn", "spacy", "stanza", "tensorflow", "transformers", "xgboost",
-)  # fmt: skip
+#: Bytes: more than the private memory of a worker without a model. FastAPI takes about 30 MB, torch 2.13 153 MB.
+_HOLDS_A_MODEL = 180_000_000
 
-#: Bytes: more than the private memory of a worker without a model. FastAPI takes about 30 MB, torch 100 MB.
-_HOLDS_A_MODEL = 150_000_000
+#: Objects. A heap of 600,000 objects took 276 MB (CPython 3.11), so these are about 46 MB for each worker.
+MANY_OBJECTS = 100_000
+
 
 _FREEZE = "def when_ready(server): gc.collect(); gc.freeze()"
-_OURS = "gunicorn -c python:modelguard.frameworks.gunicorn"
+_OURS = ("-c", "python:modelguard.frameworks.gunicorn")
+
+#: gunicorn's own worker classes that speak WSGI only.
+_KINDS_WITHOUT_ASGI = ("sync", "gthread", "gevent", "eventlet", "tornado")
 
 
 def _not_frozen(facts: Facts) -> Evidence | None:
-    server = facts.server
-    if server is None or not server.preforks or facts.app is None or _freezes(facts):
+    server, main = facts.server, facts.running("main")
+    if server is None or not server.preforks or not facts.running("forked") or not main or main[0].inside is None:
         return None
-    seen = (
-        f"{server.kind} loads the app before it forks ({server.preload_by})",
-        f"gc.freeze is called neither in {_files(facts)}",
-        *map(_own_share, facts.running("forked")),
+    inside = main[0].inside
+    if inside.frozen or inside.tracked < MANY_OBJECTS:
+        return None
+    loaded = (
+        f"process {main[0].pid} has loaded the app before it forks; its collector examines {inside.tracked:,} objects, "
+        "and none is frozen"
     )
-    return Evidence(seen, f"Use {_OURS}, or add to the configuration: import gc, and {_FREEZE}")
+    seen = (loaded, *map(_own_share, facts.running("forked")))
+    fix = (
+        f"With a guard, use gunicorn {' '.join(_OURS)}; without one, add to the configuration: import gc, and {_FREEZE}"
+    )
+    return Evidence(seen, fix, remedy=Remedy(options=_OURS) if _may_use_ours(facts) else None)
 
 
 def _copies(facts: Facts) -> Evidence | None:
-    server = facts.server
-    if server is None or not server.forks or server.preload is not False or not _several(server):
+    server, heavy = facts.server, _heavy(facts, "forked")
+    if server is None or not server.forks or len(heavy) <= 1 or server.preload:
         return None
-    fix = f"Use {_OURS}, or set preload_app = True, freeze ({_FREEZE}), and load the model in the master."
-    return _one_each(facts, server, facts.running("forked"), fix)
+    main = facts.running("main")
+    if server.preload is None and any(process.private + process.shared > _HOLDS_A_MODEL for process in main):
+        return None  # the app may well have been loaded before the fork
+    fix = (
+        f"Use gunicorn {' '.join(_OURS)}, or set preload_app = True, freeze ({_FREEZE}), and load the model on import."
+    )
+    remedy = Remedy(options=_OURS if _may_use_ours(facts) else ("--preload",))
+    return Evidence((f"{server.kind} runs {server.workers} workers", *map(_own_share, heavy)), fix, remedy=remedy)
 
 
 def _spawned_copies(facts: Facts) -> Evidence | None:
-    server = facts.server
-    if server is None or server.forks or not _several(server):
+    server, heavy = facts.server, _heavy(facts, "spawned")
+    if len(heavy) <= 1:
         return None
+    kind = server.kind if server else "the service"
     fix = (
         "Use gunicorn with preload_app = True and an ASGI worker (uvicorn-worker), or one worker; or map the weights "
         "from a file: modelguard.weights."
     )
-    return _one_each(facts, server, facts.running("spawned"), fix)
+    count = f"{kind} runs {len(facts.running('spawned'))} workers, which it has not forked"
+    return Evidence((count, *map(_own_share, heavy)), fix, remedy=Remedy(options=("--workers", "1")))
 
 
 def _two_ways_to_reload(facts: Facts) -> Evidence | None:
-    server, app = facts.server, facts.app
-    if server is None or not server.max_requests or app is None or app.reloads is None:
+    server = facts.server
+    guards = [guard for process in facts.serving if process.inside for guard in process.inside.guards if guard.policy]
+    if server is None or not server.max_requests or not guards:
         return None
     seen = (
-        f"{server.kind} replaces a worker after {server.max_requests} requests ({server.max_requests_by})",
-        f"{app.reloads} makes a guard that reloads inside the worker",
+        f"{server.kind} replaces a worker after {server.max_requests} requests",
+        f"the guard {guards[0].name!r} replaces its model by {guards[0].policy}",
     )
     fix = "Use only one: remove max_requests, or give the guard reload_on=None and let the server replace workers."
-    return Evidence(seen, fix)
+    option = "--max-requests" if server.kind == "gunicorn" else "--limit-max-requests"
+    remedy = Remedy(options=("--max-requests", "0")) if server.kind == "gunicorn" else Remedy(drop=(option,))
+    return Evidence(seen, fix, remedy=remedy)
 
 
 def _cuda(facts: Facts) -> Evidence | None:
     fix = "Use CUDA only in the workers (load in gunicorn's post_worker_init, or without preload_app)."
-    main = [process for process in facts.running("main") if process.cuda]
-    if main and facts.running("forked"):
-        return Evidence((f"process {main[0].pid} holds an NVIDIA device, and has forked workers",), fix)
-    server, app = facts.server, facts.app
-    if server is None or not server.preforks or not facts.machine.cuda or app is None or app.cuda is None:
+    main = [process for process in facts.running("main") if process.cuda or (process.inside and process.inside.cuda)]
+    if not main or not facts.running("forked"):
         return None
-    seen = f"{app.cuda} names a CUDA device, and {server.kind} loads the app before it forks ({server.preload_by})"
-    return Evidence((seen,), fix)
+    return Evidence((f"process {main[0].pid} uses an NVIDIA device, and has forked workers",), fix)
 
 
-def _one_each(facts: Facts, server: Server, workers: tuple[ServiceProcess, ...], fix: str) -> Evidence | None:
-    """Evidence that each worker holds its own model: measured, or from the source."""
-    count = f"{server.kind} runs {server.workers} workers ({server.workers_by}), and each loads the app itself"
-    heavy = [worker for worker in workers if worker.private > _HOLDS_A_MODEL]
-    if len(heavy) > 1:
-        return Evidence((count, *map(_own_share, heavy)), fix)
-    imported = facts.imported(MODELS)
-    if imported is None or workers:
-        return None  # unknown, or the running workers hold little
-    return Evidence((count, imported), fix)
+def _asgi_on_sync(facts: Facts) -> Evidence | None:
+    server = facts.server
+    asgi = any(process.inside and process.inside.asgi for process in facts.processes)
+    if server is None or not asgi or server.worker_class not in _KINDS_WITHOUT_ASGI:
+        return None
+    seen = f"gunicorn serves an ASGI application with workers of the class {server.worker_class}"
+    kind = server.asgi_worker or "uvicorn_worker.UvicornWorker"
+    extra = "" if server.asgi_worker else ", from the package uvicorn-worker"
+    return Evidence((seen,), f"Add --worker-class {kind}{extra}.", remedy=Remedy(options=("--worker-class", kind)))
 
 
-def _several(server: Server) -> bool:
-    return server.workers is not None and server.workers > 1
+def _in_step(facts: Facts) -> Evidence | None:
+    server = facts.server
+    if server is None or not server.max_requests or server.jitter or server.workers <= 1:
+        return None
+    jitter = max(1, server.max_requests // 10)
+    seen = f"{server.kind} replaces each of {server.workers} workers after exactly {server.max_requests} requests"
+    option = "--max-requests-jitter" if server.kind == "gunicorn" else "--limit-max-requests-jitter"
+    return Evidence((seen,), f"Add {option} {jitter}.", remedy=Remedy(options=(option, str(jitter))))
 
 
-def holds_models(facts: Facts) -> bool:
-    return facts.imported(MODELS) is not None
+def _restarts_on_changes(facts: Facts) -> Evidence | None:
+    server = facts.server
+    if server is None or not server.reload:
+        return None
+    fix = "Remove --reload (or reload=True) where the service runs for users."
+    return Evidence((f"{server.kind} watches its source files",), fix, remedy=Remedy(drop=("--reload",)))
 
 
-def _freezes(facts: Facts) -> bool:
-    return any(source is not None and source.freezes is not None for source in (facts.app, facts.config))
+def _may_use_ours(facts: Facts) -> bool:
+    """Whether our configuration can take the place of the service's: it has none, and it has a guard to share."""
+    guarded = any(process.inside and process.inside.guards for process in facts.processes)
+    return guarded and facts.server is not None and not facts.server.config
 
 
-def _files(facts: Facts) -> str:
-    sources = [source for source in (facts.config, facts.app) if source]
-    return " nor in ".join(source.files[0] for source in sources if source.files)
+def _heavy(facts: Facts, role: Role) -> list[ServiceProcess]:
+    return [process for process in facts.running(role) if process.private > _HOLDS_A_MODEL]
 
 
 def _own_share(process: ServiceProcess) -> str:
     return (
-        f"process {process.pid} has {format_bytes(process.private)} for itself, "
-        f"and shares {format_bytes(process.shared)} with others"
+        f"process {process.pid} has written {format_bytes(process.private)} for itself, "
+        f"and shares {format_bytes(process.shared)} of written memory with others"
     )
 
 
@@ -125,7 +147,7 @@ CHECKS = (
     Check(
         "MG402",
         "Each forked worker holds its own model",
-        "Workers that load the app after the fork do not share it: N workers take N times the memory.",
+        "Workers that load the model after the fork do not share it: N workers take N times the memory.",
         _copies,
     ),
     Check(
@@ -147,5 +169,25 @@ CHECKS = (
         "CUDA is used before the fork",
         "CUDA does not support fork: every use in the workers fails or hangs.",
         _cuda,
+    ),
+    Check(
+        "MG406",
+        "An ASGI application is served by a WSGI worker",
+        "These worker classes call the application with two arguments, an ASGI application takes three: every request "
+        "fails with status 500.",
+        _asgi_on_sync,
+    ),
+    Check(
+        "MG407",
+        "All workers are replaced at the same time",
+        "Requests are spread evenly, so without a jitter all workers reach max_requests together and load together.",
+        _in_step,
+    ),
+    Check(
+        "MG408",
+        "The server restarts when a source file changes",
+        "It watches all source files, keeps one more process for that, and a deployment that copies files over the old "
+        "ones restarts the service amid the copy. uvicorn runs a single worker then.",
+        _restarts_on_changes,
     ),
 )

@@ -1,11 +1,10 @@
 """The facts about a service that the checks examine, as plain frozen data.
 
-Facts come from this machine, a running process, a gunicorn configuration or a command. What could not be read is left
-out and listed in ``unknown``. Facts never contain secrets: only the environment variables that modelguard knows are
-kept, and command lines are redacted.
+Facts come from this machine, or from processes that run: from outside, and from inside where a probe answers. Nothing
+is guessed from a command line or a source. What could not be seen is left out and listed in ``unknown``. Facts never
+contain secrets: only the environment variables that modelguard knows are kept, and command lines are redacted.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,19 +16,20 @@ from modelguard.environment._limits import Limit
 __all__ = [
     "CAPS",
     "Facts",
+    "Guarded",
+    "Inside",
     "Interpreter",
     "Machine",
     "Moment",
     "Role",
     "Server",
     "ServiceProcess",
-    "Source",
     "Variable",
 ]
 
-#: When a variable is set: before the program starts; by the server before it imports the app; by the app before or
-#: after it imports the library that reads the variable; or inside a function, at an unknown time.
-Moment = Literal["exec", "server", "app", "after import", "later"]
+#: When a variable is set: before the program starts; by the program before or after it has loaded a library that reads
+#: thread variables.
+Moment = Literal["exec", "app", "after import"]
 
 Role = Literal["main", "forked", "spawned", "other"]
 
@@ -44,13 +44,13 @@ class Variable:
 
     Attributes:
         name: Its name.
-        value: Its value; None if the source computes it.
+        value: Its value.
         moment: When it is set.
-        where: The place that sets it, as text for users: ``"raw_env in gunicorn.conf.py"``.
+        where: The place that sets it, as text for users: ``"/srv/app.py line 3"``.
     """
 
     name: str
-    value: str | None
+    value: str
     moment: Moment
     where: str
 
@@ -61,17 +61,13 @@ class Machine:
 
     Attributes:
         cpus: How many CPUs it may keep busy; None if unknown.
-        affinity: How many CPUs it may run on, the number that thread pools use; None if unknown.
         limit: Its memory limit; None if a limit could not be seen (not Linux, or no ``/proc``).
         swapped: Bytes in swap on the whole machine; None if unknown.
-        cuda: Whether the machine has an NVIDIA device.
     """
 
     cpus: Cpus | None = None
-    affinity: int | None = None
     limit: Limit | None = None
     swapped: int | None = None
-    cuda: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +92,50 @@ class Interpreter:
 
 
 @dataclass(frozen=True, slots=True)
+class Guarded:
+    """A guard in a process.
+
+    Attributes:
+        name: Its name.
+        policy: The policy that replaces its model, as text; None if it has none.
+    """
+
+    name: str
+    policy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What a process says of itself.
+
+    Attributes:
+        version: Its Python, such as ``(3, 14, 2)``.
+        free_threaded: Whether that is a build without the GIL.
+        huge_pages: Whether it was built so that Python's small objects are kept in huge pages.
+        malloc: The file that serves ``malloc``; None if unknown.
+        frozen: The number of objects that its garbage collector ignores, because of ``gc.freeze``.
+        tracked: The number of objects that its garbage collector examines.
+        pools: The number of threads of each thread pool, by library.
+        cuda: Whether torch has initialised CUDA.
+        guards: Its guards.
+        variables: The variables that it has set since it started.
+        asgi: Whether the app that gunicorn serves is an ASGI application; None if unknown.
+    """
+
+    version: tuple[int, int, int] = (0, 0, 0)
+    free_threaded: bool = False
+    huge_pages: bool = False
+    malloc: str | None = None
+    frozen: int = 0
+    tracked: int = 0
+    pools: tuple[tuple[str, int], ...] = ()
+    cuda: bool = False
+    guards: tuple[Guarded, ...] = ()
+    variables: tuple[Variable, ...] = ()
+    asgi: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceProcess:
     """A running process of the service.
 
@@ -109,7 +149,9 @@ class ServiceProcess:
         threads: Its number of threads.
         torch: Whether torch's libraries are mapped.
         cuda: Whether it holds an NVIDIA device.
-        compiled: Bytes of machine code that libraries have compiled at run time, as oneDNN does for each shape.
+        compiled: Written bytes of machine code that libraries have compiled at run time, as oneDNN does for each shape.
+        grown: Bytes by which ``private`` grew during the requests; None if there were none.
+        inside: What it says of itself; None if it was not asked or did not answer.
     """
 
     pid: int
@@ -121,70 +163,44 @@ class ServiceProcess:
     torch: bool = False
     cuda: bool = False
     compiled: int = 0
+    grown: int | None = None
+    inside: Inside | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The server that runs the app.
+    """The server that runs the app, with its settings as it has loaded them.
 
     Attributes:
-        kind: ``"gunicorn"``, ``"uvicorn"``, ...
-        workers: The number of worker processes; None if unknown.
-        workers_by: The setting with this number.
+        kind: ``"gunicorn"``, ``"uvicorn"`` or ``"hypercorn"``.
+        workers: The number of worker processes that run; 1 if the server itself serves.
         forks: Whether workers are forks of the server's own process, and not newly started programs.
         preload: Whether the app is loaded before the workers are forked; None if unknown.
-        preload_by: The setting that determines this.
+        config: The configuration file or module; empty if there is none.
+        worker_class: gunicorn's worker class, such as ``"sync"``; empty if unknown.
+        asgi_worker: gunicorn's own worker class for ASGI applications; empty if this version has none.
+        threads: Threads of one worker that answer requests.
         max_requests: After how many requests a worker is replaced, 0 for never; None if unknown.
-        max_requests_by: The setting with this number.
+        jitter: The most requests by which that number differs between workers.
+        reload: Whether the server restarts workers when a source file changes.
     """
 
     kind: str
-    workers: int | None = 1
-    workers_by: str = "its default"
+    workers: int = 1
     forks: bool = False
-    preload: bool | None = False
-    preload_by: str = "its default"
-    max_requests: int | None = 0
-    max_requests_by: str = "its default"
+    preload: bool | None = None
+    config: str = ""
+    worker_class: str = ""
+    asgi_worker: str = ""
+    threads: int = 1
+    max_requests: int | None = None
+    jitter: int = 0
+    reload: bool = False
 
     @property
     def preforks(self) -> bool:
         """Whether workers inherit the loaded app."""
         return self.forks and bool(self.preload)
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The facts from the source of an app or a configuration. The source was read, but not executed.
-
-    Attributes:
-        files: The files that were read, the app's own file first.
-        imports: Each package that is imported anywhere in them, and where: ``{"torch": "app.py line 3"}``.
-        variables: The variables that it sets.
-        freezes: Where ``gc.freeze`` is called, by the app or by modelguard.
-        reloads: Where a guard is made that reloads in the process.
-        cuda: Where a CUDA device is named.
-        applies: Where a preset is applied with a computed name.
-        threads: The number of threads that is passed to ``torch.set_num_threads``.
-        threads_by: Where this is called.
-        unknown: What could not be determined from it.
-    """
-
-    files: tuple[str, ...] = ()
-    imports: tuple[tuple[str, str], ...] = ()
-    variables: tuple[Variable, ...] = ()
-    freezes: str | None = None
-    reloads: str | None = None
-    cuda: str | None = None
-    applies: str | None = None
-    threads: int | None = None
-    threads_by: str = ""
-    unknown: tuple[str, ...] = ()
-
-    def imported(self, packages: Iterable[str]) -> str | None:
-        """Describe the first of these packages that is imported, and where."""
-        where = dict(self.imports)
-        return next((f"{where[name]} imports {name}" for name in packages if name in where), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +213,11 @@ class Facts:
         variables: The variables that modelguard knows, in the order in which they are set.
         interpreter: Its Python; None if unknown.
         problems: The problems of its allocator.
-        server: Its server; None if there is none, or if modelguard does not know it.
-        processes: The main process and all its descendants; empty if nothing is running yet.
-        app: The facts from the app's source; None if it was not found.
-        config: The facts from the server's configuration; None if there is none.
+        server: Its server; None if there is none, or if it could not be seen.
+        processes: The main process and all its descendants; empty if no service was named.
+        stale_metrics: Names of files in ``PROMETHEUS_MULTIPROC_DIR`` whose process does not exist.
         unknown: What could not be determined, in sentences.
+        words: The command that starts the service, with secrets hidden; empty if unknown.
     """
 
     subject: str
@@ -211,9 +227,9 @@ class Facts:
     problems: tuple[Problem, ...] = ()
     server: Server | None = None
     processes: tuple[ServiceProcess, ...] = ()
-    app: Source | None = None
-    config: Source | None = None
+    stale_metrics: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
 
     def named(self, *names: str) -> tuple[Variable, ...]:
         """The variables of these names, in the order in which they are set."""
@@ -227,6 +243,8 @@ class Facts:
         """The processes with this role."""
         return tuple(process for process in self.processes if process.role == role)
 
-    def imported(self, packages: Iterable[str]) -> str | None:
-        """Describe the first of these packages that the app imports, and where."""
-        return self.app.imported(packages) if self.app else None
+    @property
+    def serving(self) -> tuple[ServiceProcess, ...]:
+        """The processes that answer requests: the workers, or the main process if there are none."""
+        workers = (*self.running("forked"), *self.running("spawned"))
+        return workers or self.running("main")

@@ -1,21 +1,27 @@
-"""Facts about a command that is not run: what its words, its files and this machine say."""
+"""Facts about a command: it is started, examined from outside and from inside while it serves, and stopped."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from modelguard.diagnosis import _redact
-from modelguard.diagnosis._commands import interpreter, resolve
-from modelguard.diagnosis._deployment import deployment_of, known_variables
-from modelguard.diagnosis._facts import Facts
-from modelguard.diagnosis._facts_machine import machine
-from modelguard.environment._allocator_kinds import Problem
-from modelguard.environment._allocator_problems import preload_entries
-from modelguard.errors import InvalidOption
+from modelguard.diagnosis import _redact, _requests
+from modelguard.diagnosis._facts import Facts, ServiceProcess
+from modelguard.diagnosis._facts_process import Answers, facts_of_tree
+from modelguard.diagnosis._requests import Driven
+from modelguard.diagnosis._session import Session, started
+from modelguard.environment import _proc
+from modelguard.errors import InvalidOption, NotSupported
 
-__all__ = ["facts_of_command", "missing_preloads"]
+__all__ = ["PATIENCE", "REQUESTS", "facts_of_command"]
+
+#: Seconds to wait until a service serves: longer than most models take to load.
+PATIENCE = 120.0
+
+#: How many requests to send, unless told otherwise.
+REQUESTS = 100
 
 
 def facts_of_command(
@@ -23,44 +29,74 @@ def facts_of_command(
     environ: Mapping[str, str] = os.environ,
     *,
     cwd: Path | None = None,
-    root: Path = Path("/"),
+    request: str | None = None,
+    count: int = REQUESTS,
+    patience: float = PATIENCE,
 ) -> Facts:
-    """Examine a command without running it.
+    """Start a command, examine it once it serves, and stop it with everything that it has started.
 
     Args:
         words: The command and its arguments.
-        environ: The variables that it would get.
-        cwd: The folder that it would run in. Default: the current one.
-        root: The folder that holds ``proc``, ``sys`` and ``dev``.
+        environ: The variables that it gets. ``PYTHONPATH`` and ``MODELGUARD_PROBE`` are added.
+        cwd: The folder that it runs in. Default: the current one.
+        request: An address, or a path on the port that it serves, to request by GET meanwhile.
+        count: How many requests to send.
+        patience: Seconds to wait until it serves. If it does not, it is examined as it is.
 
     Raises:
         CannotRun: The command was not found, or cannot be executed.
-        InvalidOption: The command is empty, or a ``modelguard run`` in it rejects its options.
+        InvalidOption: The command is empty, or has ended; or the address is not one.
+        NotSupported: There is no ``/proc``.
     """
     if not words:
         raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
-    launch = resolve(words, environ)
-    described = deployment_of(launch, cwd or Path.cwd())
-    started_with = known_variables(launch.environ, "the command's environment")
-    python = interpreter(launch.program)
-    unknown = described.unknown if python else (*described.unknown, "the Python that runs it was not recognised")
-    return Facts(
-        f"the command: {_redact.redact_command(words, environ)}",
-        machine(root),
-        (*started_with, *described.variables),
-        python,
-        tuple(missing_preloads(launch.environ, root)),
-        described.server,
-        (),
-        described.app,
-        described.config,
-        unknown,
-    )
+    if request is not None:
+        _requests.check_url(request)
+    if not _proc.is_mounted():
+        raise NotSupported("modelguard doctor -- COMMAND", reason="there is no /proc")
+    with started(words, environ, cwd or Path.cwd()) as session:
+        took = session.wait(patience)
+        before = session.private()
+        driven = _requests.drive(request, count, session.listening()) if request is not None else None
+        session.require_running()
+        answers = session.answers()
+        facts = _examine(session, answers, f"the command: {_redact.redact_command(words, environ)}")
+    if driven is not None:
+        facts = replace(facts, processes=tuple(_with_growth(process, before) for process in facts.processes))
+    unknown = (*_unknown(took, patience, driven, answers, facts), *facts.unknown)
+    shown = tuple(_redact.redacted_words(words, environ))
+    return replace(facts, unknown=unknown, words=shown)
 
 
-def missing_preloads(environ: Mapping[str, str], root: Path) -> Iterator[Problem]:
-    """Find entries of ``LD_PRELOAD`` whose file does not exist. The dynamic linker searches names without a folder."""
-    for entry in preload_entries(environ):
-        if entry.startswith("/") and "$" not in entry and not (root / entry.lstrip("/")).exists():
-            fix = "Correct the path, or use 'modelguard run --allocator auto', which finds it."
-            yield Problem("missing", f"LD_PRELOAD names {entry}, but that file does not exist", fix)
+def _with_growth(process: ServiceProcess, before: Mapping[int, int]) -> ServiceProcess:
+    return replace(process, grown=process.private - before[process.pid]) if process.pid in before else process
+
+
+def _examine(session: Session, answers: Answers, subject: str) -> Facts:
+    """The service begins at the uppermost process that has the probe: a shell above it is not looked at."""
+    pids = session.pids()
+    top = next((pid for pid in pids if pid in answers), pids[0] if pids else session.process.pid)
+    try:
+        return facts_of_tree(top, subject, answers)
+    except ProcessLookupError:
+        session.require_running()
+        raise
+
+
+def _unknown(
+    took: float | None, patience: float, driven: Driven | None, answers: Answers, facts: Facts
+) -> Iterator[str]:
+    if took is None:
+        yield (
+            f"it did not serve within {patience:g} seconds (it listens on no port, or still computes), so it was "
+            "examined as it was then"
+        )
+    if driven is not None and driven.failed:
+        yield f"{driven.failed} of {driven.failed + driven.answered} requests failed, the last with {driven.last}"
+    silent = [process.pid for process in facts.processes if process.role != "other" and process.pid not in answers]
+    if silent:
+        pids = ", ".join(map(str, silent))
+        yield f"no answer from inside of {pids}: not a Python that reads PYTHONPATH, or it was busy for 10 seconds"
+    for pid, answer in answers.items():
+        for failed in answer.get("failed", ()):
+            yield f"process {pid} could not say all of itself ({failed})"

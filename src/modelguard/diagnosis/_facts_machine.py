@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from modelguard.diagnosis._deployment import known_variables
 from modelguard.diagnosis._facts import Facts, Interpreter, Machine
+from modelguard.diagnosis._variables import known_variables
 from modelguard.environment import _allocator, _cpus, _limits, _proc
 from modelguard.environment._allocator_kinds import Problem
 from modelguard.errors import NotSupported
@@ -47,13 +47,11 @@ def machine(root: Path, pid: int | None = None) -> Machine:
         ProcessLookupError: There is no such process.
     """
     if not _proc.is_mounted(root):
-        return Machine(cpus=_cpus.available_cpus(root=root), affinity=os.cpu_count())
+        return Machine(cpus=_cpus.available_cpus(root=root))
     return Machine(
         cpus=_cpus.available_cpus(pid, root=root),
-        affinity=_cpus.affinity(pid, root=root),
         limit=_limits.memory_limit(pid, root=root),
         swapped=_swapped(root),
-        cuda=any((root / "dev").glob("nvidia[0-9]*")),
     )
 
 

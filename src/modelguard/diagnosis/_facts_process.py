@@ -1,4 +1,4 @@
-"""Facts about a running service, read from ``/proc``. Nothing runs in the process, and nothing in it is changed."""
+"""Facts about a running service, read from ``/proc``, and from its processes' own answers where there are any."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from modelguard.diagnosis import _redact
-from modelguard.diagnosis._commands import resolve
-from modelguard.diagnosis._deployment import Deployment, deployment_of, known_variables
-from modelguard.diagnosis._facts import Facts, Interpreter, Role, Server, ServiceProcess
+from modelguard.diagnosis import _answers, _redact
+from modelguard.diagnosis._facts import Facts, Interpreter, Role, Server, ServiceProcess, Variable
 from modelguard.diagnosis._facts_machine import machine
 from modelguard.diagnosis._patch_level import patch_level
+from modelguard.diagnosis._variables import known_variables
 from modelguard.environment import _memory, _proc, _remote
 from modelguard.environment._proc import MemoryMapping
 from modelguard.errors import InvalidOption, NotSupported
 
-__all__ = ["facts_of_process"]
+__all__ = ["facts_of_process", "facts_of_tree"]
 
 _ARGUMENT = "--pid"
 _FIX = "Give the id of a running process of yours, as pgrep prints it."
@@ -26,6 +27,13 @@ _FIX = "Give the id of a running process of yours, as pgrep prints it."
 #: Compiled parts of the standard library have the interpreter's version in their names: ``.cpython-313t-``.
 _VERSION = re.compile(r"\.(cpython|pypy)-?(\d)(\d+)(t?)[-.]|libpython(\d)\.(\d+)(t?)\.so")
 _PROGRAM = re.compile(r"/python(\d)\.(\d+)(t?)$")
+_SERVERS = ("granian", "gunicorn", "hypercorn", "uvicorn")
+#: Words of a command line among which the server's name is: ``python -m uvicorn``, ``/usr/bin/python3 bin/gunicorn``.
+_FIRST_WORDS = 3
+
+#: What the processes have said of themselves, by their ids.
+Answers = Mapping[int, Mapping[str, Any]]
+
 _PYTHON_FILE = re.compile(r"^/.*/(?:python\d[\d.]*t?|libpython\d[\d.]*t?\.so[\d.]*)$")
 _TORCH = re.compile(r"/libtorch_cpu\.(?:so|dylib)")
 
@@ -53,23 +61,51 @@ def facts_of_process(pid: str | int, *, root: Path = _proc.ROOT) -> Facts:
 
 def _facts(pid: int, root: Path) -> Facts:
     if not _proc.is_mounted(root):
-        raise NotSupported("modelguard doctor --pid", reason="there is no /proc; examine the command: -- COMMAND")
-    seen = _remote.observe(pid, root=root)
+        raise NotSupported("modelguard doctor --pid", reason="there is no /proc to read it from")
     words, environ = _words(pid, root), _proc.if_readable(_proc.environment, pid, root) or {}
-    deployment = _deployment(pid, words, environ, root)
-    processes = tuple(_tree(pid, root))
+    facts = facts_of_tree(pid, f"process {pid}: {_redact.redact_command(words, environ)}", root=root)
+    outside = "what it has set for itself since it started, and its server's settings, cannot be seen from outside"
+    return replace(facts, unknown=(outside, *facts.unknown, *_above(pid, root)))
+
+
+def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}), *, root: Path = _proc.ROOT) -> Facts:
+    """Look at a process and everything that it has started.
+
+    Args:
+        pid: The id of the process.
+        subject: What is examined, as text for users.
+        answers: What the processes have said of themselves.
+        root: The folder that holds ``proc``, ``sys`` and ``dev``.
+
+    Raises:
+        ProcessLookupError: There is no such process.
+        PermissionError: It belongs to another user.
+    """
+    seen = _remote.observe(pid, root=root)
+    environ = _proc.if_readable(_proc.environment, pid, root) or {}
+    processes = tuple(_tree(pid, root, answers))
+    unknown = () if environ else (f"process {pid} has overwritten the environment that it was started with",)
     return Facts(
-        f"process {pid}: {_redact.redact_command(words, environ)}",
+        subject,
         machine(root, pid),
-        (*known_variables(environ, f"the environment that process {pid} was started with"), *deployment.variables),
+        (*known_variables(environ, f"the environment that process {pid} was started with"), *_set_later(processes)),
         _with_patch(_interpreter(_proc.maps(pid, root)), pid, root),
         seen.problems,
-        _with_running_workers(deployment.server, words, processes),
+        _server(_words(pid, root), processes, answers),
         processes,
-        deployment.app,
-        deployment.config,
-        (*deployment.unknown, *_unreadable(pid, environ), *_above(pid, root)),
+        tuple(_stale_metrics(environ, root)),
+        unknown=unknown,
     )
+
+
+def _stale_metrics(environ: Mapping[str, str], root: Path) -> Iterator[str]:
+    """Files that prometheus_client has written for processes that do not exist."""
+    folder = environ.get("PROMETHEUS_MULTIPROC_DIR")
+    names = sorted(file.name for file in Path(folder).glob("*.db")) if folder else []
+    for name in names:
+        owner = re.fullmatch(r".+_(\d+)\.db", name)
+        if owner and not _proc.folder(int(owner[1]), root).exists():
+            yield name
 
 
 def _number(pid: str | int) -> int:
@@ -79,36 +115,41 @@ def _number(pid: str | int) -> int:
     return int(text)
 
 
-def _deployment(pid: int, words: Sequence[str], environ: Mapping[str, str], root: Path) -> Deployment:
-    """What the command line says, where the program has not written a title over it."""
-    if not words or re.match(r"gunicorn: ", words[0]):
-        return Deployment(unknown=("the process has overwritten its command line, so its options are not known",))
-    cwd = _proc.if_readable(_proc.working_directory, pid, root)
-    if cwd is None:
-        return Deployment(unknown=("the folder that it runs in is hidden, so its source was not read",))
-    return deployment_of(resolve(words, environ, look_up=False), cwd)
+def _set_later(processes: Iterable[ServiceProcess]) -> Iterator[Variable]:
+    """The variables that the processes that answer requests have set for themselves. Forks remember their parent's."""
+    processes = tuple(processes)
+    workers = [process for process in processes if process.role in ("forked", "spawned")]
+    seen: dict[Variable, None] = {}
+    for process in workers or processes:
+        seen.update(dict.fromkeys(process.inside.variables if process.inside else ()))
+    yield from seen
 
 
-def _with_running_workers(
-    server: Server | None, words: Sequence[str], processes: tuple[ServiceProcess, ...]
-) -> Server | None:
-    """The server with the workers that really run, which count more than what was asked for."""
-    if server is None and words and words[0].startswith("gunicorn: master"):
-        server = Server("gunicorn", workers=None, forks=True, preload=None, max_requests=None)
-    running = [process for process in processes if process.role == ("forked" if server and server.forks else "spawned")]
-    if server is None or not running:
+def _server(words: Sequence[str], processes: tuple[ServiceProcess, ...], answers: Answers) -> Server | None:
+    """The server as it says itself, with the workers that really run; from outside only its kind is known."""
+    said = (_answers.server(answers[process.pid]) for process in processes if process.pid in answers)
+    server = next((each for each in said if each is not None), None) or _from_outside(words)
+    workers = [process for process in processes if process.role in ("forked", "spawned")]
+    if server is None or not workers:
         return server
-    return replace(server, workers=len(running), workers_by="the running processes")
+    return replace(server, workers=len(workers), forks=any(worker.role == "forked" for worker in workers))
 
 
-def _tree(pid: int, root: Path) -> Iterator[ServiceProcess]:
+def _from_outside(words: Sequence[str]) -> Server | None:
+    first = [Path(word).name for word in words[:_FIRST_WORDS]]
+    if words and words[0].startswith("gunicorn: master"):
+        first = ["gunicorn"]
+    return next((Server(name, forks=name == "gunicorn") for name in first if name in _SERVERS), None)
+
+
+def _tree(pid: int, root: Path, answers: Answers) -> Iterator[ServiceProcess]:
     """The process and everything that it has started. What ends meanwhile is left out."""
     main = _words(pid, root)
-    yield _process(pid, "main", root)
+    yield _process(pid, "main", root, answers)
     for process in _proc.descendants(pid, _proc.processes(root)):
         if process.pid != pid:
             with suppress(OSError):
-                yield _process(process.pid, _role(_words(process.pid, root), main), root)
+                yield _process(process.pid, _role(_words(process.pid, root), main), root, answers)
 
 
 def _role(words: Sequence[str], main: Sequence[str]) -> Role:
@@ -122,9 +163,9 @@ def _is_gunicorn_worker(words: Sequence[str]) -> bool:
     return bool(words) and words[0].startswith("gunicorn: worker")
 
 
-def _process(pid: int, role: Role, root: Path) -> ServiceProcess:
+def _process(pid: int, role: Role, root: Path, answers: Answers) -> ServiceProcess:
     usage = _memory.usage(pid, root=root)
-    mappings = _proc.if_readable(_proc.maps, pid, root) or []
+    mappings = _proc.if_readable(_proc.smaps, pid, root) or _proc.if_readable(_proc.maps, pid, root) or []
     status = _proc.if_readable(_proc.status, pid, root) or {}
     swap = int(status.get("VmSwap", "0 kB").split()[0]) * 1024
     return ServiceProcess(
@@ -136,8 +177,14 @@ def _process(pid: int, role: Role, root: Path) -> ServiceProcess:
         threads=int(status.get("Threads", "1")),
         torch=any(_TORCH.search(mapping.name) for mapping in mappings),
         cuda=any(mapping.name.startswith("/dev/nvidia") for mapping in mappings),
-        compiled=sum(mapping.end - mapping.start for mapping in mappings if _is_compiled_at_run_time(mapping)),
+        compiled=sum(_written(mapping) for mapping in mappings if _is_compiled_at_run_time(mapping)),
+        inside=_answers.inside(answers[pid]) if pid in answers else None,
     )
+
+
+def _written(mapping: MemoryMapping) -> int:
+    """Bytes that were written to: address space that was only reserved takes no memory."""
+    return mapping.sizes.get("Private_Dirty", 0) + mapping.sizes.get("Shared_Dirty", 0)
 
 
 def _is_compiled_at_run_time(mapping: MemoryMapping) -> bool:
@@ -175,12 +222,6 @@ def _above(pid: int, root: Path) -> Iterator[str]:
     parent = known.parent if known else 0
     if parent and words and (words == _words(parent, root) or _is_gunicorn_worker(words)):
         yield f"it is a worker of process {parent}; --pid {parent} examines the whole service"
-
-
-def _unreadable(pid: int, environ: Mapping[str, str]) -> Iterator[str]:
-    yield "variables that the program has set for itself since it started cannot be seen from outside"
-    if not environ:
-        yield f"process {pid} has overwritten the environment that it was started with"
 
 
 def _words(pid: int, root: Path) -> tuple[str, ...]:

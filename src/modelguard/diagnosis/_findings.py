@@ -6,10 +6,31 @@ from typing import Literal
 
 from modelguard.diagnosis._facts import Facts
 
-__all__ = ["Check", "Evidence", "Finding", "Level"]
+__all__ = ["Check", "Evidence", "Finding", "Level", "Remedy"]
 
 #: A fault does harm, or is a setting without effect. A note may be intended, and does not make the doctor fail.
 Level = Literal["fault", "note"]
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A fix as changes to the command that starts the service.
+
+    Attributes:
+        environ: Variables to set, as ``NAME=VALUE``.
+        unset: Variables to remove.
+        run: Options of ``modelguard run``.
+        options: Options to add to the server's own.
+        drop: Words to remove from the command.
+        before: Shell commands to run before it.
+    """
+
+    environ: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ()
+    run: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +41,13 @@ class Evidence:
         seen: The evidence, each item a sentence or clause.
         fix: Exactly what to do.
         level: How serious it is.
+        remedy: The fix as changes to the command; None if the command cannot change it.
     """
 
     seen: tuple[str, ...]
     fix: str
     level: Level = "fault"
+    remedy: Remedy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +62,7 @@ class Finding:
         why: Why it matters.
         fix: Exactly what to do.
         page: The command that prints more about it.
+        remedy: The fix as changes to the command; None if the command cannot change it.
     """
 
     number: str
@@ -48,6 +72,7 @@ class Finding:
     why: str
     fix: str
     page: str
+    remedy: Remedy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +97,6 @@ class Check:
         if evidence is None:
             return None
         page = f"modelguard docs doctor#{self.number.lower()}"
-        return Finding(self.number, self.title, evidence.level, evidence.seen, self.why, evidence.fix, page)
+        return Finding(
+            self.number, self.title, evidence.level, evidence.seen, self.why, evidence.fix, page, evidence.remedy
+        )

@@ -1,13 +1,17 @@
 """Run all checks, and write the report."""
 
+from __future__ import annotations
+
 import json
 import textwrap
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 
 from modelguard.diagnosis._checks import CHECKS
 from modelguard.diagnosis._facts import Facts
 from modelguard.diagnosis._findings import Check, Finding
+from modelguard.diagnosis._remedies import one_line
+from modelguard.errors import InvalidOption
 
 __all__ = ["DoctorReport", "as_json", "as_text", "examine"]
 
@@ -24,12 +28,14 @@ class DoctorReport:
         findings: Faults first, then notes, each by number.
         unknown: What could not be determined, in sentences.
         checks: The number of checks that were run.
+        fix: The command with all fixes that a command can contain, in one line to paste; empty if there is none.
     """
 
     subject: str
     findings: tuple[Finding, ...]
     unknown: tuple[str, ...]
     checks: int
+    fix: str = ""
 
     @property
     def ok(self) -> bool:
@@ -41,18 +47,39 @@ class DoctorReport:
         """The findings that are faults."""
         return tuple(finding for finding in self.findings if finding.level == "fault")
 
+    def without(self, numbers: Collection[str]) -> DoctorReport:
+        """The report without the findings of these numbers. The line with all fixes stays as it is."""
+        findings = tuple(finding for finding in self.findings if finding.number not in numbers)
+        return replace(self, findings=findings, fix=self.fix if findings else "")
 
-def examine(facts: Facts, checks: Iterable[Check] = CHECKS) -> DoctorReport:
+
+def examine(facts: Facts, checks: Iterable[Check] = CHECKS, *, ignore: Iterable[str] = ()) -> DoctorReport:
     """Run all checks.
 
     Args:
         facts: The facts about the service.
         checks: The checks. Default: all.
+        ignore: The numbers of checks that are not run.
+
+    Raises:
+        InvalidOption: There is no check of that number.
     """
-    run = tuple(checks)
+    ignored = {number.upper() for number in ignore}
+    known = tuple(checks)
+    for number in ignored - {check.number for check in known}:
+        fix = f"The numbers are {known[0].number} to {known[-1].number}, as in the findings." if known else ""
+        raise InvalidOption("--ignore", number, why="must be the number of a check", fix=fix)
+    run = tuple(check for check in known if check.number not in ignored)
     findings = [finding for check in run if (finding := check(facts)) is not None]
     findings.sort(key=lambda finding: (finding.level != "fault", finding.number))
-    return DoctorReport(_printable(facts.subject), tuple(findings), tuple(map(_printable, facts.unknown)), len(run))
+    server = facts.server.kind if facts.server else None
+    return DoctorReport(
+        _printable(facts.subject),
+        tuple(findings),
+        tuple(map(_printable, facts.unknown)),
+        len(run),
+        _printable(one_line(findings, facts.words, server)),
+    )
 
 
 def as_json(report: DoctorReport) -> str:
@@ -62,6 +89,7 @@ def as_json(report: DoctorReport) -> str:
         "ok": report.ok,
         "findings": [asdict(finding) for finding in report.findings],
         "unknown": report.unknown,
+        "fix": report.fix,
     }
     return json.dumps(content, indent=2)
 
@@ -75,10 +103,10 @@ def as_text(report: DoctorReport, width: int | None = None) -> Iterator[tuple[st
 
     Yields:
         Lines, each with a style: ``"subject"``, ``"fault"``, ``"note"``, ``"detail"``,
-        ``"unknown"`` or ``"verdict"``.
+        ``"unknown"``, ``"fix"`` or ``"verdict"``.
     """
     for style, line in _lines(report):
-        if width is None or len(line) <= width:
+        if width is None or len(line) <= width or style == "fix":  # a line to paste stays one line
             yield style, line
             continue
         indent = " " * _INDENT if style == "detail" else "  "
@@ -100,6 +128,9 @@ def _lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
         yield "unknown", "Not known:"
         for sentence in report.unknown:
             yield "unknown", f"  {sentence}"
+    if report.fix:
+        yield "detail", ""
+        yield "fix", f"All fixes that the command can contain: {report.fix}"
     yield "detail", ""
     yield "verdict", _verdict(report)
 

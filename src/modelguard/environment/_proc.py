@@ -15,10 +15,12 @@ from typing import NamedTuple, TypeVar
 
 __all__ = [
     "ROOT",
+    "Activity",
     "MemoryLayout",
     "MemoryMapping",
     "Mount",
     "ProcessStat",
+    "activity",
     "age",
     "cgroups",
     "command_line",
@@ -29,6 +31,7 @@ __all__ = [
     "if_readable",
     "is_fork",
     "is_mounted",
+    "listening",
     "mapped_files",
     "maps",
     "meminfo",
@@ -53,6 +56,8 @@ _DELETED = " (deleted)"
 
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD in the kernel's sched.h
 _EXITED = frozenset("ZXx")
+_LISTENING = "0A"  # TCP_LISTEN in the kernel's tcp_states.h
+_ACCEPTING = 0x10000  # __SO_ACCEPTCON in the kernel's net.h
 
 # "7f12-7f34 r-xp 00001000 08:02 173521   /usr/lib/libc.so.6". Compiled on first use: importing stays cheap.
 _MAPPING = r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)"
@@ -151,6 +156,18 @@ class Mount(NamedTuple):
     options: tuple[str, ...]
 
 
+class Activity(NamedTuple):
+    """What a process does at one moment.
+
+    Attributes:
+        busy: Whether its main thread runs, or waits for a CPU or a disk.
+        seconds: CPU time of all its threads since it started.
+    """
+
+    busy: bool
+    seconds: float
+
+
 def if_readable(read: Callable[..., T], *arguments: object) -> T | None:
     """Call one of the readers below; None if the file cannot be read."""
     try:
@@ -187,6 +204,30 @@ def stat(pid: int, root: Path = ROOT) -> ProcessStat | None:
         alive=words[0] not in _EXITED,
         kernel=bool(number[9] & _KERNEL_THREAD),
     )
+
+
+def activity(pid: int, root: Path = ROOT) -> Activity:
+    """Read whether a process computes."""
+    words = _text(pid, "stat", root).rpartition(")")[2].split()
+    ticks = int(words[14 - 3]) + int(words[15 - 3])  # utime and stime, as proc_pid_stat(5) counts them
+    return Activity(words[0] in "RD", ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def listening(pid: int, root: Path = ROOT) -> set[int | str]:
+    """The TCP ports and the paths of Unix sockets on which a process accepts connections."""
+    opened = [str(if_readable(Path.readlink, file) or "") for file in (folder(pid, root) / "fd").iterdir()]
+    sockets = {name[8:-1] for name in opened if name.startswith("socket:[")}
+    found: set[int | str] = set()
+    for table in ("tcp", "tcp6"):
+        for line in (if_readable(_text, pid, f"net/{table}", root) or "").splitlines()[1:]:
+            words = line.split()
+            if words[3] == _LISTENING and words[9] in sockets:
+                found.add(int(words[1].rpartition(":")[2], 16))
+    for line in (if_readable(_text, pid, "net/unix", root) or "").splitlines()[1:]:
+        words = line.split(maxsplit=7)
+        if int(words[3], 16) & _ACCEPTING and words[6] in sockets and len(words) > 7:  # noqa: PLR2004 - it has a path
+            found.add(words[7])
+    return found
 
 
 def processes(root: Path = ROOT) -> dict[int, ProcessStat]:

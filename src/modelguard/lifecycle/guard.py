@@ -65,6 +65,11 @@ class ModelGuard(Generic[M]):
         """Whether :func:`modelguard.prefork.prepare` shares this guard's model when no guard is named there."""
         return self.engine.guard.options.prefork
 
+    @property
+    def reload_on(self) -> Policy | None:
+        """The policy that replaces the model; None if only a call of :meth:`reload` does."""
+        return self.engine.guard.options.reload_on
+
     def __reduce__(self) -> Any:
         raise TypeError(f"guard {self.name!r} cannot be pickled: import the module that makes it, in each process")
 

@@ -11,7 +11,17 @@ import pytest
 
 from modelguard.allocator import Problem
 from modelguard.diagnosis import CHECKS, examine
-from modelguard.diagnosis._facts import Facts, Interpreter, Machine, Moment, Server, ServiceProcess, Source, Variable
+from modelguard.diagnosis._facts import (
+    Facts,
+    Guarded,
+    Inside,
+    Interpreter,
+    Machine,
+    Moment,
+    Server,
+    ServiceProcess,
+    Variable,
+)
 from modelguard.environment import _knobs
 from modelguard.environment._cpus import Cpus
 from modelguard.environment._limits import Limit
@@ -20,22 +30,24 @@ PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 MB = 10**6
 
 ONEDNN, IDEEP = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
-TORCH = (("torch", "app.py line 3"),)
-ROOMY = Machine(Cpus(64, "/sys/fs/cgroup/cpu.max"), 64, Limit(10**9, "memory.max", 1, None), 0)
-PREFORK = Server("gunicorn", 4, "-w", forks=True, preload=True, preload_by="--preload")
+ROOMY = Machine(Cpus(64, "/sys/fs/cgroup/cpu.max"), Limit(10**9, "memory.max", 1, None), 0)
+PREFORK = Server("gunicorn", 2, forks=True, preload=True, worker_class="sync", max_requests=0)
 COPIES = replace(PREFORK, preload=False)
+TORCH = ServiceProcess(7, torch=True)
+HEAP = Inside((3, 12, 1), tracked=600_000)
+HEAVY = (
+    ServiceProcess(1),
+    ServiceProcess(2, "forked", private=300 * MB),
+    ServiceProcess(3, "forked", private=300 * MB),
+)
 
 
-def variable(name: str, value: str | None = "64", moment: Moment = "exec") -> Variable:
+def variable(name: str, value: str = "64", moment: Moment = "exec") -> Variable:
     return Variable(name, value, moment, "somewhere")
 
 
 def caps(moment: Moment = "exec") -> tuple[Variable, ...]:
     return variable(ONEDNN, moment=moment), variable(IDEEP, moment=moment)
-
-
-def app(**fields: Any) -> Source:
-    return Source(**{"files": ("app.py",), "imports": TORCH, **fields})
 
 
 def facts(**fields: Any) -> Facts:
@@ -46,14 +58,25 @@ def found(facts: Facts) -> dict[str, str]:
     return {finding.number: finding.level for finding in examine(facts).findings}
 
 
+def forks(master: Inside = HEAP, **fields: Any) -> tuple[ServiceProcess, ...]:
+    """A master that has said this of itself, and a worker."""
+    return ServiceProcess(1, inside=master), ServiceProcess(2, "forked", **fields)
+
+
+def pool(threads: int, library: str = "torch") -> Inside:
+    return Inside(pools=((library, threads),))
+
+
 def test_a_service_that_is_right() -> None:
     """Nothing is found where nothing is wrong."""
     right = facts(
         variables=(*caps(), variable("OMP_NUM_THREADS", "8"), variable("LD_PRELOAD", "/lib/libjemalloc.so.2")),
         interpreter=Interpreter((3, 12)),
         server=PREFORK,
-        processes=(ServiceProcess(1, torch=True), ServiceProcess(2, "forked", private=900 * MB, torch=True)),
-        app=app(freezes="app.py line 9"),
+        processes=(
+            ServiceProcess(1, torch=True, inside=replace(HEAP, frozen=600_000, tracked=9)),
+            ServiceProcess(2, "forked", private=900 * MB, torch=True, inside=pool(8)),
+        ),
     )
     assert {} == found(right)
 
@@ -66,81 +89,62 @@ def test_nothing_known() -> None:
 @pytest.mark.parametrize(
     ("number", "level", "fields"),
     [
-        pytest.param("MG101", "fault", {"variables": (variable("LD_PRELOAD", "x.so", "server"),)}, id="raw_env"),
-        pytest.param("MG101", "fault", {"variables": (variable("LD_PRELOAD", None, "later"),)}, id="in a function"),
+        pytest.param("MG101", "fault", {"variables": (variable("LD_PRELOAD", "x.so", "app"),)}, id="set later"),
         pytest.param("MG101", "fault", {"problems": (Problem("placebo", "seen", "fix"),)}, id="seen by the allocator"),
         pytest.param("MG102", "fault", {"problems": (Problem("missing", "seen", "fix"),)}, id="no such file"),
         pytest.param(
             "MG103",
             "fault",
-            {"problems": (Problem("background threads", "seen", "fix"),), "server": PREFORK},
+            {"problems": (Problem("background threads", "seen", "fix"),), "processes": forks(Inside())},
             id="threads that run",
-        ),
-        pytest.param(
-            "MG103",
-            "fault",
-            {
-                "variables": (
-                    variable("LD_PRELOAD", "/lib/libjemalloc.so.2"),
-                    variable("MALLOC_CONF", "background_thread:true"),
-                ),
-                "server": COPIES,
-            },
-            id="threads that will run",
         ),
         pytest.param("MG104", "fault", {"variables": (variable("MALLOC_ARENA_MAX", "2", "app"),)}, id="too late"),
         pytest.param("MG105", "note", {"problems": (Problem("unused setting", "seen", "fix"),)}, id="no jemalloc"),
         pytest.param("MG106", "note", {"problems": (Problem("private copy", "seen", "fix"),)}, id="a wheel's own"),
         pytest.param("MG106", "fault", {"problems": (Problem("two allocators", "seen", "fix"),)}, id="two preloaded"),
+        pytest.param(
+            "MG107",
+            "note",
+            {
+                "variables": (variable("MALLOC_ARENA_MAX", "2"),),
+                "processes": (ServiceProcess(1, inside=Inside(malloc="/lib/libjemalloc.so.2")),),
+            },
+            id="settings of glibc under jemalloc",
+        ),
         pytest.param("MG201", "fault", {"variables": (variable(ONEDNN),)}, id="oneDNN's alone"),
-        pytest.param("MG201", "fault", {"variables": (variable(IDEEP, None),)}, id="ideep's alone"),
+        pytest.param("MG201", "fault", {"variables": (variable(IDEEP),), "processes": (TORCH,)}, id="ideep's alone"),
         pytest.param(
             "MG202",
             "fault",
-            {"variables": (variable("OMP_NUM_THREADS", "1", "after import"),)},
+            {
+                "variables": (variable("OMP_NUM_THREADS", "1", "after import"),),
+                "processes": (ServiceProcess(1, inside=pool(8)),),
+            },
             id="threads after the import",
         ),
         pytest.param(
             "MG202",
             "fault",
-            {"variables": caps("later"), "processes": (ServiceProcess(7, torch=True, compiled=262 * MB),)},
+            {"variables": caps("after import"), "processes": (replace(TORCH, compiled=12 * MB),)},
             id="caps after the first use",
         ),
-        pytest.param("MG203", "fault", {"app": app()}, id="torch is imported"),
-        pytest.param("MG203", "note", {"processes": (ServiceProcess(7, torch=True),)}, id="torch runs, source unknown"),
-        pytest.param(
-            "MG203",
-            "fault",
-            {"processes": (ServiceProcess(7, torch=True, compiled=90 * MB),)},
-            id="torch runs, and has grown",
-        ),
+        pytest.param("MG203", "fault", {"processes": (replace(TORCH, compiled=3 * MB),)}, id="torch has grown"),
         pytest.param(
             "MG204",
             "fault",
-            {"variables": (*caps(), variable("OMP_NUM_THREADS", "32")), "app": app(freezes="x"), "server": PREFORK},
-            id="4 x 32 on 64",
-        ),
-        pytest.param(
-            "MG204",
-            "fault",
-            {"variables": caps(), "app": app(), "machine": replace(ROOMY, cpus=Cpus(1.5, "quota"))},
-            id="the default ignores the quota",
-        ),
-        pytest.param(
-            "MG204",
-            "fault",
-            {"variables": caps(), "app": app(threads=65, threads_by="app.py line 4")},
-            id="torch.set_num_threads",
+            {
+                "processes": (
+                    ServiceProcess(1),
+                    *(ServiceProcess(pid, "forked", inside=pool(32)) for pid in (2, 3, 4)),
+                )
+            },
+            id="3 x 32 on 64",
         ),
         pytest.param(
             "MG204",
             "note",
-            {
-                "variables": (*caps(), variable("OMP_NUM_THREADS", "1")),
-                "app": app(freezes="x"),
-                "server": replace(PREFORK, workers=65),
-            },
-            id="more workers than CPUs",
+            {"processes": (ServiceProcess(1, inside=pool(65, "libscipy_openblas64_.so")),)},
+            id="a pool of BLAS, which may be idle",
         ),
         pytest.param("MG205", "fault", {"variables": (variable(ONEDNN, "0"), variable(IDEEP, "0"))}, id="a cap of 0"),
         pytest.param(
@@ -149,38 +153,29 @@ def test_nothing_known() -> None:
         pytest.param("MG302", "fault", {"processes": (ServiceProcess(7, swap=50 * MB),)}, id="the service is swapped"),
         pytest.param("MG302", "note", {"machine": replace(ROOMY, swapped=50 * MB)}, id="the machine swaps"),
         pytest.param(
-            "MG401", "fault", {"variables": caps(), "server": PREFORK, "app": app(threads=1)}, id="preload, no freeze"
-        ),
-        pytest.param(
-            "MG402", "fault", {"variables": caps(), "server": COPIES, "app": app(threads=1)}, id="four copies planned"
-        ),
-        pytest.param(
-            "MG402",
+            "MG303",
             "fault",
-            {
-                "server": COPIES,
-                "processes": (
-                    ServiceProcess(1),
-                    ServiceProcess(2, "forked", private=300 * MB),
-                    ServiceProcess(3, "forked", private=300 * MB),
-                ),
-            },
-            id="two copies measured",
+            {"variables": (variable("PROMETHEUS_MULTIPROC_DIR", "/m"),), "stale_metrics": ("counter_9.db",)},
+            id="files of ended processes",
+        ),
+        pytest.param("MG401", "fault", {"server": PREFORK, "processes": forks()}, id="preload, no freeze"),
+        pytest.param("MG402", "fault", {"server": COPIES, "processes": HEAVY}, id="two copies"),
+        pytest.param(
+            "MG402", "fault", {"server": Server("gunicorn", 2, forks=True), "processes": HEAVY}, id="from outside"
         ),
         pytest.param(
             "MG403",
             "fault",
             {
-                "variables": caps(),
                 "server": replace(COPIES, workers=1, max_requests=500),
-                "app": app(reloads="app.py line 8"),
+                "processes": (ServiceProcess(1, inside=Inside(guards=(Guarded("nlp", "Uses(9)"),))),),
             },
             id="recycled and reloaded",
         ),
         pytest.param(
             "MG404",
             "fault",
-            {"variables": caps(), "server": Server("uvicorn", 2, "--workers"), "app": app(threads=1)},
+            {"server": Server("uvicorn", 2), "processes": tuple(replace(each, role="spawned") for each in HEAVY)},
             id="uvicorn --workers",
         ),
         pytest.param(
@@ -190,23 +185,20 @@ def test_nothing_known() -> None:
             id="the master holds a GPU",
         ),
         pytest.param(
-            "MG405",
-            "fault",
-            {
-                "server": PREFORK,
-                "app": app(cuda="app.py line 5", freezes="x", threads=1),
-                "machine": replace(ROOMY, cuda=True),
-            },
-            id="the source names a GPU",
+            "MG405", "fault", {"server": PREFORK, "processes": forks(Inside(cuda=True))}, id="the master has used CUDA"
         ),
+        pytest.param(
+            "MG406", "fault", {"server": COPIES, "processes": (ServiceProcess(1, inside=Inside(asgi=True)),)}, id="ASGI"
+        ),
+        pytest.param("MG407", "fault", {"server": replace(COPIES, max_requests=500)}, id="in step"),
+        pytest.param("MG408", "fault", {"server": Server("uvicorn", reload=True)}, id="--reload"),
         pytest.param(
             "MG501",
             "note",
             {
-                "variables": caps(),
                 "server": PREFORK,
                 "interpreter": Interpreter((3, 11)),
-                "app": app(freezes="x", threads=1),
+                "processes": forks(replace(HEAP, frozen=600_000, tracked=0)),
             },
             id="before 3.12",
         ),
@@ -214,15 +206,23 @@ def test_nothing_known() -> None:
             "MG501",
             "note",
             {
-                "variables": caps(),
                 "server": PREFORK,
                 "interpreter": Interpreter((3, 13), free_threaded=True),
-                "app": app(freezes="x", threads=1),
+                "processes": forks(replace(HEAP, frozen=600_000, tracked=0)),
             },
             id="free-threaded",
         ),
         pytest.param("MG502", "note", {"interpreter": Interpreter((3, 14), micro=0)}, id="3.14.0"),
         pytest.param("MG502", "note", {"interpreter": Interpreter((3, 14), micro=4)}, id="3.14.4"),
+        pytest.param(
+            "MG503",
+            "fault",
+            {
+                "variables": (variable("PYTHON_PYMALLOC_HUGEPAGES", "1"),),
+                "processes": forks(Inside(), inside=Inside((3, 15, 0), huge_pages=True)),
+            },
+            id="huge pages",
+        ),
     ],
 )
 def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any]) -> None:
@@ -234,63 +234,67 @@ def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any])
     "fields",
     [
         pytest.param(
-            {"variables": (variable("LD_PRELOAD", "x.so"), variable("LD_PRELOAD", "x.so", "server"))},
+            {"variables": (variable("LD_PRELOAD", "x.so"), variable("LD_PRELOAD", "x.so", "app"))},
             id="set again to what it was",
+        ),
+        pytest.param(
+            {
+                "variables": (variable("LD_PRELOAD", "/usr/lib/libjemalloc.so.2", "app"),),
+                "processes": (ServiceProcess(1, inside=Inside(malloc="/lib/libjemalloc.so.2")),),
+            },
+            id="set later to the allocator that serves already",
         ),
         pytest.param({"problems": (Problem("background threads", "seen", "fix"),)}, id="threads without a fork"),
         pytest.param(
-            {"variables": (variable("MALLOC_CONF", "background_thread:true"),), "server": COPIES},
-            id="MALLOC_CONF without jemalloc",
+            {"variables": (variable(ONEDNN),), "processes": (ServiceProcess(1),)}, id="a cap where torch does not run"
         ),
         pytest.param(
-            {"variables": (variable("DNNL_PRIMITIVE_CACHE_CAPACITY"), variable(IDEEP)), "app": app()},
+            {"variables": (variable("DNNL_PRIMITIVE_CACHE_CAPACITY"), variable(IDEEP)), "processes": (TORCH,)},
             id="oneDNN's older name",
         ),
-        pytest.param({"variables": caps("app"), "app": app()}, id="caps set by the app in time"),
-        pytest.param({"app": app(applies="app.py line 2")}, id="a preset whose name is computed"),
-        pytest.param({"app": app(), "machine": replace(ROOMY, cuda=True)}, id="it may run on a GPU"),
-        pytest.param({"processes": (ServiceProcess(1, torch=True, cuda=True),)}, id="it runs on a GPU"),
-        pytest.param({"app": Source(("app.py",), (("flask", "app.py line 1"),)), "server": COPIES}, id="no model"),
+        pytest.param({"processes": (replace(TORCH, compiled=MB),)}, id="torch with few shapes"),
         pytest.param(
-            {"variables": (variable("OMP_NUM_THREADS", "1"), variable("OMP_NUM_THREADS", "1", "after import"))},
-            id="set in time, and again",
-        ),
-        pytest.param(
-            {"variables": caps("app"), "processes": (ServiceProcess(7, torch=True, compiled=90 * MB),)},
+            {"variables": caps("app"), "processes": (replace(TORCH, compiled=8 * MB),)},
             id="as much code as the caps allow",
         ),
         pytest.param(
-            {"server": replace(COPIES, workers=None), "app": app(), "variables": caps()}, id="workers unknown"
+            {
+                "variables": (variable("OMP_NUM_THREADS", "1", "after import"),),
+                "processes": (ServiceProcess(1, inside=pool(1)),),
+            },
+            id="set late, and made up for",
+        ),
+        pytest.param({"processes": (ServiceProcess(1, inside=pool(64)),)}, id="a thread for each CPU"),
+        pytest.param({"server": PREFORK, "processes": HEAVY}, id="private memory after a preload has another cause"),
+        pytest.param(
+            {
+                "server": Server("gunicorn", 2, forks=True),
+                "processes": (replace(HEAVY[0], private=400 * MB), *HEAVY[1:]),
+            },
+            id="from outside, a master that holds it too",
+        ),
+        pytest.param({"server": PREFORK, "processes": forks(Inside(tracked=30_000))}, id="a small heap"),
+        pytest.param({"server": COPIES, "processes": forks()}, id="no preload"),
+        pytest.param({"server": COPIES, "processes": HEAVY[:2]}, id="one worker"),
+        pytest.param({"server": replace(COPIES, max_requests=500, jitter=50)}, id="a jitter"),
+        pytest.param(
+            {
+                "server": replace(COPIES, workers=1, max_requests=500),
+                "processes": (ServiceProcess(1, inside=Inside(guards=(Guarded("nlp"),))),),
+            },
+            id="recycled, and a guard without a policy",
         ),
         pytest.param(
-            {"server": replace(PREFORK, preload=None), "app": app(threads=1), "variables": caps()}, id="preload unknown"
+            {
+                "server": replace(COPIES, worker_class="asgi"),
+                "processes": (ServiceProcess(1, inside=Inside(asgi=True)),),
+            },
+            id="an ASGI worker",
         ),
-        pytest.param({"server": PREFORK}, id="source unknown"),
         pytest.param({"interpreter": Interpreter((3, 14), micro=5)}, id="3.14.5"),
         pytest.param({"interpreter": Interpreter((3, 14))}, id="3.14 of unknown patch"),
         pytest.param({"interpreter": Interpreter((3, 14), free_threaded=True, micro=1)}, id="another collector"),
         pytest.param({"interpreter": Interpreter((3, 13), micro=1)}, id="3.13.1"),
-        pytest.param(
-            {
-                "variables": caps(),
-                "server": COPIES,
-                "app": app(threads=1),
-                "processes": (
-                    ServiceProcess(1),
-                    ServiceProcess(2, "forked", private=40 * MB),
-                    ServiceProcess(3, "forked", private=40 * MB),
-                ),
-            },
-            id="workers that hold little",
-        ),
-        pytest.param(
-            {"variables": caps(), "server": replace(COPIES, workers=1, max_requests=500), "app": app()},
-            id="recycled alone",
-        ),
-        pytest.param(
-            {"server": PREFORK, "app": app(cuda="app.py line 5", freezes="x", threads=1), "variables": caps()},
-            id="the source names a GPU that is not there",
-        ),
         pytest.param(
             {"processes": (ServiceProcess(1, swap=4096),), "machine": replace(ROOMY, swapped=10**9)}, id="a page"
         ),
@@ -314,10 +318,13 @@ def test_every_finding_has_its_page() -> None:
 
 
 def test_a_finding_says_what_to_do() -> None:
-    """It has evidence, a reason, a fix and a page."""
-    finding = examine(facts(app=app())).findings[0]
+    """It has evidence in written bytes, a reason, a fix and a page."""
+    finding = examine(facts(processes=(replace(TORCH, compiled=5 * MB, grown=40 * MB),))).findings[0]
     assert "modelguard docs doctor#mg203" == finding.page
-    assert finding.seen[0] == "app.py line 3 imports torch"
+    assert finding.seen[:2] == (
+        "process 7 runs torch and has written 5 MB of machine code compiled at run time",
+        "process 7 has grown by 40 MB during the requests",
+    )
     assert "modelguard run --preset torch-cpu-dynamic" in finding.fix
     assert finding.why
 
@@ -325,9 +332,10 @@ def test_a_finding_says_what_to_do() -> None:
 def test_the_fix_for_threads_names_the_share() -> None:
     """Four workers on six and a half CPUs get one thread each."""
     machine = replace(ROOMY, cpus=Cpus(6.5, "/sys/fs/cgroup/cpu.max"))
-    report = examine(facts(app=app(freezes="x"), variables=caps(), server=PREFORK, machine=machine))
-    assert "--workers 4 -- COMMAND (OMP_NUM_THREADS=1)" in report.findings[0].fix
-    assert "on 6.5 CPU(s) (/sys/fs/cgroup/cpu.max)" in report.findings[0].seen[0]
+    workers = tuple(ServiceProcess(pid, "forked", inside=pool(6)) for pid in range(4))
+    (finding,) = examine(facts(processes=(ServiceProcess(9), *workers), machine=machine)).findings
+    assert "OMP_NUM_THREADS=1" in finding.fix
+    assert "on 6.5 CPU(s) (/sys/fs/cgroup/cpu.max)" in finding.seen[0]
 
 
 def test_no_fix_leads_into_a_crash() -> None:
@@ -336,6 +344,12 @@ def test_no_fix_leads_into_a_crash() -> None:
         one for one in examine(Facts("x", variables=(variable(ONEDNN, "0"),))).findings if one.number == "MG201"
     ]
     assert f"Also set {IDEEP}=1" in finding.fix
+
+
+@pytest.mark.parametrize("value", ["1", "64"])
+def test_room_for_one_is_no_crash(value: str) -> None:
+    """Only a cap of 0 for ideep is fatal."""
+    assert "MG205" not in found(Facts("x", variables=(variable(ONEDNN, "64"), variable(IDEEP, value))))
 
 
 @pytest.mark.parametrize("value", ["", "0", "00", " 0", "abc", "0x10"])
@@ -365,9 +379,3 @@ def test_the_fix_is_what_the_other_value_means(value: str, fix: int) -> None:
         one for one in examine(Facts("x", variables=(variable(ONEDNN, value),))).findings if one.number == "MG201"
     ]
     assert f"Also set {IDEEP}={fix}, or" in finding.fix
-
-
-@pytest.mark.parametrize("value", ["1", "64", None])
-def test_room_for_one_is_no_crash(value: str | None) -> None:
-    """Only a cap of 0 for ideep is fatal."""
-    assert "MG205" not in found(Facts("x", variables=(variable(ONEDNN, "64"), variable(IDEEP, value))))

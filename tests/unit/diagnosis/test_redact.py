@@ -5,9 +5,11 @@ from __future__ import annotations
 import string
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.diagnosis.secret_forms import BLOCKS, FORMS, QUOTED, TEXTS, TOKENS, WORDS
 
+from modelguard.cli._process_name import process_name
 from modelguard.diagnosis._redact import is_secret, redact, redact_command
 
 SECRET = "hunter2-word"
@@ -86,3 +88,84 @@ def test_the_repr_of_a_value_is_hidden_too() -> None:
 def test_a_password_in_an_address_is_hidden_wherever_it_appears() -> None:
     """A password in the address of a variable is a secret."""
     assert "login with *** failed" == redact(f"login with {SECRET} failed", {"DATABASE_URL": f"pg://me:{SECRET}@db/x"})
+
+
+#: Parts of a secret that stand in no form by chance.
+PART = st.text("zqxj" + string.digits, min_size=6, max_size=12)
+
+
+def joined(between: str) -> st.SearchStrategy[list[str]]:
+    """The parts of a secret, with what stands between them as every second item."""
+    pairs = st.tuples(st.sampled_from(between), PART)
+    return st.tuples(PART, st.lists(pairs, max_size=3)).map(lambda drawn: [drawn[0], *(c for p in drawn[1] for c in p)])
+
+
+def assert_hidden(shown: str, secret: list[str], form: object) -> None:
+    assert not [part for part in secret[::2] if part in shown], (form, secret, shown)
+
+
+def test_the_corpus_has_200_forms() -> None:
+    """No form was lost or counted twice."""
+    assert len(set(FORMS)) == len(FORMS) >= 200
+
+
+@pytest.mark.parametrize("form", WORDS, ids=" ".join)
+@given(secret=joined(" '\"=:/@\n\\&;,"))
+@settings(max_examples=25)
+def test_a_value_in_a_command_line_is_hidden_whole(form: tuple[str, ...], secret: list[str]) -> None:
+    """Whatever it holds: spaces, quotation marks, line breaks. The same holds for the names in `top`."""
+    words = ["app", *(word.replace("{s}", "".join(secret)) for word in form)]
+    assert_hidden(redact_command(words, {}), secret, form)
+    assert_hidden(process_name(["celery", *words[1:]]), secret, form)
+
+
+@pytest.mark.parametrize("form", TEXTS)
+@given(secret=joined(" '\"=:/&;,"))
+@settings(max_examples=25)
+def test_a_value_in_a_text_is_hidden_whole(form: str, secret: list[str]) -> None:
+    """An unquoted value is hidden up to the end of its line."""
+    shown = redact(form.replace("{s}", "".join(secret)), {})
+    assert_hidden(shown, secret, form)
+
+
+@pytest.mark.parametrize("form", QUOTED)
+@given(secret=joined(" =:/@&;,\n"))
+@settings(max_examples=25)
+def test_a_quoted_value_is_hidden_whole(form: str, secret: list[str]) -> None:
+    """Up to its closing quotation mark."""
+    assert_hidden(redact(form.format(s="".join(secret)), {}), secret, form)
+
+
+@pytest.mark.parametrize("form", TOKENS)
+@given(secret=PART)
+@settings(max_examples=25)
+def test_a_token_is_hidden_by_its_shape_or_its_place(form: str, secret: str) -> None:
+    """Tokens of known services need no name."""
+    assert_hidden(redact(form.replace("{s}", secret), {}), [secret], form)
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+@given(secret=joined(" =:/+\n"))
+@settings(max_examples=25)
+def test_a_value_over_several_lines_is_hidden_whole(form: str, secret: list[str]) -> None:
+    """Private keys, YAML blocks, and values in brackets."""
+    assert_hidden(redact(form.replace("{s}", "".join(secret)), {}), secret, form)
+
+
+def test_the_lines_and_encodings_of_a_secret_variable_are_hidden() -> None:
+    """A private key in a variable is recognised line by line, and a password when it is escaped in an address."""
+    environ = {"PRIVATE_KEY": "first line\nsecond line", "DB_PASSWORD": "a b/c?d"}
+    assert "*** and ***" == redact("second line and a%20b%2Fc%3Fd", environ)
+
+
+def test_what_follows_a_quoted_value_is_shown() -> None:
+    """Where the end of a value is certain, the rest stays readable."""
+    assert "{'password': ***, 'port': 80}" == redact("{'password': 'correct horse', 'port': 80}", {})
+
+
+@pytest.mark.parametrize(
+    "text", ["PWD=/srv/app python main.py", "gunicorn: worker [app:app]", "no such file: /usr/lib/libjemalloc.so.2"]
+)
+def test_a_harmless_text_is_shown_as_it_is(text: str) -> None:
+    """Redaction keeps messages readable."""
+    assert text == redact(text, {})

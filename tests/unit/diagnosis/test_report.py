@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from modelguard.diagnosis._facts import Facts
-from modelguard.diagnosis._findings import Check, Evidence, Level
+from modelguard.diagnosis._findings import Check, Evidence, Level, Remedy
 from modelguard.diagnosis._report import as_json, as_text, examine
+from modelguard.errors import InvalidOption
 
 
 def check(number: str, level: Level | None) -> Check:
@@ -65,8 +68,25 @@ def test_json() -> None:
         "why": "Because it matters.",
         "fix": "do that",
         "page": "modelguard docs doctor#mg101",
+        "remedy": None,
     }
-    assert {"subject": "it", "ok": False, "findings": [finding], "unknown": []} == found
+    assert {"subject": "it", "ok": False, "findings": [finding], "unknown": [], "fix": ""} == found
+
+
+def test_the_fixes_are_one_line() -> None:
+    """It is never wrapped, so that it can be pasted."""
+    fixable = Check("MG101", "T", "W", lambda _: Evidence(("s",), "f", remedy=Remedy(environ=("A=1",))))
+    report = examine(Facts("it", words=("python", "a very long name.py")), [fixable])
+    assert "env A=1 python 'a very long name.py'" == report.fix
+    assert any(line.endswith(report.fix) for _, line in as_text(report, width=20))
+
+
+def test_ignored_checks_are_not_run() -> None:
+    """An unknown number is an error, so that a typing error does not pass."""
+    checks = [check("MG101", "fault"), check("MG102", "fault")]
+    assert ["MG102"] == [finding.number for finding in examine(Facts("it"), checks, ignore=["mg101"]).findings]
+    with pytest.raises(InvalidOption, match="--ignore"):
+        examine(Facts("it"), checks, ignore=["MG999"])
 
 
 def test_control_characters() -> None:

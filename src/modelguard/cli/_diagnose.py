@@ -1,0 +1,93 @@
+"""``modelguard diagnose``: drives a function and names what makes its memory grow."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelguard.errors import InvalidOption, ModelGuardError
+
+if TYPE_CHECKING:
+    from modelguard.diagnosis import GrowthReport
+
+GROWS = 1
+USAGE = 2
+UNDECIDED = 3
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``modelguard``."""
+    parser = commands.add_parser(
+        "diagnose",
+        usage="modelguard diagnose MODULE:FUNCTION [--inputs FILE | --generate MODULE:FUNCTION] [--time T] [--json] "
+        "[--report DIR]",
+        help="drive a function and name what makes its memory grow",
+        description="Call a function in a fresh process until it is decided whether its memory grows with its calls, "
+        "and name the causes, each with its share of the growth and its evidence.",
+        epilog="exit status: 0 it does not grow, 1 it grows, 2 it could not be driven, 3 undecided",
+    )
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="the function, such as app:predict")
+    parser.add_argument(
+        "--inputs", metavar="FILE", help="one input in JSON per line: a list, an object, or one argument"
+    )
+    parser.add_argument("--generate", metavar="MODULE:FUNCTION", help="a function that yields inputs without end")
+    parser.add_argument("--time", metavar="T", default="30s", help="how long to drive it, default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--report", metavar="DIR", help="also write report.json and report.html into this folder")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    from modelguard import _units, diagnosis
+    from modelguard.diagnosis import _growth_report, _redact
+
+    try:
+        report = diagnosis.diagnose(
+            options.target,
+            inputs=options.inputs,
+            generate=options.generate,
+            seconds=_units.seconds(options.time, "--time"),
+            progress=_Progress() if sys.stderr.isatty() else lambda _: None,
+        )
+        if options.report is not None:
+            _write(report, options.report)
+    except ModelGuardError as error:
+        line = " ".join(_redact.redact(str(error), os.environ).split())
+        print(f"modelguard diagnose: {line}", file=sys.stderr)  # noqa: T201
+        return USAGE
+    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(_growth_report.as_text(report))
+    print(text)  # noqa: T201 - the output of the command
+    return {"steady": 0, "grows": GROWS, "undecided": UNDECIDED}[report.verdict]
+
+
+class _Progress:
+    """One line on a terminal, which is written over."""
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        from modelguard._units import format_bytes
+
+        if "private" in line:
+            text = f"{line['calls']:,} calls, {format_bytes(line['private'] - line['first'])} more memory"
+        elif "phase" in line:
+            text = str(line["phase"])
+        else:
+            return
+        print(f"\r\x1b[K{text}", end="" if not line.get("done") else "\n", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _write(report: GrowthReport, folder: str) -> None:
+    from modelguard.diagnosis import _growth_report
+
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, "report.json").write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+        Path(folder, "report.html").write_text(_growth_report.as_html(report), encoding="utf-8")
+    except OSError as error:
+        fix = "Name a folder that can be written to."
+        raise InvalidOption("--report", folder, why=f"cannot be written ({error.strerror})", fix=fix) from None

@@ -1,0 +1,157 @@
+"""From measurements to causes, each with its share of the growth. The rest is said to be unexplained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from modelguard._units import format_bytes
+from modelguard.diagnosis._growth import Cause, CauseName, Measured
+
+__all__ = ["attribute"]
+
+#: A cause with a smaller share is not named.
+_LEAST = 0.1
+#: A number of the census counts as growing with the calls if it grows by this many for each call.
+_WITH_CALLS = 0.002
+_FEWEST_MORE = 4
+#: A rate below this share of the whole is no growth.
+_NONE = 0.3
+_LINES = 3
+
+_FIXES: dict[CauseName, str] = {
+    "unbounded cache": "Give the cache a size: functools.lru_cache(maxsize=1024).",
+    "retention": "The allocator keeps free memory: modelguard run --allocator auto, or guard(..., trim_every='30s').",
+    "cycles": "Break the reference cycle, or let the collector run: do not disable it.",
+    "tracebacks": "Do not keep exceptions, or drop their frames: error.with_traceback(None).",
+    "tasks": "Do not keep finished tasks: add task.add_done_callback(kept.discard).",
+    "queues": "Read what is put into the queue, or bound it: Queue(maxsize=100).",
+    "threads": "End threads, or use one ThreadPoolExecutor for all calls.",
+    "ssl contexts": "Make one client, or one SSLContext, for all requests, and close it at the end.",
+    "metric labels": "Take ids, paths and messages out of the labels of metrics.",
+    "autograd": "Use torch.inference_mode(), or keep loss.item() and not the tensor.",
+    "onednn plans": "modelguard run --preset torch-cpu-dynamic -- COMMAND, or pad inputs to few lengths (bucketed).",
+    "spacy strings": "Use modelguard.adapters.spacy.zoned, or guard(..., reload_on=MemoryGrowth('500 MB')).",
+    # Emptying it later gives nothing back (tokenizers 0.23).
+    "tokenizer caches": "Make the model with a smaller cache (cache_capacity), or reload it by a guard's policy.",
+    "arrow pool": "Call pyarrow.default_memory_pool().release_unused() after large batches.",
+    "onnx runtime": "Set SessionOptions.enable_cpu_mem_arena = False.",
+    "tensorflow": "Give tf.function an input_signature, so that it is traced once.",
+    "cuda cache": "Set PYTORCH_ALLOC_CONF=expandable_segments:True.",
+    "mappings": "Close what is mapped: mmap.close().",
+    "python objects": "Look at the lines: they allocate what is never freed.",
+    "native memory": "A native library keeps it: reload by guard(..., reload_on=MemoryGrowth('500 MB')).",
+}
+
+
+def attribute(measured: Measured) -> tuple[tuple[Cause, ...], float]:
+    """Name the causes of growth.
+
+    Returns:
+        The causes, the largest share first, and the share that is unexplained.
+    """
+    growth = max(1, measured.growth)
+    causes: list[Cause] = []
+    rest = 1.0
+    for name, size, seen in (*_given_back(measured), *_kept(measured)):
+        share = min(rest, size / growth)
+        if share >= _LEAST:
+            causes.append(Cause(name, round(share, 2), seen, _FIXES[name]))
+            rest -= share
+    causes.sort(key=lambda cause: -cause.share)
+    return tuple(_merged(causes)), round(max(0.0, rest), 2)
+
+
+def _merged(causes: list[Cause]) -> Iterator[Cause]:
+    """One entry for each cause."""
+    by_name: dict[CauseName, list[Cause]] = {}
+    for cause in causes:
+        by_name.setdefault(cause.name, []).append(cause)
+    for name, same in by_name.items():
+        seen = "; ".join(cause.seen for cause in same)
+        yield Cause(name, round(sum(cause.share for cause in same), 2), seen, same[0].fix)
+
+
+def _given_back(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
+    """What was freed by an act that belongs to one cause: its size is measured."""
+    if measured.trimmed:
+        yield "retention", measured.trimmed, f"a trim of the allocator gave {format_bytes(measured.trimmed)} back"
+    if measured.collected:
+        garbage = f"{measured.garbage:,} objects, which gave {format_bytes(measured.collected)} back"
+        yield "cycles", measured.collected, f"a garbage collection freed {garbage}"
+    for cache, size in measured.cleared.items():
+        kind, _, name = cache.partition(":")
+        if kind == "lru_cache":
+            yield "unbounded cache", size, f"emptying the lru_cache {name} gave {format_bytes(size)} back"
+        elif kind == "metric":
+            series = measured.more("metric series")
+            yield "metric labels", size, f"{series:,} new series; emptying {name} gave {format_bytes(size)} back"
+        elif kind == "pyarrow":
+            yield "arrow pool", size, f"Arrow's pool gave {format_bytes(size)} back"
+        elif kind == "cuda":
+            yield "cuda cache", size, f"torch.cuda.empty_cache() gave {format_bytes(size)} of host memory back"
+
+
+#: What the census counts, and the cause that it proves.
+_COUNTED: tuple[tuple[str, CauseName], ...] = (
+    ("threads", "threads"),
+    ("ssl contexts", "ssl contexts"),
+    ("tasks", "tasks"),
+    ("tensors with a graph", "autograd"),
+    ("queued items", "queues"),
+    ("spacy strings", "spacy strings"),
+    ("mappings", "mappings"),
+)
+
+
+def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
+    """What is still held. A cause that is counted explains what is left; then lines of Python, then the rest."""
+    calls = max(1, measured.calls[-1] - measured.calls[0]) if measured.calls else 1
+    traced = sum(measured.traced.values()) * calls
+    if measured.failing is not None and _only_failures(measured):
+        names = ", ".join(measured.errors[:_LINES])
+        yield "tracebacks", measured.growth, f"only calls that fail ({names}) let it grow; {_counted(measured)}"
+        return
+    for counted, name in _COUNTED:
+        more = measured.more(counted)
+        if more >= max(_FEWEST_MORE, _WITH_CALLS * calls):
+            yield name, measured.growth, f"{more:,} more {counted} after {calls:,} calls"
+            return
+    if traced:
+        lines = list(measured.traced.items())[:_LINES]
+        where = ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in lines)
+        yield "python objects", traced, f"allocated at {where}"
+    yield from _native(measured)
+
+
+def _counted(measured: Measured) -> str:
+    return (
+        f"{measured.more('tracebacks'):,} more tracebacks, {measured.more('caught errors'):,} more exceptions are held"
+    )
+
+
+def _only_failures(measured: Measured) -> bool:
+    failing, succeeding = measured.failing or 0.0, measured.succeeding or 0.0
+    return failing > 0 and succeeding < _NONE * failing and measured.more("caught errors") > 0
+
+
+def _native(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
+    rate = measured.per_call
+    by_shape = (
+        measured.repeats is not None
+        and measured.repeats < _NONE * rate
+        and (measured.same_shape is None or measured.same_shape < _NONE * rate)
+    )
+    compiled = f"{format_bytes(measured.compiled)} more machine code was compiled"
+    if "torch" in measured.libraries and measured.compiled > 0 and by_shape:
+        yield "onednn plans", measured.growth, f"it grows with new shapes and not with repeated ones; {compiled}"
+    elif "onnxruntime" in measured.libraries and by_shape:
+        yield "onnx runtime", measured.growth, "it grows with new shapes and not with repeated ones"
+    elif "tensorflow" in measured.libraries and by_shape:
+        yield "tensorflow", measured.growth, "it grows with new shapes and not with repeated ones"
+    elif "tokenizers" in measured.libraries and measured.repeats is not None and measured.repeats < _NONE * rate:
+        yield "tokenizer caches", measured.growth, "it grows with new texts and not with repeated ones"
+    else:
+        depends = (
+            "" if measured.repeats is None else f"; a repeated input grows by {measured.repeats:,.0f} bytes per call"
+        )
+        yield "native memory", measured.growth, f"neither freed by a collection nor allocated by Python{depends}"

@@ -1,0 +1,149 @@
+"""What was measured of a function's growth, and the verdict whether it grows with its calls."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Cause", "CauseName", "GrowthReport", "Measured", "Verdict", "judge"]
+
+Verdict = Literal["grows", "steady", "undecided"]
+
+CauseName = Literal[
+    "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",
+    "metric labels", "autograd", "onednn plans", "spacy strings", "tokenizer caches", "arrow pool", "onnx runtime",
+    "tensorflow", "cuda cache", "mappings", "python objects", "native memory",
+]  # fmt: skip
+
+#: Bytes. Private memory moves by as much without any leak: arenas, stacks, freed pages that are not yet returned.
+_NOISE = 3_000_000
+#: The readings are split into thirds, and the lowest of each is compared, so that a sawtooth is no growth. The last
+#: third has to grow by at least this share of what the one before grew per call: a cache that fills grows ever less.
+_PERSISTS = 0.5
+#: Readings without which nothing is decided.
+_FEWEST = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured in the driven process. Sizes are bytes, each list is by reading.
+
+    Attributes:
+        calls: How many calls had been made at each reading, warm-up excluded.
+        private: Private memory at each reading.
+        failures: How many calls raised.
+        errors: The names of their exceptions.
+        trimmed: What a trim of the allocator gave back at the end.
+        collected: What a full garbage collection gave back after that.
+        garbage: How many objects it freed.
+        cleared: What emptying each known cache gave back, by the cache.
+        traced: Bytes per call that Python's allocators have not freed, by line, from a second run.
+        traced_calls: Calls of that run.
+        before: The census before the first reading: numbers of objects, tasks, threads and so on.
+        after: The census after the last reading.
+        repeats: Growth per call when one input is repeated; None if it was not tried.
+        same_shape: Growth per call with inputs of one shape and different contents; None if there were none.
+        failing: Growth per call with failing inputs alone; None if none failed.
+        succeeding: Growth per call with the others alone; None if none failed.
+        compiled: Growth of written machine code that was compiled at run time.
+        libraries: Which of the libraries with causes of their own are loaded.
+    """
+
+    calls: tuple[int, ...] = ()
+    private: tuple[int, ...] = ()
+    failures: int = 0
+    errors: tuple[str, ...] = ()
+    trimmed: int = 0
+    collected: int = 0
+    garbage: int = 0
+    cleared: dict[str, int] = field(default_factory=dict)
+    traced: dict[str, float] = field(default_factory=dict)
+    traced_calls: int = 0
+    before: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
+    repeats: float | None = None
+    same_shape: float | None = None
+    failing: float | None = None
+    succeeding: float | None = None
+    compiled: int = 0
+    libraries: tuple[str, ...] = ()
+
+    @property
+    def growth(self) -> int:
+        """Bytes by which private memory has grown."""
+        return self.private[-1] - self.private[0] if self.private else 0
+
+    @property
+    def per_call(self) -> float:
+        """Bytes by which it has grown with each call."""
+        count = self.calls[-1] - self.calls[0] if self.calls else 0
+        return self.growth / count if count else 0.0
+
+    def more(self, name: str) -> int:
+        """By how much a number of the census has grown."""
+        return self.after.get(name, 0) - self.before.get(name, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A cause of growth.
+
+    Attributes:
+        name: The cause.
+        share: Its share of the growth, from 0 to 1.
+        seen: The evidence, in a sentence.
+        fix: What to do.
+    """
+
+    name: CauseName
+    share: float
+    seen: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthReport:
+    """The result of a diagnosis.
+
+    Attributes:
+        subject: What was driven.
+        verdict: Whether it grows with its calls.
+        causes: The causes, the largest share first.
+        unexplained: The share that no cause explains.
+        measured: The measurements.
+        unknown: What could not be determined, in sentences.
+    """
+
+    subject: str
+    verdict: Verdict
+    causes: tuple[Cause, ...] = ()
+    unexplained: float = 0.0
+    measured: Measured = Measured()
+    unknown: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON."""
+        from dataclasses import asdict
+
+        return asdict(self)
+
+
+def judge(calls: Sequence[int], private: Sequence[int]) -> Verdict:
+    """Decide whether memory grows with the calls, and not only at first, or up and down.
+
+    Args:
+        calls: How many calls had been made at each reading.
+        private: Private memory in bytes at each reading.
+    """
+    if len(private) < _FEWEST:
+        return "undecided"
+    third = len(private) // 3
+    parts = (0, third), (third, 2 * third), (2 * third, len(private))
+    low = [min(range(start, end), key=private.__getitem__) for start, end in parts]
+    if private[low[2]] - private[low[0]] <= _NOISE:
+        return "steady"
+    early, late = (
+        (private[second] - private[first]) / max(1, calls[second] - calls[first])
+        for first, second in itertools.pairwise(low)
+    )
+    return "grows" if late > 0 and late >= _PERSISTS * early else "steady"

@@ -1,0 +1,265 @@
+"""Answers questions about the process that it runs in. Put into a started service as its ``sitecustomize``.
+
+A script, never imported by modelguard: ``modelguard doctor -- COMMAND`` copies it to a folder of its own, puts that
+folder first in ``PYTHONPATH``, and names it in ``MODELGUARD_PROBE``; without that variable it does nothing. It uses
+only the standard library, and imports nothing at the start that Python has not imported already, except ``signal``.
+
+At the start it notes where known variables are set, by an audit hook. On its signal, a short-lived thread writes what
+it sees to a file: a thread, because a signal handler that takes a lock could wait for the code that it has interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+    from typing import Any
+
+#: Loading one of these loads a library that reads the thread variables.
+_NATIVE = ("jax", "numpy", "scipy", "sklearn", "spacy", "tensorflow", "torch", "transformers")
+
+#: What is asked of gunicorn's configuration. No other setting is looked at: some hold secrets.
+_GUNICORN = (
+    "config",  "max_requests", "max_requests_jitter", "preload_app", "reload", "threads",
+    "worker_class_str", "workers",
+)  # fmt: skip
+_UVICORN = ("limit_max_requests", "limit_max_requests_jitter", "should_reload", "workers")
+
+#: Libraries of thread pools, each with the functions that return the number of threads.
+_POOLS = {
+    "libgomp": ("omp_get_max_threads",),
+    "libiomp5": ("omp_get_max_threads",),
+    "libomp": ("omp_get_max_threads",),
+    "openblas": ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads"),
+}
+
+_COROUTINE = 0x80  # inspect.CO_COROUTINE, without the import
+
+
+class _Probe:
+    def __init__(self, folder: str, names: frozenset[str]) -> None:
+        self._folder = folder
+        self._names = names
+        self._set: list[tuple[str, str, str, str]] = []
+
+    def install(self, number: int) -> None:
+        import signal
+
+        sys.addaudithook(self._note)
+        signal.signal(number, lambda *_: self._begin())
+        signal.siginterrupt(number, False)  # noqa: FBT003 - the system call's own argument
+        os.register_at_fork(after_in_child=self._announce)
+        self._announce()
+
+    def _announce(self) -> None:
+        """From now on the signal may be sent to this process."""
+        try:
+            with open(os.path.join(self._folder, f"{os.getpid()}.ready"), "w"):  # noqa: PTH118, PTH123 - no imports
+                pass
+        except OSError:  # the service runs as another user
+            pass
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "os.putenv":
+            return
+        name, value = (os.fsdecode(each) for each in arguments)
+        if name in self._names and len(self._set) < 1000:  # noqa: PLR2004 - a loop that sets variables
+            moment = "after import" if any(native in sys.modules for native in _NATIVE) else "app"
+            self._set.append((name, value, moment, _place(sys._getframe(1))))  # noqa: SLF001 - CPython's own
+
+    def _begin(self) -> None:
+        import threading
+
+        threading.Thread(target=self._answer, name="modelguard-probe", daemon=True).start()
+
+    def _answer(self) -> None:
+        import json
+
+        path = os.path.join(self._folder, f"{os.getpid()}.json")  # noqa: PTH118
+        answer = {"variables": self._set}
+        for question in (_python, _objects, _pools, _guards, _server):
+            try:
+                answer.update(question())
+            except Exception as error:  # noqa: BLE001 - what cannot be known is left out
+                answer.setdefault("failed", []).append(f"{question.__name__[1:]}: {type(error).__name__}")  # type: ignore[arg-type]
+        with open(f"{path}.new", "w", encoding="utf-8") as stream:  # noqa: PTH123
+            json.dump(answer, stream)
+        os.replace(f"{path}.new", path)  # noqa: PTH105
+
+
+def _place(frame: FrameType | None) -> str:
+    """The file and line that set a variable, outside of the modules that set variables for others."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith("<") and not file.endswith(("/os.py", "/dotenv/main.py")):
+            return f"{file} line {frame.f_lineno}"
+        frame = frame.f_back
+    return "the program"
+
+
+def _python() -> dict[str, Any]:
+    import sysconfig
+
+    return {
+        "version": sys.version_info[:3],
+        "implementation": sys.implementation.name,
+        "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+        "huge_pages": bool(sysconfig.get_config_var("PYMALLOC_USE_HUGEPAGES")),
+        "malloc": _malloc(),
+    }
+
+
+def _malloc() -> str | None:
+    """The file that serves ``malloc``, by the address of the function."""
+    import ctypes
+
+    class Info(ctypes.Structure):
+        _fields_ = (
+            ("file", ctypes.c_char_p),
+            ("base", ctypes.c_void_p),
+            ("name", ctypes.c_char_p),
+            ("at", ctypes.c_void_p),
+        )
+
+    program, info = ctypes.CDLL(None), Info()
+    address = ctypes.cast(program.malloc, ctypes.c_void_p)
+    if not hasattr(program, "dladdr") or not program.dladdr(address, ctypes.byref(info)):
+        return None
+    return os.path.realpath(os.fsdecode(info.file))
+
+
+def _objects() -> dict[str, Any]:
+    import gc
+
+    return {"frozen": gc.get_freeze_count(), "tracked": len(gc.get_objects())}
+
+
+def _pools() -> dict[str, Any]:
+    pools = {}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        pools["torch"] = int(torch.get_num_threads())
+    for file in _libraries():
+        for library, functions in _POOLS.items():
+            if library in os.path.basename(file):  # noqa: PTH119
+                threads = _call(file, functions)
+                if threads is not None:
+                    pools[os.path.basename(file)] = threads  # noqa: PTH119
+    cuda = getattr(torch, "cuda", None)
+    return {"pools": pools, "cuda": bool(cuda is not None and cuda.is_initialized())}
+
+
+def _libraries() -> set[str]:
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as stream:  # noqa: PTH123
+        return {line[line.index("/") :].rstrip("\n") for line in stream if "/" in line and ".so" in line}
+
+
+def _call(file: str, functions: tuple[str, ...]) -> int | None:
+    import ctypes
+
+    library = ctypes.CDLL(file, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    for name in functions:
+        if hasattr(library, name):
+            return int(getattr(library, name)())
+    return None
+
+
+def _guards() -> dict[str, Any]:
+    module = sys.modules.get("modelguard.lifecycle.guard")
+    if module is None:
+        return {"guards": []}
+    return {
+        "guards": [
+            {"name": guard.name, "policy": None if guard.reload_on is None else repr(guard.reload_on)}
+            for guard in module.guards()
+        ]
+    }
+
+
+def _server() -> dict[str, Any]:
+    """The server's own settings, from the objects whose methods the main thread is in."""
+    import threading
+
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - documented
+    owners = list(_owners(frame))
+    for owner in owners:
+        if _module(owner) == "gunicorn.arbiter":
+            booted = next((each.booted for each in owners if isinstance(getattr(each, "booted", None), bool)), None)
+            return {"server": _gunicorn(owner), "asgi": _asgi(owner, owners), "booted": booted}
+    for owner in owners:
+        if _module(owner).startswith("uvicorn.") and hasattr(owner, "config"):
+            return {"server": {"kind": "uvicorn", **_settings(owner.config, _UVICORN)}}
+    for owner in owners:
+        if _module(owner) == "hypercorn.config":
+            return {"server": {"kind": "hypercorn", "workers": owner.workers, "reload": owner.use_reloader}}
+    return {}
+
+
+def _owners(frame: FrameType | None) -> Iterator[Any]:
+    while frame is not None:
+        for name in ("self", "config"):
+            if name in frame.f_locals:
+                yield frame.f_locals[name]
+        frame = frame.f_back
+
+
+def _module(owner: object) -> str:
+    return str(getattr(type(owner), "__module__", ""))
+
+
+def _gunicorn(arbiter: Any) -> dict[str, Any]:
+    found = {"kind": "gunicorn", **_settings(arbiter.cfg, _GUNICORN)}
+    found["workers"] = arbiter.num_workers
+    classes = getattr(sys.modules.get("gunicorn.workers"), "SUPPORTED_WORKERS", {})
+    found["asgi_worker"] = "asgi" if "asgi" in classes else ""
+    return found
+
+
+def _settings(holder: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    found = {name: getattr(holder, name, None) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+
+
+def _asgi(arbiter: Any, owners: list[Any]) -> bool | None:
+    """Whether the app that gunicorn serves is an ASGI application; None where it is not loaded."""
+    served = [getattr(owner, "wsgi", None) for owner in owners]
+    app = next((each for each in (*served, getattr(arbiter.app, "callable", None)) if each is not None), None)
+    if app is None:
+        return None
+    called = app if hasattr(app, "__code__") else type(app).__call__
+    return bool(getattr(getattr(called, "__code__", None), "co_flags", 0) & _COROUTINE)
+
+
+def _chain(folder: str) -> None:
+    """Run the sitecustomize that this one stands before."""
+    own = sys.modules.get("sitecustomize")
+    sys.path[:] = [path for path in sys.path if path != folder]
+    sys.path_importer_cache.pop(folder, None)
+    del sys.modules["sitecustomize"]
+    try:
+        import sitecustomize  # type: ignore[import-not-found] # noqa: F401 - the next one, if any
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        if own is not None:
+            sys.modules.setdefault("sitecustomize", own)
+
+
+def _main() -> None:
+    folder = os.path.dirname(__file__)  # noqa: PTH120
+    try:
+        if os.environ.get("MODELGUARD_PROBE") == folder:
+            with open(os.path.join(folder, "names"), encoding="utf-8") as stream:  # noqa: PTH118, PTH123
+                number, *names = stream.read().split()
+            _Probe(folder, frozenset(names)).install(int(number))
+    finally:
+        _chain(folder)
+
+
+if __name__ == "sitecustomize":
+    _main()

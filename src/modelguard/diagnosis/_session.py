@@ -1,0 +1,210 @@
+"""A command that is started to be examined: in its own session, with the probe, and stopped with all it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from modelguard.diagnosis import _redact
+from modelguard.diagnosis._variables import KNOWN
+from modelguard.environment import _proc
+from modelguard.environment._program import locate
+from modelguard.errors import InvalidOption
+
+__all__ = ["Session", "started"]
+
+_PROBE = Path(__file__).with_name("_probe.py")
+
+#: Seconds. How long a service may take to stop, and a process to answer the probe's signal.
+_STOP, _ANSWER = 10.0, 10.0
+
+#: A service is ready when it listens, and in ten looks in a row its processes have not been busy more than twice.
+_LOOKS, _BUSY, _PAUSE = 10, 2, 0.1
+
+#: Messages of these errors name modules and syntax. Any other error's message may hold a secret.
+_HARMLESS = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"})
+_ERROR = re.compile(r"(?:\w+\.)*(\w*(?:Error|Exception|Exit|Interrupt|Failed)): ?(.*)")
+
+
+class Session:
+    """A command that runs.
+
+    Attributes:
+        process: The process that was started.
+        folder: The probe's folder.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, words: Sequence[str]) -> None:
+        self.process = process
+        self.folder = folder
+        self._words = words
+
+    def pids(self) -> list[int]:
+        """The process and everything that it has started."""
+        return [each.pid for each in _proc.descendants(self.process.pid, _proc.processes())]
+
+    def listening(self) -> set[int | str]:
+        """Where it accepts connections. A Unix socket counts if the command names it."""
+        found: set[int | str] = set()
+        for pid in self.pids():
+            found |= _proc.if_readable(_proc.listening, pid) or set()
+        return {at for at in found if isinstance(at, int) or any(at in word for word in self._words)}
+
+    def wait(self, patience: float) -> float | None:
+        """Wait until it serves: it listens, and has finished loading.
+
+        Args:
+            patience: Seconds to wait.
+
+        Returns:
+            The seconds that it took; None if it runs, but does not serve.
+
+        Raises:
+            InvalidOption: It has ended.
+        """
+        began = time.monotonic()
+        looks: list[bool] = []
+        while time.monotonic() < began + patience:
+            self.require_running()
+            looks = [*looks, any(self._busy())][-_LOOKS:]
+            if self.listening() and len(looks) == _LOOKS and sum(looks) <= _BUSY:
+                if self._has_loaded():
+                    return time.monotonic() - began
+                looks = []
+            time.sleep(_PAUSE)
+        return None
+
+    def _has_loaded(self) -> bool:
+        """Whether all of gunicorn's workers have loaded the app: they may be idle while they load."""
+        answers = self.answers().values()
+        wanted = [
+            answer["server"]["workers"] for answer in answers if answer.get("server", {}).get("kind") == "gunicorn"
+        ]
+        return sum(answer.get("booted") is True for answer in answers) >= max(wanted, default=0)
+
+    def require_running(self) -> None:
+        """Raise ``InvalidOption`` if it has ended."""
+        status = self.process.poll()
+        if status is None:
+            return
+        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        why = f"ended {how} before it served{self._last_error()}"
+        fix = "Start it by itself to see what it prints."
+        raise InvalidOption("command", _redact.redact_command(self._words, os.environ), why=why, fix=fix)
+
+    def answers(self) -> dict[int, Mapping[str, Any]]:
+        """Ask every process that has the probe, and wait for their answers."""
+        for old in self.folder.glob("*.json"):
+            old.unlink(missing_ok=True)
+        asked = [pid for pid in self.pids() if (self.folder / f"{pid}.ready").exists()]
+        for pid in asked:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, _signal())
+        deadline = time.monotonic() + _ANSWER
+        files = {pid: self.folder / f"{pid}.json" for pid in asked}
+        while not all(file.exists() for file in files.values()) and time.monotonic() < deadline:
+            time.sleep(_PAUSE / 2)
+        return {pid: json.loads(file.read_bytes()) for pid, file in files.items() if file.exists()}
+
+    def private(self) -> dict[int, int]:
+        """The bytes that each of its processes has written for itself."""
+        sums = ((pid, _proc.if_readable(_proc.memory_sums, pid) or {}) for pid in self.pids())
+        return {pid: found.get("Private_Dirty", 0) + found.get("Swap", 0) for pid, found in sums}
+
+    def stop(self) -> None:
+        """End it and everything that it has started."""
+        pids = self.pids()
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STOP)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in pids:
+            self._kill(pid)
+        self.process.wait()
+        deadline = time.monotonic() + _STOP
+        while any(self._is_ours(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(_PAUSE / 2)
+
+    def _kill(self, pid: int) -> None:
+        """Kill a process that has left the group."""
+        if self._is_ours(pid):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _is_ours(self, pid: int) -> bool:
+        """Whether a process was started in this session. Its id may have been given to another one meanwhile."""
+        environ = _proc.if_readable(_proc.environment, pid) or {}
+        return environ.get("MODELGUARD_PROBE") == str(self.folder)
+
+    def _busy(self) -> Iterator[bool]:
+        for pid in self.pids():
+            found = _proc.if_readable(_proc.activity, pid)
+            yield found is not None and found.busy
+
+    def _last_error(self) -> str:
+        """The error that it has printed last, without a message that may hold a secret."""
+        text = (self.folder / "output").read_text(encoding="utf-8", errors="replace")
+        found = [match for line in text.splitlines() if (match := _ERROR.fullmatch(line.strip()))]
+        if not found:
+            return ""
+        name, message = found[-1].groups()
+        return f"; its last error is {name}" + (f": {_redact.redact(message, os.environ)}" if name in _HARMLESS else "")
+
+
+@contextmanager
+def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iterator[Session]:
+    """Start a command with the probe, and end it with all it has started.
+
+    Args:
+        words: The command and its arguments.
+        environ: Its variables. ``PYTHONPATH`` and ``MODELGUARD_PROBE`` are added.
+        cwd: The folder that it runs in.
+
+    Raises:
+        CannotRun: It was not found, or cannot be executed.
+    """
+    program = locate(words[0], environ)
+    folder = Path(tempfile.mkdtemp(prefix="modelguard-"))
+    try:
+        shutil.copyfile(_PROBE, folder / "sitecustomize.py")
+        (folder / "names").write_text("\n".join([str(int(_signal())), *sorted(KNOWN)]), encoding="ascii")
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(  # noqa: S603 - the command that the user has given
+                [*words],
+                executable=program,
+                env=_with_probe(environ, folder),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        session = Session(process, folder, words)
+        try:
+            yield session
+        finally:
+            session.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _with_probe(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    path = [str(folder), *filter(None, [environ.get("PYTHONPATH")])]
+    return {**environ, "PYTHONPATH": os.pathsep.join(path), "MODELGUARD_PROBE": str(folder)}
+
+
+def _signal() -> int:
+    """A real-time signal in the middle of the range: servers and libraries use the first and the last ones."""
+    return signal.SIGRTMIN + 9

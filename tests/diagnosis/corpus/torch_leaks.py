@@ -1,0 +1,29 @@
+"""Functions that leak through torch."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import torch
+
+torch.set_num_threads(1)
+convolutions = torch.nn.Sequential(torch.nn.Conv1d(128, 192, 5), torch.nn.Conv1d(192, 192, 3))
+linear = torch.nn.Linear(64, 64)
+losses: list[torch.Tensor] = []
+
+
+def lengths() -> Iterator[int]:
+    """Lengths in an order that does not rise; none comes twice in 499."""
+    yield from (20 + number * 197 % 499 for number in itertools.count())
+
+
+def shapes(length: int) -> None:
+    time.sleep(0.06)  # the caches are full after 512 calls, and growth ends there
+    with torch.inference_mode():
+        convolutions(torch.zeros(1, 128, length))
+
+
+def graphs(length: int) -> None:
+    losses.append(linear(torch.zeros(16, 64)).sum())

@@ -1,0 +1,121 @@
+"""``modelguard diagnose``: its input, its output, and functions that misbehave."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelguard.diagnosis import diagnose
+from modelguard.errors import InvalidOption
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc"),
+]
+
+APP = """
+import os, time
+kept = []
+class Deep:
+    async def predict(self, text, *, times=1):
+        kept.append(text * times * 2000)
+model = Deep()
+def none(): print("noise"); os.write(1, b"noise")
+def hangs(): time.sleep(1000)
+def forks():
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+def exits(): os._exit(7)
+def raises(number):
+    if number % 2: raise KeyError(number)
+def lazily(text):
+    yield text
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "app.py").write_text(APP)
+    return tmp_path
+
+
+def inputs(folder: Path, *lines: str) -> str:
+    (folder / "inputs.jsonl").write_text("\n".join(lines))
+    return str(folder / "inputs.jsonl")
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "modelguard", "diagnose", *words]
+    return subprocess.run(program, capture_output=True, text=True, check=False, timeout=100, cwd=folder)
+
+
+def test_an_async_method_with_inputs_from_a_file(folder: Path) -> None:
+    """JSON and a page are written; the status is 1, and the line that keeps memory is named."""
+    file = inputs(folder, '["text"]', "", '{"text": "word", "times": 2}', '"text"')
+    words = ("app:model.predict", "--inputs", file, "--time", "5s", "--json", "--report", str(folder / "out"))
+    done = command(folder, *words)
+    assert 1 == done.returncode, done.stderr
+    report = json.loads(done.stdout)
+    assert ("grows", "python objects") == (report["verdict"], report["causes"][0]["name"])
+    assert "app.py:6" in report["causes"][0]["seen"]
+    assert report == json.loads((folder / "out" / "report.json").read_text())
+    assert "<svg" in (folder / "out" / "report.html").read_text()
+
+
+def test_a_function_without_arguments_that_prints(folder: Path) -> None:
+    """What it prints does not disturb the report; the status is 0."""
+    done = command(folder, "app:none", "--time", "4s")
+    assert 0 == done.returncode, done.stdout + done.stderr
+    assert "noise" not in done.stdout
+    assert "does not grow" in done.stdout
+
+
+def test_failures_are_counted(folder: Path) -> None:
+    """A function may raise on some inputs."""
+    report = diagnose("app:raises", inputs=inputs(folder, "1", "2"), seconds=4, cwd=folder)
+    assert "steady" == report.verdict
+    assert any("calls failed (KeyError)" in sentence for sentence in report.unknown)
+
+
+def test_a_generator_function_is_consumed(folder: Path) -> None:
+    """A lazy result belongs to the call."""
+    assert "steady" == diagnose("app:lazily", inputs=inputs(folder, '"x"'), seconds=4, cwd=folder).verdict
+
+
+@pytest.mark.parametrize("target", ["app:hangs", "app:exits"])
+def test_a_function_that_never_returns_or_ends_the_process(folder: Path, target: str) -> None:
+    """It is undecided, and the report says why."""
+    report = diagnose(target, seconds=4, cwd=folder, silence=4)
+    assert "undecided" == report.verdict
+    assert "has not returned" in report.unknown[0] or "status 7" in report.unknown[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "lines", "says"),
+    [
+        ("app", None, "must be module:function"),
+        ("nope:f", None, "No module named 'nope'"),
+        ("app:nope", None, "no attribute 'nope'"),
+        ("app:kept", None, "not callable"),
+        ("app:model.predict", None, "missing a required argument: 'text'"),
+        ("app:model.predict", ['"x"', "{"], "line 2 is not JSON"),
+        ("app:model.predict", [], "must not be empty"),
+    ],
+)
+def test_bad_input(folder: Path, target: str, lines: list[str] | None, says: str) -> None:
+    """One error says what is wrong."""
+    with pytest.raises(InvalidOption) as caught:
+        diagnose(target, inputs=None if lines is None else inputs(folder, *lines), seconds=4, cwd=folder)
+    assert says in str(caught.value)
+
+
+def test_errors_of_the_command(folder: Path) -> None:
+    """One line, and status 2."""
+    for words in (("app:none", "--time", "never"), ("app:none", "--inputs", "no.jsonl"), ("nope:f",)):
+        done = command(folder, *words)
+        assert (2, "", 1) == (done.returncode, done.stdout, len(done.stderr.splitlines())), done.stderr

@@ -1,0 +1,75 @@
+"""The doctor at services that are really started: what is wrong is found and mended, what is right is left alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from tests.process.doctor_services import HEALTHY, ILL, LIBRARIES, Service
+
+from modelguard.diagnosis import DoctorReport, examine, facts_of_command
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux", reason="running processes are read from /proc"),
+]
+
+#: These depend on the machine, not on the service.
+OF_THE_MACHINE = ("MG301", "MG302")
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def look(words: Sequence[str], environ: Mapping[str, str], folder: Path, request: str | None) -> DoctorReport:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MALLOC_", "LD_"))}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
+    given = {**clean, "PATH": path, **environ}
+    facts = facts_of_command(words, given, cwd=folder, request=request, count=90, patience=90)
+    return examine(facts, ignore=OF_THE_MACHINE)
+
+
+def prepare(service: Service, folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    for module in service.needs:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    if LIBRARIES in f"{service.command}{service.environ}{service.files}" and not Path(LIBRARIES).exists():
+        pytest.skip("the allocators are not installed")
+    for name, text in service.files.items():
+        (folder / name).write_text(text.replace("{port}", str(port)))
+    fill = lambda text: text.replace("{port}", str(port)).replace("{folder}", str(folder))  # noqa: E731
+    return [fill(word) for word in service.command], {name: fill(value) for name, value in service.environ.items()}
+
+
+@pytest.mark.parametrize("service", ILL, ids=lambda service: service.name)
+def test_what_is_wrong_is_found_and_its_fix_helps(service: Service, tmp_path: Path, port: int) -> None:
+    """Exactly the known illness is found, and the line to paste makes it go away."""
+    words, environ = prepare(service, tmp_path, port)
+    report = look(words, environ, tmp_path, service.request)
+    found = {finding.number for finding in report.findings}
+    assert service.expected == found, report
+    if service.expected <= service.stays:
+        assert "" == report.fix or "MG404" in found
+        return
+    fixed = ["sh", "-c", f"exec {report.fix}" if " && " not in report.fix else report.fix]
+    assert shlex.split(report.fix)
+    again = look(fixed, environ, tmp_path, service.request)
+    assert service.stays >= {finding.number for finding in again.findings}, (report.fix, again)
+
+
+@pytest.mark.parametrize("service", HEALTHY, ids=lambda service: service.name)
+def test_what_is_right_is_left_alone(service: Service, tmp_path: Path, port: int) -> None:
+    """There is no finding."""
+    words, environ = prepare(service, tmp_path, port)
+    report = look(words, environ, tmp_path, service.request)
+    assert () == report.findings, report

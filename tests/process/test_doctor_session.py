@@ -1,0 +1,135 @@
+"""The doctor's own session: a command is started, asked and stopped, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from modelguard.diagnosis import _session as session_module
+from modelguard.diagnosis import facts_of_command
+from modelguard.diagnosis._session import started
+from modelguard.environment import _proc
+from modelguard.errors import CannotRun, InvalidOption
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="running processes are read from /proc"),
+]
+
+SECRET = "hunter2-word"
+
+LISTEN = "import socket, time\ns = socket.socket()\ns.bind(('127.0.0.1', 0))\ns.listen()\n"
+
+
+def python(folder: Path, program: str) -> list[str]:
+    (folder / "main.py").write_text(program)
+    return [sys.executable, "main.py"]
+
+
+def test_everything_that_was_started_ends(tmp_path: Path) -> None:
+    """Also a child that ignores SIGTERM and has left the session; and the probe's folder is removed."""
+    words = python(
+        tmp_path,
+        "import os, signal, subprocess, sys\n" + LISTEN
+        + "code = 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(100)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', code], start_new_session=True)\n"
+        "open('child', 'w').write(str(child.pid))\ntime.sleep(100)\n",
+    )  # fmt: skip
+    before = set(os.listdir(tempfile.gettempdir()))  # noqa: PTH208 - only names are needed
+    facts = facts_of_command(words, cwd=tmp_path)
+    assert 2 == len(facts.processes)
+    child = _proc.stat(int((tmp_path / "child").read_text()))
+    assert child is None or not child.alive
+    left = set(os.listdir(tempfile.gettempdir())) - before  # noqa: PTH208
+    assert not [name for name in left if (Path(tempfile.gettempdir()) / name / "sitecustomize.py").exists()]
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("raise SystemExit(3)", "ended with status 3 before it served"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        (f"raise ValueError('{SECRET}')", "its last error is ValueError"),
+        ("import os\nos.kill(os.getpid(), 9)", "ended by SIGKILL"),
+    ],
+)
+def test_a_command_that_ends(tmp_path: Path, program: str, says: str) -> None:
+    """The error says how it ended and by which error, without messages that may hold a secret."""
+    with pytest.raises(InvalidOption) as caught:
+        facts_of_command(python(tmp_path, program), cwd=tmp_path)
+    assert says in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_command_that_does_not_serve(tmp_path: Path) -> None:
+    """It is examined as it is, and the report says so."""
+    words = python(tmp_path, "import os, time\nos.environ['MALLOC_CONF'] = 'x'\ntime.sleep(60)\n")
+    facts = facts_of_command(words, cwd=tmp_path, patience=2)
+    assert facts.unknown[0].startswith("it did not serve within 2 seconds")
+    assert ["MALLOC_CONF"] == [variable.name for variable in facts.variables if variable.moment != "exec"]
+    assert "main.py line 2" in facts.variables[-1].where
+
+
+def test_a_program_without_the_probe(tmp_path: Path) -> None:
+    """``python -I`` does not read PYTHONPATH: it is examined from outside, and the report says so."""
+    words = [sys.executable, "-I", "-c", LISTEN + "time.sleep(60)"]
+    assert any("no answer from inside" in sentence for sentence in facts_of_command(words, cwd=tmp_path).unknown)
+
+
+def test_no_such_command() -> None:
+    """Nothing is started."""
+    with pytest.raises(CannotRun):
+        facts_of_command(["no-such-command-here"])
+
+
+def test_requests_that_fail_are_reported(tmp_path: Path) -> None:
+    """The number that failed, and why."""
+    words = python(tmp_path, LISTEN + "while True:\n    s.accept()[0].close()\n")
+    facts = facts_of_command(words, cwd=tmp_path, request="/", count=3)
+    assert facts.unknown[0].startswith("3 of 3 requests failed")
+
+
+def test_the_probe_chains_and_is_light(tmp_path: Path) -> None:
+    """The next sitecustomize runs as before, and Python starts with no module more than ``signal``."""
+    program = "import sys, json; print(json.dumps(sorted(sys.modules)), getattr(sys, 'mark', 0))"
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.mark = 7\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    plain = _run(program, environ)
+    with started([sys.executable, "-c", "import time; time.sleep(60)"], environ, tmp_path) as session:
+        with_probe = {**environ, "PYTHONPATH": f"{session.folder}{os.pathsep}{tmp_path}"}
+        probed = _run(program, {**with_probe, "MODELGUARD_PROBE": str(session.folder)})
+        removed = _run(program, with_probe)
+    assert "7" == plain[1] == probed[1] == removed[1]
+    light = (
+        "__future__ zipimport signal _signal enum types functools operator collections reprlib keyword itertools "
+        "_collections _operator _functools _typing"
+    )
+    more = set(light.split())
+    assert set(probed[0]) - set(plain[0]) <= more
+    assert set(removed[0]) - set(plain[0]) <= {"zipimport", "__future__"}
+
+
+def _run(program: str, environ: dict[str, str]) -> tuple[list[str], str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert 0 == done.returncode, done.stderr
+    modules, _, mark = done.stdout.strip().rpartition(" ")
+    return json.loads(modules), mark
+
+
+def test_a_busy_process_does_not_hold_up_the_examination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named as silent after the time to answer."""
+    monkeypatch.setattr(session_module, "_ANSWER", 1.0)
+    words = python(tmp_path, LISTEN + "sum(range(10**12))\n")
+    began = time.monotonic()
+    facts = facts_of_command(words, cwd=tmp_path, patience=2)
+    assert any("busy" in sentence for sentence in facts.unknown)
+    assert time.monotonic() - began < 50

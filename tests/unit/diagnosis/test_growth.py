@@ -1,0 +1,100 @@
+"""The verdict on growth, its causes, and the report."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelguard.diagnosis import _growth_report
+from modelguard.diagnosis._attribution import attribute
+from modelguard.diagnosis._growth import Cause, GrowthReport, Measured, judge
+
+MB = 10**6
+CALLS = tuple(range(0, 2100, 100))
+
+
+def grown(**fields: object) -> Measured:
+    """100 MB in 1,000 calls, with these measurements."""
+    return Measured(calls=(0, 1000), private=(0, 100 * MB), **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "private"),
+    [
+        ("grows", [10 * MB * number for number in range(21)]),
+        ("grows", [10 * MB * number + (number % 2) * 30 * MB for number in range(21)]),
+        ("steady", [200 * MB] * 21),
+        ("steady", [(number % 5) * 30 * MB for number in range(21)]),
+        ("steady", [min(number, 4) * 30 * MB for number in range(21)]),
+        ("steady", [number * 100_000 for number in range(21)]),
+        ("steady", [int(100 * MB * (1 - 0.6**number)) for number in range(21)]),
+        ("undecided", [0, 50 * MB, 100 * MB]),
+    ],
+    ids=["line", "line with teeth", "flat", "sawtooth", "warm-up", "noise", "fills", "too few"],
+)
+def test_the_verdict(verdict: str, private: list[int]) -> None:
+    """Only growth that goes on with the calls is a leak."""
+    assert verdict == judge(CALLS[: len(private)], private)
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "fields"),
+    [
+        ("retention", 0.8, {"trimmed": 80 * MB, "traced": {"a.py:1": 20_000.0}}),
+        ("cycles", 0.8, {"collected": 80 * MB, "traced": {"a.py:1": 20_000.0}}),
+        ("unbounded cache", 0.7, {"cleared": {"lru_cache:app.f (9 entries)": 70 * MB}, "traced": {"a:1": 30_000.0}}),
+        ("metric labels", 1.0, {"cleared": {"metric:requests": 120 * MB}}),
+        ("arrow pool", 1.0, {"cleared": {"pyarrow": 100 * MB}}),
+        ("cuda cache", 1.0, {"cleared": {"cuda": 100 * MB}}),
+        ("tasks", 1.0, {"after": {"tasks": 1000}}),
+        ("threads", 1.0, {"before": {"threads": 3}, "after": {"threads": 503}}),
+        ("autograd", 1.0, {"after": {"tensors with a graph": 1000}}),
+        ("spacy strings", 1.0, {"before": {"spacy strings": 500}, "after": {"spacy strings": 9000}}),
+        ("tracebacks", 1.0, {"failing": 1e5, "succeeding": 9.0, "after": {"caught errors": 500}, "errors": ("E",)}),
+        ("python objects", 1.0, {"traced": {"app.py:7": 100_000.0}}),
+        ("onednn plans", 1.0, {"repeats": 0.0, "compiled": 5 * MB, "libraries": ("torch",)}),
+        ("onnx runtime", 1.0, {"repeats": 0.0, "same_shape": 0.0, "libraries": ("onnxruntime",)}),
+        ("tensorflow", 1.0, {"repeats": 0.0, "libraries": ("tensorflow",)}),
+        ("tokenizer caches", 1.0, {"repeats": 0.0, "same_shape": 1e5, "libraries": ("tokenizers",)}),
+        ("native memory", 1.0, {"repeats": 1e5}),
+    ],
+)
+def test_each_cause_is_told_by_its_own_evidence(name: str, share: float, fields: dict[str, object]) -> None:
+    """Its share is what was measured, and the evidence is said."""
+    causes, rest = attribute(grown(**fields))
+    assert (name, share) == (causes[0].name, causes[0].share)
+    assert causes[0].seen
+    assert causes[0].fix
+    assert 0 == rest
+
+
+def test_the_rest_is_unexplained() -> None:
+    """Shares never add up to more than the growth."""
+    causes, rest = attribute(grown(trimmed=95 * MB, collected=50 * MB, traced={"a.py:1": 1.0}))
+    assert ([0.95], 0.05) == ([cause.share for cause in causes], rest)
+
+
+REPORT = GrowthReport(
+    "app:predict", "grows", (Cause("cycles", 0.8, "<b>\x1b", "break it"),), 0.2, grown(), ("3 of 1,000 calls failed",)
+)
+
+
+def test_text() -> None:
+    """The verdict with its rate, each cause with its share, the rest, and notes; control characters are escaped."""
+    text = "\n".join(_growth_report.as_text(REPORT))
+    assert "memory grows with the calls: 100 MB in 1,000 calls, 100.00 MB per 1,000 calls" in text
+    assert "80% cycles\n  seen  <b>\\x1b\n  fix   break it" in text
+    assert "20% is unexplained." in text
+    assert text.endswith("Note: 3 of 1,000 calls failed")
+
+
+def test_the_page_is_one_file() -> None:
+    """It refers to no other file, has a figure, and what was measured is escaped."""
+    page = _growth_report.as_html(REPORT)
+    assert "<svg" in page
+    assert "&lt;b&gt;\\x1b" in page
+    assert not [word for word in ("http:", "https:", "src=", "url(", "<script") if word in page]
+
+
+def test_a_page_without_readings() -> None:
+    """An undecided diagnosis has a page too."""
+    assert "undecided after 0 calls" in _growth_report.as_html(GrowthReport("app:f", "undecided"))
