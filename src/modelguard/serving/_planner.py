@@ -36,9 +36,10 @@ _MANY = 10
 _NEXT_SIZE = 1.15
 #: With more groups than this, the time that those in front take is estimated from these.
 _LOOKED_AT = 64
-#: A batch starts this much before the last moment at which it could meet its deadline by the estimate.
-_EARLY_SHARE = 0.1
-_EARLY_SECONDS = 0.005
+#: A batch that may wait for more items starts this much before the last moment at which it could meet its deadline by
+#: the estimate: items differ, and whoever waits until then gains little from the last of it.
+_EARLY_SHARE = 1.0
+_EARLY_SECONDS = 0.02
 #: Requests may end so many seconds after their deadline: an error of rounding, not of time.
 _ROUNDING = 1e-9
 
@@ -150,7 +151,7 @@ class Planner:
         curve = self._times.curve(line.group)
         if curve is None:
             return None
-        seconds = curve.seconds(line.waiting, line.weight)
+        seconds = curve.at_worst(line.waiting, line.weight)
         return seconds + max(seconds * _EARLY_SHARE, _EARLY_SECONDS)
 
     def _seconds_left(self, running: Iterable[Batch], now: float) -> float:

@@ -67,18 +67,20 @@ class Curve:
         seconds = self.fixed + self.each * count + self.unit * weight
         return min(self.most, seconds)
 
-    def holds(self, count: int, weight: float, left: float) -> bool:
-        """Whether a batch ends within this time.
+    def at_worst(self, count: int, weight: float) -> float:
+        """How long a batch takes if larger batches gain nothing.
 
         What is more than twice as large as any batch so far is judged by the time for an item in the largest one: the
         first steps of a slope say little about its far end.
         """
         seconds = self.seconds(count, weight)
-        if seconds > left:
-            return False
         if count <= _GROWTH * self.reach:
-            return True
-        return self.seconds(self.reach, weight * self.reach / count) * count / self.reach <= left
+            return seconds
+        return max(seconds, self.seconds(self.reach, weight * self.reach / count) * count / self.reach)
+
+    def holds(self, count: int, weight: float, left: float) -> bool:
+        """Whether a batch ends within this time, in any case."""
+        return self.at_worst(count, weight) <= left
 
 
 class BatchTimes:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from tests.unit.serving.gated import Gated
 
+from modelguard.isolation import _registry as _isolated
 from modelguard.lifecycle import guard
 from modelguard.serving import _registry
 
@@ -21,6 +22,7 @@ def model() -> Iterator[Gated]:
 
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No guards and no batched functions of other tests are known."""
+    """No guards, batched or isolated functions of other tests are known."""
     monkeypatch.setattr(guard, "_guards", weakref.WeakSet())
     monkeypatch.setattr(_registry, "_batchers", weakref.WeakSet())
+    monkeypatch.setattr(_isolated, "_functions", weakref.WeakSet())

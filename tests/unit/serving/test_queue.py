@@ -72,8 +72,17 @@ def test_max_wait_is_cut_to_the_nearest_deadline() -> None:
     queue = queue_of(max_wait=1.0, max_queue=100)
     measured(queue, {1: 0.2})
     queue.admit(request(0, deadline=0.5), 0.0)
-    assert queue.next_batch(0.0) == pytest.approx(0.28), "a tenth of the run time is kept in reserve"
-    assert [0] == taken(queue, 0.28)
+    assert queue.next_batch(0.0) == pytest.approx(0.1), "as much as the run takes is kept in reserve"
+    assert [0] == taken(queue, 0.1)
+
+
+def test_max_wait_is_cut_for_all_that_waits() -> None:
+    """Where only smaller batches were measured, each item is taken to last as long as there."""
+    queue = queue_of(max_wait=10.0, max_size=8)
+    measured(queue, {1: 0.1})
+    for number in range(5):
+        queue.admit(request(number, deadline=5.0), 0.0)
+    assert queue.next_batch(0.0) == pytest.approx(5.0 - 2 * 5 * 0.1)
 
 
 def test_a_deadline_far_away_does_not_cut_the_wait() -> None:
