@@ -260,6 +260,9 @@ class Engine(Generic[M]):
             if job is not None and self.guard.runtime.ticks:
                 with suppress(RuntimeError):  # the interpreter is shutting down
                     _ticker.TICKER.add(self)
+        current = self.state.current
+        if current is not None and current.uses >= current.alarm:
+            self._check_policy(sample=False)  # the ends of calls start nothing as long as there is a job
 
     def _reload(self, job: LoadJob) -> Reload[M]:
         return Reload(self.guard, self._evaluator.readings, job)

@@ -77,7 +77,10 @@ class Evaluator(Generic[M]):
         generation = self._guard.state.current
         if generation is not None:
             self._reported.clear()
-            self._set_alarm(generation, self.readings.snapshot(generation, settled=False, sample=False))
+            snapshot = self.readings.snapshot(generation, settled=False, sample=False)
+            self._set_alarm(generation, snapshot)
+            if snapshot.uses:  # calls have ended since the installation, without an alarm
+                self._guard.state.set_alarm(generation, snapshot.uses)
 
     def after_fork_in_child(self) -> None:
         """Start the child's own readings."""

@@ -485,3 +485,23 @@ def test_a_guard_that_is_reopened_while_its_last_load_ends_loads_again(world: Wo
         assert 2 == outcome(call)
     finally:
         remove()
+
+
+def test_a_call_that_ends_before_its_load_does_is_counted(world: World) -> None:
+    """A policy that is due by then is acted on when the load has ended, not at the end of a later call."""
+    installed, gate = threading.Event(), threading.Event()
+
+    def hold(event: Event) -> None:
+        if isinstance(event, LoadFinished) and not installed.is_set():
+            installed.set()
+            assert gate.wait(TIMEOUT)
+
+    remove = telemetry.add_hook(hold)
+    try:
+        nlp = world.guard(reload_on=Uses(1), defer=0)
+        assert 1 == number(nlp)
+        assert installed.wait(TIMEOUT)
+        gate.set()
+        until(lambda: nlp.status().generation == 2)
+    finally:
+        remove()
