@@ -33,7 +33,7 @@ def python(folder: Path, program: str) -> list[str]:
     return [sys.executable, "main.py"]
 
 
-def test_everything_that_was_started_ends(tmp_path: Path) -> None:
+def test_everything_that_was_started_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a child that ignores SIGTERM and has left the session; and the probe's folder is removed."""
     words = python(
         tmp_path,
@@ -42,13 +42,14 @@ def test_everything_that_was_started_ends(tmp_path: Path) -> None:
         "child = subprocess.Popen([sys.executable, '-c', code], start_new_session=True)\n"
         "open('child', 'w').write(str(child.pid))\ntime.sleep(100)\n",
     )  # fmt: skip
-    before = set(os.listdir(tempfile.gettempdir()))  # noqa: PTH208 - only names are needed
+    temporary = tmp_path / "temporary"  # of its own: other tests make such folders at the same time
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     facts = facts_of_command(words, cwd=tmp_path)
     assert 2 == len(facts.processes)
     child = _proc.stat(int((tmp_path / "child").read_text()))
     assert child is None or not child.alive
-    left = set(os.listdir(tempfile.gettempdir())) - before  # noqa: PTH208
-    assert not [name for name in left if (Path(tempfile.gettempdir()) / name / "sitecustomize.py").exists()]
+    assert [] == list(temporary.iterdir())
 
 
 @pytest.mark.parametrize(
