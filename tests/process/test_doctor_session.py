@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.process.harness import wait_until
 
 from modelguard.diagnosis import _session as session_module
 from modelguard.diagnosis import facts_of_command
@@ -47,8 +48,8 @@ def test_everything_that_was_started_ends(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     facts = facts_of_command(words, cwd=tmp_path)
     assert 2 == len(facts.processes)
-    child = _proc.stat(int((tmp_path / "child").read_text()))
-    assert child is None or not child.alive
+    pid = int((tmp_path / "child").read_text())
+    wait_until(lambda: (child := _proc.stat(pid)) is None or not child.alive, "the child has ended")
     assert [] == list(temporary.iterdir())
 
 
