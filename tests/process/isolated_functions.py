@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import ctypes
 import logging
 import os
@@ -16,8 +17,13 @@ from typing import Any
 
 from modelguard import Backoff, Breaker, Errors, MemoryGrowth, Modified, Uses, guard, isolate
 
-#: Watched by a policy. Molds inherit the environment of the process that has made it.
-WEIGHTS = Path(os.environ.setdefault("ISOLATION_WEIGHTS", tempfile.mkstemp(prefix="isolation-weights-")[1]))
+if "ISOLATION_WEIGHTS" not in os.environ:  # molds inherit the environment of the process that has made the file
+    with tempfile.NamedTemporaryFile(prefix="isolation-weights-", delete=False) as file:
+        os.environ["ISOLATION_WEIGHTS"] = file.name
+    atexit.register(Path(file.name).unlink, missing_ok=True)
+
+#: Watched by a policy.
+WEIGHTS = Path(os.environ["ISOLATION_WEIGHTS"])
 
 
 class Model:
