@@ -37,8 +37,9 @@ class ModelGuardMiddleware:
     """Turns modelguard's errors into responses, and limits the time of the batched calls of each request.
 
     * ``Overloaded`` (a full queue, an open circuit, a model that is being loaded), ``LoadFailed`` and ``GuardClosed``
-      become 503 with ``Retry-After`` in whole seconds, ``QuotaExceeded`` 429. ``DeadlineExceeded`` becomes 504, ``ItemTooHeavy`` 413. Each
-      response is ``application/problem+json``. Other errors, and errors after the response has begun, propagate.
+      become 503 with ``Retry-After`` in whole seconds, and ``QuotaExceeded`` becomes 429 with it. ``DeadlineExceeded``
+      becomes 504, ``ItemTooHeavy`` 413. Each response is ``application/problem+json``. Other errors, and errors after
+      the response has begun, propagate.
     * ``deadline`` limits the time of the batched calls of each request; a client can shorten it with a header.
     * When the client disconnects, the batched calls of its request are cancelled: waiting items are not computed, and
       the handler gets ``CallerGone``. Nothing else in the handler is cancelled.
@@ -57,8 +58,8 @@ class ModelGuardMiddleware:
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
         fair_by: Whose a request is, so that callers share every batched function fairly: the name of a header, or a
             function of the ASGI scope that gives a key, anything hashable. Requests without the header share one key.
-            Whoever can set the header can choose any key, so name one that your proxy sets. Default: nobody's; no header
-            is read.
+            Whoever can set the header can choose any key, so name one that your proxy sets. Default: nobody's; no
+            header is read.
         priority: How urgent a request is, compared with others under the same key: a function of the ASGI scope that
             gives a whole number from 0 to 1,000. Default: 0.
 
@@ -99,7 +100,9 @@ class ModelGuardMiddleware:
             await self.app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path") or "")
-        timeout = self._options.probe(scope["method"], path) or self._options.timeout(_header(scope, self._timeout_header))
+        timeout = self._options.probe(scope["method"], path) or self._options.timeout(
+            _header(scope, self._timeout_header)
+        )
         if isinstance(timeout, Answer):
             await _Response(timeout)(scope, receive, send)
         else:

@@ -110,9 +110,7 @@ class _Body:
     The response begins with the first bytes: an error before them can still be answered.
     """
 
-    def __init__(
-        self, request: WebRequest, start_response: Callable[..., Any], key: Hashable, priority: int
-    ) -> None:
+    def __init__(self, request: WebRequest, start_response: Callable[..., Any], key: Hashable, priority: int) -> None:
         self._request = request
         self._caller = key, priority
         self._start_response = start_response

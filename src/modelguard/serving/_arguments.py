@@ -145,7 +145,7 @@ class Arguments:
             raise ItemRefused(self._name, why=f"fair_by failed: {type(error).__name__}: {error}") from error
         try:
             hash(key)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever the key's own code raises
             why = f"the key from fair_by must be hashable: {type(error).__name__}: {error}"
             raise ItemRefused(self._name, why=why) from None
         return key

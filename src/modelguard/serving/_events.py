@@ -111,7 +111,9 @@ class BatchEvents:
         )
         if counts == self._reported or now - self._reported_at < _REPORT_INTERVAL:
             return
-        full, late, opened, quota, expired, cancelled = (new - old for new, old in zip(counts, self._reported, strict=True))
+        full, late, opened, quota, expired, cancelled = (
+            new - old for new, old in zip(counts, self._reported, strict=True)
+        )
         self._reported, self._reported_at = counts, now
         telemetry.emit(
             telemetry.RequestsRefused(

@@ -1,10 +1,10 @@
 """Whose turn it is: every key gets its share of what is computed, and the requests of one key go by priority.
 
-This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): each key has a start, which moves on by the cost of
-what it gets over its share, and the key with the earliest start is next. The virtual time that a newcomer starts from is
-that of WF2Q+ (Bennett and Zhang, IEEE/ACM Transactions on Networking 5, 1997). It moves on with what is computed for
-everybody, so no number of new keys can keep a key from its turn, and it never falls behind those that wait, so nobody pays
-for capacity that nobody else wanted.
+This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): each key has a start, which moves on by the cost
+of what it gets over its share, and the key with the earliest start is next. The virtual time that a newcomer starts
+from is that of WF2Q+ (Bennett and Zhang, IEEE/ACM Transactions on Networking 5, 1997). It moves on with what is
+computed for everybody, so no number of new keys can keep a key from its turn, and it never falls behind those that
+wait, so nobody pays for capacity that nobody else wanted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from modelguard.serving._requests import Request
 
 __all__ = ["Fairness", "Flow"]
 
-#: Keys without requests are remembered until they have paid for what they got, and at most so many of them. A key that is
-#: forgotten early starts level with newcomers.
+#: Keys without requests are remembered until they have paid for what they got, and at most so many of them. A key that
+#: is forgotten early starts level with newcomers.
 _REMEMBERED = 1024
 #: An item without weight still costs a place in a batch.
 _LEAST_COST = 1.0
@@ -193,6 +193,7 @@ class Fairness:
             requests: All that wait.
         """
         waiting = list(requests)
+        waiting.reverse()  # of several that came at the same time, the last one
         greediest = max((flow for flow in self._flows.values() if flow.waiting), key=attrgetter("last_start"))
         if greediest.key != request.key and greediest.last_start <= self._start_of_new(request, waiting) + _ROUNDING:
             return None

@@ -156,7 +156,9 @@ def _check_quota(quota: int | None, max_queue: int) -> int | None:
         return None
     if _units.whole_number(quota, "quota") > max_queue:
         why = f"must not be more than max_queue={max_queue}, or it would never be reached"
-        raise InvalidOption("quota", quota, why=why, fix=f"Give quota={max(max_queue // 8, 1)}, an eighth of the queue.")
+        raise InvalidOption(
+            "quota", quota, why=why, fix=f"Give quota={max(max_queue // 8, 1)}, an eighth of the queue."
+        )
     return quota
 
 

@@ -26,7 +26,7 @@ def choose_alike(
 ) -> tuple[list[Request], list[Request]]:
     """The requests of the next batch, and those that will be late in any case.
 
-    The batch is the one that computes most for its time: items like the first one's, and as many as pay for the padding.
+    The batch is the one that computes most for its time: items like the first one, and as many as pay for the padding.
 
     Args:
         waiting: What waits, in the order of the turns.
@@ -85,7 +85,10 @@ class _Room:
         lighter.sort(key=lambda pair: (-pair[1].weight, pair[0]))
         heavier = [pair for pair in others if pair[1].weight >= first.weight]
         heavier.sort(key=lambda pair: (pair[1].weight, pair[0]))
-        near = [request for _, request in lighter[: self.most - 1]], [request for _, request in heavier[: self.most - 1]]
+        near = (
+            [request for _, request in lighter[: self.most - 1]],
+            [request for _, request in heavier[: self.most - 1]],
+        )
         return self._nearest(first, *near) if self.curve is None else self._best(first, *near, self.curve)
 
     def _nearest(self, first: Request, lighter: list[Request], heavier: list[Request]) -> list[Request]:
@@ -99,9 +102,7 @@ class _Room:
                 heaviest = heavy
         return chosen
 
-    def _best(
-        self, first: Request, lighter: list[Request], heavier: list[Request], curve: Curve
-    ) -> list[Request]:
+    def _best(self, first: Request, lighter: list[Request], heavier: list[Request], curve: Curve) -> list[Request]:
         """For each request that may be the heaviest, lighter ones are added as long as they pay for their padding."""
         best, score = [first], -1.0
         chosen: list[Request] = []

@@ -245,7 +245,9 @@ class Planner:
         waiting = lines.in_order(line, self.most)
         curve = self._times.curve(line.group)
         if self._limits.padded:
-            return choose_alike(waiting, curve, now, most=self.most, max_weight=self._limits.max_weight, ended=self.ended)
+            return choose_alike(
+                waiting, curve, now, most=self.most, max_weight=self._limits.max_weight, ended=self.ended
+            )
         if curve is None:
             return self._fill(waiting, None, now), []
         first = self._fill(waiting, curve, now)

@@ -63,7 +63,9 @@ class Batched(Generic[X, Y]):
 
     if TYPE_CHECKING:
 
-        def __call__(self, item: X, /, *, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any) -> Y: ...  # noqa: D102
+        def __call__(  # noqa: D102
+            self, item: X, /, *, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any
+        ) -> Y: ...
 
     else:  # accepts what type checkers reject, to say what is wrong with it
 
@@ -381,8 +383,8 @@ def batched(
             gets the heaviest item first, which saves padding if it works in portions.
         max_weight: Most weight in a batch. Default: no bound.
         padded: Whether the function pads all items of a batch to the heaviest one, so that each costs as much. Batches
-            are then made of items of like weight from all that waits, and ``max_weight`` bounds the heaviest weight times
-            the number of items. The item whose turn it is is in the next batch, whatever its weight. Needs ``weight``.
+            are then made of items of like weight from all that waits, around the one whose turn it is, and
+            ``max_weight`` bounds the heaviest weight times the number of items. Needs ``weight``.
         fair_by: Whose an item is: a function of the item that gives a key, anything hashable. Keys get equal shares of
             what is computed, however much each of them sends; an item costs its weight, at least 1. When the queue is
             full, an item whose turn is earlier takes the place of the last one. Default: the key of the context, which

@@ -1,4 +1,4 @@
-"""What applies to the batched calls of a block: ``deadline()``, ``caller()``, the web request for which they are made."""
+"""What applies to the batched calls of a block: ``deadline()``, ``caller()``, the web request that they are for."""
 
 from __future__ import annotations
 
@@ -192,7 +192,13 @@ def deadline(timeout: _units.Duration) -> Bound:
 def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> Iterator[None]:
     """Make the batched calls inside the block for a web request, under its key and with its priority."""
     outer = current_scope.get() or _UNBOUNDED
-    token = current_scope.set(replace(outer, web_request=web_request, key=key, priority=priority))
+    inside = replace(
+        outer,
+        web_request=web_request,
+        key=outer.key if key is None else key,
+        priority=max(outer.priority, priority),
+    )
+    token = current_scope.set(inside)
     try:
         yield
     finally:
@@ -203,8 +209,9 @@ def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 
 def caller(key: Hashable, *, priority: int = 0) -> Iterator[None]:
     """Say whose the batched calls inside the block are, so that callers share fairly.
 
-    The web middleware does the same with its option ``fair_by``. The key follows the context into tasks and into threads
-    that are started with it. An inner block counts, and so does the function's own ``fair_by``, before an outer block.
+    The web middleware does the same with its option ``fair_by``. The key follows the context into tasks and into
+    threads that are started with it. An inner block counts before an outer one, and a function's own ``fair_by`` before
+    any block.
 
     Args:
         key: Who calls: anything hashable, such as the name of a tenant. It appears in errors, so it is no place for a
@@ -236,7 +243,7 @@ def check_key(key: Hashable, argument: str) -> None:
     """
     try:
         hash(key)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever the key's own code raises
         why = f"a key must be hashable: {type(error).__name__}: {error}"
         raise InvalidOption(argument, key, why=why, fix="Give a text, a number or a tuple of them.") from None
 

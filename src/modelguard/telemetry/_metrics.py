@@ -161,7 +161,9 @@ def _of_batches() -> Iterator[Metric]:
     yield counter("batches.bisected", "Batches that were run again in parts, to find the failing items.")
     yield counter("batch.reruns", "Calls to find the failing items.")
     yield counter("items.failed", "Items that got an error as their result.")
-    yield counter("requests.refused", "Requests refused immediately.", "reason", ("full", "late", "circuit_open", "quota"))
+    yield counter(
+        "requests.refused", "Requests refused immediately.", "reason", ("full", "late", "circuit_open", "quota")
+    )
     yield counter("requests.expired", "Requests dropped at their deadline.")
     yield counter("requests.cancelled", "Requests dropped because their caller no longer waits.")
     yield Metric("queue.depth", "gauge", "Items that are waiting.", "function", "{item}", mode="livesum")
