@@ -22,6 +22,15 @@ __all__ = ["Fairness", "Flow"]
 #: Keys without requests are remembered until they have paid for what they got, and at most so many of them. A key that
 #: is forgotten early starts level with newcomers.
 _REMEMBERED = 1024
+#: The virtual time moves on at least by what is computed over so many times the shares of all keys with requests. At full
+#: pace it would run ahead of keys whose requests are refused, and these would be level with keys that ask for little: a
+#: queue of 256 then serves up to 1,024 greedy keys.
+_UNHURRIED = 4
+#: A key that asked for less than its share has a credit of so many items (for a share of 1): few callers send at even
+#: intervals.
+_CREDIT = 2.0
+#: How fast the mean cost of an item is followed.
+_STEP = 0.05
 #: An item without weight still costs a place in a batch.
 _LEAST_COST = 1.0
 #: Starts that differ by less are equal: an error of rounding.
@@ -70,6 +79,7 @@ class Fairness:
         self._flows: dict[Hashable, Flow] = {}
         self._waiting = 0
         self._virtual = 0.0
+        self._cost = _LEAST_COST  # of an item, on average
         self._by_priority = False  # whether a request that waits has a priority
 
     def __len__(self) -> int:
@@ -88,7 +98,8 @@ class Fairness:
         request.rank = self._rank_of(request)
         flow = self._flows.get(request.key)
         if flow is None:
-            flow = Flow(request.key, self._shares.get(request.key, 1.0), self._virtual)
+            share = self._shares.get(request.key, 1.0)
+            flow = Flow(request.key, share, self._newcomers_start)
             self._flows[request.key] = flow
         request.flow = flow
         flow.start = self._start_of(flow)
@@ -100,27 +111,28 @@ class Fairness:
         self._remove(flow, _cost(request))
         if not self._waiting:
             self._forget_all()
-        elif not flow.waiting and flow.start <= self._virtual:
+        elif not flow.waiting and self._has_paid(flow):
             self._forget(flow)
 
     def taken(self, requests: Iterable[Request]) -> None:
         """These requests are being computed: their keys pay for them."""
-        total = sum(flow.share for flow in self._flows.values())
+        total = sum(flow.share for flow in self._flows.values() if flow.waiting)
         work = 0.0
         for request in requests:
             flow, cost = request.flow, _cost(request)
             self._remove(flow, cost)
             flow.start += cost / flow.share
             work += cost
+            self._cost += _STEP * (cost - self._cost)
         if not self._waiting:  # whoever comes next competes with nobody who waited beside these
             self._forget_all()
             return
         least = min(flow.start for flow in self._flows.values() if flow.waiting)
-        self._virtual = max(self._virtual + work / total, least)
+        self._virtual = max(self._virtual + work / (_UNHURRIED * total), least)
         idle = [flow for flow in self._flows.values() if not flow.waiting]
         idle.sort(key=attrgetter("start"))
         for number, flow in enumerate(idle):
-            if flow.start <= self._virtual or len(idle) - number > _REMEMBERED:
+            if self._has_paid(flow) or len(idle) - number > _REMEMBERED:
                 self._forget(flow)
 
     def recount(self, requests: Iterable[Request]) -> None:
@@ -195,7 +207,8 @@ class Fairness:
         waiting = list(requests)
         waiting.reverse()  # of several that came at the same time, the last one
         greediest = max((flow for flow in self._flows.values() if flow.waiting), key=attrgetter("last_start"))
-        if greediest.key != request.key and greediest.last_start <= self._start_of_new(request, waiting) + _ROUNDING:
+        until = self._start_of_new(request, waiting) + self._cost / self._shares.get(request.key, 1.0)
+        if greediest.key != request.key and greediest.last_start < until - _ROUNDING:
             return None
         last = max((one for one in waiting if one.flow is greediest), key=_rank)
         return last if greediest.key != request.key or last.rank > self._rank_of(request) else None
@@ -243,10 +256,18 @@ class Fairness:
         return request.arrived - request.priority * self._ageing
 
     def _start_of(self, flow: Flow | None) -> float:
-        """Where a key starts with its next request; one without requests catches up with the others."""
+        """Where a key starts with its next request; one without requests catches up with the others, but for a credit."""
         if flow is None:
-            return self._virtual
-        return flow.start if flow.waiting else max(flow.start, self._virtual)
+            return self._newcomers_start
+        return flow.start if flow.waiting else max(flow.start, self._newcomers_start)
+
+    def _has_paid(self, flow: Flow) -> bool:
+        """Whether a key would start as a new one."""
+        return flow.start <= self._newcomers_start
+
+    @property
+    def _newcomers_start(self) -> float:
+        return self._virtual - _CREDIT * self._cost
 
     def _remove(self, flow: Flow, cost: float) -> None:
         self._waiting -= 1
