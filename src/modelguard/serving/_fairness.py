@@ -22,9 +22,9 @@ __all__ = ["Fairness", "Flow"]
 #: Keys without requests are remembered until they have paid for what they got, and at most so many of them. A key that
 #: is forgotten early starts level with newcomers.
 _REMEMBERED = 1024
-#: The virtual time moves on at least by what is computed over so many times the shares of all keys with requests. At full
-#: pace it would run ahead of keys whose requests are refused, and these would be level with keys that ask for little: a
-#: queue of 256 then serves up to 1,024 greedy keys.
+#: The virtual time moves on at least by what is computed over so many times the shares of all keys with requests. At
+#: full pace it would run ahead of keys whose requests are refused, and these would be level with keys that ask for
+#: little. At a quarter of it, a queue of 256 keeps up to 1,024 greedy keys apart from those.
 _UNHURRIED = 4
 #: A key that asked for less than its share has a credit of so many items (for a share of 1): few callers send at even
 #: intervals.
@@ -256,7 +256,7 @@ class Fairness:
         return request.arrived - request.priority * self._ageing
 
     def _start_of(self, flow: Flow | None) -> float:
-        """Where a key starts with its next request; one without requests catches up with the others, but for a credit."""
+        """Where a key starts with its next request. One without requests catches up with the others, with a credit."""
         if flow is None:
             return self._newcomers_start
         return flow.start if flow.waiting else max(flow.start, self._newcomers_start)
