@@ -17,6 +17,8 @@ __all__ = ["choose_alike"]
 
 #: So many times the size of a batch are compared: those whose turn is later do not fill up batches of those in front.
 _COMPARED = 8
+#: Before anything was measured, weights that differ by more than this factor do not share a batch.
+_UNMEASURED = 2.0
 #: Requests may end so many seconds after their deadline: an error of rounding, not of time.
 _ROUNDING = 1e-9
 
@@ -93,7 +95,9 @@ class _Room:
 
     def _nearest(self, first: Request, lighter: list[Request], heavier: list[Request]) -> list[Request]:
         """The requests whose weights are nearest to that of the first one: nothing is known about times."""
-        by_distance = sorted((*lighter, *heavier), key=lambda request: abs(request.weight - first.weight))
+        low, high = first.weight / _UNMEASURED, first.weight * _UNMEASURED
+        near = [request for request in (*lighter, *heavier) if low <= request.weight <= high]
+        by_distance = sorted(near, key=lambda request: abs(request.weight - first.weight))
         chosen, heaviest = [first], first.weight
         for request in by_distance[: self.most - 1]:
             heavy = max(heaviest, request.weight)
