@@ -114,6 +114,22 @@ class Planner:
             return False
         return not running or now - running[0].started <= self._full
 
+    def too_late(self, request: Request, lines: Lines, waiting: int, running: list[Batch], now: float) -> float | None:
+        """Seconds that the answer to a new request would take, if it would come after the deadline; None if not.
+
+        What finds a thread idle is in time whatever was measured: its run is a new measurement.
+        """
+        left = request.deadline - now
+        self.offered += 1
+        simple = request.group is None and not lines.several
+        if simple and self.surely_in_time(waiting, left, running, now):
+            return None
+        self.note_timeout(left)
+        if not waiting and len(running) < self._limits.threads:
+            return None
+        estimate = self.seconds_to_answer(request, lines, running, now)
+        return estimate if estimate is not None and estimate > left else None
+
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
         return math.inf if curve is None else curve.seconds(self._limits.max_size, 0.0) * self._overhead

@@ -22,14 +22,14 @@ from modelguard.errors import (
 )
 from modelguard.serving._batches import Batch, Counters, Limits, Verdict
 from modelguard.serving._expiry import Expiry
-from modelguard.serving._hung import items_in_hung, mark_hung, next_hang
+from modelguard.serving._hung import mark_hung, next_hang, state_of
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._planner import Planner
 from modelguard.serving._recent import Recent
 from modelguard.serving._requests import Failure, Request, caller_gone
 from modelguard.serving._times import BatchTimes
 from modelguard.serving.breaker import Circuit
-from modelguard.serving.status import BatchState, BatchStatus
+from modelguard.serving.status import BatchStatus
 
 #: This many requests that are done may stay in the lines before these are swept.
 _STALE = 64
@@ -145,16 +145,8 @@ class BatchQueue:
         if left <= 0:
             self.counters.expired += 1
             raise DeadlineExceeded(self._limits.name, waited=0.0)
-        planner = self._planner
-        planner.offered += 1
-        simple = request.group is None and not self._lines.several
-        if simple and planner.surely_in_time(self.waiting, left, self.running, now):
-            return
-        planner.note_timeout(left)
-        if not self.waiting and len(self.running) < self._limits.threads:
-            return  # what finds a thread idle is admitted whatever was measured: its run is a new measurement
-        estimate = planner.seconds_to_answer(request, self._lines, self.running, now)
-        if estimate is not None and estimate > left:
+        estimate = self._planner.too_late(request, self._lines, self.waiting, self.running, now)
+        if estimate is not None:
             self.counters.refused_late += 1
             raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
 
@@ -371,7 +363,7 @@ class BatchQueue:
         """Its state, counters and times."""
         return BatchStatus(
             name=self._limits.name,
-            state=self._state(),
+            state=state_of(self.running, self.circuit, closed=self.closed),
             waiting=self.waiting,
             running=sum(len(batch.requests) for batch in self.running),
             running_seconds=max((now - batch.started for batch in self.running), default=0.0),
@@ -379,15 +371,6 @@ class BatchQueue:
             **self._recent.summary(),
             **asdict(self.counters),
         )
-
-    def _state(self) -> BatchState:
-        if self.closed:
-            return "closed"
-        if items_in_hung(self.running):
-            return "hung"
-        if self.circuit is None or self.circuit.state == "closed":
-            return "open"
-        return "circuit open" if self.circuit.state == "open" else "half-open"
 
     # Bookkeeping
 
