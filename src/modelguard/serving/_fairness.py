@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from operator import attrgetter
 
 from modelguard.serving._requests import Request
@@ -81,6 +81,7 @@ class Fairness:
         self._virtual = 0.0
         self._cost = _LEAST_COST  # of an item, on average
         self._by_priority = False  # whether a request that waits has a priority
+        self._greediest: Flow | None = None  # None until it is looked for again
 
     def __len__(self) -> int:
         """How many keys it remembers."""
@@ -127,8 +128,9 @@ class Fairness:
         if not self._waiting:  # whoever comes next competes with nobody who waited beside these
             self._forget_all()
             return
-        least = min(flow.start for flow in self._flows.values() if flow.waiting)
-        self._virtual = max(self._virtual + work / (_UNHURRIED * total), least)
+        least = min((flow.start for flow in self._flows.values() if flow.waiting), default=self._virtual)
+        pace = work / (_UNHURRIED * total) if total else 0.0
+        self._virtual = max(self._virtual + pace, least)
         idle = [flow for flow in self._flows.values() if not flow.waiting]
         idle.sort(key=attrgetter("start"))
         for number, flow in enumerate(idle):
@@ -190,28 +192,43 @@ class Fairness:
         mine, start = self._flows.get(request.key), self._start_of_new(request, requests)
         count, weight = 0, 0.0
         for flow, many, cost in self._totals() if all_of_them else self._count(requests):
-            if flow.start <= start:
-                each = cost / many
-                turns = math.floor((start - flow.start) * flow.share / each + _ROUNDING) + (flow is not mine)
-                count += min(turns, many)
-                weight += each * min(turns, many)
+            if flow.start > start:
+                continue
+            turns = 1
+            if many > 1 or flow is mine:
+                passed = math.floor((start - flow.start) * flow.share * many / cost + _ROUNDING)
+                turns = min(passed + (flow is not mine), many)
+            count += turns
+            weight += cost * turns / many
         return count, weight
 
-    def displaced_by(self, request: Request, requests: Iterable[Request]) -> Request | None:
+    def displaced_by(self, request: Request, waiting: Callable[[], Iterable[Request]]) -> Request | None:
         """The request that would be computed last, if a new one goes before it; None if the new one would be last.
 
         Args:
             request: The new one; it has its time of arrival, and has not joined.
-            requests: All that wait.
+            waiting: Gives all that wait. Called only if they have to be looked through: whoever floods a full queue
+                must not slow it down.
         """
-        waiting = list(requests)
-        waiting.reverse()  # of several that came at the same time, the last one
-        greediest = max((flow for flow in self._flows.values() if flow.waiting), key=attrgetter("last_start"))
-        until = self._start_of_new(request, waiting) + self._cost / self._shares.get(request.key, 1.0)
-        if greediest.key != request.key and greediest.last_start < until - _ROUNDING:
+        mine, greediest = self._flows.get(request.key), self._find_greediest()
+        if greediest is None:
             return None
-        last = max((one for one in waiting if one.flow is greediest), key=_rank)
-        return last if greediest.key != request.key or last.rank > self._rank_of(request) else None
+        if greediest is not mine:
+            until = self._start_of_new(request, waiting()) + self._cost / self._shares.get(request.key, 1.0)
+            if greediest.last_start < until - _ROUNDING:
+                return None
+        elif not (self._by_priority or request.priority):
+            return None
+        own = [one for one in waiting() if one.flow is greediest]
+        last = max(reversed(own), key=_rank)  # of several that came at the same time, the last one
+        return last if greediest is not mine or last.rank > self._rank_of(request) else None
+
+    def _find_greediest(self) -> Flow | None:
+        """The key with the request that would be computed last."""
+        if self._greediest is None:
+            flows = (flow for flow in self._flows.values() if flow.waiting)
+            self._greediest = max(flows, key=attrgetter("last_start"), default=None)
+        return self._greediest
 
     def _by_flow(self, requests: Iterable[Request]) -> dict[Flow, list[Request]]:
         flows: dict[Flow, list[Request]] = {}
@@ -247,6 +264,7 @@ class Fairness:
     # Bookkeeping
 
     def _add(self, flow: Flow, request: Request) -> None:
+        self._greediest = None
         flow.waiting += 1
         flow.cost += _cost(request)
         self._waiting += 1
@@ -270,15 +288,20 @@ class Fairness:
         return self._virtual - _CREDIT * self._cost
 
     def _remove(self, flow: Flow, cost: float) -> None:
+        self._greediest = None
         self._waiting -= 1
         flow.waiting -= 1
         flow.cost = flow.cost - cost if flow.waiting else 0.0
 
     def _forget(self, flow: Flow) -> None:
-        with contextlib.suppress(Exception):  # its hash has changed: it stays until nothing waits
+        try:
             del self._flows[flow.key]
+        except Exception:  # noqa: BLE001 - the key was changed since, so its hash is another one
+            with contextlib.suppress(Exception):
+                self._flows = {key: each for key, each in self._flows.items() if each is not flow}
 
     def _forget_all(self) -> None:
+        self._greediest = None
         self._flows.clear()
         self._virtual = 0.0
         self._by_priority = False

@@ -129,7 +129,7 @@ class BatchQueue:
             raise QuotaExceeded(self._limits.name, request.key, queued=waiting, quota=quota, retry_after=pause)
         if self.waiting < self._max_queue:
             return None
-        displaced = None if fairness is None else fairness.displaced_by(request, self._lines.live())
+        displaced = None if fairness is None else fairness.displaced_by(request, self._lines.live)
         if displaced is None:
             self.counters.refused_full += 1
             raise self._queue_full(now)

@@ -424,6 +424,50 @@ def test_a_cancelled_request_leaves_no_key_behind() -> None:
     assert 1 == len(queue._lines.fairness)
 
 
+class Changing:
+    """A key that is changed after its call, so that it cannot be found any more."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def __hash__(self) -> int:
+        return self.value
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def test_keys_that_change_are_forgotten_too() -> None:
+    """A key that nobody finds any more is no leak, and its requests are computed."""
+    queue = fair_queue(max_queue=64, max_size=2)
+    fill(queue, {"stays": 2})
+    fairness = queue._lines.fairness
+    assert fairness is not None
+    computed = 0
+    for number in range(2_000):
+        key = Changing()
+        queue.admit(request("changed", key=key), 0.0)
+        key.value = number + 1
+        if number % 2:
+            computed += taken(queue, 0.0).count("changed")
+    assert len(fairness) <= 64 + 1024
+    while queue.waiting:
+        computed += taken(queue, 0.0).count("changed")
+    assert (2_000, 0) == (computed, len(fairness))
+
+
+@pytest.mark.parametrize("key", [float("nan"), 1.0, True, (), frozenset()])
+def test_any_hashable_value_is_a_key(key: Any) -> None:
+    """A key that is not equal to itself has its own quota and turn as well."""
+    queue = fair_queue(max_queue=8, quota=6)
+    for number in range(6):
+        queue.admit(request((key, number), key=key), 0.0)
+    with pytest.raises(QuotaExceeded):
+        queue.admit(request((key, 6), key=key), 0.0)
+    fill(queue, {"a": 1, "b": 1, "c": 1})
+    assert [(key, 5)] == [one.number for one, _ in queue.undelivered]  # type: ignore[attr-defined]
+
+
 def test_the_last_key_is_forgotten_with_its_request() -> None:
     """An empty queue knows nobody."""
     fairness = Fairness({}, 1.0)
