@@ -152,16 +152,15 @@ def encoder() -> Encode:
     import torch
     from transformers import AutoModel
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModel.from_pretrained(str(Path(spec.submodule_search_locations[0], "model"))).eval().to(device)
+    model: Any = AutoModel.from_pretrained(str(Path(spec.submodule_search_locations[0], "model"))).eval()
 
     def encode(texts: list[Text]) -> list[Any]:
         longest = max(map(len, texts))
-        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
-        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts], device=device)
+        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
         with torch.inference_mode():
             found = model(input_ids=ids, attention_mask=mask).last_hidden_state[:, 0]
-        return list(found.cpu())
+        return list(found)
 
     return encode
 

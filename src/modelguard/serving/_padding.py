@@ -6,8 +6,9 @@ ever: a request waits for at most one batch for each one that is in front of it.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from modelguard.serving._requests import Request
@@ -17,6 +18,8 @@ __all__ = ["choose_alike"]
 
 #: So many times the size of a batch are compared: those whose turn is later do not fill up batches of those in front.
 _COMPARED = 8
+#: Each number of requests that is tried is larger than the one before by this factor.
+_NEXT = 1.15
 #: Before anything was measured, weights that differ by more than this factor do not share a batch.
 _UNMEASURED = 2.0
 #: Requests may end so many seconds after their deadline: an error of rounding, not of time.
@@ -50,6 +53,15 @@ def choose_alike(
     chosen = room.around(compared[0], compared)
     urgent = room.harmed_by(chosen, waiting)
     return chosen if urgent is None else room.around(urgent, compared), late
+
+
+class _Prefix:
+    """Weight and nearest deadline of the first so many requests."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.weight = [0.0, *itertools.accumulate(request.weight for request in requests)]
+        self.until = [math.inf, *itertools.accumulate((request.deadline for request in requests), min)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,36 +119,25 @@ class _Room:
         return chosen
 
     def _best(self, first: Request, lighter: list[Request], heavier: list[Request], curve: Curve) -> list[Request]:
-        """For each request that may be the heaviest, lighter ones are added as long as they pay for their padding."""
-        best, score = [first], -1.0
-        chosen: list[Request] = []
-        until = math.inf
-        for heaviest in (first, *heavier):
-            if chosen and not self._holds(len(chosen) + 1, heaviest.weight, min(until, heaviest.deadline)):
+        """For some requests that may be the heaviest, lighter ones are added as long as they pay for their padding."""
+        below, above = _Prefix(lighter), _Prefix([first, *heavier])
+        best, score = (1, 0), -1.0
+        for more in _steps(len(heavier)):
+            heavy, until = above.requests[more].weight, above.until[more + 1]
+            if more and not self._holds(more + 1, heavy, until):
                 break
-            chosen.append(heaviest)
-            until = min(until, heaviest.deadline)
-            filled, worth = self._filled(chosen, lighter, until, curve)
-            if worth > score:
-                best, score = filled, worth
-        return best
-
-    def _filled(
-        self, chosen: Sequence[Request], lighter: Sequence[Request], until: float, curve: Curve
-    ) -> tuple[list[Request], float]:
-        """These requests, the last of which is the heaviest, with lighter ones; and their worth over their cost."""
-        filled, heavy = list(chosen), chosen[-1].weight
-        useful = math.fsum(request.weight for request in chosen)
-        worth = self._worth(len(filled), useful, heavy, curve)
-        for request in lighter:
-            count, nearest = len(filled) + 1, min(until, request.deadline)
-            more = self._worth(count, useful + request.weight, heavy, curve)
-            if more <= worth or count > self.most:
-                break
-            if self._holds(count, heavy, nearest):
-                filled.append(request)
-                useful, worth, until = useful + request.weight, more, nearest
-        return filled, worth
+            reached = -1.0
+            for less in _steps(min(len(lighter), self.most - more - 1)):
+                count = more + less + 1
+                if less and not self._holds(count, heavy, min(until, below.until[less])):
+                    break
+                worth = self._worth(count, above.weight[more + 1] + below.weight[less], heavy, curve)
+                if worth <= reached:
+                    break
+                reached = worth
+                if worth > score:
+                    best, score = (more + 1, less), worth
+        return [*above.requests[: best[0]], *lighter[: best[1]]]
 
     def _worth(self, count: int, useful: float, heavy: float, curve: Curve) -> float:
         """What the items would cost in a full batch without padding, over what they cost in this one."""
@@ -158,3 +159,12 @@ class _Room:
             and request.deadline != math.inf
             and start + self.curve.seconds(1, request.weight) > request.deadline
         )
+
+
+def _steps(most: int) -> Iterator[int]:
+    """Numbers from 0 to ``most``, closer to each other at the start."""
+    number = 0
+    while number < most:
+        yield number
+        number = max(number + 1, int(number * _NEXT))
+    yield most
