@@ -16,7 +16,7 @@ from modelguard.serving._requests import Group, Request
 __all__ = ["Line", "Lines"]
 
 #: So many times the size of a batch is put in order: what the batch is chosen from, and the batches behind it.
-_LOOKED_AT = 4
+_LOOKED_AT = 8
 
 
 class Line:

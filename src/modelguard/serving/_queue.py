@@ -55,9 +55,8 @@ class BatchQueue:
         self._lines = Lines(limits, self._planner.latest_start)
         self._ungrouped = self._lines.ungrouped
         self._sorted = limits.weighed or limits.max_wait > 0  # whether a line has to know more than its requests
-        self._picky = (
-            limits.max_weight != math.inf or limits.padded
-        )  # whether the first ones need not be the next batch
+        # Whether the next batch may be other requests than the first ones.
+        self._picky = limits.max_weight != math.inf or limits.padded
         self._expiry = Expiry()
         self.waiting = 0
         self.running: list[Batch] = []
