@@ -143,8 +143,9 @@ class Fairness:
             flow.waiting, flow.cost = 0, 0.0
         self._waiting = 0
         for request in requests:
-            if request.flow is not None and self._flows.get(request.key) is request.flow:
-                self._add(request.flow, request)
+            flow = self._flows.get(request.key)
+            if flow is not None and flow is request.flow:
+                self._add(flow, request)
             else:
                 self.joined(request)
         if not self._waiting:
