@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
-from modelguard import batched
+from modelguard import batched, telemetry
 from modelguard.errors import InvalidOption, ItemRefused, QueueFull, QuotaExceeded
 from modelguard.serving import caller, deadline
 
@@ -179,6 +179,20 @@ def test_a_key_over_its_quota_is_refused_at_once(model: Gated) -> None:
         in_blocks(f, "a", 3)
     in_blocks(f, "b", 4)
     assert (3, 1) == (f.status().waiting, f.status().refused_quota)
+
+
+def test_events_show_quotas_and_padding(model: Gated, events: list[telemetry.Event]) -> None:
+    """``RequestsRefused`` counts what was over its quota, ``BatchFinished`` has the batch's weight and padding."""
+    f = batched(max_size=2, quota=2, weight=len, padded=True)(model)
+    queued(f, model, "12345678", "1234")
+    with pytest.raises(QuotaExceeded):
+        f.submit("more")
+    model.gate.set()
+    f.close()
+    finished = [event for event in events if isinstance(event, telemetry.BatchFinished)]
+    assert [(5, 0), (16, 4)] == [(event.weight, event.padding) for event in finished]
+    assert [1] == [event.quota for event in events if isinstance(event, telemetry.RequestsRefused)]
+    assert 4 / 21 == f.status().padding
 
 
 def test_no_key_is_kept() -> None:
