@@ -94,8 +94,9 @@ class Lines:
     def order(self) -> None:
         """From now on, requests go by the turns of their keys, and by priority."""
         if self.fairness is None:
-            self.fairness = Fairness(self._limits.shares, self._limits.ageing)
-            self.fairness.recount(self.live())
+            fairness = Fairness(self._limits.shares, self._limits.ageing)
+            fairness.recount(self.live())
+            self.fairness = fairness  # last: an exception may interrupt this at any point
 
     def live(self) -> Iterator[Request]:
         """The requests that wait, in all lines."""

@@ -78,8 +78,8 @@ class BatchQueue:
 
     def order(self) -> None:
         """From now on, requests have keys and priorities."""
+        self._sorted = self._picky = True  # first: an exception may interrupt this at any point
         self._lines.order()
-        self._sorted = self._picky = True
 
     # In
 
