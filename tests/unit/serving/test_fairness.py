@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from typing import Any
 
@@ -476,3 +477,58 @@ def test_the_last_key_is_forgotten_with_its_request() -> None:
     assert (1, 1) == (len(fairness), fairness.waiting_of("a"))
     fairness.left(one)
     assert (0, 0) == (len(fairness), fairness.waiting_of("a"))
+
+
+# Interruptions
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt at one line of this package: as Ctrl-C may, at any point."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: Any, event: str, argument: object) -> Any:
+        if "serving" not in frame.f_code.co_filename or "tests" in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if not self.left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["room", "full"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["first key", "later key"])
+def test_an_admission_may_be_interrupted_at_any_point(full: bool, ordered: bool) -> None:  # noqa: FBT001 - pytest passes it
+    """It is undone: every key has as many requests as wait, and all of them are computed."""
+    before = sys.gettrace()
+    for at in range(1, 400):
+        queue = queue_of(max_queue=8, fair=ordered, quota=8 if ordered else None)
+        for number in range(8 if full and ordered else 5):
+            queue.admit(request(number, key="greedy" if ordered else None, priority=number % 2 * ordered), 0.0)
+        new = request("new", key="polite", priority=1)
+        interrupting = Interrupting(at)
+        sys.settrace(interrupting)
+        try:
+            queue.order()
+            queue.admit(new, 1.0)
+        except KeyboardInterrupt:
+            queue.withdraw(new)
+        finally:
+            sys.settrace(before)
+        if interrupting.left > 0:
+            return
+        queue.order()
+        fairness = queue._lines.fairness
+        assert fairness is not None
+        live = list(queue._lines.live())
+        assert queue.waiting == len(live)
+        assert Counter(one.key for one in live) == +Counter(
+            {key: fairness.waiting_of(key) for key in (None, "greedy", "polite")}
+        )
+        assert "new" not in {one.item for one in live}
+        assert len(live) == len(served(queue, 2 if len(live) > 4 else 1))
+        assert (0, 0) == (queue.waiting, len(fairness))
+    raise AssertionError("the admission has more lines than that")
