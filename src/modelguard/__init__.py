@@ -16,6 +16,7 @@ if typing.TYPE_CHECKING:
     from modelguard.lifecycle.policies import (
         TTL,
         Errors,
+        Idle,
         MemoryGrowth,
         MemoryLimit,
         Modified,
@@ -34,6 +35,7 @@ __all__ = [
     "Batched",
     "Breaker",
     "Errors",
+    "Idle",
     "Isolated",
     "MemoryGrowth",
     "MemoryLimit",
@@ -67,6 +69,7 @@ _NAMES = {
     "modelguard.lifecycle.policies": (
         "TTL",
         "Errors",
+        "Idle",
         "MemoryGrowth",
         "MemoryLimit",
         "Modified",

@@ -28,6 +28,7 @@ PUBLIC = [
     "Batched",
     "Breaker",
     "Errors",
+    "Idle",
     "Isolated",
     "MemoryGrowth",
     "MemoryLimit",

@@ -17,7 +17,7 @@ from modelguard import _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
 from modelguard.lifecycle import _adapters, _policy_hints
 from modelguard.lifecycle.backoff import Backoff
-from modelguard.lifecycle.policies import MemoryGrowth, MemoryLimit, Modified, Policy
+from modelguard.lifecycle.policies import Idle, MemoryGrowth, MemoryLimit, Modified, Policy
 
 M = TypeVar("M")
 
@@ -80,6 +80,12 @@ class GuardOptions(Generic[M]):
         if not isinstance(self.name, str) or not self.name.strip():
             why = "must be text that is not empty"
             raise InvalidOption("name", self.name, why=why, fix="Give a short name, or leave it out.")
+
+    @property
+    def ready_when_idle(self) -> bool:
+        """Whether the guard counts as ready while ``Idle`` has released its model."""
+        idle = [part for part in self.reload_on.parts() if isinstance(part, Idle)] if self.reload_on is not None else []
+        return bool(idle) and all(part.ready for part in idle)
 
 
 _HOW = ("a function without arguments", "a function of one argument")
