@@ -15,6 +15,7 @@ if typing.TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
     from modelguard.lifecycle.policies import (
         TTL,
+        Between,
         Errors,
         Idle,
         MemoryGrowth,
@@ -33,6 +34,7 @@ __all__ = [
     "Backoff",
     "BatchStatus",
     "Batched",
+    "Between",
     "Breaker",
     "Errors",
     "Idle",
@@ -68,6 +70,7 @@ _NAMES = {
     "modelguard.lifecycle.guard": ("ModelGuard", "guard", "guard_of"),
     "modelguard.lifecycle.policies": (
         "TTL",
+        "Between",
         "Errors",
         "Idle",
         "MemoryGrowth",

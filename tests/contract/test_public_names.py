@@ -26,6 +26,7 @@ PUBLIC = [
     "Backoff",
     "BatchStatus",
     "Batched",
+    "Between",
     "Breaker",
     "Errors",
     "Idle",

@@ -68,7 +68,7 @@ class MoldGuard:
         mine: GuardOptions[Mold] = replace(
             source,
             load=self._load,
-            reload_on=subset(source.reload_on, renews=True),
+            reload_on=subset(source.reload_on, renews=True, unloads=True),
             swap="auto",
             warmup=None,
             validate=None,

@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 from modelguard import _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
 from modelguard.lifecycle import _adapters, _policy_hints
+from modelguard.lifecycle._policy import alternatives
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.policies import Idle, MemoryGrowth, MemoryLimit, Modified, Policy
 
@@ -159,6 +160,10 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
             why=f"must be a policy or None, not {_units.kind_of(policy)}",
             fix=_policy_hints.fix_for(policy),
         )
+    for member in alternatives(policy):
+        if member.restricts:
+            why = "says when, and not whether: it would be due all the time"
+            raise InvalidOption("reload_on", member, why=why, fix=f"Join it by &, as in TTL('1d') & {member!r}.")
     for part in policy.parts():
         if isinstance(part, MemoryLimit | MemoryGrowth):
             _check_memory(part, limit())

@@ -51,6 +51,7 @@ class Snapshot:
         baseline: Private memory when it settled, in bytes, None until then.
         limit: The effective memory limit of this process in bytes, None if there is none.
         jitter: A number in [0, 1), drawn once per process and generation.
+        time: Wall clock, in seconds since the epoch.
         files: What is known about the paths that a policy watches.
         gauges: Figures that the model's adapter reads from the model (spaCy: ``lexemes``, ``strings``,
             ``index_bytes``).
@@ -66,6 +67,7 @@ class Snapshot:
     baseline: int | None = None
     limit: int | None = None
     jitter: float = 0.0
+    time: float = 0.0
     files: Mapping[Path, FileChange] = field(default_factory=_nothing)
     gauges: Mapping[str, int] = field(default_factory=_nothing)
     first_gauges: Mapping[str, int] = field(default_factory=_nothing)
@@ -99,6 +101,8 @@ class Policy(ABC):
     renews: bool = False
     #: Whether the model is released when it is due, and loaded again by the next call (Idle), and not replaced.
     unloads: bool = False
+    #: Whether it only restricts others that it is joined to by ``&`` (Between).
+    restricts: bool = False
 
     @abstractmethod
     def due(self, now: Snapshot) -> bool:
@@ -174,6 +178,10 @@ class _Joined(Value):
         return any(member.reads_memory for member in self.members)
 
     @property
+    def restricts(self) -> bool:  # type: ignore[override]
+        return all(member.restricts for member in self.members)
+
+    @property
     def unloads(self) -> bool:  # type: ignore[override]
         return any(member.unloads for member in self.members)
 
@@ -213,18 +221,20 @@ def alternatives(policy: Policy | None) -> tuple[Policy, ...]:
     return () if policy is None else (policy,)
 
 
-def subset(policy: Policy | None, *, renews: bool) -> Policy | None:
+def subset(policy: Policy | None, *, renews: bool, unloads: bool = False) -> Policy | None:
     """The part of a policy that asks for new weights, or else the rest; None if there is no such part.
 
     Where processes share one copy, the process that loaded it decides by the first part, and each of the others by the
-    second. ``Idle`` is in neither: what others share is not released.
+    second. ``Idle`` is in neither, unless ``unloads`` asks for it: what others share is not released.
     """
     if isinstance(policy, _Any):
-        kept = tuple(part for member in policy.members if (part := subset(member, renews=renews)) is not None)
+        parts = (subset(member, renews=renews, unloads=unloads) for member in policy.members)
+        kept = tuple(part for part in parts if part is not None)
         return _Any(kept) if kept else None
-    if policy is None or policy.unloads or all(part.renews for part in policy.parts()) is not renews:
-        return None
-    return policy
+    if policy is None or policy.unloads:
+        return policy if unloads else None
+    asks_for_weights = all(part.renews for part in policy.parts() if not part.restricts)
+    return policy if asks_for_weights is renews else None
 
 
 _public.set_module(globals(), "modelguard")

@@ -98,6 +98,7 @@ class Readings:
             baseline=sorted(self._first)[SAMPLES // 2] if len(self._first) == SAMPLES else None,
             limit=self._limit,
             jitter=generation.jitter,
+            time=self._guard.runtime.wall_clock(),
             files=MappingProxyType({path: self._change(path, *seen, now) for path, seen in self._seen.items()}),
             gauges=_gauges(generation),
             first_gauges=self._first_gauges,

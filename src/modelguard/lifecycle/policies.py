@@ -9,12 +9,16 @@ asks the policy. So a policy is tested by giving it a snapshot.
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, Value
 
-__all__ = ["TTL", "Errors", "Idle", "MemoryGrowth", "MemoryLimit", "Modified", "Policy", "Snapshot", "Uses"]
+__all__ = ["TTL", "Between", "Errors", "Idle", "MemoryGrowth", "MemoryLimit", "Modified", "Policy", "Snapshot", "Uses"]
+
+if TYPE_CHECKING:
+    from datetime import tzinfo
 
 #: Bytes. Whoever writes ``MemoryGrowth(500)`` means megabytes; the service would reload every few seconds.
 _LEAST_SIZE = 1_000_000
@@ -142,6 +146,50 @@ class Idle(Value):
         return f"Idle({_units.format_seconds(self.after)!r})"
 
 
+class Between(Value):
+    """Due at every moment of a daily span of time. Restricts other policies: ``TTL("1d") & Between("02:00", "05:00")``.
+
+    By itself it would be due all the time, so it is accepted only joined to another policy by ``&``. A span may include
+    midnight. The hour that a change to daylight saving time leaves out does not come on that day; the one that it
+    repeats comes twice.
+
+    Args:
+        start: The first minute, as ``"HH:MM"``.
+        end: The minute after the last one.
+        tz: The name of a time zone, such as ``"Europe/Berlin"``. Default: the local time of the machine, which is UTC
+            in most containers.
+
+    Raises:
+        InvalidOption: A time is not a time of day, both are the same, or the time zone is unknown.
+    """
+
+    restricts = True
+    start: str
+    end: str
+    tz: str | None
+
+    def __init__(self, start: str, end: str, *, tz: str | None = None) -> None:
+        first, last = _time_of_day("start", start), _time_of_day("end", end)
+        if first == last:
+            raise InvalidOption("end", end, why="is the same as start", fix="Write a span, as in '02:00', '05:00'.")
+        _zone(tz)
+        self._set(start=start, end=end, tz=tz)
+
+    def due(self, now: Snapshot) -> bool:
+        from datetime import datetime
+
+        moment = f"{datetime.fromtimestamp(now.time, _zone(self.tz)):%H:%M}"
+        if self.start < self.end:
+            return self.start <= moment < self.end
+        return moment >= self.start or moment < self.end
+
+    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - a minute is as exact as its bounds
+        return Horizon(uses=math.inf, seconds=30.0)
+
+    def __repr__(self) -> str:
+        return f"Between({self.start!r}, {self.end!r})"
+
+
 class _Memory(Value):
     reads_memory = True
     size: int | _units.Percentage
@@ -255,6 +303,27 @@ class Modified(Value):
 
     def __repr__(self) -> str:
         return f"Modified({str(self.path)!r})"
+
+
+def _time_of_day(argument: str, given: object) -> str:
+    hour, colon, minute = given.partition(":") if isinstance(given, str) else ("", "", "")
+    digits = len(hour) == len(minute) == 2 and (hour + minute).isascii() and (hour + minute).isdigit()  # noqa: PLR2004 - HH and MM
+    if not (colon and digits and int(hour) < 24 and int(minute) < 60):  # noqa: PLR2004 - hours and minutes
+        why = "must be a time of day as HH:MM"
+        raise InvalidOption(argument, given, why=why, fix=f"Write for example {argument}='02:30'.")
+    return str(given)
+
+
+def _zone(name: str | None) -> "tzinfo | None":
+    from zoneinfo import ZoneInfo
+
+    if name is None:
+        return None
+    try:
+        return ZoneInfo(name)  # cached
+    except (OSError, TypeError, ValueError, LookupError) as error:
+        fix = "Give a name such as 'Europe/Berlin', and install tzdata where the system has no time zones."
+        raise InvalidOption("tz", name, why=f"is not a known time zone ({error})", fix=fix) from None
 
 
 def _bound(size: int | _units.Percentage, now: Snapshot) -> int | None:
