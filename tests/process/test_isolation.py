@@ -342,7 +342,6 @@ class TestPolicies:
             functions.WEIGHTS.write_text(str(time.time()))
             wait_until(lambda: watching() != first, "the next mold")
 
-
     def test_idle_ends_all_processes_until_the_next_call(self) -> None:
         """The mold and its workers are gone, the function stays ready, and a call gets a new mold."""
         with functions.sleepy as sleepy:
