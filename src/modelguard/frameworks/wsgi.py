@@ -13,7 +13,7 @@ WSGI does not report when a client disconnects, so calls for clients that have d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Never
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError
@@ -33,30 +33,33 @@ class ModelGuardMiddleware:
 
     Args:
         app: The application.
+        others: None; every option is passed by keyword.
         deadline: Bound on the batched calls of every request, from its arrival. Default: no bound.
         timeout_header: The header with which a client can shorten it, in seconds; None to read none.
         livez: Path of the liveness probe; None to leave it to the application.
         readyz: Path of the readiness probe; None to leave it to the application.
         guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
+        unknown: None; any other keyword argument is an error.
 
     Raises:
-        InvalidOption: An option is invalid.
+        InvalidOption: An option is invalid, or there is no such option.
     """
 
     def __init__(
         self,
         app: App,
-        *,
+        *others: Never,
         deadline: _units.Duration | None = None,
         timeout_header: str | None = "Request-Timeout",
         livez: str | None = "/livez",
         readyz: str | None = "/readyz",
         guards: Iterable[Ready] | None = None,
         detail: bool = False,
+        **unknown: Never,
     ) -> None:
         self.app = app
-        self._options = WebOptions(
+        options = dict(
             deadline=deadline,
             timeout_header=timeout_header,
             livez=livez,
@@ -64,6 +67,7 @@ class ModelGuardMiddleware:
             guards=guards,
             detail=detail,
         )
+        self._options = WebOptions.read({**unknown, **options}, others)
         header = self._options.timeout_header
         self._variable = None if header is None else f"HTTP_{header.upper().replace('-', '_')}"
 
@@ -183,7 +187,7 @@ def install(app: Any, **options: Any) -> None:
         options: Those of :class:`ModelGuardMiddleware`.
 
     Raises:
-        InvalidOption: It is not a Flask application, or an option is invalid.
+        InvalidOption: It is not a Flask application, an option is invalid, or there is no such option.
     """
     if not hasattr(app, "wsgi_app") or not hasattr(app, "register_error_handler"):
         why = f"must be a Flask application, not {_units.kind_of(app)}"
