@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from modelguard import _units
 from modelguard.errors import (
@@ -120,26 +120,6 @@ class WebOptions:
         if self.guards is not None:
             object.__setattr__(self, "guards", _check_guards(self.guards))
 
-    @classmethod
-    def read(cls, options: Mapping[str, Any], others: Sequence[object] = ()) -> Self:
-        """Make them of a middleware's arguments.
-
-        Args:
-            options: Its keyword arguments.
-            others: What else was passed by position.
-
-        Raises:
-            InvalidOption: One of them is invalid, or there is no such option.
-        """
-        if others:
-            why, fix = "takes its options by keyword only", "Write for example deadline='2s'."
-            raise InvalidOption("ModelGuardMiddleware", others[0], why=why, fix=fix)
-        known = [field.name for field in fields(cls)]
-        for name, value in options.items():
-            if name not in known:
-                raise InvalidOption(name, value, why="is not an option of ModelGuardMiddleware", fix=_fix(name, known))
-        return cls(**options)
-
     def probe(self, method: str, path: str) -> Answer | None:
         """The answer to a probe; None if the request is not a probe."""
         if method not in {"GET", "HEAD"} or path not in {self.livez, self.readyz}:
@@ -197,15 +177,6 @@ class WebOptions:
             return None
         headers = () if retry is None else (("retry-after", str(max(math.ceil(retry), 1))),)
         return problem(status, str(error) if self.detail else _DETAILS[status], headers)
-
-
-def _fix(name: str, known: Sequence[str]) -> str:
-    """What to write instead of an unknown option."""
-    import difflib
-
-    options = f"its options are {', '.join(known)}."
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    return f"Write {similar[0]}=...; {options}" if similar else options.capitalize()
 
 
 def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:

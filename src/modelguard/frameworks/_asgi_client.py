@@ -14,8 +14,8 @@ __all__ = ["Client", "Message", "Receive", "client_of"]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
-#: The watcher receives at most this many bytes that the application has not asked for. A disconnect comes after all that
-#: a client has sent. Large enough for most bodies, small enough for hundreds of requests that wait.
+#: The watcher receives at most this many bytes that the application has not asked for. A disconnect comes after all
+#: that a client has sent. Large enough for most bodies, small enough for hundreds of requests that wait.
 _AHEAD = 256 * 1024
 #: What a message counts beside its content, in bytes: the dict and the objects in it.
 _MESSAGE = 512
@@ -71,7 +71,7 @@ class _WatchedClient(Client):
     """A client whose messages are shared between the application and a task that watches for the disconnect.
 
     The task starts with the first batched call, so it costs other requests nothing. What it receives is kept for the
-    application, in order. It receives no more than a bounded amount ahead, so a slow application still slows its client.
+    application, in order. It receives a bounded amount ahead, so a slow application still slows its client.
     """
 
     def __init__(self, receive: Receive, timeout: float | None, loop: asyncio.AbstractEventLoop) -> None:

@@ -13,23 +13,58 @@ applications without the middleware.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Never
+from typing import Any, TypeVar, cast
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, Ready, WebOptions
 from modelguard.frameworks._asgi_answers import HeldResponse, Response, Scope, Send, WebsocketEnd
 from modelguard.frameworks._asgi_client import Receive, client_of
+from modelguard.frameworks._option_names import check_names
 from modelguard.serving.deadlines import on_behalf_of
 
 __all__ = ["ModelGuardMiddleware", "exception_handlers"]
 
+Init = TypeVar("Init", bound=Callable[..., None])
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: How many callers up a framework is looked for that makes its middleware at the first connection.
 _NEAR = 6
+
+
+def _check_options(init: Init) -> Init:
+    """Have the constructor of the middleware leave an invalid option to :meth:`__call__` where it has to."""
+    named = check_names(init)
+
+    @functools.wraps(init)
+    def checked(self: ModelGuardMiddleware, *args: Any, **options: Any) -> None:
+        try:
+            named(self, *args, **options)
+        except InvalidOption as error:
+            if not _made_at_first_connection():
+                raise
+            self.invalid = error
+
+    return cast("Init", checked)
+
+
+def _made_at_first_connection() -> bool:
+    """Whether the middleware is being made while its application is called, as Starlette does it.
+
+    The first connection is that of the lifespan protocol, and servers take an error there for a lack of support.
+    """
+    frame = sys._getframe(3)  # noqa: SLF001 - the public one may return None
+    for _ in range(_NEAR):
+        scope = frame.f_locals.get("scope")
+        if isinstance(scope, Mapping) and scope.get("type") in {"lifespan", "http", "websocket"}:
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
 
 
 class ModelGuardMiddleware:
@@ -54,34 +89,33 @@ class ModelGuardMiddleware:
 
     Args:
         app: The application.
-        others: None; every option is passed by keyword.
         deadline: Bound on the batched calls of every request, from its arrival. Default: no bound.
         timeout_header: The header with which a client can shorten it, in seconds; None to read none.
         livez: Path of the liveness probe; None to leave it to the application.
         readyz: Path of the readiness probe; None to leave it to the application.
         guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
-        unknown: None; any other keyword argument is an error.
 
     Raises:
         InvalidOption: An option is invalid, or there is no such option.
     """
 
+    invalid: InvalidOption | None = None  #: What is wrong with its options, if it was made at the first connection.
+
+    @_check_options
     def __init__(
         self,
         app: App,
-        *others: Never,
+        *,
         deadline: _units.Duration | None = None,
         timeout_header: str | None = "Request-Timeout",
         livez: str | None = "/livez",
         readyz: str | None = "/readyz",
         guards: Iterable[Ready] | None = None,
         detail: bool = False,
-        **unknown: Never,
     ) -> None:
         self.app = app
-        self._invalid: InvalidOption | None = None
-        options = dict(
+        self._options = WebOptions(
             deadline=deadline,
             timeout_header=timeout_header,
             livez=livez,
@@ -89,19 +123,13 @@ class ModelGuardMiddleware:
             guards=guards,
             detail=detail,
         )
-        try:
-            self._options = WebOptions.read({**unknown, **options}, others)
-        except InvalidOption as error:
-            if not _made_at_first_connection():
-                raise
-            self._invalid, self._options = error, WebOptions()
         header = self._options.timeout_header
         self._header = None if header is None else header.lower().encode("latin-1")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if self._invalid is not None:
-            await _stop_start(self._invalid, scope, receive, send)
+        if self.invalid is not None:
+            await _stop_start(self.invalid, scope, receive, send)
         elif scope["type"] == "http":
             await self._serve_http(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -177,22 +205,6 @@ def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callabl
         return None
 
     return dict.fromkeys(ANSWERED, handle)
-
-
-def _made_at_first_connection() -> bool:
-    """Whether the middleware is being made while its application is called, as Starlette does it.
-
-    The first connection is that of the lifespan protocol, and servers take an error there for a lack of support.
-    """
-    frame = sys._getframe(2)  # noqa: SLF001 - the public one may return None
-    for _ in range(_NEAR):
-        scope = frame.f_locals.get("scope")
-        if isinstance(scope, Mapping) and scope.get("type") in {"lifespan", "http", "websocket"}:
-            return True
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return False
 
 
 async def _stop_start(error: InvalidOption, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,11 +13,12 @@ WSGI does not report when a client disconnects, so calls for clients that have d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Never
+from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, Ready, WebOptions
+from modelguard.frameworks._option_names import check_names
 from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
 __all__ = ["ModelGuardMiddleware", "install"]
@@ -33,33 +34,31 @@ class ModelGuardMiddleware:
 
     Args:
         app: The application.
-        others: None; every option is passed by keyword.
         deadline: Bound on the batched calls of every request, from its arrival. Default: no bound.
         timeout_header: The header with which a client can shorten it, in seconds; None to read none.
         livez: Path of the liveness probe; None to leave it to the application.
         readyz: Path of the readiness probe; None to leave it to the application.
         guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
-        unknown: None; any other keyword argument is an error.
 
     Raises:
         InvalidOption: An option is invalid, or there is no such option.
     """
 
+    @check_names
     def __init__(
         self,
         app: App,
-        *others: Never,
+        *,
         deadline: _units.Duration | None = None,
         timeout_header: str | None = "Request-Timeout",
         livez: str | None = "/livez",
         readyz: str | None = "/readyz",
         guards: Iterable[Ready] | None = None,
         detail: bool = False,
-        **unknown: Never,
     ) -> None:
         self.app = app
-        options = dict(
+        self._options = WebOptions(
             deadline=deadline,
             timeout_header=timeout_header,
             livez=livez,
@@ -67,7 +66,6 @@ class ModelGuardMiddleware:
             guards=guards,
             detail=detail,
         )
-        self._options = WebOptions.read({**unknown, **options}, others)
         header = self._options.timeout_header
         self._variable = None if header is None else f"HTTP_{header.upper().replace('-', '_')}"
 
@@ -196,7 +194,8 @@ def install(app: Any, **options: Any) -> None:
             "need modelguard.frameworks.asgi."
         )
         raise InvalidOption("app", app, why=why, fix=fix)
-    web = WebOptions.read(options)
+    middleware = ModelGuardMiddleware(app.wsgi_app, **options)  # checks the options before anything is changed
+    web = middleware._options  # noqa: SLF001 - of this module
 
     def handle(error: ModelGuardError) -> tuple[bytes, int, list[tuple[str, str]]]:
         answer = web.answer(error)
@@ -204,7 +203,7 @@ def install(app: Any, **options: Any) -> None:
             raise error
         return answer.body, answer.status, list(answer.headers)
 
-    app.wsgi_app = ModelGuardMiddleware(app.wsgi_app, **options)
+    app.wsgi_app = middleware
     for kind in ANSWERED:
         app.register_error_handler(kind, handle)
 

@@ -22,6 +22,7 @@ from modelguard.serving._bound_methods import BoundMethods
 from modelguard.serving._functions import call_signature, check_function, function_name
 from modelguard.serving._options import BatchOptions, OnError, check_options
 from modelguard.serving._requests import FutureRequest, LoopRequest, Request, ThreadRequest
+from modelguard.serving._trio import TrioRequest, run_in_thread
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.status import BatchStatus
 
@@ -105,9 +106,13 @@ class Batched(Generic[X, Y]):
     async def aio(self, item: X, /, *others: Never, timeout: _units.Duration | None = None, **extras: Any) -> Y:
         """Compute one item without blocking the event loop. Cancelling the task takes the item out of the queue.
 
-        Arguments and errors are those of a call.
+        It works on asyncio and on Trio. Arguments and errors are those of a call.
         """
-        request = LoopRequest(item, get_running_loop())
+        try:
+            loop = get_running_loop()
+        except RuntimeError:
+            return await self._aio_on_trio(item, others, timeout, extras)
+        request = LoopRequest(item, loop)
         if extras or others or timeout is not None or self._always_checked or type(item) is list:
             self._put(request, timeout, extras, others)
         else:  # what _put would do, without its call
@@ -116,6 +121,19 @@ class Batched(Generic[X, Y]):
             return await request.future  # type: ignore[no-any-return]
         except (asyncio.CancelledError, GeneratorExit):  # the task was cancelled, or the coroutine closed
             self._batcher.cancel(request)
+            raise
+        finally:
+            del request  # as above
+
+    async def _aio_on_trio(
+        self, item: X, others: tuple[object, ...], timeout: _units.Duration | None, extras: dict[str, Any]
+    ) -> Y:
+        request = TrioRequest(item)
+        self._put(request, timeout, extras, others)
+        try:
+            return await request.wait()  # type: ignore[no-any-return]
+        except BaseException:  # Trio's cancellation is one
+            self._batcher.cancel(request)  # nothing if this is the answer
             raise
         finally:
             del request  # as above
@@ -237,7 +255,8 @@ class Batched(Generic[X, Y]):
 
     async def aclose(self, timeout: _units.Duration = _CLOSE_TIMEOUT) -> None:
         """:meth:`close` for coroutines; does not block the event loop."""
-        await asyncio.to_thread(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
+        close = functools.partial(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
+        await (run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
 
     def __enter__(self) -> Self:
         return self

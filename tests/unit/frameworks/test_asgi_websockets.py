@@ -48,7 +48,7 @@ def connection(app: Any, client: Client, **scope: Any) -> Awaitable[None]:
     return ModelGuardMiddleware(app, deadline="1s")(socket(**scope), client.receive, client.send)
 
 
-def after(accepted: bool, error: BaseException) -> Callable[..., Awaitable[None]]:  # noqa: FBT001
+def raising(error: BaseException, *, accepted: bool = True) -> Callable[..., Awaitable[None]]:
     """An application that raises before or after it has accepted the connection."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -66,11 +66,11 @@ def after(accepted: bool, error: BaseException) -> Callable[..., Awaitable[None]
 def test_an_error_closes_the_connection(error: Exception, expected: dict[str, Any], retry: float | None) -> None:
     """With a code that says what to do, and a reason that reveals nothing internal; the server sees no error."""
     client = Client(CONNECT)
-    asyncio.run(connection(after(True, error), client))
+    asyncio.run(connection(raising(error), client))
     if isinstance(error, CallerGone):
         assert [ACCEPT] == client.sent, "nobody is there"
         return
-    accepted, closed = client.sent
+    _, closed = client.sent
     code = 1009 if expected["status"] == 413 else 1013
     assert ("websocket.close", code) == (closed["type"], closed["code"])
     assert 0 < len(closed["reason"].encode()) <= 123
@@ -81,21 +81,21 @@ def test_an_error_before_the_connection_is_accepted_is_a_response() -> None:
     """Where the server can send one (503, with the time to come back); elsewhere the connection is closed."""
     full = QueueFull(NAME, queued=FIGURE, retry_after=3)
     client = Client(CONNECT)
-    asyncio.run(connection(after(False, full), client, **DENIAL))
+    asyncio.run(connection(raising(full, accepted=False), client, **DENIAL))
     start, body = client.sent
     assert ("websocket.http.response.start", 503) == (start["type"], start["status"])
     assert 3 <= int(dict(start["headers"])[b"retry-after"]) <= 5
     assert "websocket.http.response.body" == body["type"]
     assert b"Service Unavailable" in body["body"]
     client = Client(CONNECT)
-    asyncio.run(connection(after(False, full), client))
+    asyncio.run(connection(raising(full, accepted=False), client))
     assert [("websocket.close", 1013)] == [(one["type"], one["code"]) for one in client.sent]
 
 
 def test_a_long_text_of_an_error_is_shortened() -> None:
     """A reason has at most 123 bytes, and is cut between characters."""
     client = Client(CONNECT)
-    app = ModelGuardMiddleware(after(True, QueueFull("é" * 200, queued=1, retry_after=1)), detail=True)
+    app = ModelGuardMiddleware(raising(QueueFull("é" * 200, queued=1, retry_after=1)), detail=True)
     asyncio.run(app(socket(), client.receive, client.send))
     assert 121 <= len(client.sent[-1]["reason"].encode()) <= 123
 
@@ -104,7 +104,7 @@ def test_other_errors_and_errors_after_the_end_pass_through() -> None:
     """They are the application's, and the server logs them."""
     client = Client(CONNECT)
     with pytest.raises(ValueError, match="mine"):
-        asyncio.run(connection(after(True, ValueError("mine")), client))
+        asyncio.run(connection(raising(ValueError("mine")), client))
     assert [ACCEPT] == client.sent
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
