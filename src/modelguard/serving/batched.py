@@ -48,12 +48,12 @@ class Batched(Generic[X, Y]):
     It is a context manager, for ``with`` and ``async with``, and closes on exit.
     """
 
-    def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
+    def __init__(self, function: Callable[..., Any], options: BatchOptions, *, instance: object = None) -> None:
         functools.update_wrapper(self, function)
         self.__signature__ = call_signature(function, options.limits.name)
         self._function = function
         self._options = options
-        self._batcher = Batcher(function, options)
+        self._batcher = Batcher(function, options, shared=instance is not None)
         self._arguments = Arguments(function, options)
         self._always_checked = self._arguments.always_checked
         self._methods: BoundMethods[Batched[X, Y]] | None = None
@@ -290,7 +290,8 @@ class Batched(Generic[X, Y]):
         return self._methods.get(instance)
 
     def _bind(self, name: str, instance: Any) -> Batched[X, Y]:
-        bound: Batched[X, Y] = Batched(self._function.__get__(instance, type(instance)), self._options)
+        method = self._function.__get__(instance, type(instance))
+        bound: Batched[X, Y] = Batched(method, self._options, instance=instance)
         bound._method_of = instance, name
         return bound
 
