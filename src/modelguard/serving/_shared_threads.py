@@ -1,7 +1,7 @@
 """Threads that the queues of all instances share, so that an instance for each request leaves none behind.
 
-A function's queue keeps its threads for a while. If the queue of each instance did that, a service that makes an instance
-for each request would have ten seconds' worth of idle threads: 1,600 at 160 requests a second.
+A queue of a function keeps its threads for a while. If that of each instance did, a service that makes an instance for
+each request would have the idle threads of ten seconds: 1,600 at 160 requests a second.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _next_job(inbox: _Inbox, me: tuple[_Inbox, int]) -> SharedThread | None:
 class Check(Protocol):
     """What a watch does when something is due: returns when something is due next; infinity for never."""
 
-    def __call__(self, now: float, /) -> float: ...  # noqa: D102
+    def __call__(self, now: float, /) -> float: ...
 
 
 class SharedWatch:

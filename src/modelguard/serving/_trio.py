@@ -9,7 +9,7 @@ from typing import Any
 from modelguard.errors import NotSupported
 from modelguard.serving._requests import Failure, Request
 
-__all__ = ["TrioRequest", "run_in_thread"]
+__all__ = ["TrioRequest", "call", "run_in_thread"]
 
 
 class TrioRequest(Request):
@@ -50,6 +50,18 @@ class TrioRequest(Request):
             finally:
                 del self, outcome  # the error's traceback refers to this frame
         return outcome
+
+
+async def call(request: TrioRequest, put: Callable[[Request], object], cancel: Callable[[Request], object]) -> Any:
+    """Queue a request and await its outcome; nothing of it is left in the queue if that is interrupted."""
+    put(request)
+    try:
+        return await request.wait()
+    except BaseException:  # Trio's cancellation is one
+        cancel(request)  # nothing if this is the answer
+        raise
+    finally:
+        del request  # the error's traceback refers to this frame
 
 
 async def run_in_thread(function: Callable[[], Any]) -> None:

@@ -10,19 +10,19 @@ from asyncio import get_running_loop
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Self, TypeVar, overload
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, InvalidOption, Overloaded, WouldDeadlock
+from modelguard.serving import _trio
 from modelguard.serving._arguments import Arguments
 from modelguard.serving._batcher import Batcher
 from modelguard.serving._batches import Limits
 from modelguard.serving._bound_methods import BoundMethods
-from modelguard.serving._functions import call_signature, check_function, function_name
+from modelguard.serving._functions import NotAHandler, call_signature, check_function, function_name
 from modelguard.serving._options import BatchOptions, OnError, check_options
 from modelguard.serving._requests import FutureRequest, LoopRequest, Request, ThreadRequest
-from modelguard.serving._trio import TrioRequest, run_in_thread
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.status import BatchStatus
 
@@ -111,7 +111,8 @@ class Batched(Generic[X, Y]):
         try:
             loop = get_running_loop()
         except RuntimeError:
-            return await self._aio_on_trio(item, others, timeout, extras)
+            put = functools.partial(self._put, timeout=timeout, extras=extras, others=others)
+            return await _trio.call(_trio.TrioRequest(item), put, self._batcher.cancel)  # type: ignore[no-any-return]
         request = LoopRequest(item, loop)
         if extras or others or timeout is not None or self._always_checked or type(item) is list:
             self._put(request, timeout, extras, others)
@@ -121,19 +122,6 @@ class Batched(Generic[X, Y]):
             return await request.future  # type: ignore[no-any-return]
         except (asyncio.CancelledError, GeneratorExit):  # the task was cancelled, or the coroutine closed
             self._batcher.cancel(request)
-            raise
-        finally:
-            del request  # as above
-
-    async def _aio_on_trio(
-        self, item: X, others: tuple[object, ...], timeout: _units.Duration | None, extras: dict[str, Any]
-    ) -> Y:
-        request = TrioRequest(item)
-        self._put(request, timeout, extras, others)
-        try:
-            return await request.wait()  # type: ignore[no-any-return]
-        except BaseException:  # Trio's cancellation is one
-            self._batcher.cancel(request)  # nothing if this is the answer
             raise
         finally:
             del request  # as above
@@ -256,7 +244,7 @@ class Batched(Generic[X, Y]):
     async def aclose(self, timeout: _units.Duration = _CLOSE_TIMEOUT) -> None:
         """:meth:`close` for coroutines; does not block the event loop."""
         close = functools.partial(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
-        await (run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
+        await (_trio.run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
 
     def __enter__(self) -> Self:
         return self
@@ -407,6 +395,8 @@ def batched(
             fix = "Use @batched(...) once, with all its options."
             raise InvalidOption("function", function, why="it is batched already", fix=fix)
         check_function(function, sys._getframe(1).f_locals)  # noqa: SLF001 - the public one may return None
-        return Batched(function, options.named(function_name(function) if name is None else name))
+        made: Any = Batched(function, options.named(function_name(function) if name is None else name))
+        made.__call__ = MethodType(NotAHandler(made.name), made)  # for frameworks; calls look it up in the class
+        return made
 
     return decorate

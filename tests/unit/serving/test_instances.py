@@ -146,10 +146,13 @@ def test_short_lived_instances_are_named_in_a_warning() -> None:
         def f(self, items: list[int]) -> list[int]:
             return items
 
-    with pytest.warns(ModelGuardWarning, match=r"ForEachRequest\.f\(\): 100 instances .* Keep one instance") as caught:
+    def serve() -> None:
         for number in range(400):
             ForEachRequest().f(number)
             gc.collect(0)
+
+    with pytest.warns(ModelGuardWarning, match=r"ForEachRequest\.f\(\): 100 instances .* Keep one instance") as caught:
+        serve()
     assert [__file__] == [one.filename for one in caught]
 
 
