@@ -208,7 +208,7 @@ class NotAHandler:
         return type(function).__call__(function, *args, **kwargs)
 
     @property
-    def __annotations__(self) -> dict[str, Any]:
+    def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
         raise not_a_route(self._name)
 
 
