@@ -1,4 +1,4 @@
-"""Clients that disconnect, websockets, Trio and invalid options behind uvicorn and Hypercorn."""
+"""Clients that disconnect, websockets, Trio and invalid options behind gunicorn, uvicorn and Hypercorn."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from pathlib import Path
 
 import pytest
 from tests.process.harness import read, wait_until, write_app
-from tests.process.web_server import MODEL, NEEDS_SERVERS, UVICORN, WebServer
+from tests.process.web_server import GUNICORN, MODEL, NEEDS_SERVERS, UVICORN, WebServer
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    NEEDS_SERVERS,
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(module) is None for module in ("hypercorn", "trio", "wsproto")),
-        reason="needs hypercorn[trio]",
-    ),
-]
+pytestmark = [pytest.mark.timeout(120), NEEDS_SERVERS]
+
+#: Hypercorn brings a library for websockets, which uvicorn uses too.
+NEEDS_HYPERCORN = pytest.mark.skipif(
+    any(importlib.util.find_spec(module) is None for module in ("hypercorn", "trio", "wsproto")),
+    reason="needs hypercorn[trio]",
+)
 
 APP = (
     MODEL
@@ -58,11 +57,13 @@ APP = (
 
 HYPERCORN = ("-m", "hypercorn", "app:app", "-b", "127.0.0.1:0", "-w", "0")
 SERVERS = {
+    "gunicorn": (*GUNICORN, "-k", "asgi"),
     "uvicorn": (*UVICORN, "--ws", "wsproto"),
     "hypercorn": HYPERCORN,
     "hypercorn on trio": (*HYPERCORN, "-k", "trio"),
 }
-WATCHED = ["uvicorn", "hypercorn"]
+KINDS = [pytest.param(kind, marks=NEEDS_HYPERCORN if kind != "gunicorn" else ()) for kind in SERVERS]
+WATCHED = KINDS[:3]
 
 
 def serve(kind: str, folder: Path) -> WebServer:
@@ -130,7 +131,7 @@ def test_a_disconnect_before_the_body_is_read_is_noticed(kind: str, tmp_path: Pa
         assert "Traceback" not in server.log, server.log
 
 
-@pytest.mark.parametrize("kind", SERVERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_websockets_are_served_and_closed_under_overload(kind: str, tmp_path: Path) -> None:
     """Each message gets its answer; a full queue closes the connection with "try again later"; the log stays clean."""
     with serve(kind, tmp_path) as server:
@@ -164,6 +165,7 @@ def test_a_websocket_that_is_hung_up_is_not_computed(kind: str, tmp_path: Path) 
         assert "Traceback" not in server.log, server.log
 
 
+@NEEDS_HYPERCORN
 def test_hypercorn_serves_on_trio(tmp_path: Path) -> None:
     """Batched calls of coroutines, deadlines and probes work there; only disconnects are not noticed."""
     with serve("hypercorn on trio", tmp_path) as server:
@@ -176,7 +178,7 @@ def test_hypercorn_serves_on_trio(tmp_path: Path) -> None:
         assert "Traceback" not in server.log, server.log
 
 
-@pytest.mark.parametrize("kind", SERVERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_invalid_option_stops_the_start(kind: str, tmp_path: Path) -> None:
     """The server ends, and its log names the option and the one that was meant."""
     write_app(tmp_path, APP)
