@@ -36,8 +36,9 @@ LAST_LINES = 30
 #: How a server's log names the port that it listens on.
 _LISTENS = re.compile(r"(?:127\.0\.0\.1|localhost):([1-9]\d*)")
 _SERVER_ERRORS = 500
+_ROLLUP = re.compile(r"^(Pss_Anon|SwapPss): +(\d+) kB$", re.MULTILINE)
 
-#: The first service that is compared, as it was first written, and the guarded one.
+#: The first service that is compared, as it was first written, then the guarded one, and the isolated one.
 COLOURS = ("#d55e00", "#0072b2", "#009e73")
 
 
@@ -156,24 +157,27 @@ class Server:
         return {child.pid for child in psutil.Process(self.process.pid).children()}
 
     def private_bytes(self) -> int:
-        """Bytes that the server and its children have written to and share with nobody, swapped out or not.
+        """Bytes that the server and its children have written to, swapped out or not; shared pages count once.
 
         Unwritten pages of mapped files do not count: they become private to one server when another one unmaps them.
 
         Raises:
             ServerFailed: The server has ended.
-            ProcessLookupError: One of its children has ended meanwhile.
         """
         try:
+            own = _written(self.process.pid)
             family = psutil.Process(self.process.pid).children(recursive=True)
-            usages = [memory.usage(self.process.pid), *(memory.usage(one.pid) for one in family)]
         except (ProcessLookupError, psutil.NoSuchProcess):
             # A process that ends has no memory any more, some moments before its exit status can be read.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
             self.check()
             raise
-        return sum((usage.private_dirty or 0) + (usage.swap or 0) for usage in usages)
+        total = own
+        for child in family:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                total += _written(child.pid)
+        return total
 
     def ask(
         self,
@@ -252,6 +256,20 @@ class Server:
         # Those that have left the server's session can be found only as long as their parent lives.
         with contextlib.suppress(psutil.NoSuchProcess):
             self._family += psutil.Process(self.process.pid).children(recursive=True)
+
+
+def _written(pid: int) -> int:
+    # Each process's share of a page that several have, so that the shares of a family add up to the page.
+    if not Path("/proc/self/smaps_rollup").exists():
+        usage = memory.usage(pid)
+        return (usage.private_dirty or 0) + (usage.swap or 0)
+    try:
+        found = dict(_ROLLUP.findall(Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")))
+    except FileNotFoundError:
+        found = {}
+    if not found:
+        raise ProcessLookupError(pid)
+    return 1024 * (int(found["Pss_Anon"]) + int(found["SwapPss"]))
 
 
 def _has_ended(process: psutil.Process) -> bool:
