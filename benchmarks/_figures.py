@@ -158,7 +158,7 @@ PROMISES = (
         missed="decisions.md#a-mold-loads-beside-calls-with-less-priority",
     ),
     Promise(
-        "isolate: longest call while ja_ginza is replaced under uvicorn, 8 threads without a pause, relative to the p99",
+        "isolate: longest call while ja_ginza is replaced under uvicorn, 8 threads without pauses, relative to the p99",
         "at most 1.5",
         "isolation_replacement",
         r"longest call during a replacement / p99: isolate",
