@@ -81,11 +81,21 @@ def _memory(axes: "Axes", records: Records) -> None:
     end = records.unguarded.samples[-1].time
     axes.set_xlim(0, end)
     # Each curve's name at its end, apart even where the curves end together.
-    apart, lowest = axes.get_ylim()[1] * 0.13, 0.0
-    for height, text, colour in sorted(ends):
-        place = max(height, lowest)
+    top = axes.get_ylim()[1]
+    places = apart([height for height, *_ in sorted(ends)], top * 0.13, top * 0.9)
+    for place, (_, text, colour) in zip(places, sorted(ends), strict=True):
         axes.annotate(text, (end, place), color=colour, va="center", annotation_clip=False)
-        lowest = place + apart
+
+
+def apart(heights: Sequence[float], distance: float, top: float) -> list[float]:
+    """Move ascending heights up until they are so far apart, and down again where they would leave the top."""
+    places: list[float] = []
+    for height in heights:
+        places.append(max(height, places[-1] + distance) if places else height)
+    for index, place in reversed(list(enumerate(places))):
+        ceiling = top if index + 1 == len(places) else places[index + 1] - distance
+        places[index] = min(place, ceiling)
+    return places
 
 
 def _short(seconds: float | None) -> str:

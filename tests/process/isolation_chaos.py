@@ -34,7 +34,7 @@ CALLERS = 8
 #: What a call may end with, besides its answer.
 NAMED = (WorkerCrashed, DeadlineExceeded, Overloaded, LoadFailed)
 ORDERS = [
-    *["x"] * 40,
+    *["x"] * 200,
     *["exit", "segfault", "SIGKILL", "SIGABRT", "SIGSTOP", "hang"],
     *["slow", "slow", "balloon", "balloon", "bubble", "bubble"],
 ]

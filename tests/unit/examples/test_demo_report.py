@@ -85,6 +85,15 @@ def test_picture(tmp_path: Path, reloads: int) -> None:
     assert PNG == (tmp_path / "demo.png").read_bytes()[:8]
 
 
+@pytest.mark.parametrize(
+    ("heights", "expected"),
+    [([10, 50, 90], [10, 50, 90]), ([10, 12, 14], [10, 30, 50]), ([80, 82, 84], [50, 70, 90]), ([95], [90])],
+)
+def test_names_of_curves_do_not_meet(heights: list[float], expected: list[float]) -> None:
+    """Names at the ends of curves stay apart, and below the top of the picture."""
+    assert expected == plot.apart(heights, 20, 90)
+
+
 def test_figures_survive_json(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written can be read again, a latency that does not exist included."""
     monkeypatch.setattr(report, "machine", lambda: {"python": "3"})
