@@ -31,6 +31,8 @@ R = TypeVar("R")
 START = 180.0
 #: Seconds for a server to end after it was asked to.
 STOP = 30.0
+#: Seconds until a child that ends has given its memory back, or one that starts has come up.
+_UNSETTLED = 0.05
 #: Last lines of a server's log that messages show.
 LAST_LINES = 30
 #: How a server's log names the port that it listens on.
@@ -165,19 +167,31 @@ class Server:
             ServerFailed: The server has ended.
         """
         try:
-            own = _written(self.process.pid)
-            family = psutil.Process(self.process.pid).children(recursive=True)
+            total = self._family_bytes()
+            while total is None:
+                time.sleep(_UNSETTLED)
+                total = self._family_bytes()
         except (ProcessLookupError, psutil.NoSuchProcess):
             # A process that ends has no memory any more, some moments before its exit status can be read.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
             self.check()
             raise
-        total = own
-        for child in family:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                total += _written(child.pid)
         return total
+
+    def _family_bytes(self) -> int | None:
+        """None if a child has ended or started meanwhile: its share of what it has in common with others is missing."""
+        family = self._living()
+        total = _written(self.process.pid)
+        try:
+            total += sum(map(_written, family))
+        except ProcessLookupError:
+            return None
+        return total if family == self._living() else None
+
+    def _living(self) -> set[int]:
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        return {child.pid for child in family if not _has_ended(child)}
 
     def ask(
         self,

@@ -54,7 +54,7 @@ def draw(records: Records, path: Path, *, growth: str) -> None:
             _mark(axes, reload, first=number == 0)
         for number, time in enumerate(records.isolated.replaced()):
             label = "_" if number else "isolated: a worker is replaced"
-            axes.axvline(time, color=GREEN, linestyle=":", linewidth=1.2, label=label)
+            axes.axvline(time, ymin=0.36, color=GREEN, linestyle=":", linewidth=1.2, label=label)  # above the texts
         axes.legend(loc="upper left", ncols=2, frameon=True, framealpha=1, edgecolor="none", fontsize=9)
         axes.set_title(
             "Three servers with the same app, the same model and the same ever-new words, without a pause\n"
@@ -128,7 +128,9 @@ def _latencies(figure: "FigureBase", records: Records, reloads: Sequence[Reload]
     every[0].yaxis.set_major_formatter("{x:g}")
     every[0].yaxis.set_minor_locator(NullLocator())
     every[0].set_ylabel("latency, ms")
-    figure.legend(*every[0].get_legend_handles_labels(), loc="upper right", ncols=3, frameon=False, markerscale=2)
+    figure.legend(
+        *every[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False, markerscale=2
+    )
     which = "each reload" if len(shown) == len(reloads) else f"the first {MOST} of {len(reloads)} reloads"
     figure.suptitle(f"Every request around {which} of the guarded model", x=0.01, ha="left", fontsize=11)
     figure.supxlabel("time since the reload began, s", fontsize=10)
