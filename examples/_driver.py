@@ -40,6 +40,9 @@ _LISTENS = re.compile(r"(?:127\.0\.0\.1|localhost):([1-9]\d*)")
 _SERVER_ERRORS = 500
 _ROLLUP = re.compile(r"^(Pss_Anon|SwapPss): +(\d+) kB$", re.MULTILINE)
 
+#: Points of a curve that are marked one by one.
+_MARKED = 40
+
 #: The first service that is compared, as it was first written, then the guarded one, and the isolated one.
 COLOURS = ("#d55e00", "#0072b2", "#009e73")
 
@@ -369,11 +372,13 @@ def draw(path: Path, *panels: Panel) -> None:
     every = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, panel in zip(every, panels, strict=True):
         for (name, (x, y)), colour in zip(panel.curves.items(), itertools.cycle(COLOURS)):
-            axes.plot(x, y, color=colour, marker="o", label=name)
+            axes.plot(x, y, color=colour, marker="o" if len(x) <= _MARKED else None, label=name)
         axes.set(xlabel=panel.x, ylabel=panel.y, ylim=(0, None))
         axes.set_title(panel.title, loc="left")
         axes.grid(color="#e6e6e6")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
+    handles, names = every[0].get_legend_handles_labels()
+    if len(names) > 1:
+        figure.legend(handles, names, loc="outside lower center", ncols=len(COLOURS), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

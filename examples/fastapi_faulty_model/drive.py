@@ -124,8 +124,8 @@ def main() -> None:
     times, held, leaked = zip(*watch.seen, strict=True)
     draw(
         options.out,
-        Panel("What all processes hold", "time, s", "MB", {"held": (times, [size / 1e6 for size in held])}),
-        Panel("What the model has leaked", "time, s", "MB", {"leaked": (times, [size / 1e6 for size in leaked])}),
+        Panel("Held by all processes", "time, s", "MB", {"held": (times, [size / 1e6 for size in held])}),
+        Panel("Leaked by the model so far", "time, s", "MB", {"leaked": (times, [size / 1e6 for size in leaked])}),
     )
     print(options.out)
 
