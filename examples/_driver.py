@@ -33,6 +33,8 @@ START = 180.0
 STOP = 30.0
 #: Seconds until a child that ends has given its memory back, or one that starts has come up.
 _UNSETTLED = 0.05
+#: Readings at most until no child ends or starts during one.
+_READINGS = 20
 #: Last lines of a server's log that messages show.
 LAST_LINES = 30
 #: How a server's log names the port that it listens on.
@@ -170,10 +172,11 @@ class Server:
             ServerFailed: The server has ended.
         """
         try:
-            total = self._family_bytes()
-            while total is None:
+            for _ in range(_READINGS):
+                total, settled = self._family_bytes()
+                if settled:
+                    break
                 time.sleep(_UNSETTLED)
-                total = self._family_bytes()
         except (ProcessLookupError, psutil.NoSuchProcess):
             # A process that ends has no memory any more, some moments before its exit status can be read.
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -182,15 +185,15 @@ class Server:
             raise
         return total
 
-    def _family_bytes(self) -> int | None:
-        """None if a child has ended or started meanwhile: its share of what it has in common with others is missing."""
-        family = self._living()
+    def _family_bytes(self) -> tuple[int, bool]:
+        """Bytes, and whether they are all: the share of a child that has ended or started meanwhile is missing."""
+        family, read = self._living(), set()
         total = _written(self.process.pid)
-        try:
-            total += sum(map(_written, family))
-        except ProcessLookupError:
-            return None
-        return total if family == self._living() else None
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                total += _written(pid)
+                read.add(pid)
+        return total, read == self._living()
 
     def _living(self) -> set[int]:
         family = psutil.Process(self.process.pid).children(recursive=True)
