@@ -193,7 +193,7 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 total += _written(pid)
                 read.add(pid)
-        return total, read == self._living()
+        return total, family == read == self._living()
 
     def _living(self) -> set[int]:
         family = psutil.Process(self.process.pid).children(recursive=True)
