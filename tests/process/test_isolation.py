@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,14 @@ from modelguard.errors import (
     LoadFailed,
     LoadTimeout,
     NotSupported,
+    Overloaded,
     QueueFull,
     RemoteError,
     TransferRefused,
     WorkerCrashed,
     WouldDeadlock,
 )
+from modelguard.isolation import _molds
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -321,6 +323,23 @@ class TestDeaths:
             first = where.status().mold
             os.kill(first, signal.SIGKILL)
             wait_until(lambda: where.status().mold not in (first, None), "the next mold")
+            assert where()[0] != first
+
+    def test_a_mold_that_hangs_is_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One that is stopped forks no more: when a worker is missing too long, another mold takes its place."""
+        monkeypatch.setattr(_molds, "_START", 1.0)
+        with using(functions.where) as where:
+            first, workers = where.status().mold, where.status().workers
+            os.kill(first, signal.SIGSTOP)
+            for worker in workers:
+                os.kill(worker.pid, signal.SIGKILL)
+
+            def is_replaced() -> bool:
+                with suppress(WorkerCrashed, DeadlineExceeded, LoadFailed, Overloaded):
+                    where()
+                return where.status().mold not in (first, None)
+
+            wait_until(is_replaced, "the next mold")
             assert where()[0] != first
 
 
