@@ -159,6 +159,9 @@ def _of_batches() -> Iterator[Metric]:
     yield Metric("batch.weight", "counter", "Weight of the batches, with padding.", "function", "{unit}")
     yield Metric("batch.padding", "counter", "Weight of their padding.", "function", "{unit}")
     yield counter("batches.failed", "Batches in which the function raised.")
+    yield Metric(
+        "batches.hung", "gauge", "Batches that run for longer than hang_after.", "function", "{batch}", mode="livesum"
+    )
     yield counter("batches.bisected", "Batches that were run again in parts, to find the failing items.")
     yield counter("batch.reruns", "Calls to find the failing items.")
     yield counter("items.failed", "Items that got an error as their result.")
@@ -233,6 +236,7 @@ def _of_a_batch(event: events.BatchFinished) -> tuple[Measure, ...]:
         Measure("batch.run", event.run_seconds),
         Measure("items.failed", event.failed),
         Measure("queue.depth", event.waiting),
+        Measure("batches.hung", event.hung),
         *weight,
         *again,
     )
@@ -265,7 +269,7 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.GenerationAbandoned: lambda _: (Measure("generations.abandoned", 1),),
     events.MemoryTrimmed: _of_a_trim,
     events.BatchFinished: _of_a_batch,
-    events.BatchErrored: lambda _: (Measure("batches.failed", 1),),
+    events.BatchErrored: lambda event: (Measure("batches.failed", 1), Measure("batches.hung", event.hung)),
     events.RequestsRefused: _of_refusals,
     events.CircuitOpened: lambda _: (Measure("circuit.open", 1), Measure("circuit.openings", 1)),
     events.CircuitClosed: lambda _: (Measure("circuit.open", 0),),
