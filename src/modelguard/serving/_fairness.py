@@ -143,9 +143,9 @@ class Fairness:
             flow.waiting, flow.cost = 0, 0.0
         self._waiting = 0
         for request in requests:
-            flow = self._flows.get(request.key)
-            if flow is not None and flow is request.flow:
-                self._add(flow, request)
+            known = self._flows.get(request.key)
+            if known is not None and known is request.flow:
+                self._add(known, request)
             else:
                 self.joined(request)
         if not self._waiting:
