@@ -98,6 +98,25 @@ class TestCalls:
         assert "(delay: 'float' = 0.0) -> 'tuple[int, int]'" == str(inspect.signature(functions.where))
         assert "where" == functions.where.__name__  # type: ignore[attr-defined]
 
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Litestar's, of parameters that are found by their names
+    def test_litestar_serves_isolated_handlers(self) -> None:
+        """Plain and coroutine functions: it reads the hints of the function, and awaits what has to be awaited."""
+        litestar = pytest.importorskip("litestar")
+        from litestar.testing import TestClient
+
+        handlers = [
+            litestar.get("/where", sync_to_thread=True)(functions.where),
+            litestar.get("/next/{value:int}")(functions.coroutine),
+        ]
+        assert asyncio.iscoroutinefunction(functions.coroutine)
+        with (
+            using(functions.where) as where,
+            functions.coroutine,
+            TestClient(litestar.Litestar(handlers)) as client,
+        ):
+            assert where.status().mold == client.get("/where").json()[0]
+            assert 4 == client.get("/next/3").json()
+
     def test_several_calls_run_at_once(self) -> None:
         """Two workers take two calls at a time."""
         with using(functions.where) as where, ThreadPoolExecutor(2) as pool:
@@ -360,6 +379,16 @@ class TestPolicies:
             first = watching()
             functions.WEIGHTS.write_text(str(time.time()))
             wait_until(lambda: watching() != first, "the next mold")
+
+    def test_idle_ends_all_processes_until_the_next_call(self) -> None:
+        """The mold and its workers are gone, the function stays ready, and a call gets a new mold."""
+        with functions.sleepy as sleepy:
+            first = sleepy()
+            wait_until(lambda: "idle" == sleepy.status().state, "the end of the mold")
+            wait_until(lambda: not molds(), "the end of all processes")
+            assert sleepy.ready
+            assert first != sleepy()
+        wait_until(lambda: not molds(), "the end of all molds")
 
 
 class TestReloads:
