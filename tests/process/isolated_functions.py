@@ -75,7 +75,20 @@ def ends(_: Model, how: str) -> str:
         ctypes.string_at(0)
     if how == "hang":
         time.sleep(600)
+    if how == "leaves a child":
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(3)
     return how
+
+
+@isolate(workers=3, timeout="5s", breaker=Breaker(failures=100))
+@guard(load, reload_on=None, backoff=QUICK)
+def notes(_: Model, path: str, number: int) -> int:
+    """Write down that the call has run."""
+    with Path(path).open("ab", buffering=0) as file:
+        file.write(b"%d\n" % number)
+    return number
 
 
 @isolate(workers=1, retry=True)
@@ -234,3 +247,32 @@ def spawned(loaded: Model, how: str = "") -> tuple[int, int]:
     if how == "hang":
         time.sleep(600)
     return loaded.pid, os.getpid()
+
+
+class Caching:
+    """Fills with traffic."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.seen: dict[int, bytes] = {}
+
+
+@isolate(workers=2, timeout="5s", refork_after=20)
+@guard(Caching, reload_on=Uses(200), backoff=QUICK, warmup=lambda _: None, unload=lambda _: note_unload())
+def caching(loaded: Caching, key: int, do: str = "") -> tuple[bool, int, int, int]:
+    """Tell whether this worker knew the key, what loaded the model, its parent and itself."""
+    if do == "thread":
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    if do == "hang":
+        time.sleep(600)
+    known = key in loaded.seen
+    loaded.seen[key] = os.urandom(64)
+    return known, loaded.pid, os.getppid(), os.getpid()
+
+
+def note_unload() -> None:
+    """Write down that a model was unloaded."""
+    path = os.environ.get("ISOLATION_UNLOADED")
+    if path is not None:
+        with Path(path).open("a") as file:
+            file.write(f"{os.getpid()}\n")

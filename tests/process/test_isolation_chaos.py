@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self
 
 import psutil
@@ -109,3 +110,36 @@ def answers(function: Any) -> bool:
     with suppress(*NAMED):
         return "x" == function("x")
     return False
+
+
+def test_no_call_runs_twice(tmp_path: Path) -> None:
+    """Workers are killed at any moment: each call runs once and is answered, or fails, and never runs a second time."""
+    path, chance, failed = tmp_path / "ran", random.Random(3), []
+    with functions.notes as notes:
+        stop = threading.Event()
+
+        def call(first: int) -> None:
+            number = first
+            while not stop.is_set():
+                try:
+                    assert number == notes(str(path), number)
+                except NAMED:
+                    failed.append(number)
+                number += CALLERS
+
+        callers = [threading.Thread(target=call, args=(number,)) for number in range(CALLERS)]
+        for caller in callers:
+            caller.start()
+        until = time.monotonic() + SECONDS / 2
+        while time.monotonic() < until:
+            time.sleep(chance.uniform(0.0, 0.05))
+            pids = [one.pid for one in notes.status().workers if one.pid]
+            with suppress(ProcessLookupError, IndexError):
+                os.kill(chance.choice(pids), signal.SIGKILL)
+        stop.set()
+        for caller in callers:
+            caller.join()
+    ran = Counter(map(int, path.read_text().split()))
+    assert [] == [number for number, times in ran.items() if times > 1]
+    assert len(ran) > len(failed)
+    wait_until(lambda: not descendants(), "the end of all processes")

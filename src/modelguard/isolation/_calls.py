@@ -14,14 +14,18 @@ from modelguard.isolation._channel import Unreadable
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._molds import Mold, with_remote_traceback
 from modelguard.isolation._options import IsolationOptions
-from modelguard.isolation._roster import MoldGone, Worker
+from modelguard.isolation._roster import MoldGone
 from modelguard.isolation._worker import AnswerKind, StreamStep
+from modelguard.isolation._worker_process import Worker
 from modelguard.lifecycle._generation import Generation
 
 __all__ = ["Arguments", "Caller", "Limits"]
 
 #: Seconds between looks for the next mold after one has died.
 _POLL = 0.005
+
+#: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
+_RESENDS = 8
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -46,8 +50,12 @@ class _Taken(NamedTuple):
     worker: Worker
 
 
-class _NeverReceived(Exception):
-    """The worker had ended before the call was sent."""
+class _NeverRead(Exception):
+    """The worker has ended before it had read all of the message, so it has begun nothing of what that asks for."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
 
 
 class Caller:
@@ -75,40 +83,31 @@ class Caller:
         content = self._pickled(arguments)
         tries = self._tries
         while True:
-            taken = self._take(limits)
             try:
-                kind, value = self._exchange(taken, content, limits)
-            except _NeverReceived:
-                continue
+                taken, kind, value = self._begin(content, limits)
             except WorkerCrashed:
                 tries -= 1
                 if not tries:
                     raise
                 continue
-            finally:
-                self._engine.leave(taken.generation, failed=False)
+            self._engine.leave(taken.generation, failed=False)
             if kind == _RESULT:
                 return value
             raise with_remote_traceback(*value)
 
     def stream(self, arguments: Arguments, limits: Limits) -> Iterator[Any]:
         """Compute the items of a generator one by one. It keeps its worker until it ends or is closed."""
-        content = self._pickled(arguments)
-        while True:
-            taken = self._take(limits)
-            try:
-                yield from self._items(taken, content, limits)
-            except _NeverReceived:
-                continue
-            finally:
-                self._engine.leave(taken.generation, failed=False)
-            return
+        taken, kind, value = self._begin(self._pickled(arguments), limits)
+        try:
+            if kind == _ERROR:
+                raise with_remote_traceback(*value)
+            yield from self._items(taken, limits)
+        finally:
+            self._engine.leave(taken.generation, failed=False)
 
-    def _items(self, taken: _Taken, content: tuple[bytes, _pickling.Buffers], limits: Limits) -> Iterator[Any]:
+    def _items(self, taken: _Taken, limits: Limits) -> Iterator[Any]:
         step, close = _pickling.dumps(StreamStep.NEXT), _pickling.dumps(StreamStep.CLOSE)
-        kind, value = self._exchange(taken, content, limits)
-        if kind == _ERROR:
-            raise with_remote_traceback(*value)
+        kind, value = _ITEM, None
         try:
             while True:
                 kind = _ERROR  # whatever the exchange raises, the worker is free or lost then
@@ -116,9 +115,11 @@ class Caller:
                 if kind != _ITEM:
                     break
                 yield value
+        except _NeverRead as error:  # another worker could only begin from the start
+            raise WorkerCrashed(self._name, pid=taken.worker.pid, cause=error.cause) from None
         finally:
             if kind == _ITEM:
-                with suppress(WorkerCrashed, DeadlineExceeded, _NeverReceived):
+                with suppress(WorkerCrashed, DeadlineExceeded, _NeverRead):
                     self._exchange(taken, close, Limits(time.monotonic()))
         if kind == _ERROR:
             raise with_remote_traceback(*value)
@@ -138,6 +139,23 @@ class Caller:
             why = f"they take {size:,} bytes, and max_transfer is {self._max_bytes:,}"
             raise TransferRefused(self._name, what="arguments", why=why)
         return content
+
+    def _begin(self, content: tuple[bytes, _pickling.Buffers], limits: Limits) -> tuple[_Taken, int, Any]:
+        """Send a call to a worker, and to another one if the first has ended before it had read it."""
+        left = _RESENDS
+        while True:
+            taken = self._take(limits)
+            try:
+                return taken, *self._exchange(taken, content, limits)
+            except _NeverRead as error:
+                self._engine.leave(taken.generation, failed=False)
+                if not left:
+                    raise WorkerCrashed(self._name, pid=taken.worker.pid, cause=error.cause) from None
+                left -= 1
+            except BaseException:
+                self._engine.leave(taken.generation, failed=False)
+                raise
+            del taken  # a drained generation is released, and must not be alive then
 
     def _take(self, limits: Limits) -> _Taken:
         """Take a worker, and with it a lease on its mold."""
@@ -172,16 +190,14 @@ class Caller:
             limit = max(0.001, min(limit, limits.until - time.monotonic()))
         try:
             channel.set_timeout(0.0 if limit == math.inf else limit)
-            try:
-                channel.send_pickled(*content)
-            except ConnectionError:  # it ended while it was idle
-                roster.lose(worker, "crashed", blame=False)
-                raise _NeverReceived from None
+            channel.send_pickled(*content)
             kind, value, worn = channel.receive()
+        except ConnectionError:  # at its end the message, or a part of it, was still in its socket
+            raise _NeverRead(roster.lose(worker, "crashed", blame=False)) from None
         except BlockingIOError:
             roster.lose(worker, "timeout")
             raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from None
-        except (EOFError, ConnectionError):
+        except EOFError:
             cause = roster.lose(worker, "crashed")
             raise WorkerCrashed(self._name, pid=worker.pid, cause=cause) from None
         except Unreadable as error:

@@ -5,6 +5,7 @@ It has one thread while it serves, and never runs a call. Its owner starts it, a
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
@@ -19,12 +20,13 @@ from typing import NoReturn
 
 from modelguard import prefork
 from modelguard.errors import LoadFailed
-from modelguard.isolation import _news, _processes, _role, _target
+from modelguard.isolation import _guardian, _news, _processes, _role, _target
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._instructions import Instructions
 from modelguard.isolation._worker import Serving, leave, portable
 from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle.runtime import Runtime
+from modelguard.sharing._prefork import prepare_again
 
 __all__ = ["main"]
 
@@ -37,6 +39,8 @@ def main(control: int, news: int) -> NoReturn:
         news: Descriptor for records and events.
     """
     os.register_at_fork(after_in_child=_end_with_parent)
+    for fd in (control, news):  # the owner waits for their end, so no program that the model starts may have them
+        os.set_inheritable(fd, False)  # noqa: FBT003 - it takes no keywords
     channel = Channel(socket.socket(fileno=control))
     try:
         instructions: Instructions = channel.receive()
@@ -83,6 +87,7 @@ class _Mold:
         self._owner = instructions["owner"]
         self._max_bytes = instructions["max_bytes"]
         self._name = instructions["name"]
+        self._oom_score = _processes.oom_score()
         self._children: dict[int, int] = {}
         self._worn = False
         # prepare() has looked for threads by its own, better means.
@@ -144,6 +149,9 @@ class _Mold:
         if order == "end":
             self._unload()
             leave(0)
+        if order == "retire":
+            self._retire()
+            return
         self._fork(number, self._control.take_fd())
 
     def _fork(self, number: int, fd: int) -> None:
@@ -176,6 +184,12 @@ class _Mold:
                 number = self._children.pop(pid)
                 self._control.send(("exit", number, os.waitstatus_to_exitcode(status)))
 
+    def _retire(self) -> None:
+        """A worker has taken this mold's place, and no other one is left."""
+        (heir,) = self._children
+        with suppress(OSError):  # then this process keeps its memory, and waits as it is
+            _guardian.become(heir, self._owner, self._name)
+
     def _unload(self) -> None:
         unload, generation = self._guard.engine.guard.options.unload, self._guard.engine.state.current
         if unload is not None and generation is not None:
@@ -205,6 +219,31 @@ class _Mold:
             traceback.print_exc()
         leave(1)
 
+    def _take_over(self, channel: Channel, fd: int) -> None:
+        """Become the next mold, unless calls have left something in this process that does not survive a fork.
+
+        Args:
+            channel: To the callers, who do not need it any more then.
+            fd: Of the channel to the owner.
+        """
+        control = Channel(socket.socket(fileno=fd))
+        started = time.monotonic()
+        try:
+            with _processes.standing_back():
+                prepare_again(self._guard)
+        except BaseException as error:  # noqa: BLE001 - it serves on, and the owner reports it
+            text = "".join(traceback.format_exception(error))
+            control.send(("failed", portable(error, self._name), text))
+            control.close()
+            return
+        channel.close()
+        self._control, self._owner = control, os.getppid()
+        self._children, self._worn = {}, False
+        _processes.set_oom_score(self._oom_score)
+        _role.enter("mold")
+        control.send(("ready", time.monotonic() - started))
+        self.serve()
+
     def become_spawned_worker(self) -> NoReturn:
         """Take calls in this process, which no fork made. It dies with its owner, by SIGKILL as while it loads."""
         signal.signal(signal.SIGINT, _nothing)
@@ -220,14 +259,16 @@ class _Mold:
     def _work(self, fd: int) -> None:
         _processes.prefer_as_oom_victim()
         _role.enter("worker")
+        channel = Channel(socket.socket(fileno=fd))
         Serving(
             self._name,
-            Channel(socket.socket(fileno=fd)),
+            channel,
             self._function,
             self._kind,
             is_worn=lambda: self._worn,
             between_calls=None if self._guard.engine.guard.options.reload_on is None else self._guard.check,
             max_bytes=self._max_bytes,
+            become_mold=functools.partial(self._take_over, channel),
         ).run()
 
 

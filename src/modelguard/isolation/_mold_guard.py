@@ -116,6 +116,7 @@ class MoldGuard:
             max_queue=self._options.max_queue,
             breaker=self._options.breaker,
             backoff=self._source.backoff,
+            refork_after=self._options.refork_after,
             load_timeout=None if limit is None else limit + _MARGIN,
         )
         number = self.guard.engine.state.generations + 1

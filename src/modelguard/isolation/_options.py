@@ -36,6 +36,7 @@ class IsolationOptions:
     retry: bool
     breaker: Breaker
     max_transfer: int
+    refork_after: int | None
 
 
 def parse(
@@ -48,6 +49,7 @@ def parse(
     retry: bool,
     breaker: Breaker | None,
     max_transfer: int | str,
+    refork_after: int | None,
     name: str | None,
 ) -> IsolationOptions:
     """Check and parse the options.
@@ -64,11 +66,13 @@ def parse(
     if name is not None and (not isinstance(name, str) or not name.strip()):
         why = "must be text that is not empty"
         raise InvalidOption("name", name, why=why, fix="Give a short name, or leave it out.")
-    where = reference(function)
+    where, kind = reference(function), kind_of(function)
+    if refork_after is not None:
+        _check_refork(refork_after, start, kind)
     return IsolationOptions(
         name=".".join(where) if name is None else name,
         function=where,
-        kind=kind_of(function),
+        kind=kind,
         workers=_units.whole_number(workers, "workers"),
         timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
         start=start,
@@ -76,7 +80,19 @@ def parse(
         retry=retry,
         breaker=Breaker() if breaker is None else breaker,
         max_transfer=_units.size(max_transfer, "max_transfer"),
+        refork_after=refork_after,
     )
+
+
+def _check_refork(refork_after: int, start: StartMethod, kind: FunctionKind) -> None:
+    _units.whole_number(refork_after, "refork_after")
+    why = ""
+    if start == "spawn":
+        why = "needs workers that are forked, and start='spawn' forks none"
+    elif kind in {"coroutine", "async generator"}:
+        why = "is not for coroutines: the event loop of a worker does not survive a fork"
+    if why:
+        raise InvalidOption("refork_after", refork_after, why=why, fix="Leave it out.")
 
 
 def check_function(function: Any, recycle_on: Policy | None) -> None:

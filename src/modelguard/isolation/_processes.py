@@ -19,9 +19,11 @@ __all__ = [
     "describe_exit",
     "die_with_parent",
     "kill_group",
+    "oom_score",
     "prefer_as_oom_victim",
     "reap",
     "send_kill",
+    "set_oom_score",
     "standing_back",
     "stay_back",
 ]
@@ -37,6 +39,7 @@ _LOWEST = 19
 #: A worker's ``oom_score_adj``, in thousandths of all memory: when memory runs out, the kernel kills a worker and
 #: neither the mold nor the server.
 _OOM_SCORE = 500
+_OOM_FILE = Path("/proc/self/oom_score_adj")
 
 
 def check_supported() -> None:
@@ -63,10 +66,22 @@ def die_with_parent(parent: int, number: int) -> None:
         os._exit(1)
 
 
+def oom_score() -> int:
+    """What was added to this process's place among those that the kernel kills when memory runs out."""
+    with suppress(OSError, ValueError):
+        return int(_OOM_FILE.read_text(encoding="ascii"))
+    return 0
+
+
+def set_oom_score(score: int) -> None:
+    """Set what :func:`oom_score` returns, if this process may."""
+    with suppress(OSError):
+        _OOM_FILE.write_text(str(score), encoding="ascii")
+
+
 def prefer_as_oom_victim() -> None:
     """Let the kernel kill this process first when memory runs out."""
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
+    set_oom_score(_OOM_SCORE)
 
 
 def stay_back() -> None:

@@ -186,6 +186,7 @@ class Isolated(Generic[P, R]):
             generation=molds.generation,
             age=molds.age,
             mold=None if mold is None or mold.died is not None else mold.pid,
+            reforked=mold is not None and mold.heir is not None,
             workers=tuple(
                 WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
                 for one, state, worn, calls in listed
@@ -303,6 +304,7 @@ def isolate(
     max_queue: int = 256,
     max_transfer: int | str = "1 GB",
     breaker: Breaker | None = None,
+    refork_after: int | None = None,
     name: str | None = None,
 ) -> Decorator:
     """Run a guarded function in worker processes, so that no load, leak, hang or crash of its model reaches this one.
@@ -339,6 +341,9 @@ def isolate(
         max_transfer: The largest arguments or result, in bytes or as text such as ``"100 MB"``.
         breaker: When calls are refused because workers crash or exceed ``timeout`` one after the other. Default:
             ``Breaker()``. Of its options, ``ignore`` and ``reload`` do not apply here.
+        refork_after: After so many calls of one worker, that worker takes the place of the mold, once for each load:
+            what its calls have filled is then shared by all workers. For models whose caches fill with traffic. None:
+            never.
         name: For events, logs and errors. Default: the function's module and name.
 
     Raises:
@@ -362,6 +367,7 @@ def isolate(
             retry=retry,
             breaker=breaker,
             max_transfer=max_transfer,
+            refork_after=refork_after,
             name=name,
         )
         return Isolated(function, options, source_of(function, options, recycle_on))

@@ -17,7 +17,8 @@ class WorkerStatus:
 
     Attributes:
         pid: Its process id.
-        state: ``starting``, ``idle``, ``busy``, or ``retiring`` (its call is its last one).
+        state: ``starting``, ``idle``, ``busy``, ``retiring`` (its call is its last one), or ``promoted`` (it becomes
+            the mold).
         worn: Whether a policy asked for its replacement, which has not come up yet.
         calls: Calls that it has answered.
         age: Seconds since it was started.
@@ -42,6 +43,7 @@ class IsolationStatus:
         generation: Number of the current mold, 0 if there is none.
         age: Seconds since it took its first call.
         mold: Its process id; None if there is none.
+        reforked: Whether the mold is a worker that has taken the place of the process that loaded.
         workers: The workers of the current mold.
         in_flight: Calls that run now or wait for a worker.
         queued: Submitted calls that no thread has begun.
@@ -59,6 +61,7 @@ class IsolationStatus:
     generation: int
     age: float
     mold: int | None
+    reforked: bool
     workers: tuple[WorkerStatus, ...]
     in_flight: int
     queued: int

@@ -28,6 +28,11 @@ def plain(texts: list[str]) -> list[str]:
     return texts
 
 
+async def coroutine(text: str) -> str:
+    """Use an event loop."""
+    return text
+
+
 @many(key="text")
 def pooled(loaded: dict[str, int], text: str) -> str:
     """Use one of many."""
@@ -95,12 +100,21 @@ def test_a_notebook_cell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         {"breaker": 5},
         {"name": " "},
         {"recycle_on": 5},
+        {"refork_after": 0},
+        {"refork_after": "100", "start": "fork"},
+        {"refork_after": 100, "start": "spawn"},
     ],
 )
 def test_invalid_options_are_named(options: dict[str, Any]) -> None:
     """The error says which option, and what to write."""
     with pytest.raises(InvalidOption, match=next(iter(options))):
         isolate(**options)(plain)
+
+
+def test_a_coroutines_event_loop_cannot_be_reforked() -> None:
+    """What is bound to the loop of one worker would be broken in all of them."""
+    with pytest.raises(InvalidOption, match=r"refork_after=100: is not for coroutines"):
+        isolate(refork_after=100)(coroutine)
 
 
 def test_a_guards_own_policy_decides() -> None:
