@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +51,7 @@ def refork(function: Any) -> int:
     old: int = function.status().mold
     for key in range(20):
         function(key)
-    wait_until(lambda: rest(function), "the new mold's workers")
+    wait_until(lambda: function(0) and rest(function), "the new mold's workers")  # the spare worker may not be up yet
     return old
 
 
@@ -198,6 +201,56 @@ class TestDeaths:
                 wait_until(lambda: answers(caching), "an answer")
             wait_until(lambda: not family(), "the end of all processes")
         wait_until(lambda: psutil.Process().num_fds() <= before + 3, "no descriptor is left", 5.0)
+
+
+OWNER = """
+import json, os, psutil, sys, threading, time
+sys.path.insert(0, {folder!r})
+import app
+for number in range(40):
+    app.predict(number)
+while not (app.predict(0) and app.predict.status().reforked):
+    time.sleep(0.01)
+app.predict(-1)
+threading.Thread(target=app.predict, args=(-2,), daemon=True).start()
+time.sleep(0.3)
+print(json.dumps([child.pid for child in psutil.Process().children(recursive=True)]), flush=True)
+{end}
+"""
+MODEL = """
+import subprocess, time
+from modelguard import guard, isolate
+
+@isolate(workers=2, refork_after=20)
+@guard(dict, reload_on=None)
+def predict(model, number):
+    if number == -1:
+        subprocess.Popen(["sleep", "600"])
+    if number == -2:
+        time.sleep(600)
+    return str(number)
+"""
+
+
+@pytest.mark.parametrize("end", ["time.sleep(600)", "sys.exit(0)", "os._exit(1)"])
+def test_nothing_outlives_the_owner(tmp_path: Path, end: str) -> None:
+    """Neither the new mold, nor its workers, what is left of the old one, or a program that the model has started."""
+    (tmp_path / "app.py").write_text(MODEL)
+    program = OWNER.format(folder=str(tmp_path), end=end)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = json.loads(process.stdout.readline())
+        assert len(pids) >= 6
+        process.kill() if end == "time.sleep(600)" else process.wait(30)
+        wait_until(lambda: not [pid for pid in pids if runs(pid)], f"the end of {pids}", 20.0)
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process; what init has not collected yet does not run."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def alive(process: psutil.Process) -> bool:

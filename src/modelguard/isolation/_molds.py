@@ -80,6 +80,7 @@ class Mold:
         self._on_death = on_death
         self._loaded: Future[None] = Future()
         self._launched: Launched | None = None
+        self._promotion: Promotion | None = None
         self._former: FormerMold | None = None
         self.heir: Worker | None = None
         self._ending = False
@@ -162,8 +163,8 @@ class Mold:
         """Let an idle worker take the place of the mold."""
         on_ready = functools.partial(self._inherit, worker)
         on_refused = functools.partial(self._not_promoted, worker)
-        promotion = Promotion(worker, self._supervisor, on_ready=on_ready, on_refused=on_refused)
-        self._supervisor.call(promotion.begin)
+        self._promotion = Promotion(worker, self._supervisor, on_ready=on_ready, on_refused=on_refused)
+        self._supervisor.call(self._promotion.begin)
 
     def give_up(self) -> None:
         """Workers of this mold do not come up."""
@@ -224,7 +225,7 @@ class Mold:
         if self._launched is None or self._ended.is_set():
             control.close()
             return
-        self.heir = worker
+        self.heir, self._promotion = worker, None
         self._former = FormerMold(self._launched.control, set(self._running) - {worker.number})
         self._launched = replace(self._launched, control=control)
         self._supervisor.watch(control.fileno(), lambda: self._hear(control))
@@ -233,6 +234,7 @@ class Mold:
     def _not_promoted(self, worker: Worker, why: str) -> None:
         name = self.options.instructions["name"]
         logger.warning("%s: a worker cannot take the place of its mold, and workers share less: %s", name, why)
+        self._promotion = None
         self.roster.cannot_become_mold(worker)
 
     def _hear(self, control: Channel) -> None:
@@ -294,6 +296,9 @@ class Mold:
         how = f"its mold ended: {_processes.describe_exit(process.wait())}"
         self._ended.set()
         self._launched.control.close()
+        if self._promotion is not None:
+            self._promotion.cancel()
+            self._promotion = None
         if self._former is not None:
             self._supervisor.forget(self._former.control.fileno())
             self._former.control.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._supervisor import Supervisor
@@ -40,15 +39,19 @@ class Promotion:
         self._supervisor = supervisor
         self._on_ready = on_ready
         self._on_refused = on_refused
+        self._control: Channel | None = None
+        self._cancelled = False
 
     def begin(self) -> None:
         """Ask it."""
+        if self._cancelled:
+            return
         try:
             ours, theirs = pair()
         except OSError as error:  # no descriptor is left
             self._on_refused(str(error))
             return
-        control = Channel(ours)
+        control = self._control = Channel(ours)
         self._supervisor.watch(control.fileno(), lambda: self._hear(control))
         with theirs, suppress(OSError):  # a worker that is gone closes the other end
             self._worker.channel.send(BECOME_MOLD, [theirs.fileno()])
@@ -60,15 +63,23 @@ class Promotion:
         try:
             what, *details = control.receive()
         except (EOFError, OSError):  # its mold reports how it ended
-            control.close()
+            self.cancel()
             return
         if what == "ready":
             self._on_ready(control)
             return
         control.close()
-        self._on_refused(_first_line(*details))
+        self._on_refused(_in_one_line(*details))
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
+        """The worker has ended, or is ending."""
+        self._cancelled = True
+        self._worker.channel.close()
+        if self._control is not None:
+            self._supervisor.forget(self._control.fileno())
+            self._control.close()
+
+    def end_worker(self) -> None:
         """It takes too long."""
         self._worker.kill()
 
@@ -76,7 +87,7 @@ class Promotion:
 def _end_late(promotion: weakref.ref[Promotion]) -> None:
     one = promotion()
     if one is not None:
-        one.give_up()
+        one.end_worker()
 
 
 class FormerMold:
@@ -109,6 +120,6 @@ class FormerMold:
                 self.control.send(("retire", 0))
 
 
-def _first_line(error: BaseException, text: Any) -> str:
-    del text
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def _in_one_line(error: BaseException, traceback: object) -> str:
+    del traceback
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
