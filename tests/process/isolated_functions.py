@@ -203,6 +203,17 @@ def plain() -> int:
     return os.getpid()
 
 
+class Service:
+    """Has functions that belong to it."""
+
+    @isolate(workers=1)
+    @guard(load, reload_on=None)
+    @staticmethod
+    def static(loaded: Model, value: int) -> tuple[int, int]:
+        """Be called by way of the class, or of an object."""
+        return loaded.pid, value
+
+
 @isolate(workers=2)
 @guard(load, reload_on=None)
 async def coroutine(_: Model, value: int, delay: float = 0.0) -> int:

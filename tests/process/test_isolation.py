@@ -154,6 +154,11 @@ class TestCalls:
             pids = set()
             wait_until(lambda: pids.add(plain()) or len(pids) > 2, "replaced workers")
 
+    def test_a_static_method(self) -> None:
+        """It is found in its class, and called like any other."""
+        with using(functions.Service.static) as static:
+            assert (static.status().mold, 5) == functions.Service.static(5) == functions.Service().static(5)
+
 
 class TestDoors:
     def test_aio_and_submit(self) -> None:

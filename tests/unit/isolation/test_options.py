@@ -45,6 +45,15 @@ class Service:
     def method(self) -> None:
         """Do nothing."""
 
+    @classmethod
+    def of_class(cls, loaded: dict[str, int]) -> None:
+        """Do nothing."""
+
+    @staticmethod
+    def static(loaded: dict[str, int], text: str) -> str:
+        """Use the model."""
+        return text * len(loaded)
+
 
 def inner() -> Callable[[], None]:
     """Make a function that has no name of its own."""
@@ -59,7 +68,9 @@ def inner() -> Callable[[], None]:
     [
         (lambda: 1, "is a lambda"),
         (inner(), "is defined inside another function"),
-        (Service.method, "is a method"),
+        (Service.method, r"is a method.*@staticmethod next to the def"),
+        (Service.__dict__["of_class"], "is a method"),
+        (model(Service.__dict__["of_class"]), "is a method, and a change"),
         (Service, "must be a function"),
         ("text", "must be a function"),
         (batched(max_size=2)(plain), "is batched or isolated already"),
@@ -70,6 +81,14 @@ def test_what_a_worker_could_not_import_is_refused(function: Any, why: str) -> N
     """At the definition, with what to write instead, and not at the first call."""
     with pytest.raises(InvalidOption, match=why):
         isolate()(function)
+
+
+@pytest.mark.parametrize("function", [Service.__dict__["static"], model(Service.__dict__["static"])])
+def test_a_static_method_is_a_function(function: Any) -> None:
+    """With a guard or without one, and with the name by which a worker finds it."""
+    isolated = isolate()(function)
+    assert "Service.static" == isolated.__qualname__  # type: ignore[attr-defined]
+    assert f"{__name__}.Service.static" == isolated.name
 
 
 def test_a_notebook_cell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
