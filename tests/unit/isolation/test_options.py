@@ -83,7 +83,9 @@ def test_what_a_worker_could_not_import_is_refused(function: Any, why: str) -> N
         isolate()(function)
 
 
-@pytest.mark.parametrize("function", [Service.__dict__["static"], model(Service.__dict__["static"])])
+@pytest.mark.parametrize(
+    "function", [Service.__dict__["static"], model(Service.__dict__["static"])], ids=["plain", "guarded"]
+)
 def test_a_static_method_is_a_function(function: Any) -> None:
     """With a guard or without one, and with the name by which a worker finds it."""
     isolated = isolate()(function)
