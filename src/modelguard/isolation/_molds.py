@@ -24,7 +24,7 @@ from modelguard.isolation._supervisor import Supervisor
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.serving.breaker import Breaker
 
-__all__ = ["Mold", "MoldOptions", "molds", "with_remote_traceback"]
+__all__ = ["Mold", "MoldOptions", "RemoteTraceback", "molds", "with_remote_traceback"]
 
 #: Seconds that a worker may take from its fork to its first call; the warm-up runs in it.
 _START = 60.0
@@ -60,6 +60,7 @@ class Mold:
         options: What it was made with.
         roster: Its workers.
         died: When it ended by itself, on the monotonic clock; None while it lives.
+        code: The files of its modules, if it was asked for them.
     """
 
     #: A fork of a mold costs little memory, and saves the time that a new worker needs.
@@ -70,6 +71,7 @@ class Mold:
     ) -> None:
         self.born = time.monotonic()
         self.died: float | None = None
+        self.code = options.instructions["code"]
         self.options = options
         self._supervisor = supervisor
         self._on_death = on_death
@@ -207,6 +209,7 @@ class Mold:
 
     def _heed(self, what: str, *details: Any) -> None:
         if what == "ready":
+            _, self.code = details
             self.roster.settle()
         elif what == "failed":
             error, text = details
