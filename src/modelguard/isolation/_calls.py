@@ -6,23 +6,17 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-from modelguard.errors import DeadlineExceeded, Reloading, TransferRefused, WorkerCrashed
+from modelguard.errors import DeadlineExceeded, TransferRefused, WorkerCrashed
 from modelguard.isolation import _pickling, _trace
 from modelguard.isolation._channel import Unreadable
-from modelguard.isolation._mold_guard import MoldGuard
-from modelguard.isolation._molds import Mold, with_remote_traceback
+from modelguard.isolation._molds import with_remote_traceback
 from modelguard.isolation._options import IsolationOptions
-from modelguard.isolation._roster import MoldGone
+from modelguard.isolation._scope import Limits, Scope, Taken
 from modelguard.isolation._worker import AnswerKind, StreamStep
-from modelguard.isolation._worker_process import Worker
-from modelguard.lifecycle._generation import Generation
 
-__all__ = ["Arguments", "Caller", "Limits"]
-
-#: Seconds between looks for the next mold after one has died.
-_POLL = 0.005
+__all__ = ["Arguments", "Caller"]
 
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
 _RESENDS = 8
@@ -31,23 +25,6 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: Compared with each answer, and plain numbers compare faster.
 _RESULT, _ERROR, _ITEM = int(AnswerKind.RESULT), int(AnswerKind.ERROR), int(AnswerKind.ITEM)
-
-
-class Limits(NamedTuple):
-    """The times of one call, on the monotonic clock.
-
-    Attributes:
-        arrived: When it was made.
-        until: When its caller's own deadline ends; infinity for none.
-    """
-
-    arrived: float
-    until: float = math.inf
-
-
-class _Taken(NamedTuple):
-    generation: Generation[Mold]
-    worker: Worker
 
 
 class _NeverRead(Exception):
@@ -63,16 +40,15 @@ class Caller:
 
     Args:
         options: Of the function.
-        molds: Where the workers are.
+        scope: Where the workers are.
     """
 
-    def __init__(self, options: IsolationOptions, molds: MoldGuard) -> None:
+    def __init__(self, options: IsolationOptions, scope: Scope) -> None:
         self._name = options.name
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._max_bytes = options.max_transfer
         self._tries = 2 if options.retry else 1
-        self._molds = molds
-        self._engine = molds.guard.engine
+        self._scope = scope
 
     def call(self, arguments: Arguments, limits: Limits) -> Any:
         """Compute a call. Blocks.
@@ -90,7 +66,7 @@ class Caller:
                 if not tries:
                     raise
                 continue
-            self._engine.leave(taken.generation, failed=False)
+            taken.leave()
             if kind == _RESULT:
                 return value
             raise with_remote_traceback(*value)
@@ -103,9 +79,9 @@ class Caller:
                 raise with_remote_traceback(*value)
             yield from self._items(taken, limits)
         finally:
-            self._engine.leave(taken.generation, failed=False)
+            taken.leave()
 
-    def _items(self, taken: _Taken, limits: Limits) -> Iterator[Any]:
+    def _items(self, taken: Taken, limits: Limits) -> Iterator[Any]:
         step, close = _pickling.dumps(StreamStep.NEXT), _pickling.dumps(StreamStep.CLOSE)
         kind, value = _ITEM, None
         try:
@@ -116,7 +92,7 @@ class Caller:
                     break
                 yield value
         except _NeverRead as error:  # another worker could only begin from the start
-            raise WorkerCrashed(self._name, pid=taken.worker.pid, cause=error.cause) from None
+            raise WorkerCrashed(self._name, pid=taken.pid, cause=error.cause) from None
         finally:
             if kind == _ITEM:
                 with suppress(WorkerCrashed, DeadlineExceeded, _NeverRead):
@@ -140,51 +116,26 @@ class Caller:
             raise TransferRefused(self._name, what="arguments", why=why)
         return content
 
-    def _begin(self, content: tuple[bytes, _pickling.Buffers], limits: Limits) -> tuple[_Taken, int, Any]:
+    def _begin(self, content: tuple[bytes, _pickling.Buffers], limits: Limits) -> tuple[Taken, int, Any]:
         """Send a call to a worker, and to another one if the first has ended before it had read it."""
         left = _RESENDS
         while True:
-            taken = self._take(limits)
+            taken = self._scope.take(limits)
             try:
                 return taken, *self._exchange(taken, content, limits)
             except _NeverRead as error:
-                self._engine.leave(taken.generation, failed=False)
+                taken.leave()
                 if not left:
-                    raise WorkerCrashed(self._name, pid=taken.worker.pid, cause=error.cause) from None
+                    raise WorkerCrashed(self._name, pid=taken.pid, cause=error.cause) from None
                 left -= 1
             except BaseException:
-                self._engine.leave(taken.generation, failed=False)
+                taken.leave()
                 raise
             del taken  # a drained generation is released, and must not be alive then
 
-    def _take(self, limits: Limits) -> _Taken:
-        """Take a worker, and with it a lease on its mold."""
-        gone: Mold | None = None
-        since = 0.0
-        while True:
-            generation = self._engine.enter()
-            mold = generation.model
-            try:
-                if mold is not gone:
-                    return _Taken(generation, mold.roster.take(self._timeout, limits.until, limits.arrived))
-            except MoldGone:
-                gone, since = mold, time.monotonic()
-            except BaseException:
-                self._engine.leave(generation, failed=False)
-                raise
-            self._engine.leave(generation, failed=False)
-            waited = time.monotonic() - since
-            if waited > self._molds.guard.engine.guard.options.wait_timeout:
-                raise Reloading(self._name, waited=waited)
-            if time.monotonic() > limits.until:
-                raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived)
-            del generation, mold  # a drained generation is released, and must not be alive then
-            time.sleep(_POLL)
-
-    def _exchange(self, taken: _Taken, content: tuple[bytes, _pickling.Buffers], limits: Limits) -> tuple[int, Any]:
+    def _exchange(self, taken: Taken, content: tuple[bytes, _pickling.Buffers], limits: Limits) -> tuple[int, Any]:
         """Send a message to the worker and wait for the answer; give the worker back unless it goes on."""
-        worker, roster = taken.worker, taken.generation.model.roster
-        channel = worker.channel
+        channel = taken.channel
         limit = self._timeout
         if limits.until != math.inf:
             limit = max(0.001, min(limit, limits.until - time.monotonic()))
@@ -193,26 +144,26 @@ class Caller:
             channel.send_pickled(*content)
             kind, value, worn = channel.receive()
         except ConnectionError:  # at its end the message, or a part of it, was still in its socket
-            raise _NeverRead(roster.lose(worker, "crashed", blame=False)) from None
+            raise _NeverRead(taken.lose("crashed", blame=False)) from None
         except BlockingIOError:
-            roster.lose(worker, "timeout")
+            taken.lose("timeout")
             raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from None
         except EOFError:
-            cause = roster.lose(worker, "crashed")
-            raise WorkerCrashed(self._name, pid=worker.pid, cause=cause) from None
+            cause = taken.lose("crashed")
+            raise WorkerCrashed(self._name, pid=taken.pid, cause=cause) from None
         except Unreadable as error:
             # Of a stream, the worker holds an open generator: it cannot be used for anything else.
             if content[0] == _pickling.dumps(StreamStep.NEXT)[0]:
-                roster.lose(worker, "cancelled")
+                taken.lose("cancelled")
             else:
-                roster.release(worker, worn=False)
+                taken.release(worn=False)
             raise TransferRefused(self._name, what="result", why=f"it cannot be rebuilt here: {error}") from error
         except BaseException:  # Ctrl-C, or an error of ours: nobody knows what the worker does
-            if worker.channel.fileno() >= 0:
-                roster.lose(worker, "cancelled")
+            if channel.fileno() >= 0:
+                taken.lose("cancelled")
             raise
         if kind != _ITEM:
-            roster.release(worker, worn=worn)
+            taken.release(worn=worn)
         return kind, value
 
 

@@ -57,12 +57,13 @@ class Channel:
 
     Args:
         connected: A connected stream socket, which belongs to the channel from now on.
+        used_before: Whether other processes use the same end, one after the other, and may have set its timeout.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, *, used_before: bool = False) -> None:
         connected.settimeout(None)
         self._socket = connected
-        self._timeout = 0.0
+        self._timeout = -1.0 if used_before else 0.0
         self._rest = b""
         self._fds: deque[int] = deque()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
+from modelguard.isolation._code import Files
 from modelguard.isolation._target import Reference
 
-__all__ = ["Instructions"]
+__all__ = ["Instructions", "Origin"]
 
 
 class Instructions(TypedDict):
@@ -21,6 +22,8 @@ class Instructions(TypedDict):
         max_bytes: The largest answer of a worker.
         beside_calls: Whether calls run while it loads.
         forks: Whether it forks workers; if not, it becomes one itself.
+        code: What files its modules must have; None for any.
+        shared: Whether its owner serves callers of other processes, and knows nothing of their modules.
     """
 
     owner: int
@@ -31,3 +34,17 @@ class Instructions(TypedDict):
     max_bytes: int
     beside_calls: bool
     forks: bool
+    code: Files | None
+    shared: bool
+
+
+class Origin(NamedTuple):
+    """The process that calls an isolated function, which its molds resemble.
+
+    Attributes:
+        preparation: How to resemble it.
+        levels: Of its loggers.
+    """
+
+    preparation: dict[str, Any]
+    levels: dict[str, int]

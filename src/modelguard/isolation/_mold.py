@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from modelguard import prefork
 from modelguard.errors import LoadFailed
-from modelguard.isolation import _guardian, _news, _processes, _role, _target
+from modelguard.isolation import _code, _guardian, _news, _processes, _role, _target
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._instructions import Instructions
 from modelguard.isolation._worker import Serving, leave, portable
@@ -58,9 +58,9 @@ def main(control: int, news: int) -> NoReturn:
         if type(error) is LoadFailed and error.__cause__ is not None:
             error = error.__cause__  # the owner's guard makes a LoadFailed of it
         with suppress(OSError):
-            channel.send(("failed", portable(error, instructions["name"]), text))
+            channel.send(("failed", portable(error, instructions["name"], plain=instructions["shared"]), text))
         leave(1)
-    channel.send(("ready", time.monotonic() - started))
+    channel.send(("ready", time.monotonic() - started, _code.files() if instructions["shared"] else None))
     if instructions["forks"]:
         mold.serve()
     mold.become_spawned_worker()
@@ -97,6 +97,7 @@ class _Mold:
         _target.become_like(instructions["preparation"])
         isolated = _target.find(instructions["function"], lambda found: hasattr(found, "isolated_function"))
         reporter.take_over()  # from what the imported modules have set up
+        _code.check_unchanged(instructions["code"])
         self._function = isolated.isolated_function
         self._kind: _target.FunctionKind = _target.kind_of(self._function)
         self._guard = isolated.model_guard

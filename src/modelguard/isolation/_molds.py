@@ -27,7 +27,7 @@ from modelguard.lifecycle.backoff import Backoff
 from modelguard.serving.breaker import Breaker
 from modelguard.telemetry import logger
 
-__all__ = ["Mold", "MoldOptions", "molds", "with_remote_traceback"]
+__all__ = ["Mold", "MoldOptions", "RemoteTraceback", "molds", "with_remote_traceback"]
 
 #: Seconds that a worker may take from its fork to its first call; the warm-up runs in it.
 _START = 60.0
@@ -65,6 +65,7 @@ class Mold:
         roster: Its workers.
         died: When it ended by itself, on the monotonic clock; None while it lives.
         heir: The worker that has taken its place; None if none has.
+        code: The files of its modules, if it was asked for them.
     """
 
     #: A fork of a mold costs little memory, and saves the time that a new worker needs.
@@ -75,6 +76,7 @@ class Mold:
     ) -> None:
         self.born = time.monotonic()
         self.died: float | None = None
+        self.code = options.instructions["code"]
         self.options = options
         self._supervisor = supervisor
         self._on_death = on_death
@@ -252,6 +254,7 @@ class Mold:
 
     def _heed(self, control: Channel, what: str, *details: Any) -> None:
         if what == "ready":
+            _, self.code = details
             self.roster.settle()
         elif what == "failed":
             error, text = details

@@ -16,10 +16,14 @@ from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
 from modelguard.serving.breaker import Breaker
 
-__all__ = ["IsolationOptions", "StartMethod", "check_function", "parse"]
+__all__ = ["IsolationOptions", "ScopeName", "StartMethod", "check_function", "parse"]
 
 #: How workers come into being: forked from a mold, or each as a fresh interpreter.
 StartMethod = Literal["fork", "spawn"]
+
+
+#: Which processes share a mold: each has its own, or all of the host have one.
+ScopeName = Literal["process", "host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,8 @@ class IsolationOptions:
     breaker: Breaker
     max_transfer: int
     refork_after: int | None
+    scope: ScopeName
+    version: str | None
 
 
 def parse(
@@ -50,6 +56,8 @@ def parse(
     breaker: Breaker | None,
     max_transfer: int | str,
     refork_after: int | None,
+    scope: ScopeName,
+    version: str | None,
     name: str | None,
 ) -> IsolationOptions:
     """Check and parse the options.
@@ -61,6 +69,15 @@ def parse(
         raise InvalidOption("retry", retry, why="must be True or False", fix="Write retry=True.")
     if start not in get_args(StartMethod):
         raise InvalidOption("start", start, why="must be 'fork' or 'spawn'", fix="'fork' is right for most models.")
+    if scope not in get_args(ScopeName):
+        fix = "'host' lets all processes of this host share one mold."
+        raise InvalidOption("scope", scope, why="must be 'process' or 'host'", fix=fix)
+    if version is not None and scope == "process":
+        fix = "Leave it out, or write scope='host'."
+        raise InvalidOption("version", version, why="needs scope='host': other molds are not shared", fix=fix)
+    if version is not None and not isinstance(version, str):
+        why = f"must be text, not {_units.kind_of(version)}"
+        raise InvalidOption("version", version, why=why, fix="Write for example version='2026-10'.")
     if breaker is not None and not isinstance(breaker, Breaker):
         raise InvalidOption("breaker", breaker, why="must be a Breaker", fix="Write Breaker(failures=5).")
     if name is not None and (not isinstance(name, str) or not name.strip()):
@@ -81,6 +98,8 @@ def parse(
         breaker=Breaker() if breaker is None else breaker,
         max_transfer=_units.size(max_transfer, "max_transfer"),
         refork_after=refork_after,
+        scope=scope,
+        version=version,
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable
 from typing import Protocol, get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, DeadlineExceeded, QueueFull
 from modelguard.isolation._crew import Crew, End, Order, Promote, Start, WorkerState
+from modelguard.isolation._waiting import ThreadWaiter, Waiter, WaitingLine
 from modelguard.isolation._worker_process import Worker
 from modelguard.telemetry import Event, WorkerEndCause
 
@@ -61,14 +61,6 @@ class _NoMold:
         pass
 
 
-class _Waiter:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.lock.acquire()
-        self.worker: Worker | None = None
-        self.error: Exception | None = None
-
-
 class Roster:
     """Hands out workers. Thread-safe.
 
@@ -89,7 +81,7 @@ class Roster:
         # Reentrant: the garbage collector may close a dropped generator at any point, also under this lock.
         self._lock = threading.RLock()
         self._workers: dict[int, Worker] = {}
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters = WaitingLine[Worker]()
         self._gone = False
         self._last_of_former_mold = 0
         self._events: list[Event] = []
@@ -109,6 +101,31 @@ class Roster:
             MoldGone: Ask the next mold.
             QueueFull, CircuitOpen, DeadlineExceeded: There is no worker for this call.
         """
+        waiter = ThreadWaiter[Worker]()
+        worker = self.request(waiter)
+        if worker is not None:
+            return worker
+        try:
+            patience = min(patience, max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
+            waiter.woken.acquire(timeout=patience)
+        except BaseException:  # Ctrl-C
+            if not self.withdraw(waiter) and waiter.worker is not None:
+                self.release(waiter.worker, worn=False, counts=False)
+            raise
+        if waiter.worker is None and waiter.error is None and self.withdraw(waiter):
+            raise DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
+        if waiter.error is not None:
+            raise waiter.error
+        assert waiter.worker is not None  # noqa: S101 - for the checkers
+        return waiter.worker
+
+    def request(self, waiter: Waiter[Worker]) -> Worker | None:
+        """Take a free worker, or have ``waiter`` woken when there is one. Does not block.
+
+        Raises:
+            MoldGone: Ask the next mold.
+            QueueFull, CircuitOpen: There is no worker for this call.
+        """
         with self._lock:
             if self._gone or self._crew.troubled:
                 self._raise_if_refusing()
@@ -117,21 +134,13 @@ class Roster:
                 return self._workers[member.number]
             if len(self._waiters) >= self._max_queue:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=_RETRY)
-            waiter = _Waiter()
             self._waiters.append(waiter)
-        try:
-            patience = min(patience, max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
-            waiter.lock.acquire(timeout=patience)
-        except BaseException:  # Ctrl-C
-            if not self._stop_waiting(waiter) and waiter.worker is not None:
-                self.release(waiter.worker, worn=False, counts=False)
-            raise
-        if waiter.worker is None and waiter.error is None and self._stop_waiting(waiter):
-            raise DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
-        if waiter.error is not None:
-            raise waiter.error
-        assert waiter.worker is not None  # noqa: S101 - for the checkers
-        return waiter.worker
+            return None
+
+    def withdraw(self, waiter: Waiter[Worker]) -> bool:
+        """Stop waiting; false if ``waiter`` has its worker or its error already."""
+        with self._lock:
+            return self._waiters.remove(waiter)
 
     def release(self, worker: Worker, *, worn: bool, counts: bool = True) -> None:
         """Give a worker back after its call."""
@@ -229,14 +238,14 @@ class Roster:
         """The mold has ended. Its workers end with it."""
         with self._lock:
             self._gone = True
-            waiters, self._waiters = list(self._waiters), deque()
+            waiters, self._waiters = list(self._waiters), WaitingLine[Worker]()
             workers = list(self._workers.values())
             for order in self._crew.close():
                 if isinstance(order, End):
                     self._workers.pop(order.number).channel.close()
         for waiter in waiters:
             waiter.error = MoldGone()
-            waiter.lock.release()
+            waiter.wake()
         for worker in workers:
             worker.has_exited(how)
 
@@ -278,11 +287,6 @@ class Roster:
             member = self._crew.members.get(worker.number)
             return member is not None and member.state == "starting"
 
-    @property
-    def waiting(self) -> int:
-        """Calls that wait for a worker."""
-        return len(self._waiters)
-
     def listed(self) -> list[tuple[Worker, WorkerState, bool, int]]:
         """Each worker, what it does, whether it is to be replaced, and its calls."""
         with self._lock:
@@ -310,15 +314,7 @@ class Roster:
             else:
                 assert member is not None  # noqa: S101 - for the checkers
                 waiter.worker = self._workers[member.number]
-            waiter.lock.release()
-
-    def _stop_waiting(self, waiter: _Waiter) -> bool:
-        """Remove a waiter; false if it has its worker. A worker that nobody waits for any more is given back."""
-        with self._lock:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-                return True
-            return False
+            waiter.wake()
 
     def _act(self, orders: Iterable[Order]) -> None:
         for order in orders:

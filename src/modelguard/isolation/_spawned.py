@@ -95,6 +95,8 @@ class SpawnedWorkers(Mold):
                 what, *details = launched.control.receive()
                 if what == "failed":
                     self._not_loaded(*details)
+                elif what == "ready":
+                    _, self.code = details
                 if not launched.control.has_unread:
                     return
         except (EOFError, OSError):

@@ -185,10 +185,17 @@ class Serving:
             os._exit(0)
 
 
-def portable(error: BaseException, name: str) -> BaseException:
-    """The error itself if it survives pickling, else a :class:`~modelguard.errors.RemoteError` that describes it."""
+def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseException:
+    """The error itself if it survives pickling, else a :class:`~modelguard.errors.RemoteError` that describes it.
+
+    Args:
+        error: What was raised.
+        name: The isolated function's name.
+        plain: Whether only errors of Python and of modelguard will do, since others would need their modules.
+    """
+    is_known = type(error).__module__.partition(".")[0] in {"builtins", "modelguard"}
     with suppress(Exception):
-        if type(_pickling.loads(_pickling.dumps(error)[0], ())) is type(error):
+        if (is_known or not plain) and type(_pickling.loads(_pickling.dumps(error)[0], ())) is type(error):
             return error
     kind = type(error)
     text = str(error) if isinstance(error, ModelGuardError) else _text_of(error)

@@ -53,24 +53,28 @@ class IsolationStatus:
         recycled: Workers of the current mold that a policy has replaced.
         crashed: Those that have ended by themselves.
         timed_out: Those that were killed at the timeout.
+        broker: With ``scope="host"``, the process id of the broker, which owns the mold; None if there is none.
+        clients: The processes that the broker serves.
     """
 
     name: str
     state: State
-    ready: bool
-    generation: int
-    age: float
-    mold: int | None
-    reforked: bool
-    workers: tuple[WorkerStatus, ...]
-    in_flight: int
-    queued: int
-    reloads: int
-    failures: int
-    last_error: str | None
-    recycled: int
-    crashed: int
-    timed_out: int
+    ready: bool = False
+    generation: int = 0
+    age: float = 0.0
+    mold: int | None = None
+    reforked: bool = False
+    workers: tuple[WorkerStatus, ...] = ()
+    in_flight: int = 0
+    queued: int = 0
+    reloads: int = 0
+    failures: int = 0
+    last_error: str | None = None
+    recycled: int = 0
+    crashed: int = 0
+    timed_out: int = 0
+    broker: int | None = None
+    clients: tuple[int, ...] = ()
 
 
 _public.set_module(globals(), "modelguard.isolation.status")
