@@ -310,7 +310,7 @@ class Mold:
         running, self._running = list(self._running.values()), {}
         for worker in running:
             worker.has_exited(how)
-        self._supervisor.later(1.0, lambda: _processes.reap(worker.pid for worker in running if worker.pid))
+        self._supervisor.later(1.0, lambda: _processes.reap_group(process.pid))
         self._die(how)
 
     def _die(self, how: str) -> None:

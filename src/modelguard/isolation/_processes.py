@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ __all__ = [
     "kill_group",
     "oom_score",
     "prefer_as_oom_victim",
-    "reap",
+    "reap_group",
     "send_kill",
     "set_oom_score",
     "standing_back",
@@ -128,8 +128,11 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def reap(pids: Iterable[int]) -> None:
-    """Collect processes that became this one's children when their parent died, as in a container's first process."""
-    for pid in pids:
-        with suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
+def reap_group(group: int) -> None:
+    """Collect processes that became this one's children when their parent died, as in a container's first process.
+
+    By their group, because a mold that was killed may not have reported its latest child.
+    """
+    with suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
