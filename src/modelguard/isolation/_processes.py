@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ __all__ = [
     "kill_group",
     "oom_score",
     "prefer_as_oom_victim",
+    "reap",
     "reap_group",
     "send_kill",
     "set_oom_score",
@@ -128,11 +129,15 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def reap_group(group: int) -> None:
-    """Collect processes that became this one's children when their parent died, as in a container's first process.
+def reap(pids: Iterable[int]) -> None:
+    """Collect processes that became this one's children when their parent died, as in a container's first process."""
+    for pid in pids:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
-    By their group, because a mold that was killed may not have reported its latest child.
-    """
+
+def reap_group(group: int) -> None:
+    """:func:`reap` for a whole process group: a mold that was killed may not have reported its latest child."""
     with suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
