@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from modelguard import Backoff, Breaker, Errors, MemoryGrowth, Modified, Uses, guard, isolate
+from modelguard import Backoff, Breaker, Errors, MemoryGrowth, Modified, Uses, guard, isolate, pool
 
 if "ISOLATION_WEIGHTS" not in os.environ:  # molds inherit the environment of the process that has made the file
     with tempfile.NamedTemporaryFile(prefix="isolation-weights-", delete=False) as file:
@@ -287,3 +287,31 @@ def note_unload() -> None:
     if path is not None:
         with Path(path).open("a") as file:
             file.write(f"{os.getpid()}\n")
+
+
+class Voice(Model):
+    """The model of one key."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        if name == "broken":
+            raise OSError("no such voice")
+        self.name = name
+
+
+voices = pool(Voice, max_memory="2 GB", max_models=2, backoff=QUICK, unload=lambda _: note_unload())
+
+
+@isolate(workers=2, timeout="5s", recycle_on=Uses(30))
+@voices(key="voice")
+def speak(loaded: Voice, voice: str, do: str = "") -> tuple[str, int, int]:
+    """Tell which model computes, where it was loaded, and where this is."""
+    if do == "crash":
+        os._exit(3)
+    if do == "hang":
+        time.sleep(600)
+    if do == "same":
+        return speak(voice)
+    if do == "other":
+        return speak(voice + "!")
+    return loaded.name, loaded.pid, os.getpid()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from modelguard.errors import DeadlineExceeded, TransferRefused, WorkerCrashed
+from modelguard.errors import DeadlineExceeded, TransferRefused, UnhashableKey, WorkerCrashed
 from modelguard.isolation import _pickling, _trace
 from modelguard.isolation._channel import Unreadable
 from modelguard.isolation._molds import with_remote_traceback
@@ -22,6 +22,8 @@ __all__ = ["Arguments", "Caller"]
 _RESENDS = 8
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 #: Compared with each answer, and plain numbers compare faster.
 _RESULT, _ERROR, _ITEM = int(AnswerKind.RESULT), int(AnswerKind.ERROR), int(AnswerKind.ITEM)
@@ -41,14 +43,16 @@ class Caller:
     Args:
         options: Of the function.
         scope: Where the workers are.
+        key_of: Which of a pool's models a call needs; None if the function has no pool.
     """
 
-    def __init__(self, options: IsolationOptions, scope: Scope) -> None:
+    def __init__(self, options: IsolationOptions, scope: Scope, key_of: KeyOf | None = None) -> None:
         self._name = options.name
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._max_bytes = options.max_transfer
         self._tries = 2 if options.retry else 1
         self._scope = scope
+        self._key_of = key_of
 
     def call(self, arguments: Arguments, limits: Limits) -> Any:
         """Compute a call. Blocks.
@@ -56,11 +60,11 @@ class Caller:
         Raises:
             Exception: The function's own, or modelguard's reason why there is no answer.
         """
-        content = self._pickled(arguments)
+        content, key = self._pickled(arguments), self._key(arguments)
         tries = self._tries
         while True:
             try:
-                taken, kind, value = self._begin(content, limits)
+                taken, kind, value = self._begin(content, limits, key)
             except WorkerCrashed:
                 tries -= 1
                 if not tries:
@@ -73,7 +77,7 @@ class Caller:
 
     def stream(self, arguments: Arguments, limits: Limits) -> Iterator[Any]:
         """Compute the items of a generator one by one. It keeps its worker until it ends or is closed."""
-        taken, kind, value = self._begin(self._pickled(arguments), limits)
+        taken, kind, value = self._begin(self._pickled(arguments), limits, self._key(arguments))
         try:
             if kind == _ERROR:
                 raise with_remote_traceback(*value)
@@ -116,11 +120,21 @@ class Caller:
             raise TransferRefused(self._name, what="arguments", why=why)
         return content
 
-    def _begin(self, content: tuple[bytes, _pickling.Buffers], limits: Limits) -> tuple[Taken, int, Any]:
+    def _key(self, arguments: Arguments) -> Any:
+        if self._key_of is None:
+            return None
+        key = self._key_of(*arguments)
+        try:
+            hash(key)
+        except TypeError:
+            raise UnhashableKey(key) from None
+        return key
+
+    def _begin(self, content: tuple[bytes, _pickling.Buffers], limits: Limits, key: Any) -> tuple[Taken, int, Any]:
         """Send a call to a worker, and to another one if the first has ended before it had read it."""
         left = _RESENDS
         while True:
-            taken = self._scope.take(limits)
+            taken = self._scope.take(limits, key)
             try:
                 return taken, *self._exchange(taken, content, limits)
             except _NeverRead as error:

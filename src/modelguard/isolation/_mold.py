@@ -98,10 +98,9 @@ class _Mold:
         isolated = _target.find(instructions["function"], lambda found: hasattr(found, "isolated_function"))
         reporter.take_over()  # from what the imported modules have set up
         _code.check_unchanged(instructions["code"])
-        self._function = isolated.isolated_function
-        self._kind: _target.FunctionKind = _target.kind_of(self._function)
-        self._guard = isolated.model_guard
-        _role.enter("mold", self._function)
+        self._kind: _target.FunctionKind = _target.kind_of(isolated.isolated_function)
+        self._function, self._guard = isolated.source_for(instructions["key"])
+        _role.enter("mold", isolated.isolated_function, self._function)
         engine = self._guard.engine
         start_thread = _start_behind_others if instructions["beside_calls"] else THREADS.start
         engine.move_to(Runtime(ticks=False, start_thread=start_thread))  # no ticks: workers ask the policies themselves

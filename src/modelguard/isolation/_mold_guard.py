@@ -52,16 +52,20 @@ class MoldGuard:
         options: Of the isolated function.
         source: The options of the guard that lends the model in the mold.
         origin: The process that calls the function. Default: this one.
+        key: Of the pool's model that the molds load.
 
     Attributes:
         guard: Its model is the current mold.
         code: With ``origin``, the files of the first mold's modules; later molds must have the same.
     """
 
-    def __init__(self, options: IsolationOptions, source: GuardOptions[Any], origin: Origin | None = None) -> None:
+    def __init__(
+        self, options: IsolationOptions, source: GuardOptions[Any], origin: Origin | None = None, *, key: Any = None
+    ) -> None:
         self._options = options
         self._source = source
         self._origin = origin
+        self._key = key
         self.code: Files | None = None
         self._deaths = 0
         self._current: Mold | None = None
@@ -113,6 +117,7 @@ class MoldGuard:
                 "owner": os.getpid(),
                 "preparation": origin.preparation,
                 "function": self._options.function,
+                "key": self._key,
                 "levels": origin.levels,
                 "name": self._options.name,
                 "max_bytes": self._options.max_transfer,

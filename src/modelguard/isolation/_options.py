@@ -11,9 +11,10 @@ from modelguard.errors import InvalidOption
 from modelguard.isolation._target import FunctionKind, Reference, check_importable, kind_of, reference
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._options import check_policy
-from modelguard.lifecycle._wrappers import Guarded, owner_of
+from modelguard.lifecycle._pool_leases import PooledFunction
+from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.policies import Policy
+from modelguard.lifecycle.policies import Policy, subset
 from modelguard.serving.breaker import Breaker
 
 __all__ = ["IsolationOptions", "ScopeName", "StartMethod", "check_function", "parse"]
@@ -83,6 +84,9 @@ def parse(
     if name is not None and (not isinstance(name, str) or not name.strip()):
         why = "must be text that is not empty"
         raise InvalidOption("name", name, why=why, fix="Give a short name, or leave it out.")
+    if scope == "host" and isinstance(owner_of(function), PooledFunction):
+        why = "cannot hold the molds of a pool's keys, which its budget ends"
+        raise InvalidOption("scope", scope, why=why, fix="Leave it out, or give each model a guard of its own.")
     where, kind = reference(function), kind_of(function)
     if refork_after is not None:
         _check_refork(refork_after, start, kind)
@@ -126,15 +130,17 @@ def check_function(function: Any, recycle_on: Policy | None) -> None:
         raise InvalidOption("function", function, why=why, fix=fix)
     check_importable(function)
     owner = owner_of(function)
-    if isinstance(function, Guarded) and not isinstance(owner, ModelGuard):
-        why = "takes its model from a pool, and isolate needs a guard"
-        raise InvalidOption("function", function, why=why, fix="Give each model a guard and a function of its own.")
     if recycle_on is None:
         return
-    if owner is not None:
+    if isinstance(owner, ModelGuard):
         why = "is for functions without a guard"
         raise InvalidOption("recycle_on", recycle_on, why=why, fix="The guard's reload_on decides here.")
     if not isinstance(recycle_on, Policy):
         why = f"must be a policy or None, not {_units.kind_of(recycle_on)}"
         raise InvalidOption("recycle_on", recycle_on, why=why, fix="Write for example Uses(10_000).")
+    if owner is not None and subset(recycle_on, renews=True) is not None:
+        why = "would renew a pool's models, which the pool does"
+        raise InvalidOption(
+            "recycle_on", recycle_on, why=why, fix="Give the pool a ttl, and leave TTL and Modified out."
+        )
     check_policy(recycle_on, runtime.default().limit)

@@ -65,8 +65,9 @@ class ProcessScope:
         self._molds = molds
         self._engine = molds.guard.engine
 
-    def take(self, limits: Limits) -> _Taken:
+    def take(self, limits: Limits, key: Any = None) -> _Taken:
         """Take a worker, and with it a lease on its mold."""
+        del key
         gone: Mold | None = None
         since = 0.0
         while True:

@@ -21,10 +21,9 @@ from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._options import IsolationOptions, ScopeName, StartMethod, check_function, parse
 from modelguard.isolation._process_scope import ProcessScope
 from modelguard.isolation._scope import Limits, Scope
-from modelguard.isolation._source import Source, source_of
+from modelguard.isolation._source import PoolSource, Source, source_of
 from modelguard.isolation._submitted import Submitted
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
 from modelguard.serving import deadlines
 from modelguard.serving.breaker import Breaker
@@ -36,6 +35,9 @@ R = TypeVar("R")
 
 _NO_ITEM = object()
 
+#: Threads for submitted calls, one for each worker, where it is not known how many keys have workers.
+_POOL_THREADS = 32
+
 
 class Isolated(Generic[P, R]):
     """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
@@ -45,7 +47,7 @@ class Isolated(Generic[P, R]):
     :meth:`load`. It is a context manager, for ``with`` and ``async with``: it loads on entry and closes on exit.
     """
 
-    def __init__(self, function: Callable[P, R], options: IsolationOptions, source: Source) -> None:
+    def __init__(self, function: Callable[P, R], options: IsolationOptions, source: Source | PoolSource) -> None:
         functools.update_wrapper(self, function)
         self._options = options
         self._source = source
@@ -55,9 +57,11 @@ class Isolated(Generic[P, R]):
 
     def _start(self) -> None:
         self._scope = _scope_of(self._options, self._source)
-        self._caller = Caller(self._options, self._scope)
+        pooled = isinstance(self._source, PoolSource)
+        self._caller = Caller(self._options, self._scope, self._source.pooled.key_of if pooled else None)
         limits = self._options
-        self._submitted = Submitted(limits.name, threads=limits.workers, max_queue=limits.max_queue)
+        threads = max(_POOL_THREADS, limits.workers) if pooled else limits.workers
+        self._submitted = Submitted(limits.name, threads=threads, max_queue=limits.max_queue)
         # Without anybody who could call it, as after a module was reloaded, its processes have no purpose.
         self._finalizer = weakref.finalize(self, self._scope.end_at_once)
 
@@ -144,7 +148,7 @@ class Isolated(Generic[P, R]):
             fix = "Put the calls of a script under: if __name__ == '__main__':"
             raise WouldDeadlock(self.name, why=why, fix=fix)
         if _role.target() is self.isolated_function:
-            return self.isolated_function(*args, **kwargs)
+            return _role.here()(*args, **kwargs)
         raise self._refused_inside()
 
     def _refused_inside(self) -> NotSupported:
@@ -163,10 +167,9 @@ class Isolated(Generic[P, R]):
         """What runs in the workers: the function below ``@isolate``."""
         return self._source.function
 
-    @property
-    def model_guard(self) -> ModelGuard[Any]:
-        """The guard that lends the model in the workers. In this process it has no model."""
-        return self._source.guard
+    def source_for(self, key: Any) -> Source:
+        """In a mold: what its workers run, and the guard that lends the model, or the pool's model of ``key``."""
+        return self._source.for_key(key)
 
     @property
     def ready(self) -> bool:
@@ -363,7 +366,11 @@ def isolate(
     return decorate
 
 
-def _scope_of(options: IsolationOptions, source: Source) -> Scope:
+def _scope_of(options: IsolationOptions, source: Source | PoolSource) -> Scope:
+    if isinstance(source, PoolSource):
+        from modelguard.isolation._pool_scope import PoolScope
+
+        return PoolScope(options, source)
     guard_options = source.guard.engine.guard.options
     if options.scope == "process":
         return ProcessScope(options, MoldGuard(options, guard_options))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from modelguard import _public
 from modelguard.isolation._crew import WorkerState
-from modelguard.lifecycle.status import State
+from modelguard.lifecycle.status import PoolStatus, State
 
 __all__ = ["IsolationStatus", "WorkerStatus"]
 
@@ -55,6 +56,8 @@ class IsolationStatus:
         timed_out: Those that were killed at the timeout.
         broker: With ``scope="host"``, the process id of the broker, which owns the mold; None if there is none.
         clients: The processes that the broker serves.
+        pool: Over a pool, its figures: a mold with its workers counts as the model of its key. ``mold`` is None then,
+            and ``workers`` are those of all keys.
     """
 
     name: str
@@ -75,6 +78,7 @@ class IsolationStatus:
     timed_out: int = 0
     broker: int | None = None
     clients: tuple[int, ...] = ()
+    pool: PoolStatus[Any] | None = None
 
 
 _public.set_module(globals(), "modelguard.isolation.status")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
@@ -80,6 +80,16 @@ class GuardOptions(Generic[M]):
         if not isinstance(self.name, str) or not self.name.strip():
             why = "must be text that is not empty"
             raise InvalidOption("name", self.name, why=why, fix="Give a short name, or leave it out.")
+
+
+class PoolOptions(NamedTuple):
+    """Options of a pool, parsed. Durations are seconds, sizes bytes; infinity stands for no bound."""
+
+    name: str
+    max_memory: int
+    max_models: float
+    ttl: float
+    wait_timeout: float
 
 
 _HOW = ("a function without arguments", "a function of one argument")

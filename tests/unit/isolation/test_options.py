@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, Isolated, batched, guard, guard_of, isolate, pool
+from modelguard import TTL, Isolated, Uses, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import _registry
@@ -74,7 +74,6 @@ def inner() -> Callable[[], None]:
         (Service, "must be a function"),
         ("text", "must be a function"),
         (batched(max_size=2)(plain), "is batched or isolated already"),
-        (pooled, "takes its model from a pool"),
     ],
 )
 def test_what_a_worker_could_not_import_is_refused(function: Any, why: str) -> None:
@@ -142,6 +141,19 @@ def test_a_guards_own_policy_decides() -> None:
     """recycle_on beside a guard would be a second answer to one question."""
     with pytest.raises(InvalidOption, match="recycle_on"):
         isolate(recycle_on=TTL("1h"))(predict)
+
+
+def test_a_pool_renews_its_own_models() -> None:
+    """Workers of its keys may be recycled; what renews models is the pool's ttl."""
+    assert isolate(recycle_on=Uses(5))(pooled)
+    with pytest.raises(InvalidOption, match=r"recycle_on.*Give the pool a ttl"):
+        isolate(recycle_on=TTL("1h") | Uses(5))(pooled)
+
+
+def test_a_pools_molds_belong_to_their_process() -> None:
+    """The budget of one process's pool cannot end molds that others use."""
+    with pytest.raises(InvalidOption, match=r"scope='host'.*pool"):
+        isolate(scope="host")(pooled)
 
 
 def test_the_decorator_needs_its_parentheses() -> None:
