@@ -87,7 +87,7 @@ class _Mold:
         self._owner = instructions["owner"]
         self._max_bytes = instructions["max_bytes"]
         self._name = instructions["name"]
-        self._oom_score = _processes.oom_score()
+        self._oom_score, self._priority = _processes.oom_score(), _processes.priority()
         self._children: dict[int, int] = {}
         self._worn = False
         # prepare() has looked for threads by its own, better means.
@@ -145,14 +145,16 @@ class _Mold:
             os._exit(0)
 
     def _obey(self) -> None:
-        order, number = self._control.receive()
+        order, number, *beside_calls = self._control.receive()
         if order == "end":
             self._unload()
             leave(0)
         if order == "retire":
             self._retire()
             return
-        self._fork(number, self._control.take_fd())
+        # What a fresh worker does before its first call must not take the time of calls.
+        with _processes.standing_back() if beside_calls == [True] else nullcontext():
+            self._fork(number, self._control.take_fd())
 
     def _fork(self, number: int, fd: int) -> None:
         sys.stdout.flush()  # otherwise the content of the buffers is written twice
@@ -214,6 +216,7 @@ class _Mold:
                 end.close()
             prefork.in_child()
             self._work(fd)
+            _processes.stay_back()  # to give back the memory takes a while
             leave(0)
         except BaseException:  # noqa: BLE001 - above this are frames of the mold, which must not run here
             traceback.print_exc()
@@ -258,6 +261,7 @@ class _Mold:
 
     def _work(self, fd: int) -> None:
         _processes.prefer_as_oom_victim()
+        _processes.step_forward(self._priority)
         _role.enter("worker")
         channel = Channel(socket.socket(fileno=fd))
         Serving(

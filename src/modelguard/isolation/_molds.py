@@ -207,7 +207,8 @@ class Mold:
         self.roster.add(worker)
         self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
-            launched.control.send(("fork", number), [theirs.fileno()])
+            beside_calls = self._loaded.done() or self.options.instructions["beside_calls"]
+            launched.control.send(("fork", number, beside_calls), [theirs.fileno()])
         self._supervisor.later(_START, functools.partial(_check_started, weakref.ref(worker), weakref.ref(self.roster)))
 
     def _hear_first(self, worker: Worker) -> None:

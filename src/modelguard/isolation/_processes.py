@@ -19,14 +19,17 @@ __all__ = [
     "describe_exit",
     "die_with_parent",
     "kill_group",
+    "may_step_forward",
     "oom_score",
     "prefer_as_oom_victim",
+    "priority",
     "reap",
     "reap_group",
     "send_kill",
     "set_oom_score",
     "standing_back",
     "stay_back",
+    "step_forward",
 ]
 
 _PR_SET_PDEATHSIG = 1
@@ -91,20 +94,36 @@ def stay_back() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICE, _LOWEST))
 
 
+def may_step_forward() -> bool:
+    """Whether this process can take back :func:`stay_back`."""
+    capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
+    room = resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - priority()
+    return bool(capabilities >> _CAP_SYS_NICE & 1) or room
+
+
+def priority() -> int:
+    """This thread's nice value."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def step_forward(before: int) -> None:
+    """Take back :func:`stay_back`, if this process may."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, before)
+
+
 @contextmanager
 def standing_back() -> Iterator[None]:
     """:func:`stay_back` for a block, if this process has the right to step forward again."""
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
-    if not capabilities >> _CAP_SYS_NICE & 1 and resource.getrlimit(resource.RLIMIT_NICE)[0] < _LOWEST + 1 - before:
+    if not may_step_forward():
         yield
         return
+    before = priority()
     stay_back()
     try:
         yield
     finally:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, before)
+        step_forward(before)
 
 
 def send_kill(pidfd: int) -> None:
