@@ -315,3 +315,16 @@ def speak(loaded: Voice, voice: str, do: str = "") -> tuple[str, int, int]:
     if do == "other":
         return speak(voice + "!")
     return loaded.name, loaded.pid, os.getpid()
+
+
+@isolate(workers=1)
+@guard(load, reload_on=None, backoff=QUICK, warmup=lambda _: os._exit(7))
+def dies_warming(_: Model) -> None:
+    """Never be called."""
+
+
+@isolate(workers=1, timeout="100ms", breaker=Breaker(failures=2))
+@guard(load, reload_on=None, backoff=QUICK)
+def hopeless(_: Model) -> None:
+    """Take longer than the timeout."""
+    time.sleep(1.0)

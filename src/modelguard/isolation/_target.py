@@ -92,9 +92,19 @@ def preparation() -> dict[str, Any]:
     data: Mapping[str, Any] = spawn.get_preparation_data("modelguard")
     chosen = {key: data[key] for key in _KEYS if key in data}
     main = chosen.get("init_main_from_path")
-    if main is not None and os.path.dirname(os.path.abspath(main)) == sysconfig.get_path("scripts"):  # noqa: PTH100, PTH120
-        del chosen["init_main_from_path"]  # a server's console script, with nothing of the application in it
+    if main is not None and _is_of_a_server(os.path.abspath(main)):  # noqa: PTH100
+        del chosen["init_main_from_path"]
     return chosen
+
+
+def _is_of_a_server(main: str) -> bool:
+    """Whether the main script is a console script, or belongs to an installed program that runs one's functions.
+
+    There is nothing of the application in it. To import Ray's again would take a second.
+    """
+    if os.path.dirname(main) == sysconfig.get_path("scripts"):  # noqa: PTH120
+        return True
+    return main.endswith(os.path.join("ray", "_private", "workers", "default_worker.py"))  # noqa: PTH118
 
 
 # In the fresh interpreter
