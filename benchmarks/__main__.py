@@ -27,6 +27,7 @@ NAMES = (
     "import_cost",
     "isolation",
     "recycling",
+    "refork",
     "reload_creep",
     "reload_ja_ginza",
     "reload_stall",
