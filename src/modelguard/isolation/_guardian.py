@@ -34,7 +34,7 @@ os._exit(code if code >= 0 else 1)
 """
 
 
-def become(heir: int, owner: int, name: str) -> None:
+def become(heir: int, *, owner: int, name: str) -> None:
     """Replace this process by the small program. Its number, its parent, its children and its group stay.
 
     Args:
@@ -47,9 +47,9 @@ def become(heir: int, owner: int, name: str) -> None:
     """
     # Until the program has handlers of its own, a SIGTERM would end it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(heir), str(owner), "mold", name]
+    command = [sys.executable or "python3", "-I", "-S", "-c", _PROGRAM, str(heir), str(owner), "mold", name]
     try:
-        os.execv(sys.executable, command)  # noqa: S606 - this interpreter
+        os.execv(command[0], command)  # noqa: S606 - this interpreter
     except OSError:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         raise

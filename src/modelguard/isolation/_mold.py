@@ -188,9 +188,11 @@ class _Mold:
 
     def _retire(self) -> None:
         """A worker has taken this mold's place, and no other one is left."""
-        (heir,) = self._children
+        self._reap()
+        if len(self._children) != 1:  # the heir has ended, and the owner hears that
+            return
         with suppress(OSError):  # then this process keeps its memory, and waits as it is
-            _guardian.become(heir, self._owner, self._name)
+            _guardian.become(*self._children, owner=self._owner, name=self._name)
 
     def _unload(self) -> None:
         unload, generation = self._guard.engine.guard.options.unload, self._guard.engine.state.current
