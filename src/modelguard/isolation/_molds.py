@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 import weakref
@@ -115,6 +116,8 @@ class Mold:
 
     def end(self) -> None:
         """End it and its workers: nicely, and after some seconds by force. Blocks."""
+        if not self.belongs_here:
+            return
         self._ending = True
         self.roster.close()
         self._supervisor.call(self._ask_to_end)
@@ -126,6 +129,8 @@ class Mold:
 
     def end_at_once(self) -> None:
         """Kill it and its workers. For the end of this process."""
+        if not self.belongs_here:
+            return
         self._ending = True
         self._kill()
 
@@ -142,6 +147,11 @@ class Mold:
             self._former.control.close()
         for worker, *_ in self.roster.listed():
             worker.channel.close()
+
+    @property
+    def belongs_here(self) -> bool:
+        """Whether this process has started it, and not the one that forked this process."""
+        return self.options.instructions["owner"] == os.getpid()
 
     @property
     def pid(self) -> int | None:
@@ -356,5 +366,5 @@ def with_remote_traceback(error: BaseException, text: str | None) -> BaseExcepti
 
 
 def molds() -> list[Mold]:
-    """The molds of this process that have not been dropped."""
-    return list(_molds)
+    """The molds of this process that have not been dropped. Those of its parent, if it was forked, are not its own."""
+    return [mold for mold in _molds if mold.belongs_here]
