@@ -328,3 +328,24 @@ def dies_warming(_: Model) -> None:
 def hopeless(_: Model) -> None:
     """Take longer than the timeout."""
     time.sleep(1.0)
+
+
+def load_with_few_forks() -> Model:
+    """Have this process fork no more once the file names it, as where the system has no process left."""
+    fork = os.fork
+
+    def limited() -> int:
+        path = Path(os.environ["ISOLATION_NO_FORKS"])
+        if path.exists() and path.read_text() == str(os.getpid()):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    os.fork = limited
+    return Model()
+
+
+@isolate(workers=1)
+@guard(load_with_few_forks, reload_on=None, backoff=QUICK)
+def forks(loaded: Model) -> int:
+    """Tell the mold."""
+    return loaded.pid

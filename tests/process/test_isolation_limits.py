@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import textwrap
 from pathlib import Path
 
@@ -134,26 +136,16 @@ def test_a_timeout_that_no_call_meets() -> None:
     wait_until(no_children, "the end of the mold")
 
 
-def test_a_mold_that_cannot_fork_is_replaced(tmp_path: Path) -> None:
-    """Where the system gives no process, the mold is given up after two attempts, and a later one serves."""
-    program = """
-        with echo:
-            echo(1)
-            time.sleep(0.5)
-            first = echo.status().mold
-            most = resource.getrlimit(resource.RLIMIT_NPROC)
-            if os.geteuid() == 0:  # root has no limit: stand in for one
-                print(json.dumps("root"))
-                sys.exit()
-            resource.prlimit(first, resource.RLIMIT_NPROC, (1, most[1]))
-            for worker in echo.status().workers:
-                os.kill(worker.pid, 9)
-            until = time.monotonic() + 30
-            while echo.status().mold in (first, None) and time.monotonic() < until:
-                time.sleep(0.05)
-            print(json.dumps([echo.status().mold != first, echo(2)]))
-    """
-    found = run(tmp_path, program)
-    if found == "root":
-        pytest.skip("root has no limit of processes")
-    assert [True, 2] == found
+def test_a_mold_that_cannot_fork_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives it no process, it is given up after two attempts, and the next one serves."""
+    switch = tmp_path / "no more forks"
+    monkeypatch.setenv("ISOLATION_NO_FORKS", str(switch))
+    with functions.forks as forks:
+        first = forks()
+        wait_until(lambda: 2 == sum(one.state == "idle" for one in forks.status().workers), "the spare worker")
+        switch.write_text(str(forks.status().mold))
+        for worker in forks.status().workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        wait_until(lambda: forks.status().mold not in (first, None), "the next mold")
+        assert first != forks()
+    wait_until(no_children, "the end of all molds")
