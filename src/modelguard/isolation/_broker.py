@@ -137,7 +137,7 @@ class _Broker:
             # A service manager sends it to all processes of a service. It is the clients who decide.
             signal.signal(number, self._on_signal)
         self.supervisor.call(lambda: self.supervisor.watch(self._listening.fileno(), self._accept))
-        self.supervisor.later(_FIRST, self._end_if_alone)
+        self.supervisor.later(_FIRST, self.end_if_alone)
         self._left.wait()
         with self._folder.locked(lambda: False), suppress(OSError):
             if os.stat(self._orders.socket, dir_fd=self._folder.fileno()).st_ino == self._inode:
@@ -146,7 +146,7 @@ class _Broker:
         end_all()
 
     def _on_signal(self, _number: int, _frame: object) -> None:
-        self.supervisor.call(self._end_if_alone)
+        self.supervisor.call(self.end_if_alone)
 
     # Clients. In the supervisor's thread
 
@@ -190,8 +190,6 @@ class _Broker:
         """A client leaves."""
         last = len(self._clients) == 1 and connection.token in self._clients
         self._forget(connection.token)
-        if last:
-            self._end()
         return last
 
     def ended(self, connection: Connection) -> None:
@@ -203,7 +201,7 @@ class _Broker:
         client.connections.discard(connection)
         if client.connection is connection:
             self._forget(connection.token)
-            self.supervisor.later(_GRACE, self._end_if_alone)
+            self.supervisor.later(_GRACE, self.end_if_alone)
 
     def _forget(self, token: bytes) -> None:
         client = self._clients.pop(token, None)
@@ -285,7 +283,8 @@ class _Broker:
 
     # The end
 
-    def _end_if_alone(self) -> None:
+    def end_if_alone(self) -> None:
+        """End, if nobody is left."""
         if not self._clients:
             self._end()
 

@@ -18,7 +18,7 @@ from modelguard.isolation._supervisor import Supervisor
 from modelguard.isolation._waiting import Waiter
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
-from modelguard.telemetry import WorkerEndCause
+from modelguard.telemetry import WorkerEndCause, logger
 
 __all__ = ["BrokerOfConnection", "Connection"]
 
@@ -33,9 +33,20 @@ _PATIENCE = 5.0
 class BrokerOfConnection(Protocol):
     """What a connection needs of its broker. All of it is called in the supervisor's thread."""
 
-    scope: ProcessScope
-    engine: Engine[Mold]
-    supervisor: Supervisor
+    @property
+    def scope(self) -> ProcessScope:
+        """The molds."""
+        ...
+
+    @property
+    def engine(self) -> Engine[Mold]:
+        """Whose model is the current mold."""
+        ...
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """Its thread."""
+        ...
 
     def join(self, connection: Connection, token: bytes, identity: Identity) -> None:
         """A process wants to be a client."""
@@ -51,6 +62,10 @@ class BrokerOfConnection(Protocol):
 
     def leave(self, connection: Connection) -> bool:
         """A client leaves; returns whether it was the last one."""
+        ...
+
+    def end_if_alone(self) -> None:
+        """End, if nobody is left."""
         ...
 
     def ended(self, connection: Connection) -> None:
@@ -100,16 +115,31 @@ class Connection:
         self._gone_since = 0.0
         self._closed = False
         self._ending_call = threading.Lock()
+        self._handlers: dict[Request, Callable[..., object]] = {
+            "join": self._join,
+            "call": self._call,
+            "take": self._take,
+            "withdraw": self._withdraw,
+            "release": self._release,
+            "lose": self._lose,
+            "load": self._load,
+            "reload": self._reload,
+            "status": self._status,
+            "leave": self._leave,
+        }
 
     def heed(self) -> None:
         """Read what has come."""
         try:
             while not self._closed:
                 kind, *details = self.channel.receive()
-                _HANDLERS[kind](self, *details)
+                self._handlers[kind](*details)
                 if not self.channel.has_unread:
                     return
-        except (EOFError, OSError, Unreadable, KeyError, TypeError):  # the last two: not a client's message
+        except (EOFError, OSError, Unreadable):
+            self.end()
+        except Exception:  # noqa: BLE001 - a message of no client, or a fault of this module, costs one connection
+            logger.exception("%s: its broker closes a connection", self._broker.engine.name)
             self.end()
 
     def answer(self, kind: Answer, *details: Any, fds: tuple[int, ...] = ()) -> None:
@@ -146,7 +176,10 @@ class Connection:
         self.token = token
 
     def _leave(self) -> None:
-        self.answer("done", self._broker.leave(self))
+        last = self._broker.leave(self)
+        self.answer("done", last)
+        if last:
+            self._broker.end_if_alone()
         raise EOFError
 
     # One worker
@@ -164,12 +197,12 @@ class Connection:
             self._wait_for_load(self._try_after_load)
             return
         self._generation = generation
-        roster = generation.model.roster
         self._waiter = _Waiter(self)
+        if generation.model is self._gone:
+            self._await_next_mold()
+            return
         try:
-            if generation.model is self._gone:
-                raise MoldGone
-            worker = roster.request(self._waiter)
+            worker = generation.model.roster.request(self._waiter)
         except MoldGone:
             self._await_next_mold()
         except ModelGuardError as error:
@@ -313,17 +346,3 @@ class Connection:
     def _status(self) -> None:
         with suppress(OSError):
             self.channel.send(("done", self._broker.scope.status(0)))
-
-
-_HANDLERS: dict[Request, Callable[..., object]] = {
-    "join": Connection._join,
-    "call": Connection._call,
-    "take": Connection._take,
-    "withdraw": Connection._withdraw,
-    "release": Connection._release,
-    "lose": Connection._lose,
-    "load": Connection._load,
-    "reload": Connection._reload,
-    "status": Connection._status,
-    "leave": Connection._leave,
-}

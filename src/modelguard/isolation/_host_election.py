@@ -119,7 +119,7 @@ class _Election:
                 channel.send(("join", token, self._identity), [theirs.fileno()])
             answer, *details = channel.receive()
             if answer == "welcome":
-                found = Membership(folder, name, channel, token, details[0], reports)
+                found = Membership(folder, name, channel, reports, token=token, pid=details[0])
             else:
                 self._refused(name, *details)
         except BlockingIOError:

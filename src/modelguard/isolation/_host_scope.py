@@ -36,6 +36,8 @@ _ANSWER = 1.0
 #: Seconds that the last client waits for the end of all processes: those that a mold may take, and some.
 _END = 15.0
 
+_UNLIMITED = Limits(0.0)
+
 
 class _Taken:
     """A worker that the broker has granted to one call of this process."""
@@ -181,7 +183,7 @@ class HostScope:
             self.running.append(None)
             return _Taken(self, connection, *granted)
 
-    def _wait_for_next(self, since: float | None, limits: Limits = Limits(0.0)) -> float:
+    def _wait_for_next(self, since: float | None, limits: Limits = _UNLIMITED) -> float:
         """After the end of a broker: wait a moment, and not for ever."""
         now = time.monotonic()
         since = now if since is None else since
