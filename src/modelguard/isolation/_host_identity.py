@@ -7,10 +7,10 @@ import os
 import re
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Never
 
-import modelguard
 from modelguard.errors import InvalidOption
 from modelguard.isolation import _news, _target
 from modelguard.isolation._host_messages import BrokerOrders, Identity
@@ -58,7 +58,7 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
         "working directory": os.getcwd(),  # noqa: PTH109 - as text
         "sys.path": repr(sys.path),
         "interpreter": f"{sys.executable} {sys.version}",
-        "modelguard": modelguard.__version__,
+        "modelguard": _version(),
         # A folder that containers share must not make them share processes.
         "container": f"{os.stat('/proc/self/ns/mnt').st_ino} {os.stat('/proc/self/ns/pid').st_ino}",  # noqa: PTH116
     }
@@ -81,6 +81,13 @@ def orders_for(
         source=_for_broker(source),
         origin=Origin(_target.preparation(), _news.levels()),
     )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("modelguard-lifecycle")
+    except metadata.PackageNotFoundError:  # it runs from its sources
+        return ""
 
 
 def _without_code(options: IsolationOptions) -> IsolationOptions:
