@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, Isolated, batched, guard, guard_of, isolate, pool
+from modelguard import TTL, Isolated, Uses, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import _registry
@@ -95,12 +95,26 @@ def test_a_notebook_cell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         {"breaker": 5},
         {"name": " "},
         {"recycle_on": 5},
+        {"scope": "cluster"},
+        {"scope": None},
+        {"version": "2"},
+        {"version": 2, "scope": "host"},
     ],
 )
 def test_invalid_options_are_named(options: dict[str, Any]) -> None:
     """The error says which option, and what to write."""
     with pytest.raises(InvalidOption, match=next(iter(options))):
         isolate(**options)(plain)
+
+
+def test_a_broker_takes_no_policy_of_the_application() -> None:
+    """It imports nothing of it, so such a policy could not be asked there."""
+
+    class OnSundays(TTL):
+        pass
+
+    with pytest.raises(InvalidOption, match=r"scope.*OnSundays.*Use TTL or Modified"):
+        isolate(scope="host", recycle_on=OnSundays("1h") | Uses(5))(plain)
 
 
 def test_a_guards_own_policy_decides() -> None:
