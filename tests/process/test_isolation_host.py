@@ -65,6 +65,13 @@ class TestOneMold:
                 with pytest.raises(CallFailed, match="TransferRefused"):
                     caller.call("'echo', threading.Lock()")
 
+    def test_models_that_cannot_fork(self, folder: Path) -> None:
+        """With start="spawn", two processes share the one model of a single worker: on a graphics card, say."""
+        write(folder, APP.replace("workers=1, timeout", 'workers=1, start="spawn", timeout'))
+        with Caller(folder) as one, Caller(folder) as two:
+            assert one.call("", "narrow")[0] == two.call("", "narrow")[0]
+            assert 1 == loads(folder)
+
     def test_a_reload_is_everybodys(self, folder: Path) -> None:
         """One process asks for it, and the others get the next mold; status counts it once."""
         with Caller(folder) as one, Caller(folder) as two:
@@ -178,6 +185,20 @@ class TestDeaths:
             wait_until(lambda: 1 == two.status("in_flight", "narrow"), "a call")
             one.process.kill()
             assert two.call("", "narrow")
+
+    def test_a_stopped_client_gives_its_worker_back(self, folder: Path) -> None:
+        """Some seconds after the call's timeout the broker takes it: one frozen process must not hold up the others."""
+        write(folder, APP.replace('workers=1, timeout="20s"', 'workers=1, timeout="1s"'))
+        with Caller(folder) as one, Caller(folder) as two:
+            two.run("app.narrow()")
+            one.begin("app.narrow(600.0)")
+            wait_until(lambda: 1 == two.status("in_flight", "narrow"), "a call")
+            os.kill(one.pid, signal.SIGSTOP)
+            wait_until(lambda: answers(two, "narrow"), "an answer")
+            os.kill(one.pid, signal.SIGCONT)
+            with pytest.raises(CallFailed, match=r"WorkerCrashed|DeadlineExceeded"):
+                one.result()
+            assert one.call("", "narrow")
 
     def test_the_broker_is_killed(self, folder: Path) -> None:
         """Calls that ran end with WorkerCrashed, the others wait for the next broker; there is one again."""
@@ -479,8 +500,8 @@ def join(line: socket.socket, identity: dict[str, str]) -> tuple[str, ...]:
     return tuple(pickle.loads(answer[struct.calcsize("<QIHH") :]))
 
 
-def answers(caller: Caller) -> bool:
+def answers(caller: Caller, function: str = "predict") -> bool:
     """Whether its call is answered."""
     with suppress(CallFailed):
-        return bool(caller.call())
+        return bool(caller.call("", function))
     return False

@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import OrderedDict
 from contextlib import suppress
@@ -43,8 +45,18 @@ _GRACE = 5.0
 #: Seconds that it waits for its first client, which has started it.
 _FIRST = 30.0
 
-#: Seconds between two attempts to report its state to a client that does not read.
+#: Seconds between two attempts to report its state to a client that does not read, or to accept one.
 _AGAIN = 0.5
+
+#: Seconds beyond ``timeout`` that a client may keep a worker: one that is stopped, or whose GIL is held, must not hold
+#: up the others.
+_OVERTIME = 5.0
+
+#: Seconds between two looks at that.
+_LOOK = 1.0
+
+#: Descriptors that it may have: each thread of each client that has called takes one.
+_DESCRIPTORS = 65_536
 
 
 def main(starter: int, lock: int) -> NoReturn:
@@ -64,6 +76,7 @@ def main(starter: int, lock: int) -> NoReturn:
         with suppress(OSError):
             channel.send(("failed", "".join(traceback.format_exception(error))))
         os._exit(1)
+    _allow_descriptors()
     _rendezvous.unlock(lock)
     os.close(lock)
     with suppress(OSError):
@@ -74,6 +87,14 @@ def main(starter: int, lock: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _allow_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Client:
@@ -126,6 +147,10 @@ class _Broker:
         self._holders: dict[int, bytes] = {}
         self._loading: list[Connection] = []
         self._ending = False
+        timeout = orders.options.timeout
+        streams = "generator" in orders.options.kind  # whose timeout counts for each step
+        self._may_keep = None if timeout is None or streams else timeout + _OVERTIME
+        self._looking = False
         self._left = threading.Event()
         self._listening = self._folder.listen(orders.socket)
         self._inode = os.stat(orders.socket, dir_fd=self._folder.fileno()).st_ino
@@ -136,7 +161,7 @@ class _Broker:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # A service manager sends it to all processes of a service. It is the clients who decide.
             signal.signal(number, self._on_signal)
-        self.supervisor.call(lambda: self.supervisor.watch(self._listening.fileno(), self._accept))
+        self.supervisor.call(self._listen)
         self.supervisor.later(_FIRST, self.end_if_alone)
         self._left.wait()
         with self._folder.locked(lambda: False), suppress(OSError):
@@ -150,8 +175,17 @@ class _Broker:
 
     # Clients. In the supervisor's thread
 
+    def _listen(self) -> None:
+        if not self._ending:
+            self.supervisor.watch(self._listening.fileno(), self._accept)
+
     def _accept(self) -> None:
-        accepted, _ = self._listening.accept()
+        try:
+            accepted, _ = self._listening.accept()
+        except OSError:  # no descriptor is free
+            self.supervisor.forget(self._listening.fileno())
+            self.supervisor.later(_AGAIN, self._listen)
+            return
         try:
             pid = _rendezvous.check_peer(accepted)
         except ForeignPeer as error:
@@ -243,6 +277,22 @@ class _Broker:
         if len(self._holders) > 1000:  # noqa: PLR2004 - most of these workers are gone
             self._holders.clear()
         self._holders[worker.pid] = connection.token
+        if self._may_keep is not None and not self._looking:
+            self._looking = True
+            self.supervisor.later(_LOOK, self._look)
+
+    def _look(self) -> None:
+        """Take workers back from clients that keep them for too long."""
+        assert self._may_keep is not None  # noqa: S101 - for the checkers
+        limit = time.monotonic() - self._may_keep
+        holding = [one for one in self._connections if one.granted_at is not None]
+        for connection in holding:
+            if connection.granted_at is not None and connection.granted_at < limit:
+                logger.warning("%s: process %d keeps a worker for too long", self._orders.options.name, connection.pid)
+                connection.end()
+        self._looking = bool(holding)
+        if holding:
+            self.supervisor.later(_LOOK, self._look)
 
     def _report(self) -> None:
         """Hand on what molds and workers report, and report what happens here."""

@@ -99,12 +99,14 @@ class Connection:
 
     Attributes:
         token: The client's; empty before the first message.
+        granted_at: Since when it has a worker, on the monotonic clock; None if it has none.
     """
 
     def __init__(self, channel: Channel, broker: BrokerOfConnection, pid: int) -> None:
         channel.set_timeout(_PATIENCE)
         self.channel = channel
         self.pid = pid
+        self.granted_at: float | None = None
         self.token = b""
         self._broker = broker
         self._on_load: Callable[[], object] | None = None
@@ -226,6 +228,7 @@ class Connection:
 
     def _grant(self, worker: Worker) -> None:
         self._worker = worker
+        self.granted_at = time.monotonic()
         self._broker.granted(self, worker)
         try:
             self.channel.send(("granted", worker.pid), [worker.channel.fileno()])
@@ -275,7 +278,7 @@ class Connection:
         worker, generation = self._worker, self._generation
         if worker is None or generation is None:
             raise EOFError
-        self._worker = self._waiter = None
+        self._worker = self._waiter = self.granted_at = None
         generation.model.roster.release(worker, worn=worn, counts=counts)
         self._leave_mold()
 
@@ -295,7 +298,7 @@ class Connection:
 
     def _lose_here(self, cause: WorkerEndCause, *, blame: bool) -> str:
         with self._ending_call:  # two threads may find at once that the call is over
-            worker, self._worker = self._worker, None
+            worker, self._worker, self.granted_at = self._worker, None, None
             generation, self._generation, self._waiter = self._generation, None, None
         if worker is None or generation is None:
             return "unknown"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from modelguard import _units
-from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, Reloading
+from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NotSupported, Reloading
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._host_client import BrokerGone, Membership
 from modelguard.isolation._host_election import join
@@ -138,7 +138,7 @@ class _Connection:
             _, how, pid = self._channel.receive()
         except (BrokerGone, EOFError, OSError):
             self._channel.close()
-            return "its broker ended", 0
+            return "its broker has ended, or has taken the worker back", 0
         self._membership.give_back(self._channel)
         return how, pid
 
@@ -241,8 +241,8 @@ class HostScope:
             return None
         try:
             return self._find(elect=False)
-        except (LoadFailed, GuardClosed):
-            return None
+        except (LoadFailed, GuardClosed, NotSupported):
+            return None  # a call says why
         finally:
             self._joining.release()
 
