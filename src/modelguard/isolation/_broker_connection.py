@@ -26,8 +26,8 @@ __all__ = ["BrokerOfConnection", "Connection"]
 _POLL = 0.005
 
 #: Seconds for the rest of a message that has begun, and for room for an answer: both are there at once, unless the
-#: client is no client.
-_PATIENCE = 5.0
+#: client is no client. Everybody waits meanwhile.
+_PATIENCE = 1.0
 
 
 class BrokerOfConnection(Protocol):

@@ -110,8 +110,12 @@ class Channel:
 
     def send_pickled(self, body: bytes, buffers: _pickling.Buffers, fds: Sequence[int] = ()) -> None:
         """Send a message that :func:`._pickling.dumps` has made."""
-        if not buffers and not fds and len(body) < SHARED_FROM:
-            self._socket.sendall(_HEADER.pack(len(body), 0, 0, 0) + body)
+        if not buffers and len(body) < SHARED_FROM:
+            whole = _HEADER.pack(len(body), 0, len(fds), 0) + body
+            if fds:
+                self._write([whole], fds)
+            else:
+                self._socket.sendall(whole)
             return
         parts = [memoryview(body), *buffers]
         table = b"".join(_SIZE.pack(part.nbytes) for part in parts)

@@ -12,10 +12,11 @@ from typing import Any
 
 from modelguard import _units
 from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NotSupported, Reloading
+from modelguard.isolation import _role
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._host_client import BrokerGone, Membership
 from modelguard.isolation._host_election import join
-from modelguard.isolation._host_identity import check_shareable
+from modelguard.isolation._host_identity import check_shareable, identity_of
 from modelguard.isolation._host_messages import unpacked
 from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation._scope import Limits
@@ -156,6 +157,7 @@ class HostScope:
 
     def __init__(self, options: IsolationOptions, source: GuardOptions[Any]) -> None:
         check_shareable(source)
+        identity_of(options, source)  # now, as in all processes that import the module
         self._name = options.name
         self._options = options
         self._source = source
@@ -206,6 +208,8 @@ class HostScope:
     def _find(self, *, elect: bool) -> Membership | None:
         if self._closed:
             raise GuardClosed(self._name)
+        if _role.current() != "owner":  # as a client it would keep its own broker alive
+            raise NotSupported(f"{self._name}() inside an isolated function", reason="a worker starts no workers")
         membership = self._membership
         if membership is None or membership.gone:
             membership = self._membership = join(self._options, self._source, elect=elect, closed=lambda: self._closed)
