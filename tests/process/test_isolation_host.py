@@ -157,6 +157,28 @@ class TestOneMold:
             assert two.call("", "narrow")
             assert 0 == one.status("crashed", "narrow")
 
+    def test_deadlines_that_race_with_grants_lose_no_worker(self, folder: Path) -> None:
+        """Withdrawn in the very moment of the grant or not: in the end nothing is held, and no worker was lost."""
+        with Caller(folder) as one, Caller(folder) as two:
+            for caller in (one, two):
+                caller.run("app.predict.load()")
+                caller.run("""
+                    import random
+                    def hurried():
+                        with deadline(random.uniform(0.0002, 0.004)):
+                            return app.predict()
+                    load = Load(6, hurried)
+                """)
+            for caller in (one, two):
+                wait_until(lambda: caller.run("result = load.tally['answered']") > 300, "answers")  # noqa: B023
+                wait_until(lambda: caller.run("result = load.tally['DeadlineExceeded']") > 300, "deadlines")  # noqa: B023
+            for caller in (one, two):
+                tally, longest = caller.run("result = load.end()")
+                print(tally, f"longest {longest:.2f} s")  # noqa: T201 - with -s, the tally
+                assert set(tally) <= {"answered", "DeadlineExceeded", "CircuitOpen", "Reloading"}
+            wait_until(lambda: 0 == one.status("in_flight"), "the end of all calls")
+            wait_until(lambda: answers(one) and answers(two), "answers without a hurry")
+
 
 class TestDeaths:
     def test_the_starter_is_killed_under_load(self, folder: Path) -> None:
