@@ -157,8 +157,8 @@ class TestOneMold:
             assert two.call("", "narrow")
             assert 0 == one.status("crashed", "narrow")
 
-    def test_deadlines_that_race_with_grants_lose_no_worker(self, folder: Path) -> None:
-        """Withdrawn in the very moment of the grant or not: in the end nothing is held, and no worker was lost."""
+    def test_deadlines_that_race_with_grants_keep_no_worker(self, folder: Path) -> None:
+        """Withdrawn in the very moment of the grant or not: in the end no worker is held by a call that is over."""
         with Caller(folder) as one, Caller(folder) as two:
             for caller in (one, two):
                 caller.run("app.predict.load()")
