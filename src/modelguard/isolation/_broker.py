@@ -7,6 +7,7 @@ as long as it has clients, and some seconds more if the last one has ended witho
 from __future__ import annotations
 
 import gc
+import math
 import os
 import pickle
 import resource
@@ -151,6 +152,7 @@ class _Broker:
         streams = "generator" in orders.options.kind  # whose timeout counts for each step
         self._may_keep = None if timeout is None or streams else timeout + _OVERTIME
         self._looking = False
+        self._last_left = -math.inf
         self._left = threading.Event()
         self._listening = self._folder.listen(orders.socket)
         self._inode = os.stat(orders.socket, dir_fd=self._folder.fileno()).st_ino
@@ -162,7 +164,7 @@ class _Broker:
             # A service manager sends it to all processes of a service. It is the clients who decide.
             signal.signal(number, self._on_signal)
         self.supervisor.call(self._listen)
-        self.supervisor.later(_FIRST, self.end_if_alone)
+        self.supervisor.later(_FIRST, self._end_if_long_alone)
         self._left.wait()
         with self._folder.locked(lambda: False), suppress(OSError):
             if os.stat(self._orders.socket, dir_fd=self._folder.fileno()).st_ino == self._inode:
@@ -235,12 +237,13 @@ class _Broker:
         client.connections.discard(connection)
         if client.connection is connection:
             self._forget(connection.token)
-            self.supervisor.later(_GRACE, self.end_if_alone)
+            self.supervisor.later(_GRACE, self._end_if_long_alone)
 
     def _forget(self, token: bytes) -> None:
         client = self._clients.pop(token, None)
         if client is None:
             return
+        self._last_left = time.monotonic()
         self.scope.clients = tuple(one.pid for one in self._clients.values())
         for one in client.connections - {client.connection}:
             one.end()
@@ -337,6 +340,10 @@ class _Broker:
         """End, if nobody is left."""
         if not self._clients:
             self._end()
+
+    def _end_if_long_alone(self) -> None:
+        if time.monotonic() - self._last_left >= _GRACE:
+            self.end_if_alone()
 
     def _end(self) -> None:
         if self._ending:

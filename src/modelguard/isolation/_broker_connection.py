@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Protocol
 
 from modelguard.errors import ModelGuardError, Reloading
@@ -144,10 +143,10 @@ class Connection:
             logger.exception("%s: its broker closes a connection", self._broker.engine.name)
             self.end()
 
-    def answer(self, kind: Answer, *details: Any, fds: tuple[int, ...] = ()) -> None:
+    def answer(self, kind: Answer, *details: Any) -> None:
         """Send an answer. From any thread, while nothing else is sent."""
         try:
-            self.channel.send((kind, *details), fds)
+            self.channel.send((kind, *details))
         except OSError:  # its end of file is read next
             return
 
@@ -228,6 +227,7 @@ class Connection:
 
     def _grant(self, worker: Worker) -> None:
         self._worker = worker
+        self._gone = None  # it is to be released
         self.granted_at = time.monotonic()
         self._broker.granted(self, worker)
         try:
@@ -347,5 +347,4 @@ class Connection:
             self.answer("done", None)
 
     def _status(self) -> None:
-        with suppress(OSError):
-            self.channel.send(("done", self._broker.scope.status(0)))
+        self.answer("done", self._broker.scope.status(0))
