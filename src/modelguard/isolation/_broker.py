@@ -7,12 +7,15 @@ as long as it has clients, and some seconds more if the last one has ended witho
 from __future__ import annotations
 
 import gc
+import math
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import OrderedDict
 from contextlib import suppress
@@ -43,8 +46,18 @@ _GRACE = 5.0
 #: Seconds that it waits for its first client, which has started it.
 _FIRST = 30.0
 
-#: Seconds between two attempts to report its state to a client that does not read.
+#: Seconds between two attempts to report its state to a client that does not read, or to accept one.
 _AGAIN = 0.5
+
+#: Seconds beyond ``timeout`` that a client may keep a worker: one that is stopped, or whose GIL is held, must not hold
+#: up the others.
+_OVERTIME = 5.0
+
+#: Seconds between two looks at that.
+_LOOK = 1.0
+
+#: Descriptors that it may have: each thread of each client that has called takes one.
+_DESCRIPTORS = 65_536
 
 
 def main(starter: int, lock: int) -> NoReturn:
@@ -64,6 +77,7 @@ def main(starter: int, lock: int) -> NoReturn:
         with suppress(OSError):
             channel.send(("failed", "".join(traceback.format_exception(error))))
         os._exit(1)
+    _allow_descriptors()
     _rendezvous.unlock(lock)
     os.close(lock)
     with suppress(OSError):
@@ -74,6 +88,14 @@ def main(starter: int, lock: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _allow_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Client:
@@ -126,6 +148,11 @@ class _Broker:
         self._holders: dict[int, bytes] = {}
         self._loading: list[Connection] = []
         self._ending = False
+        timeout = orders.options.timeout
+        streams = "generator" in orders.options.kind  # whose timeout counts for each step
+        self._may_keep = None if timeout is None or streams else timeout + _OVERTIME
+        self._looking = False
+        self._last_left = -math.inf
         self._left = threading.Event()
         self._listening = self._folder.listen(orders.socket)
         self._inode = os.stat(orders.socket, dir_fd=self._folder.fileno()).st_ino
@@ -136,8 +163,8 @@ class _Broker:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # A service manager sends it to all processes of a service. It is the clients who decide.
             signal.signal(number, self._on_signal)
-        self.supervisor.call(lambda: self.supervisor.watch(self._listening.fileno(), self._accept))
-        self.supervisor.later(_FIRST, self._end_if_alone)
+        self.supervisor.call(self._listen)
+        self.supervisor.later(_FIRST, self._end_if_long_alone)
         self._left.wait()
         with self._folder.locked(lambda: False), suppress(OSError):
             if os.stat(self._orders.socket, dir_fd=self._folder.fileno()).st_ino == self._inode:
@@ -146,12 +173,21 @@ class _Broker:
         end_all()
 
     def _on_signal(self, _number: int, _frame: object) -> None:
-        self.supervisor.call(self._end_if_alone)
+        self.supervisor.call(self.end_if_alone)
 
     # Clients. In the supervisor's thread
 
+    def _listen(self) -> None:
+        if not self._ending:
+            self.supervisor.watch(self._listening.fileno(), self._accept)
+
     def _accept(self) -> None:
-        accepted, _ = self._listening.accept()
+        try:
+            accepted, _ = self._listening.accept()
+        except OSError:  # no descriptor is free
+            self.supervisor.forget(self._listening.fileno())
+            self.supervisor.later(_AGAIN, self._listen)
+            return
         try:
             pid = _rendezvous.check_peer(accepted)
         except ForeignPeer as error:
@@ -190,8 +226,6 @@ class _Broker:
         """A client leaves."""
         last = len(self._clients) == 1 and connection.token in self._clients
         self._forget(connection.token)
-        if last:
-            self._end()
         return last
 
     def ended(self, connection: Connection) -> None:
@@ -203,12 +237,13 @@ class _Broker:
         client.connections.discard(connection)
         if client.connection is connection:
             self._forget(connection.token)
-            self.supervisor.later(_GRACE, self._end_if_alone)
+            self.supervisor.later(_GRACE, self._end_if_long_alone)
 
     def _forget(self, token: bytes) -> None:
         client = self._clients.pop(token, None)
         if client is None:
             return
+        self._last_left = time.monotonic()
         self.scope.clients = tuple(one.pid for one in self._clients.values())
         for one in client.connections - {client.connection}:
             one.end()
@@ -245,6 +280,22 @@ class _Broker:
         if len(self._holders) > 1000:  # noqa: PLR2004 - most of these workers are gone
             self._holders.clear()
         self._holders[worker.pid] = connection.token
+        if self._may_keep is not None and not self._looking:
+            self._looking = True
+            self.supervisor.later(_LOOK, self._look)
+
+    def _look(self) -> None:
+        """Take workers back from clients that keep them for too long."""
+        assert self._may_keep is not None  # noqa: S101 - for the checkers
+        limit = time.monotonic() - self._may_keep
+        holding = [one for one in self._connections if one.granted_at is not None]
+        for connection in holding:
+            if connection.granted_at is not None and connection.granted_at < limit:
+                logger.warning("%s: process %d keeps a worker for too long", self._orders.options.name, connection.pid)
+                connection.end()
+        self._looking = bool(holding)
+        if holding:
+            self.supervisor.later(_LOOK, self._look)
 
     def _report(self) -> None:
         """Hand on what molds and workers report, and report what happens here."""
@@ -285,9 +336,14 @@ class _Broker:
 
     # The end
 
-    def _end_if_alone(self) -> None:
+    def end_if_alone(self) -> None:
+        """End, if nobody is left."""
         if not self._clients:
             self._end()
+
+    def _end_if_long_alone(self) -> None:
+        if time.monotonic() - self._last_left >= _GRACE:
+            self.end_if_alone()
 
     def _end(self) -> None:
         if self._ending:

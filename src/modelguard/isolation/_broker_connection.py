@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Protocol
 
 from modelguard.errors import ModelGuardError, Reloading
@@ -19,7 +18,7 @@ from modelguard.isolation._waiting import Waiter
 from modelguard.isolation._worker_process import Worker
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
-from modelguard.telemetry import WorkerEndCause
+from modelguard.telemetry import WorkerEndCause, logger
 
 __all__ = ["BrokerOfConnection", "Connection"]
 
@@ -27,16 +26,27 @@ __all__ = ["BrokerOfConnection", "Connection"]
 _POLL = 0.005
 
 #: Seconds for the rest of a message that has begun, and for room for an answer: both are there at once, unless the
-#: client is no client.
-_PATIENCE = 5.0
+#: client is no client. Everybody waits meanwhile.
+_PATIENCE = 1.0
 
 
 class BrokerOfConnection(Protocol):
     """What a connection needs of its broker. All of it is called in the supervisor's thread."""
 
-    scope: ProcessScope
-    engine: Engine[Mold]
-    supervisor: Supervisor
+    @property
+    def scope(self) -> ProcessScope:
+        """The molds."""
+        ...
+
+    @property
+    def engine(self) -> Engine[Mold]:
+        """Whose model is the current mold."""
+        ...
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """Its thread."""
+        ...
 
     def join(self, connection: Connection, token: bytes, identity: Identity) -> None:
         """A process wants to be a client."""
@@ -52,6 +62,10 @@ class BrokerOfConnection(Protocol):
 
     def leave(self, connection: Connection) -> bool:
         """A client leaves; returns whether it was the last one."""
+        ...
+
+    def end_if_alone(self) -> None:
+        """End, if nobody is left."""
         ...
 
     def ended(self, connection: Connection) -> None:
@@ -85,12 +99,14 @@ class Connection:
 
     Attributes:
         token: The client's; empty before the first message.
+        granted_at: Since when it has a worker, on the monotonic clock; None if it has none.
     """
 
     def __init__(self, channel: Channel, broker: BrokerOfConnection, pid: int) -> None:
         channel.set_timeout(_PATIENCE)
         self.channel = channel
         self.pid = pid
+        self.granted_at: float | None = None
         self.token = b""
         self._broker = broker
         self._on_load: Callable[[], object] | None = None
@@ -101,22 +117,37 @@ class Connection:
         self._gone_since = 0.0
         self._closed = False
         self._ending_call = threading.Lock()
+        self._handlers: dict[Request, Callable[..., object]] = {
+            "join": self._join,
+            "call": self._call,
+            "take": self._take,
+            "withdraw": self._withdraw,
+            "release": self._release,
+            "lose": self._lose,
+            "load": self._load,
+            "reload": self._reload,
+            "status": self._status,
+            "leave": self._leave,
+        }
 
     def heed(self) -> None:
         """Read what has come."""
         try:
             while not self._closed:
                 kind, *details = self.channel.receive()
-                _HANDLERS[kind](self, *details)
+                self._handlers[kind](*details)
                 if not self.channel.has_unread:
                     return
-        except (EOFError, OSError, Unreadable, KeyError, TypeError):  # the last two: not a client's message
+        except (EOFError, OSError, Unreadable):
+            self.end()
+        except Exception:  # noqa: BLE001 - a message of no client, or a fault of this module, costs one connection
+            logger.exception("%s: its broker closes a connection", self._broker.engine.name)
             self.end()
 
-    def answer(self, kind: Answer, *details: Any, fds: tuple[int, ...] = ()) -> None:
+    def answer(self, kind: Answer, *details: Any) -> None:
         """Send an answer. From any thread, while nothing else is sent."""
         try:
-            self.channel.send((kind, *details), fds)
+            self.channel.send((kind, *details))
         except OSError:  # its end of file is read next
             return
 
@@ -147,7 +178,10 @@ class Connection:
         self.token = token
 
     def _leave(self) -> None:
-        self.answer("done", self._broker.leave(self))
+        last = self._broker.leave(self)
+        self.answer("done", last)
+        if last:
+            self._broker.end_if_alone()
         raise EOFError
 
     # One worker
@@ -165,12 +199,12 @@ class Connection:
             self._wait_for_load(self._try_after_load)
             return
         self._generation = generation
-        roster = generation.model.roster
         self._waiter = _Waiter(self)
+        if generation.model is self._gone:
+            self._await_next_mold()
+            return
         try:
-            if generation.model is self._gone:
-                raise MoldGone
-            worker = roster.request(self._waiter)
+            worker = generation.model.roster.request(self._waiter)
         except MoldGone:
             self._await_next_mold()
         except ModelGuardError as error:
@@ -194,6 +228,8 @@ class Connection:
 
     def _grant(self, worker: Worker) -> None:
         self._worker = worker
+        self._gone = None  # it is to be released
+        self.granted_at = time.monotonic()
         self._broker.granted(self, worker)
         try:
             self.channel.send(("granted", worker.pid), [worker.channel.fileno()])
@@ -243,7 +279,7 @@ class Connection:
         worker, generation = self._worker, self._generation
         if worker is None or generation is None:
             raise EOFError
-        self._worker = self._waiter = None
+        self._worker = self._waiter = self.granted_at = None
         generation.model.roster.release(worker, worn=worn, counts=counts)
         self._leave_mold()
 
@@ -263,7 +299,7 @@ class Connection:
 
     def _lose_here(self, cause: WorkerEndCause, *, blame: bool) -> str:
         with self._ending_call:  # two threads may find at once that the call is over
-            worker, self._worker = self._worker, None
+            worker, self._worker, self.granted_at = self._worker, None, None
             generation, self._generation, self._waiter = self._generation, None, None
         if worker is None or generation is None:
             return "unknown"
@@ -312,19 +348,4 @@ class Connection:
             self.answer("done", None)
 
     def _status(self) -> None:
-        with suppress(OSError):
-            self.channel.send(("done", self._broker.scope.status(0)))
-
-
-_HANDLERS: dict[Request, Callable[..., object]] = {
-    "join": Connection._join,
-    "call": Connection._call,
-    "take": Connection._take,
-    "withdraw": Connection._withdraw,
-    "release": Connection._release,
-    "lose": Connection._lose,
-    "load": Connection._load,
-    "reload": Connection._reload,
-    "status": Connection._status,
-    "leave": Connection._leave,
-}
+        self.answer("done", self._broker.scope.status(0))

@@ -36,6 +36,9 @@ _CHUNK = 65_536
 _MOST_FDS = 8
 _FDS_SPACE = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
 
+#: Descriptors are received so that no program inherits them.
+_NOT_INHERITED = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
 #: From Python 3.13 on, a mapping need not keep a descriptor.
 _WITHOUT_FD: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
@@ -116,8 +119,12 @@ class Channel:
 
     def send_pickled(self, body: bytes, buffers: _pickling.Buffers, fds: Sequence[int] = ()) -> None:
         """Send a message that :func:`._pickling.dumps` has made."""
-        if not buffers and not fds and len(body) < SHARED_FROM:
-            self._socket.sendall(_HEADER.pack(len(body), 0, 0, 0) + body)
+        if not buffers and len(body) < SHARED_FROM:
+            whole = _HEADER.pack(len(body), 0, len(fds), 0) + body
+            if fds:
+                self._write([whole], fds)
+            else:
+                self._socket.sendall(whole)
             return
         parts = [memoryview(body), *buffers]
         table = b"".join(_SIZE.pack(part.nbytes) for part in parts)
@@ -186,13 +193,11 @@ class Channel:
         return self._fds.popleft()
 
     def _chunk(self) -> bytes:
-        data, ancillary, _, _ = self._socket.recvmsg(_CHUNK, _FDS_SPACE)
+        data, ancillary, _, _ = self._socket.recvmsg(_CHUNK, _FDS_SPACE, _NOT_INHERITED)
         for _, _, rights in ancillary:
             received = array.array("i")
             received.frombytes(rights[: len(rights) - len(rights) % received.itemsize])
-            for fd in received:
-                os.set_inheritable(fd, False)  # noqa: FBT003 - it takes no keywords
-                self._fds.append(fd)
+            self._fds.extend(received)
         if not data:
             raise EOFError
         return data

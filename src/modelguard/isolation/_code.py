@@ -1,4 +1,4 @@
-"""Which code a mold runs: the files of its modules, by size and time, so that nobody is served by code of another time."""
+"""Which code a mold runs: the files of its modules, so that nobody is served by the code of another time."""
 
 from __future__ import annotations
 

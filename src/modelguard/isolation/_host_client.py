@@ -36,9 +36,9 @@ class Membership:
         folder: Where the broker listens; it is closed with the membership.
         name: Of its socket.
         channel: The connection that stands for this process.
+        reports: Receives reports and states.
         token: Of this client.
         pid: The broker's process id.
-        reports: Receives reports and states.
 
     Attributes:
         ready: Whether a worker can answer, as the broker has said last.
@@ -46,7 +46,7 @@ class Membership:
     """
 
     def __init__(
-        self, folder: Folder, name: str, channel: Channel, token: bytes, pid: int, reports: socket.socket
+        self, folder: Folder, name: str, channel: Channel, reports: socket.socket, *, token: bytes, pid: int
     ) -> None:
         self.pid = pid
         self.ready = False

@@ -21,8 +21,8 @@ from modelguard.telemetry import logger
 
 __all__ = ["join"]
 
-#: Seconds in which a broker takes a client. It does nothing that takes long.
-_ANSWER = 5.0
+#: Seconds in which a broker takes a client; it does nothing that takes long. The second: where an event loop may wait.
+_ANSWER, _SOON = 5.0, 0.5
 
 #: Seconds for finding or starting a broker: on a busy host, a fresh interpreter takes some.
 _LONGEST = 30.0
@@ -47,7 +47,7 @@ def join(
         LoadFailed: There is no broker, and none could be started.
     """
     until = time.monotonic() + _LONGEST
-    election = _Election(options, source, private_folder)
+    election = _Election(options, source, _ANSWER if elect else _SOON)
     while True:
         found = election.attempt(elect, lambda: closed() or time.monotonic() > until)
         if found is not None or not elect:
@@ -60,15 +60,20 @@ def join(
 class _Election:
     """Attempts to find a broker, or to start one.
 
+    Args:
+        options: Of the isolated function.
+        source: Of the guard that lends the model in the molds.
+        patience: Seconds in which a broker has to answer.
+
     Attributes:
         obstacle: Why the last attempt has found none.
     """
 
-    def __init__(self, options: IsolationOptions, source: GuardOptions[Any], folder: Callable[[], Any]) -> None:
+    def __init__(self, options: IsolationOptions, source: GuardOptions[Any], patience: float) -> None:
         self.obstacle = "another process holds the lock"
         self._options = options
         self._source = source
-        self._folder = folder
+        self._patience = patience
         self._identity = identity_of(options, source)
         self._prefix = prefix_of(self._identity)
         self._serving: set[str] = set()
@@ -76,7 +81,7 @@ class _Election:
 
     def attempt(self, elect: bool, give_up: Callable[[], bool]) -> Membership | None:  # noqa: FBT001
         """Find a broker; if there is none, start one, which the next attempt finds."""
-        folder = Folder(self._folder())
+        folder = Folder(private_folder())
         found = None
         try:
             found = self._find(folder)
@@ -106,7 +111,7 @@ class _Election:
         return None
 
     def _ask(self, folder: Folder, name: str) -> Membership | None:
-        connected = folder.connect(name, _ANSWER)
+        connected = folder.connect(name, self._patience)
         if connected is None:
             return None
         channel = Channel(connected, used_before=True)
@@ -114,17 +119,17 @@ class _Election:
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         found = None
         try:
-            channel.set_timeout(_ANSWER)
+            channel.set_timeout(self._patience)
             with theirs:
                 channel.send(("join", token, self._identity), [theirs.fileno()])
             answer, *details = channel.receive()
             if answer == "welcome":
-                found = Membership(folder, name, channel, token, details[0], reports)
+                found = Membership(folder, name, channel, reports, token=token, pid=details[0])
             else:
                 self._refused(name, *details)
         except BlockingIOError:
             self._hung = True
-            self.obstacle = f"the one that listens there does not answer within {_ANSWER:.0f} s"
+            self.obstacle = f"the one that listens there does not answer within {self._patience:g} s"
         except (EOFError, OSError):  # it ends
             pass
         finally:

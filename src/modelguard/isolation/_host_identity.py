@@ -7,10 +7,10 @@ import os
 import re
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Never
 
-import modelguard
 from modelguard.errors import InvalidOption
 from modelguard.isolation import _news, _target
 from modelguard.isolation._host_messages import BrokerOrders, Identity
@@ -26,6 +26,9 @@ _DIGEST = 24
 
 #: The names of sockets: a digest of the identity, and a number.
 NAME = re.compile(rf"[0-9a-f]{{{_DIGEST}}}\.[0-9]+")
+
+#: Where each function was decorated: working directory and ``sys.path``.
+_places: dict[_target.Reference, tuple[str, str]] = {}
 
 
 def check_shareable(source: GuardOptions[Any]) -> None:
@@ -45,9 +48,13 @@ def check_shareable(source: GuardOptions[Any]) -> None:
 def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identity:
     """What must be equal. Not the environment and not the files of the code: these are compared one by one.
 
-    Arguments count only where the function stands in the main script: those of a server are its own.
+    Arguments count only where the function stands in the main script: those of a server are its own. Paths are those of
+    the first call of this, when the function is decorated: later on, processes may change theirs.
     """
     module, name = options.function
+    if options.function not in _places:
+        _places[options.function] = os.getcwd(), repr(sys.path)  # noqa: PTH109 - as text
+    folder, path = _places[options.function]
     return {
         "function": f"{module}.{name}",
         "file": str(getattr(sys.modules.get(module), "__file__", None)),
@@ -55,10 +62,10 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
         "options": repr(_without_code(options)),
         "guard": repr(replace(_for_broker(source), load=str)),  # whose repr is the same in each process
         "arguments": repr(sys.argv) if module == "__main__" else "",
-        "working directory": os.getcwd(),  # noqa: PTH109 - as text
-        "sys.path": repr(sys.path),
+        "working directory": folder,
+        "sys.path": path,
         "interpreter": f"{sys.executable} {sys.version}",
-        "modelguard": modelguard.__version__,
+        "modelguard": _version(),
         # A folder that containers share must not make them share processes.
         "container": f"{os.stat('/proc/self/ns/mnt').st_ino} {os.stat('/proc/self/ns/pid').st_ino}",  # noqa: PTH116
     }
@@ -74,13 +81,20 @@ def orders_for(
 ) -> BrokerOrders:
     """Make the orders of a broker that this process starts."""
     return BrokerOrders(
-        folder=str(folder),
+        folder=str(folder.absolute()),
         socket=socket,
         identity=identity,
         options=_without_code(options),
         source=_for_broker(source),
         origin=Origin(_target.preparation(), _news.levels()),
     )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("modelguard-lifecycle")
+    except metadata.PackageNotFoundError:  # it runs from its sources
+        return ""
 
 
 def _without_code(options: IsolationOptions) -> IsolationOptions:

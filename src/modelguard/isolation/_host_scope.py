@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from modelguard import _units
-from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, Reloading
+from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NotSupported, Reloading
+from modelguard.isolation import _role
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._host_client import BrokerGone, Membership
 from modelguard.isolation._host_election import join
-from modelguard.isolation._host_identity import check_shareable
+from modelguard.isolation._host_identity import check_shareable, identity_of
 from modelguard.isolation._host_messages import unpacked
 from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation._scope import Limits
@@ -35,6 +36,8 @@ _ANSWER = 1.0
 
 #: Seconds that the last client waits for the end of all processes: those that a mold may take, and some.
 _END = 15.0
+
+_UNLIMITED = Limits(0.0)
 
 
 class _Taken:
@@ -136,7 +139,7 @@ class _Connection:
             _, how, pid = self._channel.receive()
         except (BrokerGone, EOFError, OSError):
             self._channel.close()
-            return "its broker ended", 0
+            return "its broker has ended, or has taken the worker back", 0
         self._membership.give_back(self._channel)
         return how, pid
 
@@ -154,6 +157,7 @@ class HostScope:
 
     def __init__(self, options: IsolationOptions, source: GuardOptions[Any]) -> None:
         check_shareable(source)
+        identity_of(options, source)  # now, as in all processes that import the module
         self._name = options.name
         self._options = options
         self._source = source
@@ -182,7 +186,7 @@ class HostScope:
             self.running.append(None)
             return _Taken(self, connection, *granted)
 
-    def _wait_for_next(self, since: float | None, limits: Limits = Limits(0.0)) -> float:
+    def _wait_for_next(self, since: float | None, limits: Limits = _UNLIMITED) -> float:
         """After the end of a broker: wait a moment, and not for ever."""
         now = time.monotonic()
         since = now if since is None else since
@@ -205,6 +209,8 @@ class HostScope:
     def _find(self, *, elect: bool) -> Membership | None:
         if self._closed:
             raise GuardClosed(self._name)
+        if _role.current() != "owner":  # as a client it would keep its own broker alive
+            raise NotSupported(f"{self._name}() inside an isolated function", reason="a worker starts no workers")
         membership = self._membership
         if membership is None or membership.gone:
             membership = self._membership = join(self._options, self._source, elect=elect, closed=lambda: self._closed)
@@ -240,8 +246,8 @@ class HostScope:
             return None
         try:
             return self._find(elect=False)
-        except (LoadFailed, GuardClosed):
-            return None
+        except (LoadFailed, GuardClosed, NotSupported):
+            return None  # a call says why
         finally:
             self._joining.release()
 

@@ -85,7 +85,8 @@ class Folder:
 
     def names(self, prefix: str) -> list[str]:
         """The sockets in it whose names start like this, in their order."""
-        return sorted(name for name in os.listdir(self._fd) if name.startswith(prefix))
+        found = os.listdir(self._fd)  # noqa: PTH208 - of the open folder
+        return sorted(name for name in found if name.startswith(prefix))
 
     def connect(self, name: str, timeout: float) -> socket.socket | None:
         """Connect to the process that listens there; None if there is none.

@@ -59,8 +59,9 @@ class Scope:
         self.dead = dead
         self.taken = self.lost = self.released = self.leases = 0
 
-    def take(self, _: Limits) -> Taken:
+    def take(self, _: Limits, key: object = None) -> Taken:
         """Take a worker."""
+        assert key is None
         self.taken += 1
         self.leases += 1
         return Taken(self, dead=self.taken <= self.dead)

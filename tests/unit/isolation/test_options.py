@@ -123,6 +123,10 @@ def test_a_notebook_cell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         {"refork_after": 0},
         {"refork_after": "100", "start": "fork"},
         {"refork_after": 100, "start": "spawn"},
+        {"scope": "cluster"},
+        {"scope": None},
+        {"version": "2"},
+        {"version": 2, "scope": "host"},
     ],
 )
 def test_invalid_options_are_named(options: dict[str, Any]) -> None:
@@ -135,6 +139,16 @@ def test_a_coroutines_event_loop_cannot_be_reforked() -> None:
     """What is bound to the loop of one worker would be broken in all of them."""
     with pytest.raises(InvalidOption, match=r"refork_after=100: is not for coroutines"):
         isolate(refork_after=100)(coroutine)
+
+
+def test_a_broker_takes_no_policy_of_the_application() -> None:
+    """It imports nothing of it, so such a policy could not be asked there."""
+
+    class OnSundays(TTL):
+        pass
+
+    with pytest.raises(InvalidOption, match=r"scope.*OnSundays.*Use TTL or Modified"):
+        isolate(scope="host", recycle_on=OnSundays("1h") | Uses(5))(plain)
 
 
 def test_a_guards_own_policy_decides() -> None:
