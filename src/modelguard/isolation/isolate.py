@@ -57,10 +57,10 @@ class Isolated(Generic[P, R]):
 
     def _start(self) -> None:
         self._scope = _scope_of(self._options, self._source)
-        pooled = isinstance(self._source, PoolSource)
-        self._caller = Caller(self._options, self._scope, self._source.pooled.key_of if pooled else None)
-        limits = self._options
-        threads = max(_POOL_THREADS, limits.workers) if pooled else limits.workers
+        limits, source = self._options, self._source
+        key_of = source.pooled.key_of if isinstance(source, PoolSource) else None
+        self._caller = Caller(limits, self._scope, key_of)
+        threads = limits.workers if key_of is None else max(_POOL_THREADS, limits.workers)
         self._submitted = Submitted(limits.name, threads=threads, max_queue=limits.max_queue)
         # Without anybody who could call it, as after a module was reloaded, its processes have no purpose.
         self._finalizer = weakref.finalize(self, self._scope.end_at_once)
