@@ -55,7 +55,7 @@ class Promotion:
         self._supervisor.watch(control.fileno(), lambda: self._hear(control))
         with theirs, suppress(OSError):  # a worker that is gone closes the other end
             self._worker.channel.send(BECOME_MOLD, [theirs.fileno()])
-        kept = weakref.ref(self)  # by the watch, until it has been heard
+        kept: weakref.ref[Promotion] = weakref.ref(self)  # by the watch, until it has been heard
         self._supervisor.later(_PROMOTION, lambda: _end_late(kept))
 
     def _hear(self, control: Channel) -> None:
