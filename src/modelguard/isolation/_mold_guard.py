@@ -53,6 +53,7 @@ class MoldGuard:
         source: The options of the guard that lends the model in the mold.
         origin: The process that calls the function. Default: this one.
         key: Of the pool's model that the molds load.
+        retries: Whether a load that has failed is tried again though nobody asks for it.
 
     Attributes:
         guard: Its model is the current mold.
@@ -60,7 +61,13 @@ class MoldGuard:
     """
 
     def __init__(
-        self, options: IsolationOptions, source: GuardOptions[Any], origin: Origin | None = None, *, key: Any = None
+        self,
+        options: IsolationOptions,
+        source: GuardOptions[Any],
+        origin: Origin | None = None,
+        *,
+        key: Any = None,
+        retries: bool = True,
     ) -> None:
         self._options = options
         self._source = source
@@ -74,6 +81,7 @@ class MoldGuard:
             headroom=self._headroom,
             trim=_nothing_to_trim,
             in_use=lambda: None,
+            ticks=retries,
         )
         mine: GuardOptions[Mold] = replace(
             source,

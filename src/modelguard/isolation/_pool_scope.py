@@ -83,7 +83,7 @@ class PoolScope:
 
     def _engine_of(self, key: Any, _world: Runtime) -> Engine[Mold]:
         options = replace(self._options, name=f"{self._options.name}[{key!r}]")
-        molds = MoldGuard(options, self._source.options_for(key), key=key)
+        molds = MoldGuard(options, self._source.options_for(key), key=key, retries=False)
         self._guards.add(molds)
         return molds.guard.engine
 
