@@ -48,14 +48,13 @@ def measured(name: str, calls: int, *, reforked: bool) -> dict[str, float]:
     function = FUNCTIONS[name][reforked]
     chance = random.Random(1)
     with function, ThreadPoolExecutor(_reforked.WORKERS) as pool:
-        for _ in pool.map(function, [text_of(chance, name) for _ in range(calls)]):
-            pass
-        for _ in range(3):
-            for _ in pool.map(function, ["東京"] * 2 * _reforked.WORKERS):
+        for _ in range(2):  # the refork is in the first half
+            for _ in pool.map(function, [text_of(chance, name) for _ in range(calls // 2)]):
                 pass
-        until = time.monotonic() + 60
-        while not at_rest(function, reforked=reforked) and time.monotonic() < until:
-            time.sleep(0.1)
+            until = time.monotonic() + 60
+            while not at_rest(function, reforked=reforked) and time.monotonic() < until:
+                function("東京")
+                time.sleep(0.05)
         time.sleep(1.0)
         status = function.status()
         workers = [memory.usage(one.pid) for one in status.workers if one.calls]
