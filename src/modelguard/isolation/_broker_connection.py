@@ -279,6 +279,7 @@ class Connection:
         if worker is None or generation is None:
             raise EOFError
         self._worker = self._waiter = self.granted_at = None
+        generation.model.replay_news()  # of this call, before the worker's reports are those of the next one's client
         generation.model.roster.release(worker, worn=worn, counts=counts)
         self._leave_mold()
 

@@ -127,6 +127,11 @@ class Mold:
         for worker, *_ in self.roster.listed():
             worker.channel.close()
 
+    def replay_news(self) -> None:
+        """Replay what its processes have reported so far. In the supervisor's thread."""
+        if self._launched is not None:
+            _news.replay_all(self._launched.news)
+
     @property
     def pid(self) -> int | None:
         """Its process id, None before it was started."""
