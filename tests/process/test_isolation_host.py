@@ -129,6 +129,27 @@ class TestOneMold:
             assert "from two" not in one.text()
             assert "from one" not in two.text()
 
+    def test_each_event_is_counted_once(self, folder: Path) -> None:
+        """So that the sum over all web workers is right: of loads, and of workers that start."""
+        with Caller(folder) as one, Caller(folder) as two:
+            for caller in (one, two):
+                caller.run("""
+                    from modelguard import telemetry
+                    seen = []
+                    telemetry.set_hooks([lambda event: seen.append([type(event).__name__, event.guard])])
+                    app.predict.load()
+                """)
+
+            def count(kind: str) -> int:
+                return sum(caller.run(f"result = seen.count([{kind!r}, 'app.predict'])") for caller in (one, two))
+
+            two.run("app.predict.reload()")
+            wait_until(lambda: count("LoadFinished") == 2, "both loads")
+            wait_until(lambda: count("WorkerStarted") == 6, "two workers and a spare one of each mold")
+            one.run("app.predict()")
+            assert 2 == count("LoadFinished")
+            assert 6 == count("WorkerStarted")
+
     def test_max_queue_counts_the_calls_of_all(self, folder: Path) -> None:
         """The queue is the host's: with one worker and two places, the fourth call is refused, whoever makes it."""
         with ExitStack() as stack:
