@@ -264,6 +264,18 @@ class TestDeaths:
             assert one.status("broker") == two.status("broker")
             assert 1 == len(molds(folder))
 
+    def test_a_broker_that_is_killed_while_nobody_calls_comes_back(self, folder: Path) -> None:
+        """Probes of all web workers are false then, and may keep away the call that would start the next one."""
+        with Caller(folder) as one, Caller(folder) as two:
+            one.run("app.predict.load()")
+            two.run("app.predict.load()")
+            broker = one.status("broker")
+            os.kill(broker, signal.SIGKILL)
+            ready = "result = app.predict.ready and app.predict.status().broker"
+            wait_until(lambda: one.run(ready) not in (False, None, broker), "a ready mold")
+            wait_until(lambda: one.run(ready) == two.run(ready), "the same one")
+            assert 2 == loads(folder)
+
     def test_the_mold_is_killed(self, folder: Path) -> None:
         """The broker makes another one for all."""
         with Caller(folder) as one, Caller(folder) as two:
