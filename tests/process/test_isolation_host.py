@@ -98,6 +98,22 @@ class TestOneMold:
                 assert result
             """)
 
+    def test_an_idle_mold_ends_for_all(self, folder: Path) -> None:
+        """Idle counts the calls of all processes. The broker stays, all stay ready, and the next call loads again."""
+        app = APP.replace("load, reload_on=None", 'load, reload_on=Idle("1s")').replace(
+            "Backoff, Uses", "Backoff, Idle"
+        )
+        write(folder, app)
+        with Caller(folder) as one, Caller(folder) as two:
+            one.call()
+            broker = two.status("broker")
+            wait_until(lambda: [] == molds(folder), "the mold's end")
+            for caller in (one, two):
+                wait_until(lambda: caller.run("result = app.predict.ready"), "ready")  # noqa: B023
+            assert two.call()
+            assert broker == one.status("broker")
+            assert 2 == loads(folder)
+
     def test_a_failed_load_is_told_with_its_cause(self, folder: Path) -> None:
         """LoadFailed with the loader's error and its traceback, as without a broker; the next load may succeed."""
         (folder / "fail").touch()
