@@ -134,6 +134,8 @@ class Connection:
         try:
             while not self._closed:
                 kind, *details = self.channel.receive()
+                if not self.token and kind not in {"join", "call"}:
+                    raise EOFError  # it belongs to no client
                 self._handlers[kind](*details)
                 if not self.channel.has_unread:
                     return

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -233,6 +234,22 @@ class Connections(RuleBasedStateMachine):
             end.close()
         for worker in self.broker.mold.starting:
             worker.channel.close()
+
+
+def test_a_connection_of_no_client_gets_no_worker() -> None:
+    """Whoever does not say whose it is, or says nonsense, is hung up on, and nobody else notices."""
+    for message in (("take",), ("leave",), ("release", True, True), ("nonsense",), (), 5):
+        broker = Broker()
+        broker.mold.roster.settle()
+        ours, theirs = pair()
+        channel, connection = Channel(ours), Connection(Channel(theirs), broker, os.getpid())  # type: ignore[arg-type]
+        channel.send(message)
+        connection.heed()
+        with pytest.raises(EOFError):
+            channel.receive()
+        channel.close()
+        assert (0, 1) == (broker.engine.leases, broker.has_ended)
+        broker.mold.roster.close()
 
 
 TestConnections = Connections.TestCase
