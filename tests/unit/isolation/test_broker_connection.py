@@ -76,6 +76,14 @@ class Mold:
     def replay_news(self) -> None:
         """There is none."""
 
+    def close(self) -> None:
+        """Close all sockets."""
+        self.roster.close()
+        for end in self.ends.values():
+            end.close()
+        for worker in self.starting:
+            worker.channel.close()
+
 
 class Engine:
     """Lends the mold."""
@@ -229,11 +237,7 @@ class Connections(RuleBasedStateMachine):
             client.channel.close()
             client.connection.heed()
         assert 0 == self.broker.engine.leases
-        self.broker.mold.roster.close()
-        for end in self.broker.mold.ends.values():
-            end.close()
-        for worker in self.broker.mold.starting:
-            worker.channel.close()
+        self.broker.mold.close()
 
 
 def test_a_connection_of_no_client_gets_no_worker() -> None:
@@ -249,7 +253,7 @@ def test_a_connection_of_no_client_gets_no_worker() -> None:
             channel.receive()
         channel.close()
         assert (0, 1) == (broker.engine.leases, broker.has_ended)
-        broker.mold.roster.close()
+        broker.mold.close()
 
 
 TestConnections = Connections.TestCase
