@@ -70,7 +70,7 @@ class Mold:
         """Never asked: all of them come up."""
         raise AssertionError
 
-    def settle_later(self, _seconds: float) -> None:
+    def settle_later(self, seconds: float) -> None:
         """The next step settles."""
 
     def replay_news(self) -> None:
