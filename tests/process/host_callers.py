@@ -18,7 +18,7 @@ import psutil
 APP = """
     import json, logging, os, time
     from pathlib import Path
-    from modelguard import Backoff, Uses, guard, isolate
+    from modelguard import Backoff, Idle, guard, isolate
 
     HERE = Path(__file__).parent
 

@@ -379,6 +379,17 @@ assert_type(Isolating.static("a"), list[str])
 assert_type(Isolating().static("a"), list[str])
 assert_type(spoken("anna"), bytes)
 
+
+@isolate(scope="host", version="2026-10")
+@guard(Model, reload_on=None)
+def shared_by_the_host(model: Model, text: str) -> list[str]:
+    return [text]
+
+
+assert_type(shared_by_the_host("a"), list[str])
+assert_type(shared_by_the_host.status().broker, int | None)
+assert_type(shared_by_the_host.status().clients, tuple[int, ...])
+
 # Presets and sharing.
 
 assert_type(presets.get("torch-cpu-dynamic", workers=4) | presets.get("prefork"), presets.Preset)

@@ -56,6 +56,9 @@ _OVERTIME = 5.0
 #: Seconds between two looks at that.
 _LOOK = 1.0
 
+#: Seconds that its end waits for the lock, which a stopped process may hold; its own socket it may remove anyway.
+_LOCK = 5.0
+
 #: Descriptors that it may have: each thread of each client that has called takes one.
 _DESCRIPTORS = 65_536
 
@@ -166,7 +169,8 @@ class _Broker:
         self.supervisor.call(self._listen)
         self.supervisor.later(_FIRST, self._end_if_long_alone)
         self._left.wait()
-        with self._folder.locked(lambda: False), suppress(OSError):
+        until = time.monotonic() + _LOCK
+        with self._folder.locked(lambda: time.monotonic() > until), suppress(OSError):
             if os.stat(self._orders.socket, dir_fd=self._folder.fileno()).st_ino == self._inode:
                 self._folder.remove(self._orders.socket)
         self.scope.close()

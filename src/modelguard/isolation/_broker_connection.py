@@ -134,8 +134,7 @@ class Connection:
         """Read what has come."""
         try:
             while not self._closed:
-                kind, *details = self.channel.receive()
-                self._handlers[kind](*details)
+                self._obey(*self.channel.receive())
                 if not self.channel.has_unread:
                     return
         except (EOFError, OSError, Unreadable):
@@ -143,6 +142,11 @@ class Connection:
         except Exception:  # noqa: BLE001 - a message of no client, or a fault of this module, costs one connection
             logger.exception("%s: its broker closes a connection", self._broker.engine.name)
             self.end()
+
+    def _obey(self, kind: Request, *details: Any) -> None:
+        if not self.token and kind not in {"join", "call"}:
+            raise EOFError  # it belongs to no client
+        self._handlers[kind](*details)
 
     def answer(self, kind: Answer, *details: Any) -> None:
         """Send an answer. From any thread, while nothing else is sent."""
@@ -280,6 +284,7 @@ class Connection:
         if worker is None or generation is None:
             raise EOFError
         self._worker = self._waiter = self.granted_at = None
+        generation.model.replay_news()  # of this call, before the worker's reports are those of the next one's client
         generation.model.roster.release(worker, worn=worn, counts=counts)
         self._leave_mold()
 

@@ -23,6 +23,9 @@ _PROGRAM = (
     "from modelguard.isolation._broker import main; main({starter}, {lock})"
 )
 
+#: Seconds for a broker that has hung up to end.
+_EXIT = 1.0
+
 #: Brokers that this process has started, until they have been waited for.
 _started: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -41,33 +44,50 @@ def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
 
     Raises:
         NotStarted: It does not listen.
+        OSError: No process or no descriptor is left.
     """
     ours, theirs = pair()
     channel = Channel(ours)
     try:
         with theirs:
-            program = _PROGRAM.format(packages=_PACKAGES, starter=theirs.fileno(), lock=lock)
-            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing
-            executable = os.fsdecode(spawn.get_executable() or sys.executable)
-            command = [executable, *flags, "-c", program, "broker", ".".join(orders.options.function)]
-            process = subprocess.Popen(  # noqa: S603
-                command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), lock), start_new_session=True
-            )
-        _started[process.pid] = process
+            process = _start(theirs.fileno(), lock, ".".join(orders.options.function))
+    except BaseException:
+        channel.close()
+        raise
+    try:
         channel.set_timeout(timeout)
         channel.send(orders)
         outcome, text = channel.receive()
     except BlockingIOError:
         process.kill()
         raise NotStarted(f"its broker does not come up within {timeout:.0f} s") from None
-    except (EOFError, ConnectionError):
-        raise NotStarted(f"its broker ended: {_processes.describe_exit(process.wait())}") from None
-    except OSError as error:
-        raise NotStarted(f"its broker cannot be started: {error}") from error
+    except (EOFError, OSError):
+        raise NotStarted(f"its broker ended: {_exit_of(process)}") from None
     finally:
         channel.close()
     if outcome != "listening":
         raise NotStarted(f"its broker could not start:\n{text}")
+
+
+def _start(starter: int, lock: int, name: str) -> subprocess.Popen[bytes]:
+    program = _PROGRAM.format(packages=_PACKAGES, starter=starter, lock=lock)
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing
+    executable = os.fsdecode(spawn.get_executable() or sys.executable)
+    process = subprocess.Popen(  # noqa: S603
+        [executable, *flags, "-c", program, "broker", name],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(starter, lock),
+        start_new_session=True,
+    )
+    _started[process.pid] = process
+    return process
+
+
+def _exit_of(process: subprocess.Popen[bytes]) -> str:
+    with suppress(subprocess.TimeoutExpired):
+        return _processes.describe_exit(process.wait(_EXIT))
+    process.kill()
+    return "it hung up"
 
 
 def reap() -> None:

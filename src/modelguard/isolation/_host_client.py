@@ -7,6 +7,7 @@ import pickle
 import select
 import socket
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -43,6 +44,7 @@ class Membership:
     Attributes:
         ready: Whether a worker can answer, as the broker has said last.
         gone: Whether the broker has ended.
+        on_loss: Called, in the supervisor's thread, if the broker ends after a worker could answer.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class Membership:
         self.pid = pid
         self.ready = False
         self.gone = False
+        self.on_loss: Callable[[], object] | None = None
+        self._was_ready = False
         self._folder = folder
         self._name = name
         self._channel = channel
@@ -169,8 +173,11 @@ class Membership:
             _news.replay(message[1:])
         else:
             self.ready, self._family = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
+            self._was_ready = self._was_ready or self.ready
 
     def _broker_ended(self) -> None:
+        if not self.gone and self._was_ready and self.on_loss is not None:
+            self.on_loss()
         self._end()
         # Where this is a container's first process, the broker's processes have become its children.
         pids = [self.pid, *self._family]

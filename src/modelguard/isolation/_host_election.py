@@ -93,6 +93,8 @@ class _Election:
                             self._start(folder, lock)
         except _broker_launch.NotStarted as error:
             raise LoadFailed(self._options.name, str(error)) from error
+        except OSError as error:  # no process or no descriptor is left
+            raise LoadFailed(self._options.name, f"its broker cannot be started or found: {error}") from error
         except ForeignPeer as error:
             raise LoadFailed(self._options.name, f"where its broker should listen there is {error}") from error
         finally:

@@ -17,7 +17,7 @@ from modelguard.isolation._host_messages import BrokerOrders, Identity
 from modelguard.isolation._instructions import Origin
 from modelguard.isolation._options import IsolationOptions
 from modelguard.lifecycle._options import GuardOptions
-from modelguard.lifecycle.policies import subset
+from modelguard.lifecycle._policy import subset
 
 __all__ = ["NAME", "check_shareable", "identity_of", "orders_for", "prefix_of"]
 
@@ -37,7 +37,7 @@ def check_shareable(source: GuardOptions[Any]) -> None:
     Raises:
         InvalidOption: A policy that asks for new weights is a class of the application's own.
     """
-    renewing = subset(source.reload_on, renews=True)
+    renewing = subset(source.reload_on, renews=True, unloads=True)
     for part in () if renewing is None else renewing.parts():
         if type(part).__module__.partition(".")[0] != "modelguard":
             why = f"cannot be used with {type(part).__qualname__}, which asks for new models and is a class of your own"
@@ -106,7 +106,7 @@ def _for_broker(source: GuardOptions[Any]) -> GuardOptions[Any]:
     return replace(
         source,
         load=_never_called,
-        reload_on=subset(source.reload_on, renews=True),
+        reload_on=subset(source.reload_on, renews=True, unloads=True),
         warmup=None,
         validate=None,
         unload=None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import socket
 import threading
 import time
@@ -24,7 +26,7 @@ from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _deadlocks, _in_thread
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._threads import THREADS
-from modelguard.telemetry import WorkerEndCause
+from modelguard.telemetry import WorkerEndCause, logger
 
 __all__ = ["HostScope"]
 
@@ -164,7 +166,7 @@ class HostScope:
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._joining = threading.Lock()
         self._membership: Membership | None = None
-        self._closed = False
+        self._ended = threading.Event()
         self.running: list[None] = []
 
     # Calls
@@ -199,7 +201,7 @@ class HostScope:
 
     def _join(self) -> Membership:
         membership = self._membership
-        if membership is not None and not membership.gone and not self._closed:
+        if membership is not None and not membership.gone and not self._ended.is_set():
             return membership
         with self._joining:
             membership = self._find(elect=True)
@@ -207,14 +209,35 @@ class HostScope:
         return membership
 
     def _find(self, *, elect: bool) -> Membership | None:
-        if self._closed:
+        if self._ended.is_set():
             raise GuardClosed(self._name)
         if _role.current() != "owner":  # as a client it would keep its own broker alive
             raise NotSupported(f"{self._name}() inside an isolated function", reason="a worker starts no workers")
         membership = self._membership
         if membership is None or membership.gone:
-            membership = self._membership = join(self._options, self._source, elect=elect, closed=lambda: self._closed)
+            membership = self._membership = join(self._options, self._source, elect=elect, closed=self._ended.is_set)
+            if membership is not None:
+                membership.on_loss = self._begin_to_renew
+            if membership is not None:
+                membership.on_loss = self._begin_to_renew
         return membership
+
+    def _begin_to_renew(self) -> None:
+        threading.Thread(target=self._renew, name=f"modelguard-host-{self._name}", daemon=True).start()
+
+    def _renew(self) -> None:
+        """Have a broker and a mold again, also without a call: while none is ready, probes may keep calls away."""
+        for failures in itertools.count(1):
+            try:
+                self._ask("load")
+            except GuardClosed:
+                return
+            except Exception as error:  # noqa: BLE001 - the next attempt may succeed, and calls get their own errors
+                logger.warning("%s: no mold after the end of its broker: %s", self._name, error)
+            else:
+                return
+            if self._ended.wait(self._source.backoff.seconds(failures, random.random())):  # noqa: S311 - jitter
+                return
 
     def _ask(self, what: Any, *details: Any, timeout: _units.Duration | None = None) -> Any:
         """Ask the broker; the one that comes next, if it ends meanwhile."""
@@ -242,7 +265,7 @@ class HostScope:
         membership = self._membership
         if membership is not None and not membership.gone:
             return membership
-        if self._closed or not self._joining.acquire(blocking=False):
+        if self._ended.is_set() or not self._joining.acquire(blocking=False):
             return None
         try:
             return self._find(elect=False)
@@ -260,7 +283,7 @@ class HostScope:
                 return replace(status, queued=queued)
             except (BrokerGone, BlockingIOError):
                 pass
-        return IsolationStatus(name=self._name, state="closed" if self._closed else "new", queued=queued)
+        return IsolationStatus(name=self._name, state="closed" if self._ended.is_set() else "new", queued=queued)
 
     # Its molds
 
@@ -298,7 +321,7 @@ class HostScope:
         await self._in_thread(self._close)
 
     def _close(self) -> None:
-        self._closed = True
+        self._ended.set()
         until = time.monotonic() + self._source.drain_timeout
         while self.running and time.monotonic() < until:
             time.sleep(_POLL)
@@ -309,7 +332,7 @@ class HostScope:
 
     def reopen(self) -> None:
         """Admit calls again."""
-        self._closed = False
+        self._ended.clear()
 
     def end_at_once(self) -> None:
         """Leave, and wait for nothing."""

@@ -8,12 +8,13 @@ import pickle
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from modelguard import telemetry
 from modelguard.telemetry import Event
 
-__all__ = ["Reporter", "hand_on", "levels", "pair", "replay", "sender"]
+__all__ = ["Reporter", "hand_on", "levels", "pair", "replay", "replay_all", "sender"]
 
 #: Bytes of one report; the socket's buffer takes several of them.
 _LONGEST = 60_000
@@ -101,6 +102,13 @@ def hand_on(receiver: Callable[[bytes], object]) -> None:
     """Give the reports to ``receiver`` instead, in a process that stands between the workers and their callers."""
     global _receiver
     _receiver = receiver
+
+
+def replay_all(connected: socket.socket) -> None:
+    """In the owner: :func:`replay` what has been received so far."""
+    with suppress(OSError):
+        while report := connected.recv(1 << 17, socket.MSG_DONTWAIT):
+            replay(report)
 
 
 def replay(report: bytes) -> None:

@@ -93,9 +93,9 @@ class ProcessScope:
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can answer."""
+        """Whether a worker can answer, or the next call starts a mold."""
         mold = self._molds.current
-        return mold is not None and mold.roster.is_ready
+        return self._molds.guard.ready if mold is None else mold.roster.is_ready
 
     def status(self, queued: int) -> IsolationStatus:
         """State, processes and counts."""

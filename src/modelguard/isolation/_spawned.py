@@ -37,6 +37,11 @@ class SpawnedWorkers(Mold):
         """The processes of the workers, those that load included."""
         return [launched.process.pid for launched, _ in list(self._launched_workers.values())]
 
+    def replay_news(self) -> None:
+        """Replay what the workers have reported so far. In the supervisor's thread."""
+        for launched, _ in list(self._launched_workers.values()):
+            _news.replay_all(launched.news)
+
     def abandon(self) -> None:
         """In a forked child of the owner: close the copies of the descriptors."""
         for launched, worker in self._launched_workers.values():

@@ -15,7 +15,7 @@ from typing import Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
-from modelguard.isolation import _processes, _registry, _role
+from modelguard.isolation import _handler, _processes, _registry, _role
 from modelguard.isolation._calls import Arguments, Caller
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._options import IsolationOptions, ScopeName, StartMethod, check_function, parse
@@ -53,6 +53,7 @@ class Isolated(Generic[P, R]):
         self._source = source
         self._finalizer: Any = None
         self._start()
+        _handler.mark(self, coroutine=options.kind == "coroutine")
         _registry.add(self)
 
     def _start(self) -> None:
@@ -173,7 +174,10 @@ class Isolated(Generic[P, R]):
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can answer: what a readiness probe should report."""
+        """Whether a worker can answer, or ``Idle`` has ended the mold and the next call starts one.
+
+        This is what a readiness probe should report.
+        """
         return self._scope.ready
 
     def status(self) -> IsolationStatus:
