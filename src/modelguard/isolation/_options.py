@@ -11,10 +11,10 @@ from modelguard.errors import InvalidOption
 from modelguard.isolation._target import FunctionKind, Reference, check_importable, kind_of, reference
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._options import check_policy
+from modelguard.lifecycle._policy import Policy, subset
 from modelguard.lifecycle._pool_leases import PooledFunction
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.policies import Policy, subset
 from modelguard.serving.breaker import Breaker
 
 __all__ = ["IsolationOptions", "ScopeName", "StartMethod", "check_function", "parse"]
@@ -138,9 +138,8 @@ def check_function(function: Any, recycle_on: Policy | None) -> None:
     if not isinstance(recycle_on, Policy):
         why = f"must be a policy or None, not {_units.kind_of(recycle_on)}"
         raise InvalidOption("recycle_on", recycle_on, why=why, fix="Write for example Uses(10_000).")
-    if owner is not None and subset(recycle_on, renews=True) is not None:
-        why = "would renew a pool's models, which the pool does"
-        raise InvalidOption(
-            "recycle_on", recycle_on, why=why, fix="Give the pool a ttl, and leave TTL and Modified out."
-        )
+    if owner is not None and subset(recycle_on, renews=True, unloads=True) is not None:
+        why = "would renew or unload a pool's models, which the pool does"
+        fix = "Give the pool a ttl, and leave TTL, Modified and Idle out."
+        raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
     check_policy(recycle_on, runtime.default().limit)
