@@ -29,6 +29,7 @@ NAMES = (
     "isolation_batching",
     "isolation_replacement",
     "recycling",
+    "refork",
     "reload_creep",
     "reload_ja_ginza",
     "reload_stall",
