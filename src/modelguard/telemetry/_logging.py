@@ -114,6 +114,7 @@ def _refused(event: events.RequestsRefused) -> str:
         "queue full": event.full,
         "too late": event.late,
         "circuit open": event.open,
+        "over the quota of their key": event.quota,
         "expired": event.expired,
         "cancelled": event.cancelled,
     }

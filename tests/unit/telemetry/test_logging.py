@@ -179,7 +179,7 @@ LINES: list[tuple[Event, str, str]] = [
         "a batch failed with ValueError: no; all 8 items fail",
     ),
     (
-        RequestsRefused(guard="nlp", full=3, late=0, open=0, expired=2, cancelled=0, waiting=7),
+        RequestsRefused(guard="nlp", full=3, late=0, open=0, quota=0, expired=2, cancelled=0, waiting=7),
         "WARNING",
         "requests without a result: 3 queue full, 2 expired; 7 waiting",
     ),
