@@ -31,6 +31,7 @@ NAMES = (
     "isolation_replacement",
     "padding",
     "recycling",
+    "refork",
     "reload_creep",
     "reload_ja_ginza",
     "reload_stall",

@@ -373,6 +373,36 @@ assert_type(isolated("a"), list[str])
 assert_type(isolated.submit("a"), Future[Any])
 assert_type(isolated.ready, bool)
 
+
+class Isolating:
+    @isolate(refork_after=1_000)
+    @model
+    @staticmethod
+    def static(model: Model, text: str) -> list[str]:
+        return [text]
+
+
+@isolate(recycle_on=Uses(1_000))
+@voices(key="voice")
+def spoken(model: Model, voice: str) -> bytes:
+    return voice.encode()
+
+
+assert_type(Isolating.static("a"), list[str])
+assert_type(Isolating().static("a"), list[str])
+assert_type(spoken("anna"), bytes)
+
+
+@isolate(scope="host", version="2026-10")
+@guard(Model, reload_on=None)
+def shared_by_the_host(model: Model, text: str) -> list[str]:
+    return [text]
+
+
+assert_type(shared_by_the_host("a"), list[str])
+assert_type(shared_by_the_host.status().broker, int | None)
+assert_type(shared_by_the_host.status().clients, tuple[int, ...])
+
 # Presets and sharing.
 
 assert_type(presets.get("torch-cpu-dynamic", workers=4) | presets.get("prefork"), presets.Preset)

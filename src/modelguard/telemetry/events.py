@@ -25,9 +25,10 @@ DiscardCause = Literal["closed", "late", "rejected", "stale"]
 Callback = Literal["reload_on", "recycle", "release", "unload"]
 
 #: Why a worker of an isolated function ended. ``"recycled"``: a policy was due, and a fresh worker took its place;
+#: ``"reforked"``: one of the workers took the place of the mold, and a child of that one took this one's place;
 #: ``"crashed"``: it ended by itself, or was killed by somebody else; ``"timeout"``: killed because its call took too
 #: long; ``"cancelled"``: killed because its caller was interrupted; ``"closed"``: its mold ended.
-WorkerEndCause = Literal["recycled", "crashed", "timeout", "cancelled", "closed"]
+WorkerEndCause = Literal["recycled", "reforked", "crashed", "timeout", "cancelled", "closed"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,6 +195,7 @@ LINES: list[tuple[Event, str, str]] = [
         "worker 4711 takes calls after 0.045 s",
     ),
     (ended("recycled"), "INFO", "worker 4711 ended after 2.5 s: a policy was due"),
+    (ended("reforked"), "INFO", "worker 4711 ended after 2.5 s: another worker became its mold"),
     (ended("crashed"), "WARNING", "worker 4711 ended after 2.5 s: it crashed (SIGSEGV)"),
     (ended("timeout"), "WARNING", "worker 4711 ended after 2.5 s: its call took longer than the timeout"),
 ]
