@@ -189,9 +189,14 @@ def test_events_show_quotas_and_padding(model: Gated, events: list[telemetry.Eve
         f.submit("more")
     model.gate.set()
     f.close()
-    finished = [event for event in events if isinstance(event, telemetry.BatchFinished)]
-    assert [(5, 0), (16, 4)] == [(event.weight, event.padding) for event in finished]
-    assert [1] == [event.quota for event in events if isinstance(event, telemetry.RequestsRefused)]
+
+    def of(kind: type[Any]) -> list[Any]:
+        return [event for event in events if isinstance(event, kind)]
+
+    until(lambda: len(of(telemetry.BatchFinished)) == 2)  # emitted once the callers have their answers
+    assert [(5, 0), (16, 4)] == [(event.weight, event.padding) for event in of(telemetry.BatchFinished)]
+    until(lambda: len(of(telemetry.RequestsRefused)) == 1)
+    assert [1] == [event.quota for event in of(telemetry.RequestsRefused)]
     assert 4 / 21 == f.status().padding
 
 
