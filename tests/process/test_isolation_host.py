@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.process.harness import wait_until
 from tests.process.host_callers import APP, Caller, CallFailed, family, molds, nothing_left, sockets, write
