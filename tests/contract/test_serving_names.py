@@ -37,7 +37,7 @@ def test_tracebacks_show_where_to_import_it(public: Any, home: str) -> None:
 
 def test_the_names_of_serving_are_these() -> None:
     """`modelguard.serving.__all__` is this list, no more and no less."""
-    names = ["BatchStatus", "Batched", "Breaker", "Limits", "Quantiles", "batched", "deadline", "left"]
+    names = ["BatchStatus", "Batched", "Breaker", "Limits", "Quantiles", "batched", "caller", "deadline", "left"]
     assert names == serving.__all__
 
 

@@ -31,8 +31,8 @@ from modelguard.isolation._host_messages import REPORT, STATE, BrokerOrders, Ide
 from modelguard.isolation._mold_guard import MoldGuard, end_all
 from modelguard.isolation._process_scope import ProcessScope
 from modelguard.isolation._rendezvous import Folder, ForeignPeer
-from modelguard.isolation._roster import Worker
 from modelguard.isolation._supervisor import supervisor
+from modelguard.isolation._worker_process import Worker
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._threads import THREADS
 from modelguard.telemetry import Event, logger

@@ -15,6 +15,7 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from modelguard.isolation import _pickling
@@ -84,6 +85,14 @@ class Channel:
         while self._fds:
             os.close(self._fds.popleft())
 
+    def hang_up(self) -> None:
+        """End both directions, so that whoever waits here wakes. What has arrived can still be read.
+
+        For another thread than the one that uses the channel.
+        """
+        with suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def set_timeout(self, seconds: float) -> None:
         """Let each read and write fail with ``BlockingIOError`` after so many seconds; 0 for no limit.
 
@@ -144,7 +153,8 @@ class Channel:
 
         Raises:
             EOFError: The other side has closed the channel, or has died.
-            OSError: The same, or the time is over.
+            ConnectionResetError: The same, and it has not read all that was sent to it.
+            OSError: The time is over.
             Unreadable: Its content could not be received or unpickled.
         """
         data = self._rest or self._chunk()

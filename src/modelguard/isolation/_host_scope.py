@@ -174,8 +174,9 @@ class HostScope:
 
     # Calls
 
-    def take(self, limits: Limits) -> _Taken:
+    def take(self, limits: Limits, key: Any = None) -> _Taken:
         """Take a worker from the broker; start the broker if there is none."""
+        del key
         since: float | None = None
         while True:
             try:

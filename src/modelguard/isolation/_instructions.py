@@ -17,6 +17,7 @@ class Instructions(TypedDict):
         owner: Its process id.
         preparation: How to resemble it.
         function: Where the function is.
+        key: Of the pool's model that it loads; None if its function has no pool.
         levels: Of the owner's loggers.
         name: The isolated function's name.
         max_bytes: The largest answer of a worker.
@@ -29,6 +30,7 @@ class Instructions(TypedDict):
     owner: int
     preparation: dict[str, Any]
     function: Reference
+    key: Any
     levels: dict[str, int]
     name: str
     max_bytes: int

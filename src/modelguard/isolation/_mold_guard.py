@@ -52,16 +52,27 @@ class MoldGuard:
         options: Of the isolated function.
         source: The options of the guard that lends the model in the mold.
         origin: The process that calls the function. Default: this one.
+        key: Of the pool's model that the molds load.
+        retries: Whether a load that has failed is tried again though nobody asks for it.
 
     Attributes:
         guard: Its model is the current mold.
         code: With ``origin``, the files of the first mold's modules; later molds must have the same.
     """
 
-    def __init__(self, options: IsolationOptions, source: GuardOptions[Any], origin: Origin | None = None) -> None:
+    def __init__(
+        self,
+        options: IsolationOptions,
+        source: GuardOptions[Any],
+        origin: Origin | None = None,
+        *,
+        key: Any = None,
+        retries: bool = True,
+    ) -> None:
         self._options = options
         self._source = source
         self._origin = origin
+        self._key = key
         self.code: Files | None = None
         self._deaths = 0
         self._current: Mold | None = None
@@ -70,6 +81,7 @@ class MoldGuard:
             headroom=self._headroom,
             trim=_nothing_to_trim,
             in_use=lambda: None,
+            ticks=retries,
         )
         mine: GuardOptions[Mold] = replace(
             source,
@@ -113,6 +125,7 @@ class MoldGuard:
                 "owner": os.getpid(),
                 "preparation": origin.preparation,
                 "function": self._options.function,
+                "key": self._key,
                 "levels": origin.levels,
                 "name": self._options.name,
                 "max_bytes": self._options.max_transfer,
@@ -125,6 +138,7 @@ class MoldGuard:
             max_queue=self._options.max_queue,
             breaker=self._options.breaker,
             backoff=self._source.backoff,
+            refork_after=self._options.refork_after,
             load_timeout=None if limit is None else limit + _MARGIN,
         )
         number = self.guard.engine.state.generations + 1

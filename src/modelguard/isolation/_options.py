@@ -11,9 +11,10 @@ from modelguard.errors import InvalidOption
 from modelguard.isolation._target import FunctionKind, Reference, check_importable, kind_of, reference
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._options import check_policy
-from modelguard.lifecycle._wrappers import Guarded, owner_of
+from modelguard.lifecycle._policy import Policy, subset
+from modelguard.lifecycle._pool_leases import PooledFunction
+from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.policies import Policy
 from modelguard.serving.breaker import Breaker
 
 __all__ = ["IsolationOptions", "ScopeName", "StartMethod", "check_function", "parse"]
@@ -40,6 +41,7 @@ class IsolationOptions:
     retry: bool
     breaker: Breaker
     max_transfer: int
+    refork_after: int | None
     scope: ScopeName
     version: str | None
 
@@ -54,6 +56,7 @@ def parse(
     retry: bool,
     breaker: Breaker | None,
     max_transfer: int | str,
+    refork_after: int | None,
     scope: ScopeName,
     version: str | None,
     name: str | None,
@@ -81,11 +84,16 @@ def parse(
     if name is not None and (not isinstance(name, str) or not name.strip()):
         why = "must be text that is not empty"
         raise InvalidOption("name", name, why=why, fix="Give a short name, or leave it out.")
-    where = reference(function)
+    if scope == "host" and isinstance(owner_of(function), PooledFunction):
+        why = "cannot hold the molds of a pool's keys, which its budget ends"
+        raise InvalidOption("scope", scope, why=why, fix="Leave it out, or give each model a guard of its own.")
+    where, kind = reference(function), kind_of(function)
+    if refork_after is not None:
+        _check_refork(refork_after, start, kind)
     return IsolationOptions(
         name=".".join(where) if name is None else name,
         function=where,
-        kind=kind_of(function),
+        kind=kind,
         workers=_units.whole_number(workers, "workers"),
         timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
         start=start,
@@ -93,9 +101,21 @@ def parse(
         retry=retry,
         breaker=Breaker() if breaker is None else breaker,
         max_transfer=_units.size(max_transfer, "max_transfer"),
+        refork_after=refork_after,
         scope=scope,
         version=version,
     )
+
+
+def _check_refork(refork_after: int, start: StartMethod, kind: FunctionKind) -> None:
+    _units.whole_number(refork_after, "refork_after")
+    why = ""
+    if start == "spawn":
+        why = "needs workers that are forked, and start='spawn' forks none"
+    elif kind in {"coroutine", "async generator"}:
+        why = "is not for coroutines: the event loop of a worker does not survive a fork"
+    if why:
+        raise InvalidOption("refork_after", refork_after, why=why, fix="Leave it out.")
 
 
 def check_function(function: Any, recycle_on: Policy | None) -> None:
@@ -110,15 +130,16 @@ def check_function(function: Any, recycle_on: Policy | None) -> None:
         raise InvalidOption("function", function, why=why, fix=fix)
     check_importable(function)
     owner = owner_of(function)
-    if isinstance(function, Guarded) and not isinstance(owner, ModelGuard):
-        why = "takes its model from a pool, and isolate needs a guard"
-        raise InvalidOption("function", function, why=why, fix="Give each model a guard and a function of its own.")
     if recycle_on is None:
         return
-    if owner is not None:
+    if isinstance(owner, ModelGuard):
         why = "is for functions without a guard"
         raise InvalidOption("recycle_on", recycle_on, why=why, fix="The guard's reload_on decides here.")
     if not isinstance(recycle_on, Policy):
         why = f"must be a policy or None, not {_units.kind_of(recycle_on)}"
         raise InvalidOption("recycle_on", recycle_on, why=why, fix="Write for example Uses(10_000).")
+    if owner is not None and subset(recycle_on, renews=True, unloads=True) is not None:
+        why = "would renew or unload a pool's models, which the pool does"
+        fix = "Give the pool a ttl, and leave TTL, Modified and Idle out."
+        raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
     check_policy(recycle_on, runtime.default().limit)

@@ -12,8 +12,9 @@ from modelguard.isolation._channel import Channel
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._molds import Mold
 from modelguard.isolation._options import IsolationOptions
-from modelguard.isolation._roster import MoldGone, Worker
+from modelguard.isolation._roster import MoldGone
 from modelguard.isolation._scope import Limits
+from modelguard.isolation._worker_process import Worker
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
@@ -64,8 +65,9 @@ class ProcessScope:
         self._molds = molds
         self._engine = molds.guard.engine
 
-    def take(self, limits: Limits) -> _Taken:
+    def take(self, limits: Limits, key: Any = None) -> _Taken:
         """Take a worker, and with it a lease on its mold."""
+        del key
         gone: Mold | None = None
         since = 0.0
         while True:
@@ -108,6 +110,7 @@ class ProcessScope:
             generation=molds.generation,
             age=molds.age,
             mold=None if mold is None or mold.died is not None else mold.pid,
+            reforked=mold is not None and mold.heir is not None,
             workers=tuple(
                 WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
                 for one, state, worn, calls in listed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from modelguard import _units
 from modelguard.isolation._channel import Channel
@@ -58,8 +58,12 @@ class Taken(Protocol):
 class Scope(Protocol):
     """Where the mold and the workers of one isolated function are."""
 
-    def take(self, limits: Limits) -> Taken:
+    def take(self, limits: Limits, key: Any = None) -> Taken:
         """Take a worker; start what is missing. Blocks.
+
+        Args:
+            limits: Of the call.
+            key: Which of a pool's models it needs; None for a function that has no pool.
 
         Raises:
             GuardClosed, LoadFailed, Reloading, QueueFull, CircuitOpen, DeadlineExceeded: There is none.

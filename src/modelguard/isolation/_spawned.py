@@ -11,7 +11,7 @@ from modelguard.isolation import _news, _processes
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._launch import Launched, launch
 from modelguard.isolation._molds import Mold, with_remote_traceback
-from modelguard.isolation._roster import Worker
+from modelguard.isolation._worker_process import Worker
 from modelguard.telemetry import logger
 
 __all__ = ["SpawnedWorkers"]

@@ -21,10 +21,9 @@ from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._options import IsolationOptions, ScopeName, StartMethod, check_function, parse
 from modelguard.isolation._process_scope import ProcessScope
 from modelguard.isolation._scope import Limits, Scope
-from modelguard.isolation._source import Source, source_of
+from modelguard.isolation._source import PoolSource, Source, source_of
 from modelguard.isolation._submitted import Submitted
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
 from modelguard.serving import deadlines
 from modelguard.serving.breaker import Breaker
@@ -36,6 +35,9 @@ R = TypeVar("R")
 
 _NO_ITEM = object()
 
+#: Threads for submitted calls, one for each worker, where it is not known how many keys have workers.
+_POOL_THREADS = 32
+
 
 class Isolated(Generic[P, R]):
     """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
@@ -45,7 +47,7 @@ class Isolated(Generic[P, R]):
     :meth:`load`. It is a context manager, for ``with`` and ``async with``: it loads on entry and closes on exit.
     """
 
-    def __init__(self, function: Callable[P, R], options: IsolationOptions, source: Source) -> None:
+    def __init__(self, function: Callable[P, R], options: IsolationOptions, source: Source | PoolSource) -> None:
         functools.update_wrapper(self, function)
         self._options = options
         self._source = source
@@ -56,9 +58,11 @@ class Isolated(Generic[P, R]):
 
     def _start(self) -> None:
         self._scope = _scope_of(self._options, self._source)
-        self._caller = Caller(self._options, self._scope)
-        limits = self._options
-        self._submitted = Submitted(limits.name, threads=limits.workers, max_queue=limits.max_queue)
+        limits, source = self._options, self._source
+        key_of = source.pooled.key_of if isinstance(source, PoolSource) else None
+        self._caller = Caller(limits, self._scope, key_of)
+        threads = limits.workers if key_of is None else max(_POOL_THREADS, limits.workers)
+        self._submitted = Submitted(limits.name, threads=threads, max_queue=limits.max_queue)
         # Without anybody who could call it, as after a module was reloaded, its processes have no purpose.
         self._finalizer = weakref.finalize(self, self._scope.end_at_once)
 
@@ -145,7 +149,7 @@ class Isolated(Generic[P, R]):
             fix = "Put the calls of a script under: if __name__ == '__main__':"
             raise WouldDeadlock(self.name, why=why, fix=fix)
         if _role.target() is self.isolated_function:
-            return self.isolated_function(*args, **kwargs)
+            return _role.here()(*args, **kwargs)
         raise self._refused_inside()
 
     def _refused_inside(self) -> NotSupported:
@@ -164,10 +168,9 @@ class Isolated(Generic[P, R]):
         """What runs in the workers: the function below ``@isolate``."""
         return self._source.function
 
-    @property
-    def model_guard(self) -> ModelGuard[Any]:
-        """The guard that lends the model in the workers. In this process it has no model."""
-        return self._source.guard
+    def source_for(self, key: Any) -> Source:
+        """In a mold: what its workers run, and the guard that lends the model, or the pool's model of ``key``."""
+        return self._source.for_key(key)
 
     @property
     def ready(self) -> bool:
@@ -287,6 +290,7 @@ def isolate(
     max_queue: int = 256,
     max_transfer: int | str = "1 GB",
     breaker: Breaker | None = None,
+    refork_after: int | None = None,
     scope: ScopeName = "process",
     version: str | None = None,
     name: str | None = None,
@@ -325,6 +329,9 @@ def isolate(
         max_transfer: The largest arguments or result, in bytes or as text such as ``"100 MB"``.
         breaker: When calls are refused because workers crash or exceed ``timeout`` one after the other. Default:
             ``Breaker()``. Of its options, ``ignore`` and ``reload`` do not apply here.
+        refork_after: After so many calls of one worker, that worker takes the place of the mold, once for each load:
+            what its calls have filled is then shared by all workers. For models whose caches fill with traffic. None:
+            never.
         scope: ``"process"``: the mold and the workers belong to this process, and end with it. ``"host"``: all
             processes of this user on this host that run the same code share them, under any server; they end with the
             last one.
@@ -353,6 +360,7 @@ def isolate(
             retry=retry,
             breaker=breaker,
             max_transfer=max_transfer,
+            refork_after=refork_after,
             scope=scope,
             version=version,
             name=name,
@@ -362,7 +370,11 @@ def isolate(
     return decorate
 
 
-def _scope_of(options: IsolationOptions, source: Source) -> Scope:
+def _scope_of(options: IsolationOptions, source: Source | PoolSource) -> Scope:
+    if isinstance(source, PoolSource):
+        from modelguard.isolation._pool_scope import PoolScope
+
+        return PoolScope(options, source)
     guard_options = source.guard.engine.guard.options
     if options.scope == "process":
         return ProcessScope(options, MoldGuard(options, guard_options))

@@ -107,6 +107,7 @@ def options(**changes: object) -> IsolationOptions:
         "timeout": 5.0,
         "start": "fork",
         "max_queue": 8,
+        "refork_after": None,
         "retry": False,
         "breaker": None,
         "max_transfer": 100,
