@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.process.harness import wait_until
 from tests.process.host_callers import APP, Caller, CallFailed, family, molds, nothing_left, sockets, write
@@ -279,6 +280,23 @@ class TestDeaths:
                 assert tally.get("WorkerCrashed", 0) <= 3
             assert one.status("broker") == two.status("broker")
             assert 1 == len(molds(folder))
+
+    def test_a_broker_that_hangs_keeps_nobody_waiting(self, folder: Path) -> None:
+        """Deadlines and timeouts of loads hold, and status() answers; once it goes on, nothing was lost."""
+        with Caller(folder) as one, Caller(folder) as two:
+            one.call()
+            broker = psutil.Process(one.status("broker"))
+            broker.suspend()
+            wait_until(lambda: broker.status() == psutil.STATUS_STOPPED, "its stop")
+            with pytest.raises(CallFailed, match="DeadlineExceeded"):
+                one.run("with deadline(0.3): app.predict()")
+            with pytest.raises(CallFailed, match="Reloading"):
+                two.run("app.predict.load(timeout=0.3)")
+            assert "new" == one.status("state")
+            broker.resume()
+            assert one.call() == two.call()
+            assert broker.pid == two.status("broker")
+            assert 0 == one.status("crashed")
 
     def test_a_broker_that_is_killed_while_nobody_calls_comes_back(self, folder: Path) -> None:
         """Probes of all web workers are false then, and may keep away the call that would start the next one."""

@@ -32,7 +32,7 @@ _POLL = 0.02
 
 
 def join(
-    options: IsolationOptions, source: GuardOptions[Any], *, elect: bool, closed: Callable[[], bool]
+    options: IsolationOptions, source: GuardOptions[Any], *, elect: bool, give_up: Callable[[], bool]
 ) -> Membership | None:
     """Become the client of a broker; start one if there is none and ``elect`` is true. Blocks.
 
@@ -40,7 +40,7 @@ def join(
         options: Of the isolated function.
         source: Of the guard that lends the model in the molds.
         elect: Whether to start a broker. If not, None is returned where there is none.
-        closed: Asked while another process starts one; true ends the wait.
+        give_up: Asked while there is none yet; true ends the wait.
 
     Raises:
         NotSupported: The private folder cannot be used.
@@ -49,10 +49,10 @@ def join(
     until = time.monotonic() + _LONGEST
     election = _Election(options, source, _ANSWER if elect else _SOON)
     while True:
-        found = election.attempt(elect, lambda: closed() or time.monotonic() > until)
+        found = election.attempt(elect, lambda: give_up() or time.monotonic() > until)
         if found is not None or not elect:
             return found
-        if closed() or time.monotonic() > until:
+        if give_up() or time.monotonic() > until:
             raise LoadFailed(options.name, f"no broker serves in {private_folder()}: {election.obstacle}")
         time.sleep(_POLL)
 

@@ -36,6 +36,9 @@ _POLL = 0.05
 #: Seconds in which a broker answers whatever it need not wait for.
 _ANSWER = 1.0
 
+#: The same for a call whose time is over already.
+_LATE = 0.25
+
 #: Seconds that the last client waits for the end of all processes: those that a mold may take, and some.
 _END = 15.0
 
@@ -121,7 +124,7 @@ class _Connection:
 
     def _withdraw(self) -> Any:
         """The time is over. If a worker was granted in this moment, that is the answer."""
-        self._channel.set_timeout(_ANSWER)
+        self._channel.set_timeout(_LATE)
         self._channel.send(("withdraw",))
         while True:
             answer = self._channel.receive()
@@ -176,7 +179,12 @@ class HostScope:
         del key
         since: float | None = None
         while True:
-            membership = self._join()
+            try:
+                membership = self._join(limits.until)
+            except LoadFailed as error:
+                if time.monotonic() < limits.until:
+                    raise
+                raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from error
             try:
                 connection = _Connection(membership, membership.connection())
                 granted = connection.take(self._timeout, limits)
@@ -199,23 +207,28 @@ class HostScope:
         time.sleep(_POLL)
         return since
 
-    def _join(self) -> Membership:
+    def _join(self, until: float) -> Membership:
         membership = self._membership
         if membership is not None and not membership.gone and not self._ended.is_set():
             return membership
         with self._joining:
-            membership = self._find(elect=True)
+            membership = self._find(elect=True, until=until)
         assert membership is not None  # noqa: S101 - for the checkers
         return membership
 
-    def _find(self, *, elect: bool) -> Membership | None:
+    def _find(self, *, elect: bool, until: float = math.inf) -> Membership | None:
         if self._ended.is_set():
             raise GuardClosed(self._name)
         if _role.current() != "owner":  # as a client it would keep its own broker alive
             raise NotSupported(f"{self._name}() inside an isolated function", reason="a worker starts no workers")
         membership = self._membership
         if membership is None or membership.gone:
-            membership = self._membership = join(self._options, self._source, elect=elect, closed=self._ended.is_set)
+            membership = self._membership = join(
+                self._options,
+                self._source,
+                elect=elect,
+                give_up=lambda: self._ended.is_set() or time.monotonic() > until,
+            )
             if membership is not None:
                 membership.on_loss = self._begin_to_renew
             if membership is not None:
@@ -242,15 +255,16 @@ class HostScope:
     def _ask(self, what: Any, *details: Any, timeout: _units.Duration | None = None) -> Any:
         """Ask the broker; the one that comes next, if it ends meanwhile."""
         started = time.monotonic()
-        limit = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
+        until = math.inf if timeout is None else started + _units.seconds(timeout, "timeout", zero=True)
         since: float | None = None
         while True:
-            left = 0.0 if limit is None else max(0.001, started + limit - time.monotonic())
             try:
-                return self._join().ask(what, *details, limit=left)
+                return self._join(until).ask(what, *details, limit=_left(until))
             except BrokerGone:
                 since = self._wait_for_next(since)
-            except BlockingIOError:
+            except (BlockingIOError, LoadFailed) as error:
+                if isinstance(error, LoadFailed) and time.monotonic() < until:
+                    raise
                 raise Reloading(self._name, waited=time.monotonic() - started) from None
 
     # Its state
