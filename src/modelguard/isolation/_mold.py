@@ -93,7 +93,7 @@ class _Mold:
         isolated = _target.find(instructions["function"], lambda found: hasattr(found, "isolated_function"))
         reporter.take_over()  # from what the imported modules have set up
         self._function = isolated.isolated_function
-        self._kind: _target.FunctionKind = _target.kind_of(self._function)
+        self._kind = isolated.function_kind
         self._guard = isolated.model_guard
         _role.enter("mold", self._function)
         engine = self._guard.engine

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from modelguard import _units
+from modelguard._function_kinds import FunctionKind, kind_of
 from modelguard.errors import InvalidOption
-from modelguard.isolation._target import FunctionKind, Reference, check_importable, kind_of, reference
+from modelguard.isolation._target import Reference, check_importable, reference
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._options import check_policy
 from modelguard.lifecycle._wrappers import Guarded, owner_of
@@ -68,7 +70,7 @@ def parse(
     return IsolationOptions(
         name=".".join(where) if name is None else name,
         function=where,
-        kind=kind_of(function),
+        kind=kind_of(inspect.unwrap(function)),
         workers=_units.whole_number(workers, "workers"),
         timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
         start=start,

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar
 
 from modelguard import _public, _units
+from modelguard._function_kinds import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _processes, _registry, _role
 from modelguard.isolation._calls import Arguments, Caller, Limits
@@ -156,6 +157,11 @@ class Isolated(Generic[P, R]):
     def name(self) -> str:
         """Its name in events and errors."""
         return self._options.name
+
+    @property
+    def function_kind(self) -> FunctionKind:
+        """What a call gives: ``"function"``, ``"coroutine"``, ``"generator"`` or ``"async generator"``."""
+        return self._options.kind
 
     @property
     def isolated_function(self) -> Callable[P, R]:

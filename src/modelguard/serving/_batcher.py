@@ -19,11 +19,12 @@ from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overload
 from modelguard.serving import _inline, _registry
 from modelguard.serving._batches import Batch
 from modelguard.serving._events import BatchEvents
-from modelguard.serving._execution import BatchCallable, BatchFunction, compute, compute_one
+from modelguard.serving._execution import BatchCallable, BatchFunction
 from modelguard.serving._hung import items_in_hung
 from modelguard.serving._options import BatchOptions
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import FutureRequest, QueuedCall, Request, deliver
+from modelguard.serving._runners import runner_of
 from modelguard.serving._wakeup import Wakeup
 from modelguard.serving._watch import Watch
 from modelguard.serving.breaker import Circuit
@@ -56,6 +57,7 @@ class Batcher:
             isolate=options.on_error == "isolate",
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
+        self._runner = runner_of(self._function, options.function, options.own_loop, lambda: self._queue.waiting > 0)
         self._most_threads = options.limits.threads
         self._bounded = options.limits.deadline != math.inf
         self._reset()
@@ -156,10 +158,9 @@ class Batcher:
             raise GuardClosed(self.name)
         token = current_scope.set(Scope(enclosing=scope.enclosing | {self}))
         try:
-            outcome = compute_one(self._function, request)
+            self._runner.inline(request)
         finally:
             current_scope.reset(token)
-        request.deliver(outcome)
 
     def cancel(self, request: Request, *, notify: bool = False) -> None:
         """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
@@ -259,7 +260,7 @@ class Batcher:
             enclosing = enclosing.union(*(request.enclosing for request in batch.requests))
         started = _clock()
         token = current_scope.set(Scope(enclosing=enclosing))
-        computed = compute(self._function, batch.requests, batch.extras, self._answer)
+        computed = self._runner.batch(batch.requests, batch.extras, self._answer)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
         now = _clock()
         queue = self._queue

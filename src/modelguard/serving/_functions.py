@@ -49,21 +49,8 @@ def check_function(function: Any, caller: Mapping[str, Any]) -> None:
     if not callable(function) or isinstance(function, type):
         why = f"it must be a function or a method, not {_units.kind_of(function)}"
         raise _rejected(function, why=why, fix="Decorate: def predict(items): return [...]")
-    _check_kind(function)
     _check_parameters(function)
     _check_no_route(function, caller)
-
-
-def _check_kind(function: Any) -> None:
-    kinds = {
-        "a coroutine function": inspect.iscoroutinefunction(function),
-        "a generator function": inspect.isgeneratorfunction(function),
-        "an asynchronous generator function": inspect.isasyncgenfunction(function),
-    }
-    for kind, found in kinds.items():
-        if found:
-            fix = "Write: def predict(items): return [...]; callers on an event loop use await predict.aio(item)."
-            raise _rejected(function, why=f"it is {kind}, and batches run on a thread of their own", fix=fix)
 
 
 def _check_parameters(function: Any) -> None:

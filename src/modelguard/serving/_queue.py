@@ -378,6 +378,8 @@ class BatchQueue:
         else:
             self._abandoned += 1
             self._end(request, failure)
+            if request.departure is not None:
+                request.departure.set()
         if self._stale > _STALE and self._stale > self.waiting:
             self._lines.sweep()
             self._stale = 0
