@@ -43,17 +43,20 @@ class OwnLoop:
         """
         with self._lock:
             if self._loop is None:
-                loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run, args=(loop,), name=f"modelguard-loop-{self._name}", daemon=True)
-                try:
-                    thread.start()
-                except BaseException:
-                    loop.close()
-                    raise
-                self._loop = loop
+                # In no context: a loop keeps the one in which it was made, and with it whose batch that was.
+                loop = self._loop = contextvars.Context().run(self._start)
                 self._finalizer = weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
                 self._finalizer.atexit = False  # batches that run at the end of the interpreter need it
             return self._loop
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        try:
+            threading.Thread(target=_run, args=(loop,), name=f"modelguard-loop-{self._name}", daemon=True).start()
+        except BaseException:
+            loop.close()
+            raise
+        return loop
 
     def renew_in_child(self) -> None:
         """In a forked child: the loop's thread is the parent's."""
@@ -82,16 +85,16 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
-        _close(loop)
+        loop.run_until_complete(_end_tasks(asyncio.all_tasks(loop)))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
-def _close(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
+async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel what a function has left behind on its loop."""
     for task in tasks:
         task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    loop.run_until_complete(loop.shutdown_asyncgens())
-    loop.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run_on(
