@@ -176,7 +176,7 @@ def test_it_is_cancelled_when_all_callers_have_left() -> None:
         return items
 
     futures = [f.submit(0)]
-    until(lambda: f.status().running == 1)
+    until(lambda: len(batches) == 1)
     futures += [f.submit(1), f.submit(2)]
     futures[0].cancel()
     assert cancelled.wait(TIMEOUT)
@@ -210,10 +210,11 @@ def test_the_deadline_cancels_it() -> None:
 
 def test_a_function_that_ignores_its_cancellation() -> None:
     """It keeps its batch until it ends, as a plain function does, and then serves on."""
-    gate = threading.Event()
+    gate, began = threading.Event(), threading.Event()
 
     @batched(max_size=4)
     async def f(items: list[int]) -> list[int]:
+        began.set()
         while not gate.is_set():
             try:
                 await asyncio.sleep(0.001)
@@ -222,7 +223,7 @@ def test_a_function_that_ignores_its_cancellation() -> None:
         return items
 
     future = f.submit(1)
-    until(lambda: f.status().running == 1)
+    assert began.wait(TIMEOUT)
     future.cancel()
     assert 1 == f.status().running
     gate.set()
