@@ -139,7 +139,7 @@ class StreamRun:
                 return
             self.hand_out(parts)
             del parts
-            self._wait_for_consumers()
+            self.wait_for_consumers()
             waiting = self._callers.waiting()
 
     def hand_out(self, parts: list[Any]) -> None:
@@ -167,7 +167,7 @@ class StreamRun:
         self._succeeded += len(outcomes) - failed
         self._answer(requests, outcomes)
 
-    def _wait_for_consumers(self) -> None:
+    def wait_for_consumers(self) -> None:
         """Wait until every buffer has room. Who keeps others waiting for too long has to go."""
         clock = self._function.clock
         while full := [one for one in self._requests if one.full and one.state != "done"]:
