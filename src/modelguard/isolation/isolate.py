@@ -9,7 +9,7 @@ import time
 import weakref
 from asyncio import get_running_loop
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar
 
@@ -122,6 +122,7 @@ class Isolated(Generic[P, R]):
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
         limits = _limits()
         items = self._caller.stream(arguments, limits)
+        step: Future[Any] | None = None
         try:
             while True:
                 step = self._submitted.submit(functools.partial(next, items, _NO_ITEM), limits.until)
@@ -130,7 +131,7 @@ class Isolated(Generic[P, R]):
                     return
                 yield item
         finally:
-            await asyncio.to_thread(items.close)  # type: ignore[attr-defined]
+            await asyncio.to_thread(_close_after, step, items)
 
     def _refuse_streams(self) -> None:
         if "generator" in self._options.kind:
@@ -291,6 +292,13 @@ class Isolated(Generic[P, R]):
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
+
+
+def _close_after(step: Future[Any] | None, items: Any) -> None:
+    """Close a stream. A task that was cancelled may have left a step behind that still runs, which ends first."""
+    if step is not None:
+        wait([step])
+    items.close()
 
 
 class Decorator(Protocol):

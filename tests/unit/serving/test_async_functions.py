@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import TIMEOUT, until
+from tests.unit.serving.gated import TIMEOUT, next_turn, until
 
 from modelguard import Batched, batched, guard
 from modelguard.errors import BatchFailed, DeadlineExceeded, NotSupported, WrongResults
@@ -20,7 +20,7 @@ from modelguard.serving._loops import OwnLoop
 
 
 async def double(items: list[int], *, by: int = 2) -> list[int]:
-    await asyncio.sleep(0)
+    await next_turn()
     return [item * by for item in items]
 
 
@@ -217,7 +217,7 @@ def test_a_function_that_ignores_its_cancellation() -> None:
         began.set()
         while not gate.is_set():
             try:
-                await asyncio.sleep(0.001)
+                await next_turn()
             except asyncio.CancelledError:
                 continue
         return items
@@ -238,7 +238,7 @@ def test_items_at_fault_are_found() -> None:
 
     @batched(max_size=4, max_wait="20s")
     async def f(items: list[Any]) -> list[Any]:
-        await asyncio.sleep(0)
+        await next_turn()
         return [item + 1 for item in items]
 
     futures = [f.submit(item) for item in (1, "bad", 3, 4)]
@@ -292,7 +292,7 @@ def test_async_streams() -> None:
     @batched(max_size=4)
     async def f(items: list[int]) -> AsyncIterator[list[Any]]:
         for number in range(3):
-            await asyncio.sleep(0)
+            await next_turn()
             yield [item + number if number < 2 or item else StopIteration for item in items]
 
     assert isinstance(f, BatchedStream)
@@ -317,7 +317,7 @@ def test_an_async_stream_that_everybody_left_is_closed_at_once() -> None:
             yield items
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # it may await while it is closed
+            await next_turn()  # it may await while it is closed
             closed.set()
 
     stream = f.stream(1)
@@ -350,7 +350,7 @@ def test_on_a_guarded_function() -> None:
     @batched(max_size=4)
     @model
     async def f(loaded: dict[str, int], items: list[int]) -> list[int]:
-        await asyncio.sleep(0)
+        await next_turn()
         leased.append(model.status().in_flight)
         return [item * loaded["by"] for item in items]
 

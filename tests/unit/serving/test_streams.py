@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import TIMEOUT, until
+from tests.unit.serving.gated import TIMEOUT, next_turn, until
 
 from modelguard import Breaker, batched, deadline, guard, telemetry
 from modelguard.errors import (
@@ -449,7 +449,7 @@ def test_inline_async_streams() -> None:
     @batched(max_size=4)
     async def f(items: list[int]) -> AsyncIterator[list[int]]:
         for number in range(3):
-            await asyncio.sleep(0)
+            await next_turn()
             yield [item + number for item in items]
 
     async def consume() -> list[int]:
