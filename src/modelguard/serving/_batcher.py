@@ -263,13 +263,14 @@ class Batcher:
         computed = self._runner.batch(batch.requests, batch.extras, self._answer)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
         now = _clock()
+        seconds = now - started - computed.stalled
         queue = self._queue
         with self._lock:
             if computed.error is None and computed.whole:
-                queue.record_run(batch, now - started, now)
+                queue.record_run(batch, seconds, now)
             for part in computed.parts:
                 queue.record_part(batch, *part, now)
-            queue.record_end(batch, now - started, now, reruns=computed.reruns, bad=computed.bad)
+            queue.record_end(batch, seconds, now, reruns=computed.reruns, bad=computed.bad)
             queue.counters.bisected += bool(computed.reruns)
             requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed)
             change = queue.record_verdict(batch, computed.verdict, now)
@@ -278,7 +279,7 @@ class Batcher:
         if queue.undelivered or queue.closed or self._deferred:
             self._settle()
         try:
-            self._events.batch_ended(batch, computed, queue, seconds=now - started, change=change)
+            self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
             if change == "opened" and self._breaker is not None and self._breaker.reload is not None:
                 self._breaker.reload.reload(wait=False)
         except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread

@@ -97,6 +97,7 @@ class Computed:
         parts: Count, weight and seconds of each run of a part that succeeded.
         bad: The share of items that made the batch raise, of those that were told apart.
         whole: Whether the first run was of all its items.
+        stalled: Seconds in which it waited for its callers, of which the model knows nothing.
     """
 
     outcomes: list[Any]
@@ -107,6 +108,7 @@ class Computed:
     parts: list[tuple[int, float, float]] = field(default_factory=list)
     bad: float = 0.0
     whole: bool = True
+    stalled: float = 0.0
 
 
 #: Called with requests of a batch that is still being computed, and their outcomes.

@@ -112,6 +112,7 @@ class StreamRun:
         self._wait = wait
         self._callers = Callers([*requests])
         self._failed = self._succeeded = 0
+        self._stalled = 0.0
 
     def to_end(self, start: StartSteps, extras: dict[str, Any]) -> BaseException | None:
         """Take all steps. Returns what went wrong."""
@@ -176,8 +177,10 @@ class StreamRun:
                 continue
             began = clock()
             self._wait(self._callers, self._stalls.left(full))
+            seconds = clock() - began
+            self._stalled += seconds
             if self._others_wait() or len(full) < sum(self._callers.waiting()):
-                self._stalls.add(full, clock() - began)
+                self._stalls.add(full, seconds)
 
     def _drop(self, slow: list[Request]) -> None:
         name = self._function.name
@@ -190,10 +193,11 @@ class StreamRun:
             self._succeeded += sum(live)
             verdict: Verdict = "succeeded" if self._succeeded else "inconclusive"
             whole = bool(self._succeeded or self._failed)  # else it was cut short, and its time says nothing
-            return Computed([None] * len(live), 0, verdict, whole=whole)
+            return Computed([None] * len(live), self._failed, verdict, whole=whole, stalled=self._stalled)
         left = [item for item, waits in zip(self._items, live, strict=True) if waits]
         outcomes = [Failure(error_for_caller(error, self._function.name, left)) if waits else None for waits in live]
-        return Computed(outcomes, len(left), verdict_of([error], self._function.ignore), error)
+        failed, verdict = self._failed + len(left), verdict_of([error], self._function.ignore)
+        return Computed(outcomes, failed, verdict, error, stalled=self._stalled)
 
 
 class InlineParts:

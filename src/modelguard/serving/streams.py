@@ -7,7 +7,8 @@ import os
 import sys
 import threading
 from asyncio import get_running_loop
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
 
@@ -40,7 +41,7 @@ class Stream(Generic[Y_co]):
         self._request = request
         self._leave = leave
         self._process = os.getpid()
-        self._open = False
+        self._open = self._waited_for = False
 
     # Parts
 
@@ -66,7 +67,8 @@ class Stream(Generic[Y_co]):
             waiter = Wakeup()
             part = self._take(waiter)
             if part is NOTHING_YET:
-                self._wait(waiter)
+                with self._waiting():
+                    waiter.wait(threading.TIMEOUT_MAX)
                 part = self._take(None)
         if part is ENDED:
             raise StopIteration
@@ -87,12 +89,8 @@ class Stream(Generic[Y_co]):
             waiter = LoopWaiter(get_running_loop())
             part = self._take(waiter)
             if part is NOTHING_YET:
-                self._check_process()
-                try:
+                with self._waiting():
                     await waiter.future
-                except BaseException:
-                    self.close()
-                    raise
                 part = self._take(None)
         if part is ENDED:
             raise StopAsyncIteration
@@ -101,6 +99,8 @@ class Stream(Generic[Y_co]):
     def _take(self, waiter: Waiter | None) -> Any:
         if not self._open:
             return ENDED
+        if self._waited_for:
+            raise RuntimeError(f"somebody else waits for the next part of this stream of {self._name}()")
         try:
             part = self._request.take(waiter)
         except BaseException:
@@ -110,20 +110,22 @@ class Stream(Generic[Y_co]):
             self._open = False
         return part
 
-    def _wait(self, waiter: Wakeup) -> None:
-        self._check_process()
-        if sys.is_finalizing():  # the threads that would bring the part do not run any more
-            raise GuardClosed(self._name)
-        try:
-            waiter.wait(threading.TIMEOUT_MAX)
-        except BaseException:  # Ctrl-C
-            self.close()
-            raise
-
-    def _check_process(self) -> None:
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Wait for a part inside the block. Whoever is interrupted there, by Ctrl-C or as a task, has left."""
         if self._process != os.getpid():
             self._open = False
             raise BatchFailed(self._name, "the stream belongs to the process from which this one was forked", size=1)
+        if sys.is_finalizing():  # the threads that would bring the part do not run any more
+            raise GuardClosed(self._name)
+        self._waited_for = True
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._waited_for = False
 
     # Its end
 

@@ -122,7 +122,7 @@ def test_an_item_ends_with_an_error() -> None:
     assert (1, "bad item") == (first, str(error))
     assert isinstance(error, ValueError)
     assert [2, 3, 5, ENDED] == parts_of(world.requests[1])
-    assert ("succeeded", None) == (computed.verdict, computed.error)
+    assert ("succeeded", None, 1) == (computed.verdict, computed.error, computed.failed)
 
 
 def test_the_function_ends_when_all_items_have_ended() -> None:
@@ -350,9 +350,10 @@ def test_the_batch_waits_for_a_full_buffer() -> None:
             yield [number]
             most = max(most, len(request._parts))
 
-    world.run(f)
+    computed = world.run(f)
     assert [*range(20), ENDED] == got + parts_of(request)
     assert (19, 1) == (len(world.waits), most)
+    assert 19.0 == computed.stalled, "which is not the model's time"
 
 
 def test_a_consumer_that_keeps_others_waiting_is_dropped() -> None:

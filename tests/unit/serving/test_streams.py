@@ -475,6 +475,22 @@ def test_a_thread_cannot_wait_on_an_event_loop() -> None:
     assert [1, 2, 3] == asyncio.run(consume())
 
 
+def test_a_stream_has_one_consumer_at_a_time(steps: Steps) -> None:
+    """Two that wait for the same part would each miss some; the second is told so, and the first is unharmed."""
+    f = batched(max_size=4)(steps)
+    stream = f.stream("a")
+
+    async def both() -> Any:
+        first = asyncio.create_task(anext(stream))
+        await next_turn()
+        with pytest.raises(RuntimeError, match="somebody else waits for the next part"):
+            await anext(stream)
+        steps.step()
+        return await first
+
+    assert "a0" == asyncio.run(both())
+
+
 def test_the_batch_function_cannot_stream_from_itself() -> None:
     """It would wait for the thread that it occupies."""
 
