@@ -18,6 +18,7 @@ from modelguard import (
     MemoryGrowth,
     ModelGuard,
     ModelPool,
+    ModelReplicas,
     Policy,
     Snapshot,
     Uses,
@@ -29,6 +30,7 @@ from modelguard import (
     pool,
     prefork,
     presets,
+    replicas,
     sharing,
     telemetry,
     weights,
@@ -334,6 +336,32 @@ assert_type(Scaling().scale("a"), float)
 
 with deadline("1s"):
     assert_type(lengths("a"), int)
+
+
+# Replicas: what a guard decorates, they decorate.
+
+pair = replicas(guard(Model, reload_on=None), 2)
+
+
+@pair
+def predicted(model: Model, text: str) -> list[str]:
+    return model.predict(text)
+
+
+@pair
+async def predicted_later(model: Model, text: str) -> list[str]:
+    return model.predict(text)
+
+
+assert_type(pair, ModelReplicas[Model])
+assert_type(predicted("a"), list[str])
+assert_type(pair.status()[0].generation, int)
+with pair.lease() as one_of_them:
+    assert_type(one_of_them, Model)
+
+
+async def predictions_later() -> None:
+    assert_type(await predicted_later("a"), list[str])
 
 
 # Streams: a generator function yields the parts of each item's result. Async functions are called as others are.

@@ -94,7 +94,7 @@ def check_function(function: Any, recycle_on: Policy | None) -> None:
     check_importable(function)
     owner = owner_of(function)
     if isinstance(function, Guarded) and not isinstance(owner, ModelGuard):
-        why = "takes its model from a pool, and isolate needs a guard"
+        why = "takes its model from a pool or from replicas, and isolate needs a guard"
         raise InvalidOption("function", function, why=why, fix="Give each model a guard and a function of its own.")
     if recycle_on is None:
         return
