@@ -94,8 +94,9 @@ class FreeReplicas(Generic[M]):
             chosen = ready or [at for at in self._free if not self._engines[at].loading]
             if not chosen:
                 return None
-            self._free.remove(chosen[0])
-            return chosen[0]
+            at: int = chosen[0]
+            self._free.remove(at)
+            return at
 
     def _wait_for_free(self, wait: float) -> int:
         until = time.monotonic() + wait

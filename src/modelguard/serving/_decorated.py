@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from modelguard import _units
 from modelguard.errors import NotSupported, WouldDeadlock
@@ -34,14 +34,14 @@ class Decorated:
     """
 
     def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(cast("Callable[..., Any]", self), function)
         self.__signature__ = call_signature(function, options.limits.name)
         self._function = function
         self._options = options
         self._batcher = Batcher(function, options)
         self._arguments = Arguments(function, options)
         self._always_checked = self._arguments.always_checked
-        self._methods: BoundMethods[Self] | None = None
+        self._methods: BoundMethods[Any] | None = None
         self._method_of: tuple[Any, str] | None = None
         self._on_callers_loop = options.function.is_async and options.function.loop == "caller"
 

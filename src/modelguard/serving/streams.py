@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from asyncio import get_running_loop
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
@@ -26,7 +26,7 @@ Y = TypeVar("Y")
 Y_co = TypeVar("Y_co", covariant=True)
 
 
-class Stream(Generic[Y_co]):
+class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
     """The parts of one item's result. Made by :meth:`BatchedStream.stream`.
 
     ``async for part in stream`` does not block the event loop, ``for part in stream`` blocks the thread. Each part
