@@ -181,6 +181,23 @@ def test_one_queue_feeds_all(pair: ModelReplicas[Any]) -> None:
     assert {1, 2} == {future.result(TIMEOUT) for future in [number.submit(1), number.submit(2)]}
 
 
+def test_a_stream_keeps_its_replica(pair: ModelReplicas[Any]) -> None:
+    """Two batches of streams run side by side, each on a model of its own from the first part to the last."""
+
+    @batched(max_size=1, threads=2)
+    @pair
+    def numbers(model: Any, items: list[int]) -> Iterator[list[int]]:
+        while True:
+            yield [model.number for _ in items]
+
+    with numbers.stream(1) as one, numbers.stream(2) as two:
+        first, second = next(one), next(two)
+        assert {1, 2} == {first, second}
+        assert ([first] * 100, [second] * 100) == ([next(one) for _ in range(100)], [next(two) for _ in range(100)])
+    numbers.close()
+    assert 0 == pair._free.in_use
+
+
 class Exclusive:
     """A model that fails if it is used twice at once."""
 
