@@ -1,4 +1,4 @@
-"""Replicas are replaced one at a time: whose turn it is, and what memory tells about all of them together."""
+"""Replicas are replaced one at a time: whose turn it is, and how policies on memory count for all of them."""
 
 from __future__ import annotations
 

@@ -476,7 +476,7 @@ def test_a_thread_cannot_wait_on_an_event_loop() -> None:
 
 
 def test_a_stream_has_one_consumer_at_a_time(steps: Steps) -> None:
-    """Two that wait for the same part would each miss some; the second is told so, and the first is unharmed."""
+    """Two that wait for the same part would each miss some; the second gets an error, and the first is unharmed."""
     f = batched(max_size=4)(steps)
     stream = f.stream("a")
 
