@@ -210,6 +210,8 @@ class BatchQueue:
         self.running.remove(batch)
         requests = batch.requests
         if self._abandoned:
+            for request in requests:
+                request.item = None
             pairs = [pair for pair in zip(requests, outcomes, strict=True) if pair[0].state != "done"]
             self._abandoned -= len(requests) - len(pairs)
             requests, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -377,7 +379,7 @@ class BatchQueue:
             self._remove_waiting(request, failure)
         else:
             self._abandoned += 1
-            self._end(request, failure)
+            self._end(request, failure, forget_item=False)  # its batch may not have read the item yet
             if request.departure is not None:
                 request.departure.set()
         if self._stale > _STALE and self._stale > self.waiting:
@@ -390,9 +392,10 @@ class BatchQueue:
         self._forget_probe(request)
         self._end(request, failure)
 
-    def _end(self, request: Request, failure: Failure | None) -> None:
+    def _end(self, request: Request, failure: Failure | None, *, forget_item: bool = True) -> None:
         request.state = "done"
-        request.item = None  # it may be large, and callers keep futures longer than they need them
+        if forget_item:
+            request.item = None  # it may be large, and callers keep futures longer than they need them
         if request.timer is not None:
             self._expiry.settle([request])
         if failure is not None:
