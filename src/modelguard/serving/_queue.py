@@ -210,13 +210,11 @@ class BatchQueue:
         self.running.remove(batch)
         requests = batch.requests
         if self._abandoned:
-            for request in requests:
-                request.item = None
             pairs = [pair for pair in zip(requests, outcomes, strict=True) if pair[0].state != "done"]
             self._abandoned -= len(requests) - len(pairs)
             requests, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             failed = sum(type(outcome) is Failure for outcome in outcomes)
-        for request in requests:  # what _end would do, without its call
+        for request in batch.requests:  # what _end would do, without its call
             request.state = "done"
             request.item = None
         if self._expiry:
@@ -379,7 +377,7 @@ class BatchQueue:
             self._remove_waiting(request, failure)
         else:
             self._abandoned += 1
-            self._end(request, failure, forget_item=False)  # its batch may not have read the item yet
+            self._end(request, failure)
             if request.departure is not None:
                 request.departure.set()
         if self._stale > _STALE and self._stale > self.waiting:
@@ -392,10 +390,10 @@ class BatchQueue:
         self._forget_probe(request)
         self._end(request, failure)
 
-    def _end(self, request: Request, failure: Failure | None, *, forget_item: bool = True) -> None:
-        request.state = "done"
-        if forget_item:
+    def _end(self, request: Request, failure: Failure | None) -> None:
+        if request.state != "running":  # else the batch is about to read it, or has; finish() lets it go
             request.item = None  # it may be large, and callers keep futures longer than they need them
+        request.state = "done"
         if request.timer is not None:
             self._expiry.settle([request])
         if failure is not None:
