@@ -34,6 +34,7 @@ class Runner(Protocol):
             extras: Keyword arguments that all requests share.
             answer: Called with what has its outcome already while the batch goes on.
         """
+        ...
 
     def inline(self, request: Any) -> None:
         """Compute one request in this thread, and deliver its outcome."""

@@ -222,14 +222,17 @@ class InlineParts:
     def advance(self) -> None:
         """Make the next part, or end the request."""
         function, request = self._function, self._request
+        part: Any = StopIteration
         try:
             parts = self._run(_step, self._steps, self._waiting, function.name, 1)
-            outcome = None if parts is None else _outcome_of(parts[0], function.name, request.item)
+            if parts is not None:
+                (part,) = parts
+            outcome = _outcome_of(part, function.name, request.item)
         except Exception as error:  # noqa: BLE001 - the consumer raises it
             outcome = Failure(error_for_caller(error, function.name, [request.item]))
         self._waiting = [True]
         if outcome is _NO_OUTCOME:
-            request.push(parts[0])
+            request.push(part)
             return
         request.deliver(outcome)
         self.close()
