@@ -142,7 +142,7 @@ class FreeReplicas(Generic[M]):
 
     def ended(self, lease: _ExclusiveLease[Any]) -> None:
         """Note that a lease has ended."""
-        if lease.process == self._process:
+        if lease.process == os.getpid():  # else a fork lies between, and all are free here
             self._give_back(lease.replica)
 
     @property
