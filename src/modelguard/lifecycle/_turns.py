@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from modelguard.lifecycle.policies import Horizon, Policy, Snapshot, alternatives
+from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, alternatives
 from modelguard.telemetry.reasons import Reason
 
 __all__ = ["Turns", "in_turn"]
@@ -20,11 +20,15 @@ class Turns:
 
     Args:
         loading: Whether a replica is being replaced, for each.
+        loaded: Whether it has a model, for each.
         clock: Returns the time in seconds.
     """
 
-    def __init__(self, loading: Sequence[Callable[[], bool]], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, loading: Sequence[Callable[[], bool]], loaded: Sequence[Callable[[], bool]], clock: Callable[[], float]
+    ) -> None:
         self._loading = loading
+        self._loaded = loaded
         self._clock = clock
         self._lock = threading.Lock()
         self._born: dict[int, tuple[int, float]] = {}  # of each replica, its generation and when that was first seen
@@ -57,13 +61,17 @@ class Turns:
     def is_oldest(self, replica: int) -> bool:
         """Whether no other replica has taken calls for longer."""
         with self._lock:
-            return replica == min(self._born, key=lambda one: (self._born[one][1], one))
+            return replica == min(self._with_models(replica), key=lambda one: (self._born[one][1], one))
 
-    def baseline(self) -> int | None:
+    def baseline(self, replica: int) -> int | None:
         """Private memory when the youngest replica had settled; None until then. It has the models of all others."""
         with self._lock:
-            youngest = max(self._born, key=lambda replica: self._born[replica][1])
+            youngest = max(self._with_models(replica), key=lambda one: self._born[one][1])
             return self._baselines[youngest]
+
+    def _with_models(self, replica: int) -> list[int]:
+        """Replicas that have a model, as this one has; others have released theirs until their next use."""
+        return [one for one in self._born if one == replica or self._loaded[one]()]
 
 
 def in_turn(policy: Policy | None, replica: int, turns: Turns) -> Policy | None:
@@ -89,16 +97,20 @@ class _InTurn(Policy):
         self.kind = policy.kind  # type: ignore[misc] # of the class elsewhere
         self.reads_memory = policy.reads_memory
         self.renews = policy.renews
+        self.unloads = policy.unloads
+        self.restricts = policy.restricts
 
     def due(self, now: Snapshot) -> bool:
         return bool(self.reasons(now))
 
     def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
         self._turns.see(self._replica, now)
+        if self.unloads:  # which loads nothing, so several may at once
+            return self._policy.reasons(now)
         if self.reads_memory:
             if not self._turns.is_oldest(self._replica):
                 return ()
-            now = replace(now, baseline=self._turns.baseline())
+            now = replace(now, baseline=self._turns.baseline(self._replica))
         reasons = self._policy.reasons(now)
         return reasons if reasons and self._turns.take(self._replica) else ()
 

@@ -59,7 +59,7 @@ class ModelReplicas(Generic[M]):
 
     @property
     def ready(self) -> bool:
-        """Whether a replica is loaded and takes calls."""
+        """Whether calls get a replica: one has its model, or its next call loads it."""
         return any(guard.ready for guard in self._guards)
 
     def __repr__(self) -> str:
@@ -142,6 +142,20 @@ class ModelReplicas(Generic[M]):
         """:meth:`reload` for a coroutine: does not block the event loop."""
         await asyncio.to_thread(self._roll)
 
+    def unload(self) -> None:
+        """Release all models until their next use, which loads one again. Blocks.
+
+        Raises:
+            GuardClosed, WouldDeadlock: As :meth:`ModelGuard.unload`.
+        """
+        for guard in self._guards:
+            guard.unload()
+
+    async def aunload(self) -> None:
+        """:meth:`unload` for a coroutine: does not block the event loop."""
+        for guard in self._guards:
+            await guard.aunload()
+
     def _roll(self) -> None:
         with self._rolling:
             for guard in self._guards:
@@ -188,6 +202,10 @@ class ModelReplicas(Generic[M]):
         await self.aclose()
 
 
+def _has_model(guard: ModelGuard[Any]) -> bool:
+    return guard.engine.state.current is not None
+
+
 def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
     """Keep copies of a model in this process, for a model that is not thread-safe and releases the GIL.
 
@@ -222,14 +240,17 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
     options, runtime = model.engine.guard.options, model.engine.guard.runtime
     hide(model)
     loading: list[Callable[[], bool]] = []
-    turns = Turns(loading, runtime.clock)
+    loaded: list[Callable[[], bool]] = []
+    turns = Turns(loading, loaded, runtime.clock)
     guards = tuple(
         ModelGuard(
             replace(options, name=f"{options.name}[{at}]", reload_on=in_turn(options.reload_on, at, turns)), runtime
         )
         for at in range(count)
     )
-    loading.extend(partial(getattr, guard.engine, "loading") for guard in guards)
+    for guard in guards:
+        loading.append(partial(getattr, guard.engine, "loading"))
+        loaded.append(partial(_has_model, guard))
     return ModelReplicas(options.name, guards)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, MemoryGrowth, MemoryLimit, Uses, batched, guard
+from modelguard import TTL, Idle, MemoryGrowth, MemoryLimit, Uses, batched, guard
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Overloaded
 from modelguard.lifecycle.guard import guards
 from modelguard.lifecycle.replicas import ModelReplicas, replicas
@@ -334,6 +334,26 @@ def test_closing_and_opening_again(pair: ModelReplicas[Any], modelguard_loader: 
     assert (0, False) == (modelguard_loader.alive, pair.ready)
     assert asyncio.run(lifespan())
     assert 0 == pair._free.in_use
+
+
+def test_idle_replicas_are_released(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """A copy that is not needed for a while gives its memory back, and is loaded again when it is."""
+    pair = replicas(guard(modelguard_loader, reload_on=Idle("10m"), defer=0), 2)
+    number = pair(lambda model: model.number)
+    pair.load()
+    for _ in range(3):
+        modelguard_clock.advance("6m")
+        assert 1 == number(), "calls prefer the copy that has its model"
+    assert (1, True) == (modelguard_loader.alive, pair.ready)
+    held = [pair._free.take() for _ in range(2)]
+    assert 2 == modelguard_loader.alive
+    for lease in held:
+        lease.end(failed=False)
+    pair.unload()
+    assert (0, True) == (modelguard_loader.alive, pair.ready)
+    assert asyncio.run(take_async(pair)) > 2
+    asyncio.run(pair.aunload())
+    assert 0 == modelguard_loader.alive
 
 
 # Names and mistakes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from modelguard import TTL, MemoryGrowth, Uses
+from modelguard import TTL, Idle, MemoryGrowth, Uses
 from modelguard.lifecycle._turns import Turns, in_turn
 from modelguard.lifecycle.policies import Policy, Snapshot
 
@@ -17,7 +19,12 @@ class World:
     def __init__(self, count: int = 2) -> None:
         self.now = 100.0
         self.loading = [False] * count
-        self.turns = Turns([lambda at=at: self.loading[at] for at in range(count)], lambda: self.now)  # type: ignore[misc]
+        self.loaded = [True] * count
+        self.turns = Turns(
+            [partial(self.loading.__getitem__, at) for at in range(count)],
+            [partial(self.loaded.__getitem__, at) for at in range(count)],
+            lambda: self.now,
+        )
 
 
 @pytest.fixture
@@ -71,6 +78,25 @@ def test_growth_counts_from_the_youngest_and_replaces_the_oldest(world: World) -
     assert not reading(0, 220 * MB, age=30.0, baseline=100 * MB)
     assert not reading(1, 260 * MB, age=10.0, baseline=200 * MB), "it has grown, and the oldest goes first"
     assert reading(0, 260 * MB, age=30.0, baseline=100 * MB)
+
+
+def test_a_replica_without_a_model_is_no_oldest(world: World) -> None:
+    """One that has released its model until its next use does not keep the others from being replaced."""
+    first, second = (of(MemoryGrowth("50 MB"), at, world) for at in range(2))
+    first.due(Snapshot(age=30.0, memory=(100 * MB,) * 3, baseline=100 * MB))
+    grown = Snapshot(age=10.0, memory=(260 * MB,) * 3, baseline=200 * MB)
+    assert not second.due(grown)
+    world.loaded[0] = False
+    assert second.due(grown)
+
+
+def test_releasing_needs_no_turn(world: World) -> None:
+    """What nobody uses is released, all at once."""
+    first, second = (of(Idle("1m"), at, world) for at in range(2))
+    world.loading[1] = True
+    assert first.due(Snapshot(idle=61.0))
+    assert second.due(Snapshot(idle=61.0))
+    assert first.unloads
 
 
 def test_policies_keep_what_they_are(world: World) -> None:
