@@ -359,11 +359,14 @@ def test_idle_replicas_are_released(modelguard_clock: Clock, modelguard_loader: 
 # Names and mistakes
 
 
-def test_each_replica_has_a_name_and_a_status(pair: ModelReplicas[Any]) -> None:
+def test_each_replica_has_a_name_and_a_status(modelguard_loader: Loader) -> None:
     """Probes and metrics see the replicas, and not the guard whose options they have."""
-    assert ["nlp[0]", "nlp[1]"] == [status.name for status in pair.status()]
-    assert {"nlp[0]", "nlp[1]"} == {one.name for one in guards() if one.name.startswith("nlp")}
-    assert ("nlp", "<ModelReplicas 'nlp', 2 of them>") == (pair.name, repr(pair))
+    options = guard(modelguard_loader, reload_on=None, name="only here")
+    pair = replicas(options, 2)
+    assert ["only here[0]", "only here[1]"] == [status.name for status in pair.status()]
+    assert {"only here[0]", "only here[1]"} == {one.name for one in guards() if one.name.startswith("only here")}
+    assert ("only here", "<ModelReplicas 'only here', 2 of them>") == (pair.name, repr(pair))
+    assert "only here" == options.name
 
 
 def test_wrong_arguments(modelguard_loader: Loader) -> None:
