@@ -11,6 +11,7 @@ from typing import Any, Self, cast
 
 from modelguard import _units
 from modelguard.errors import NotSupported, WouldDeadlock
+from modelguard.serving import _trio
 from modelguard.serving._arguments import Arguments
 from modelguard.serving._batcher import Batcher
 from modelguard.serving._batches import Limits
@@ -31,14 +32,15 @@ class Decorated:
     Args:
         function: The batch function.
         options: Its options.
+        instance: What it is bound to, if it is a method.
     """
 
-    def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
+    def __init__(self, function: Callable[..., Any], options: BatchOptions, *, instance: object = None) -> None:
         functools.update_wrapper(cast("Callable[..., Any]", self), function)
         self.__signature__ = call_signature(function, options.limits.name)
         self._function = function
         self._options = options
-        self._batcher = Batcher(function, options)
+        self._batcher = Batcher(function, options, shared=instance is not None)
         self._arguments = Arguments(function, options)
         self._always_checked = self._arguments.always_checked
         self._methods: BoundMethods[Any] | None = None
@@ -117,7 +119,8 @@ class Decorated:
 
     async def aclose(self, timeout: _units.Duration = _CLOSE_TIMEOUT) -> None:
         """:meth:`close` for coroutines; does not block the event loop."""
-        await asyncio.to_thread(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
+        close = functools.partial(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
+        await (_trio.run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
 
     def __enter__(self) -> Self:
         return self
@@ -151,7 +154,8 @@ class Decorated:
         return self._methods.get(instance)
 
     def _bind(self, name: str, instance: Any) -> Self:
-        bound = type(self)(self._function.__get__(instance, type(instance)), self._options)
+        method = self._function.__get__(instance, type(instance))
+        bound = type(self)(method, self._options, instance=instance)
         bound._method_of = instance, name  # noqa: SLF001 - of its own class
         return bound
 

@@ -12,7 +12,15 @@ from modelguard import _units
 from modelguard._function_kinds import kind_of
 from modelguard.errors import InvalidOption
 
-__all__ = ["call_signature", "check_function", "function_name", "item_type_name", "passed_by_guard", "route_fix"]
+__all__ = [
+    "NotAHandler",
+    "call_signature",
+    "check_function",
+    "function_name",
+    "item_type_name",
+    "passed_by_guard",
+    "route_fix",
+]
 
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -178,8 +186,31 @@ class NotFromRequest:
             InvalidOption: Always.
         """
         del source, handler
-        why = "a batched function takes one item by position, so it cannot be a route or a dependency"
-        raise InvalidOption("route", self._name, why=why, fix=self._fix)
+        raise not_a_route(self._name, self._fix)
+
+
+class NotAHandler:
+    """Marks a batched function, which cannot be a handler of Litestar. Called like the function itself.
+
+    Litestar reads the hints of ``__call__`` when the route is defined, and would fail with a ``NameError``.
+    """
+
+    def __init__(self, function: Any, name: str) -> None:
+        self._name = name
+        self._fix = route_fix(function, name)
+
+    def __call__(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return type(function).__call__(function, *args, **kwargs)
+
+    @property
+    def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise not_a_route(self._name, self._fix)
+
+
+def not_a_route(name: str, fix: str) -> InvalidOption:
+    """The error for a batched function that a web framework is given as a route."""
+    why = "a batched function takes one item by position, so it cannot be a route or a dependency"
+    return InvalidOption("route", name, why=why, fix=fix)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:

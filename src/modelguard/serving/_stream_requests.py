@@ -7,10 +7,9 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from modelguard.serving._requests import Failure, Request
-from modelguard.serving._wakeup import Wakeup
 
 __all__ = ["ENDED", "NOTHING_YET", "LoopWaiter", "PartSource", "StreamRequest", "Waiter", "wake"]
 
@@ -30,8 +29,20 @@ class LoopWaiter:
         self.loop = loop
         self.future: asyncio.Future[None] = loop.create_future()
 
+    def set(self) -> None:
+        """Wake it, from any thread."""
+        wake([self])
 
-Waiter: TypeAlias = Wakeup | LoopWaiter
+    async def wait(self) -> None:
+        """Wait until it is woken."""
+        await self.future
+
+
+class Waiter(Protocol):
+    """Whoever waits for a part."""
+
+    def set(self) -> None:
+        """Wake it, from any thread."""
 
 
 class PartSource(Protocol):

@@ -9,13 +9,15 @@ from asyncio import get_running_loop
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, TypeAlias, TypeVar, overload
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, InvalidOption, Overloaded
+from modelguard.serving import _trio
 from modelguard.serving._decorated import Decorated
 from modelguard.serving._function_options import LoopChoice, check_function_options
-from modelguard.serving._functions import check_function, function_name
+from modelguard.serving._functions import NotAHandler, check_function, function_name
 from modelguard.serving._options import OnError, check_options
 from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest
 from modelguard.serving.breaker import Breaker
@@ -91,9 +93,14 @@ class Batched(Decorated, Generic[X, Y]):
     async def aio(self, item: X, /, *others: Never, timeout: _units.Duration | None = None, **extras: Any) -> Y:
         """Compute one item without blocking the event loop. Cancelling the task takes the item out of the queue.
 
-        Arguments and errors are those of a call.
+        It works on asyncio and on Trio. Arguments and errors are those of a call.
         """
-        request = LoopRequest(item, get_running_loop())
+        try:
+            loop = get_running_loop()
+        except RuntimeError:
+            put = functools.partial(self._put, timeout=timeout, extras=extras, others=others)
+            return await _trio.call(_trio.TrioRequest(item), put, self._batcher.cancel)  # type: ignore[no-any-return]
+        request = LoopRequest(item, loop)
         if extras or others or timeout is not None or self._always_checked or type(item) is list:
             self._put(request, timeout, extras, others)
         else:  # what _put would do, without its call
@@ -314,6 +321,9 @@ def batched(
         check_function(function, sys._getframe(1).f_locals)  # noqa: SLF001 - the public one may return None
         suited = function_options(function)
         kind = BatchedStream if suited.streams else Batched
-        return kind(function, options.of(suited, function_name(function) if name is None else name))
+        made: Any = kind(function, options.of(suited, function_name(function) if name is None else name))
+        # For frameworks; calls look it up in the class.
+        made.__call__ = MethodType(NotAHandler(function, made.name), made)
+        return made
 
     return decorate

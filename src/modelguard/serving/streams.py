@@ -17,6 +17,7 @@ from modelguard.errors import BatchFailed, GuardClosed, WouldDeadlock
 from modelguard.serving._decorated import Decorated
 from modelguard.serving._requests import Request
 from modelguard.serving._stream_requests import ENDED, NOTHING_YET, LoopWaiter, StreamRequest, Waiter
+from modelguard.serving._trio import TrioWaiter
 from modelguard.serving._wakeup import Wakeup
 
 __all__ = ["BatchedStream", "Stream"]
@@ -29,8 +30,8 @@ Y_co = TypeVar("Y_co", covariant=True)
 class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
     """The parts of one item's result. Made by :meth:`BatchedStream.stream`.
 
-    ``async for part in stream`` does not block the event loop, ``for part in stream`` blocks the thread. Each part
-    comes once, in order; then the stream ends, or raises what its item failed with, once.
+    ``async for part in stream`` does not block the event loop, asyncio's or Trio's; ``for part in stream`` blocks the
+    thread. Each part comes once, in order; then the stream ends, or raises what its item failed with, once.
 
     It has one consumer at a time. When that leaves, the item drops out of its batch: on :meth:`close`, at the end of a
     ``with`` or ``async with`` block, when the task that waits for a part is cancelled, and when the stream is dropped.
@@ -86,11 +87,11 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
         """
         part = self._take(None)
         while part is NOTHING_YET:
-            waiter = LoopWaiter(get_running_loop())
+            waiter = _waiter()
             part = self._take(waiter)
             if part is NOTHING_YET:
                 with self._waiting():
-                    await waiter.future
+                    await waiter.wait()
                 part = self._take(None)
         if part is ENDED:
             raise StopAsyncIteration
@@ -171,6 +172,14 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
 
     def __repr__(self) -> str:
         return f"<Stream of {self._name!r}, {'open' if self._open else 'ended'}>"
+
+
+def _waiter() -> LoopWaiter | TrioWaiter:
+    try:
+        loop = get_running_loop()
+    except RuntimeError:
+        return TrioWaiter()
+    return LoopWaiter(loop)
 
 
 class BatchedStream(Decorated, Generic[X, Y]):
