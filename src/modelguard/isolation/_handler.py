@@ -20,8 +20,9 @@ def mark(isolated: Any, *, coroutine: bool) -> None:
     isolated.__call__ = _call_of(weakref.ref(isolated), coroutine=coroutine)
     if not coroutine:
         return
-    if hasattr(inspect, "markcoroutinefunction"):  # from Python 3.12 on
-        inspect.markcoroutinefunction(isolated)
+    mark_function: Callable[[Any], object] | None = getattr(inspect, "markcoroutinefunction", None)
+    if mark_function is not None:  # from Python 3.12 on
+        mark_function(isolated)
     else:
         isolated._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]  # noqa: SLF001 - the mark
 

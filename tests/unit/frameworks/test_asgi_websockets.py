@@ -44,8 +44,8 @@ async def accepting(receive: Any, send: Any) -> None:
     await send(ACCEPT)
 
 
-def connection(app: Any, client: Client, **scope: Any) -> Awaitable[None]:
-    return ModelGuardMiddleware(app, deadline="1s")(socket(**scope), client.receive, client.send)
+async def connection(app: Any, client: Client, **scope: Any) -> None:
+    await ModelGuardMiddleware(app, deadline="1s")(socket(**scope), client.receive, client.send)
 
 
 def raising(error: BaseException, *, accepted: bool = True) -> Callable[..., Awaitable[None]]:
