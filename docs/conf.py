@@ -44,7 +44,7 @@ napoleon_use_ivar = True  # the attributes of a dataclass stand in its docstring
 # variables, and the words that stand for a union or a literal. The text says what they are; nothing links to them.
 nitpick_ignore_regex = [
     ("py:obj", r"typing\.~P"),
-    ("py:class", r"(.*\.)?(IsolationOptions|Source)"),
+    ("py:class", r"(.*\.)?(IsolationOptions|PoolSource|Source)"),
     ("py:class", r"(abc|collections\.abc|datetime|os|pathlib|pytest|spacy|torch)\..*"),
     ("py:(class|obj)", r"(.*\.)?[A-Z](_co)?"),  # type variables
     ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|SmallObjects"),

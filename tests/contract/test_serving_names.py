@@ -38,7 +38,7 @@ def test_tracebacks_show_where_to_import_it(public: Any, home: str) -> None:
 def test_the_names_of_serving_are_these() -> None:
     """`modelguard.serving.__all__` is this list, no more and no less."""
     values = ["BatchStatus", "Batched", "BatchedStream", "Breaker", "Limits", "Quantiles", "Stream"]
-    assert [*values, "batched", "deadline", "left"] == serving.__all__
+    assert [*values, "batched", "caller", "deadline", "left"] == serving.__all__
 
 
 @pytest.mark.parametrize(

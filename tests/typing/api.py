@@ -38,7 +38,7 @@ from modelguard import (
 from modelguard.adapters.spacy import IndexGrowth, Zoned, zoned
 from modelguard.adapters.torch import bucketed, pad_to_bucket
 from modelguard.frameworks.asgi import ModelGuardMiddleware
-from modelguard.serving import BatchedStream, Stream
+from modelguard.serving import BatchedStream, Stream, caller
 
 
 class Model:
@@ -338,6 +338,18 @@ with deadline("1s"):
     assert_type(lengths("a"), int)
 
 
+@batched(max_size=8, weight=len, padded=True, fair_by=lambda text: text[0], shares={"a": 2}, quota=4, ageing="5s")
+def sizes(texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+assert_type(sizes("a", priority=1), int)
+assert_type(sizes.submit("a", priority=1), Future[int])
+assert_type(sizes.status().padding, float)
+with caller(("tenant", 7), priority=1):
+    assert_type(sizes("a"), int)
+
+
 # Replicas: what a guard decorates, they decorate.
 
 pair = replicas(guard(Model, reload_on=None), 2)
@@ -452,6 +464,36 @@ def isolated(model: Model, text: str) -> list[str]:
 assert_type(isolated("a"), list[str])
 assert_type(isolated.submit("a"), Future[Any])
 assert_type(isolated.ready, bool)
+
+
+class Isolating:
+    @isolate(refork_after=1_000)
+    @model
+    @staticmethod
+    def static(model: Model, text: str) -> list[str]:
+        return [text]
+
+
+@isolate(recycle_on=Uses(1_000))
+@voices(key="voice")
+def spoken(model: Model, voice: str) -> bytes:
+    return voice.encode()
+
+
+assert_type(Isolating.static("a"), list[str])
+assert_type(Isolating().static("a"), list[str])
+assert_type(spoken("anna"), bytes)
+
+
+@isolate(scope="host", version="2026-10")
+@guard(Model, reload_on=None)
+def shared_by_the_host(model: Model, text: str) -> list[str]:
+    return [text]
+
+
+assert_type(shared_by_the_host("a"), list[str])
+assert_type(shared_by_the_host.status().broker, int | None)
+assert_type(shared_by_the_host.status().clients, tuple[int, ...])
 
 # Presets and sharing.
 

@@ -15,6 +15,7 @@
     ├── Overloaded (RuntimeError)         no capacity now: try again later
     │   ├── Reloading (TimeoutError)      the call timed out while the model was being loaded or replaced
     │   ├── QueueFull                     the queue has reached its limit
+    │   ├── QuotaExceeded                 one key has as many requests in the queue as its quota allows
     │   ├── DeadlineUnreachable           at the measured rate the answer would come too late
     │   └── CircuitOpen                   the model has failed several times in a row
     ├── DeadlineExceeded (TimeoutError)   the request was accepted, but not answered in time
@@ -79,6 +80,7 @@ from modelguard.errors._serving import (
     ItemRefused,
     ItemTooHeavy,
     QueueFull,
+    QuotaExceeded,
     WrongResults,
 )
 from modelguard.errors._sharing import (
@@ -119,6 +121,7 @@ __all__ = [
     "PolicyNeverFires",
     "PublishFailed",
     "QueueFull",
+    "QuotaExceeded",
     "Reloading",
     "RemoteError",
     "TransferRefused",

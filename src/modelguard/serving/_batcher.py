@@ -63,6 +63,7 @@ class Batcher:
         self._runner = runner_of(self._function, options.function, options.own_loop, lambda: self._queue.waiting > 0)
         self._most_threads = options.limits.threads
         self._bounded = options.limits.deadline != math.inf
+        self._own_keys = options.fair_by is not None
         self._reset()
         _registry.add(self)
 
@@ -147,7 +148,17 @@ class Batcher:
             if scope.enclosing:
                 request.enclosing = scope.enclosing
                 self._nested = True
+            if scope.key is not None or scope.priority:
+                request.priority = max(request.priority, scope.priority)
+                request.key = request.key if self._own_keys else scope.key
+                self.order()
         request.deadline = deadline
+
+    def order(self) -> None:
+        """From now on, requests have keys or priorities."""
+        if not self._queue.ordered:
+            with self._lock:
+                self._queue.order()
 
     def _refuse_own_call(self, scope: Scope) -> None:
         if self in scope.enclosing:

@@ -19,6 +19,7 @@ from modelguard.serving._bound_methods import BoundMethods
 from modelguard.serving._functions import call_signature
 from modelguard.serving._options import BatchOptions
 from modelguard.serving._requests import Request
+from modelguard.serving.deadlines import check_priority
 from modelguard.serving.status import BatchStatus
 
 __all__ = ["Decorated"]
@@ -55,11 +56,15 @@ class Decorated:
         self,
         request: Request,
         timeout: _units.Duration | None,
+        priority: int,
         extras: dict[str, Any],
         others: tuple[object, ...] = (),
     ) -> None:
         if others:
             raise self._arguments.wrong_count(1 + len(others))
+        if priority:
+            request.priority = check_priority(priority)
+            self._batcher.order()
         if extras or self._always_checked or type(request.item) is list:
             self._arguments.fill_in(request, extras)
         if self._on_callers_loop and request.loop is None:

@@ -28,6 +28,8 @@ _POSITIONAL = (
     inspect.Parameter.VAR_POSITIONAL,
 )
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+#: Keyword arguments of every batched call, and what they do.
+_TAKEN = {"timeout": "bounds the call", "priority": "says how urgent it is"}
 #: Annotations that a list satisfies.
 _LISTS = (list, Sequence, MutableSequence, Collection, Iterable)
 #: Types of items for which a list is certainly a mistake. Others may accept a list in place of an array, say.
@@ -68,9 +70,10 @@ def _check_parameters(function: Any) -> None:
         why = "it has no positional parameter for the items"
         fix = "Make its first parameter (after self) the list of items: def predict(items): ..."
         raise _rejected(function, why=why, fix=fix)
-    if any(parameter.name == "timeout" for parameter in parameters):
-        why = "its parameter 'timeout' could never be passed: f(item, timeout=...) bounds the call"
-        raise _rejected(function, why=why, fix="Give that parameter another name.")
+    for name, meaning in _TAKEN.items():
+        if any(parameter.name == name for parameter in parameters):
+            why = f"its parameter '{name}' could never be passed: f(item, {name}=...) {meaning}"
+            raise _rejected(function, why=why, fix="Give that parameter another name.")
     _check_first_parameter(function, *positional)
 
 
@@ -162,6 +165,7 @@ def call_signature(function: Any, name: str) -> inspect.Signature | None:
         [
             inspect.Parameter("item_" if "item" in taken else "item", _POSITIONAL[0], annotation=item),
             inspect.Parameter("timeout", _KEYWORD_ONLY, default=None, annotation=_units.Duration | None),
+            inspect.Parameter("priority", _KEYWORD_ONLY, default=0, annotation=int),
             *(each.replace(kind=_KEYWORD_ONLY) for each in others),
             *keywords,
         ]

@@ -7,7 +7,7 @@ import functools
 import sys
 from asyncio import get_running_loop
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, TypeAlias, TypeVar, overload
@@ -50,12 +50,20 @@ class Batched(Decorated, Generic[X, Y]):
 
     if TYPE_CHECKING:
 
-        def __call__(self, item: X, /, *, timeout: _units.Duration | None = None, **extras: Any) -> Y: ...  # noqa: D102
+        def __call__(  # noqa: D102
+            self, item: X, /, *, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any
+        ) -> Y: ...
 
     else:  # accepts what type checkers reject, to say what is wrong with it
 
         def __call__(
-            self, item: X = _NO_ITEM, /, *others: Never, timeout: _units.Duration | None = None, **extras: Any
+            self,
+            item: X = _NO_ITEM,
+            /,
+            *others: Never,
+            timeout: _units.Duration | None = None,
+            priority: int = 0,
+            **extras: Any,
         ) -> Y:
             """Compute one item, as part of whichever batch is next. Blocks.
 
@@ -63,10 +71,13 @@ class Batched(Decorated, Generic[X, Y]):
                 item: An element of the list that the batch function gets.
                 others: None; everything else is passed by keyword.
                 timeout: The longest this call may take; it can only shorten ``deadline``.
+                priority: How urgent it is, compared with other calls under the same key: a whole number from 0 to
+                    1,000. One of priority 2 goes before those that came up to twice ``ageing`` earlier.
                 extras: Further keyword arguments of the batch function.
 
             Raises:
-                QueueFull, DeadlineUnreachable, CircuitOpen: Refused at once; ``retry_after`` gives when to try again.
+                QueueFull, QuotaExceeded, DeadlineUnreachable, CircuitOpen: Refused; ``retry_after`` gives when to try
+                    again. At once, except for a ``QueueFull`` that gives a place to a caller below its share.
                 DeadlineExceeded: The time ran out.
                 ItemRefused: The item cannot be put into a batch.
                 BatchFailed: The batch failed, and no single item was at fault.
@@ -81,7 +92,7 @@ class Batched(Decorated, Generic[X, Y]):
             if sys.is_finalizing():  # called by a finalizer, when threads do not run any more
                 raise GuardClosed(self.name)
             request = ThreadRequest(item)
-            self._put(request, timeout, extras)
+            self._put(request, timeout, priority, extras)
             try:
                 return request.wait()
             except BaseException:
@@ -90,7 +101,9 @@ class Batched(Decorated, Generic[X, Y]):
             finally:
                 del request  # the error's traceback refers to this frame
 
-    async def aio(self, item: X, /, *others: Never, timeout: _units.Duration | None = None, **extras: Any) -> Y:
+    async def aio(
+        self, item: X, /, *others: Never, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any
+    ) -> Y:
         """Compute one item without blocking the event loop. Cancelling the task takes the item out of the queue.
 
         It works on asyncio and on Trio. Arguments and errors are those of a call.
@@ -98,11 +111,11 @@ class Batched(Decorated, Generic[X, Y]):
         try:
             loop = get_running_loop()
         except RuntimeError:
-            put = functools.partial(self._put, timeout=timeout, extras=extras, others=others)
+            put = functools.partial(self._put, timeout=timeout, priority=priority, extras=extras, others=others)
             return await _trio.call(_trio.TrioRequest(item), put, self._batcher.cancel)  # type: ignore[no-any-return]
         request = LoopRequest(item, loop)
-        if extras or others or timeout is not None or self._always_checked or type(item) is list:
-            self._put(request, timeout, extras, others)
+        if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
+            self._put(request, timeout, priority, extras, others)
         else:  # what _put would do, without its call
             self._batcher.put(request)
         try:
@@ -113,18 +126,26 @@ class Batched(Decorated, Generic[X, Y]):
         finally:
             del request  # as above
 
-    def submit(self, item: X, /, *others: Never, timeout: _units.Duration | None = None, **extras: Any) -> Future[Y]:
+    def submit(
+        self, item: X, /, *others: Never, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any
+    ) -> Future[Y]:
         """Queue one item and return at once. Cancelling the future takes the item out of the queue.
 
         Arguments and errors are those of a call. Refusals are raised here, all other errors by the future.
         """
         request = FutureRequest(item)
         request.future.on_cancel = functools.partial(self._batcher.cancel, request)
-        self._put(request, timeout, extras, others)
+        self._put(request, timeout, priority, extras, others)
         return request.future
 
     def map(
-        self, items: Iterable[X], /, *others: Never, timeout: _units.Duration | None = None, **extras: Any
+        self,
+        items: Iterable[X],
+        /,
+        *others: Never,
+        timeout: _units.Duration | None = None,
+        priority: int = 0,
+        **extras: Any,
     ) -> Iterator[Y]:
         """Compute many items, and yield the results in the order of the items. Blocks.
 
@@ -135,6 +156,7 @@ class Batched(Decorated, Generic[X, Y]):
             items: The items.
             others: None; everything else is passed by keyword.
             timeout: For each item, from when it is queued.
+            priority: As for a call.
             extras: Further keyword arguments of the batch function.
 
         Raises:
@@ -145,7 +167,7 @@ class Batched(Decorated, Generic[X, Y]):
             raise self._arguments.wrong_count(1 + len(others))
         self._arguments.check_items(items)
         self._refuse_on_loop("map() would block", "await f.aio(item) for each item")
-        return self._map(items, timeout, extras)
+        return self._map(items, {"timeout": timeout, "priority": priority, **extras})
 
     if not TYPE_CHECKING:  # as above
 
@@ -154,7 +176,7 @@ class Batched(Decorated, Generic[X, Y]):
             why = f"{self.name}() returns one result for each item, and yields no parts"
             raise TypeError(f"{why}. Write: f(item), or await f.aio(item)")
 
-    def _map(self, items: Iterable[X], timeout: _units.Duration | None, extras: dict[str, Any]) -> Iterator[Y]:
+    def _map(self, items: Iterable[X], how: dict[str, Any]) -> Iterator[Y]:
         limits = self.limits
         window = min(limits.max_size * (limits.threads + 1), limits.max_queue)
         queued: deque[Future[Y]] = deque()
@@ -164,7 +186,7 @@ class Batched(Decorated, Generic[X, Y]):
                     yield queued.popleft().result()
                 while True:
                     try:
-                        queued.append(self.submit(item, timeout=timeout, **extras))
+                        queued.append(self.submit(item, **how))
                         break
                     except Overloaded:
                         if not queued:
@@ -235,6 +257,11 @@ def batched(
     threads: int = 1,
     weight: Callable[[Any], float] | None = None,
     max_weight: float | None = None,
+    padded: bool = False,
+    fair_by: Callable[[Any], Hashable] | None = None,
+    shares: Mapping[Hashable, float] | None = None,
+    quota: int | None = None,
+    ageing: _units.Duration = 10.0,
     on_error: OnError = "isolate",
     breaker: Breaker | None = None,
     hang_after: _units.Duration | None = None,
@@ -275,6 +302,17 @@ def batched(
         weight: What an item counts for against ``max_weight``: a function of the item, such as ``len``. The function
             gets the heaviest item first, which saves padding if it works in portions.
         max_weight: Most weight in a batch. Default: no bound.
+        padded: Whether the function pads all items of a batch to the heaviest one, so that each costs as much. Batches
+            are then made of items of like weight from all that waits, around the one whose turn it is, and
+            ``max_weight`` bounds the heaviest weight times the number of items. Needs ``weight``.
+        fair_by: Whose an item is: a function of the item that gives a key, anything hashable. Keys get equal shares of
+            what is computed, however much each of them sends; an item costs its weight, at least 1. When the queue is
+            full, an item whose turn is earlier takes the place of the last one. Default: the key of the context, which
+            the web middleware or ``serving.caller`` sets; calls without any key share one.
+        shares: The shares of keys, such as ``{"gold": 4}``; 1 for all others.
+        quota: Most items of one key that wait; further ones get ``QuotaExceeded``. Default: no bound.
+        ageing: How much waiting counts as much as one step of a call's ``priority=``, so that no item waits for ever.
+            Default: ten seconds.
         on_error: ``"isolate"``: run a batch that raised again in parts, so that only the items at fault fail; the
             function may then be called twice with the same item. ``"fail"``: all its items fail with ``BatchFailed``.
         breaker: When to stop calling a failing model. Default: never.
@@ -307,6 +345,11 @@ def batched(
         threads=threads,
         weight=weight,
         max_weight=max_weight,
+        padded=padded,
+        fair_by=fair_by,
+        shares=shares,
+        quota=quota,
+        ageing=ageing,
         on_error=on_error,
         breaker=breaker,
         hang_after=hang_after,

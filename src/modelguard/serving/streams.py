@@ -191,17 +191,27 @@ class BatchedStream(Decorated, Generic[X, Y]):
     It is a context manager, for ``with`` and ``async with``, and closes on exit.
     """
 
-    def stream(self, item: X, /, *others: Never, timeout: _units.Duration | None = None, **extras: Any) -> Stream[Y]:
+    def stream(
+        self,
+        item: X,
+        /,
+        *others: Never,
+        timeout: _units.Duration | None = None,
+        priority: int = 0,
+        **extras: Any,
+    ) -> Stream[Y]:
         """Queue one item, and return the stream of its parts. Does not block, on an event loop or elsewhere.
 
         Args:
             item: An element of the list that the batch function gets.
             others: None; everything else is passed by keyword.
             timeout: The longest time from now to the end of the stream; it can only shorten ``deadline``.
+            priority: As for a call of other batched functions.
             extras: Further keyword arguments of the batch function.
 
         Raises:
-            QueueFull, DeadlineUnreachable, CircuitOpen: Refused at once; ``retry_after`` gives when to try again.
+            QueueFull, QuotaExceeded, DeadlineUnreachable, CircuitOpen: Refused at once; ``retry_after`` gives when
+                to try again.
             ItemRefused: The item cannot be put into a batch.
             WouldDeadlock: From inside the batch function.
             GuardClosed: After :meth:`close`.
@@ -209,7 +219,7 @@ class BatchedStream(Decorated, Generic[X, Y]):
         """
         request = StreamRequest(item, self._options.function.max_buffer)
         stream: Stream[Y] = Stream(self.name, request, self._batcher.cancel)
-        self._put(request, timeout, extras, others)
+        self._put(request, timeout, priority, extras, others)
         stream.opened()
         return stream
 
