@@ -29,7 +29,9 @@ def generations(of: ModelReplicas[Any]) -> list[int]:
 def pair(modelguard_clock: Clock, modelguard_loader: Loader) -> ModelReplicas[Any]:
     """Two replicas without a policy."""
     del modelguard_clock
-    return replicas(guard(modelguard_loader, reload_on=None, name="nlp", wait_timeout=0.05), 2)
+    made = replicas(guard(modelguard_loader, reload_on=None, name="nlp"), 2)
+    made._free._wait = 0.05  # for a free one; a load may take longer on a busy machine
+    return made
 
 
 # Calls
