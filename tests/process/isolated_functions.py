@@ -271,6 +271,26 @@ def doubled(_: Model, numbers: list[int]) -> list[int]:
     return [2 * number for number in numbers]
 
 
+@isolate(workers=2, timeout="5s")
+@guard(load, reload_on=None)
+async def adoubled(_: Model, numbers: list[int]) -> list[int]:
+    return [2 * number for number in numbers]
+
+
+@isolate(workers=1, timeout="5s")
+@guard(load, reload_on=None)
+def counted_up(_: Model, numbers: list[int]) -> Iterator[list[int]]:
+    for step in range(3):
+        yield [number + step for number in numbers]
+
+
+@isolate(workers=1, timeout="5s")
+@guard(load, reload_on=None)
+async def acounted_up(_: Model, numbers: list[int]) -> AsyncIterator[list[int]]:
+    for step in range(3):
+        yield [number + step for number in numbers]
+
+
 @isolate(workers=2, timeout="2s", start="spawn")
 @guard(load, reload_on=Uses(20), backoff=QUICK)
 def spawned(loaded: Model, how: str = "") -> tuple[int, int]:

@@ -251,6 +251,21 @@ class TestDoors:
         with using(functions.doubled), batched(max_size=8, threads=2)(functions.doubled) as one:
             assert [0, 2, 4, 6] == list(one.map(range(4)))
 
+    @pytest.mark.parametrize("function", [functions.counted_up, functions.acounted_up], ids=["plain", "async"])
+    def test_batches_of_streams_go_to_workers(self, function: Any) -> None:
+        """@batched over @isolate streams parts; who leaves gives the worker back for the next batch."""
+        with using(function), batched(max_size=8)(function) as stream:
+            for _ in range(2):
+                left = stream.stream(10)
+                assert 10 == next(left)
+                left.close()
+                assert [20, 21, 22] == list(stream.stream(20))
+
+    def test_batches_of_coroutines_go_to_workers(self) -> None:
+        """@batched over @isolate keeps the kind of the function."""
+        with using(functions.adoubled), batched(max_size=8, threads=2)(functions.adoubled) as one:
+            assert [0, 2, 4, 6] == list(one.map(range(4)))
+
     def test_the_queue_is_bounded(self) -> None:
         """Calls beyond max_queue are refused at once."""
         with using(functions.where) as where:

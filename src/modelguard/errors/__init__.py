@@ -20,6 +20,7 @@
     │   └── CircuitOpen                   the model has failed several times in a row
     ├── DeadlineExceeded (TimeoutError)   the request was accepted, but not answered in time
     ├── CallerGone (RuntimeError)         the caller no longer waits for the answer
+    ├── ConsumerTooSlow (RuntimeError)    a stream's consumer did not take its parts, and others had to wait
     ├── ItemRefused (ValueError)          an item that cannot be put into a batch
     │   └── ItemTooHeavy                  an item that weighs more than a whole batch may
     ├── BatchFailed (RuntimeError)        a whole batch failed, and no single item is known to be the cause
@@ -73,6 +74,7 @@ from modelguard.errors._serving import (
     BatchFailed,
     CallerGone,
     CircuitOpen,
+    ConsumerTooSlow,
     DeadlineExceeded,
     DeadlineUnreachable,
     ItemRefused,
@@ -96,6 +98,7 @@ __all__ = [
     "CallerGone",
     "CannotRun",
     "CircuitOpen",
+    "ConsumerTooSlow",
     "DeadlineExceeded",
     "DeadlineUnreachable",
     "EscapedResult",

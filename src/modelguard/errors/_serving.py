@@ -8,6 +8,7 @@ __all__ = [
     "BatchFailed",
     "CallerGone",
     "CircuitOpen",
+    "ConsumerTooSlow",
     "DeadlineExceeded",
     "DeadlineUnreachable",
     "ItemRefused",
@@ -115,6 +116,21 @@ class CallerGone(ModelGuardError, RuntimeError):
 
     def __init__(self, function: str) -> None:
         super().__init__(f"{function}(): the caller no longer waits, so the request was dropped")
+        self.function = function
+
+
+class ConsumerTooSlow(ModelGuardError, RuntimeError):
+    """A stream's consumer took its parts so slowly that others had to wait for it, so it gets no more of them.
+
+    Attributes:
+        function: The batched function's name.
+    """
+
+    def __init__(self, function: str) -> None:
+        super().__init__(
+            f"{function}(): the consumer kept others waiting, because it did not take its parts; the rest was dropped. "
+            "max_buffer= and slow_after= allow more"
+        )
         self.function = function
 
 

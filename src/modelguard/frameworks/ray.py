@@ -29,7 +29,7 @@ from modelguard.frameworks._answers import Answer, WebOptions, problem
 from modelguard.frameworks._replacement_lock import ReplacementLock
 from modelguard.isolation.isolate import Isolated
 from modelguard.lifecycle.guard import ModelGuard, guard_of
-from modelguard.serving import Batched, Limits
+from modelguard.serving import Batched, BatchedStream, Limits
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -295,6 +295,10 @@ def _model(function: Any) -> ModelGuard[Any] | Isolated[..., Any]:
 
 def _reference(function: Any) -> str:
     """Where replicas find the function."""
+    if isinstance(function, BatchedStream):
+        why = "yields its results in parts, and a deployment returns whole ones"
+        fix = "Write a class for @serve.deployment with a method that iterates over f.stream(item)."
+        raise InvalidOption("function", function, why=why, fix=fix)
     if not isinstance(function, Batched):
         why = f"must be a batched function, not {_units.kind_of(function)}"
         fix = "Put @batched(max_size=...) above the guard's decorator, and pass the decorated function."

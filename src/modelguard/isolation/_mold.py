@@ -98,7 +98,7 @@ class _Mold:
         isolated = _target.find(instructions["function"], lambda found: hasattr(found, "isolated_function"))
         reporter.take_over()  # from what the imported modules have set up
         _code.check_unchanged(instructions["code"])
-        self._kind: _target.FunctionKind = _target.kind_of(isolated.isolated_function)
+        self._kind = isolated.function_kind
         self._function, self._guard = isolated.source_for(instructions["key"])
         _role.enter("mold", isolated.isolated_function, self._function)
         engine = self._guard.engine

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from modelguard import _units
+from modelguard._function_kinds import FunctionKind, kind_of
 from modelguard.errors import InvalidOption
-from modelguard.isolation._target import FunctionKind, Reference, check_importable, kind_of, reference
+from modelguard.isolation._target import Reference, check_importable, reference
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._options import check_policy
 from modelguard.lifecycle._policy import Policy, subset
 from modelguard.lifecycle._pool_leases import PooledFunction
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.replicas import ModelReplicas
 from modelguard.serving.breaker import Breaker
 
 __all__ = ["IsolationOptions", "ScopeName", "StartMethod", "check_function", "parse"]
@@ -87,7 +90,7 @@ def parse(
     if scope == "host" and isinstance(owner_of(function), PooledFunction):
         why = "cannot hold the molds of a pool's keys, which its budget ends"
         raise InvalidOption("scope", scope, why=why, fix="Leave it out, or give each model a guard of its own.")
-    where, kind = reference(function), kind_of(function)
+    where, kind = reference(function), kind_of(inspect.unwrap(function))
     if refork_after is not None:
         _check_refork(refork_after, start, kind)
     return IsolationOptions(
@@ -130,6 +133,9 @@ def check_function(function: Any, recycle_on: Policy | None) -> None:
         raise InvalidOption("function", function, why=why, fix=fix)
     check_importable(function)
     owner = owner_of(function)
+    if isinstance(owner, ModelReplicas):
+        why = "takes its model from replicas, and a worker runs one call at a time"
+        raise InvalidOption("function", function, why=why, fix="Decorate it with a guard, and give workers=.")
     if recycle_on is None:
         return
     if isinstance(owner, ModelGuard):

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from multiprocessing import spawn
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
 
 __all__ = [
-    "FunctionKind",
     "Reference",
     "become_like",
     "check_importable",
     "find",
-    "kind_of",
     "preparation",
     "reference",
 ]
 
 #: Module and qualified name.
 Reference = tuple[str, str]
-FunctionKind = Literal["function", "coroutine", "generator", "async generator"]
 
 #: Of multiprocessing's data, what makes an interpreter resemble its owner; the rest concerns multiprocessing itself.
 _KEYS = ("dir", "init_main_from_name", "init_main_from_path", "orig_dir", "sys_argv", "sys_path")
@@ -39,16 +35,6 @@ _IMPORT_FIX = "Move it to the top level of a module that can be imported, and is
 def reference(function: Any) -> Reference:
     """Module and qualified name of a function."""
     return function.__module__, function.__qualname__
-
-
-def kind_of(function: Any) -> FunctionKind:
-    """What a call of the function returns."""
-    plain = inspect.unwrap(function)
-    if inspect.isasyncgenfunction(plain):
-        return "async generator"
-    if inspect.iscoroutinefunction(plain):
-        return "coroutine"
-    return "generator" if inspect.isgeneratorfunction(plain) else "function"
 
 
 def check_importable(function: Any) -> None:

@@ -13,10 +13,10 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NoReturn
 
+from modelguard._function_kinds import FunctionKind
 from modelguard.errors import ModelGuardError, RemoteError, TransferRefused
 from modelguard.isolation import _pickling, _trace
 from modelguard.isolation._channel import Channel, Unreadable
-from modelguard.isolation._target import FunctionKind
 
 __all__ = ["BECOME_MOLD", "AnswerKind", "Serving", "StreamStep", "leave", "portable"]
 

@@ -9,11 +9,12 @@ import time
 import weakref
 from asyncio import get_running_loop
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar
 
 from modelguard import _public, _units
+from modelguard._function_kinds import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _handler, _processes, _registry, _role
 from modelguard.isolation._calls import Arguments, Caller
@@ -127,6 +128,7 @@ class Isolated(Generic[P, R]):
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
         limits = _limits()
         items = self._caller.stream(arguments, limits)
+        step: Future[Any] | None = None
         try:
             while True:
                 step = self._submitted.submit(functools.partial(next, items, _NO_ITEM), limits.until)
@@ -135,7 +137,7 @@ class Isolated(Generic[P, R]):
                     return
                 yield item
         finally:
-            await asyncio.to_thread(items.close)  # type: ignore[attr-defined]
+            await asyncio.to_thread(_close_after, step, items)
 
     def _refuse_streams(self) -> None:
         if "generator" in self._options.kind:
@@ -162,6 +164,11 @@ class Isolated(Generic[P, R]):
     def name(self) -> str:
         """Its name in events and errors."""
         return self._options.name
+
+    @property
+    def function_kind(self) -> FunctionKind:
+        """What a call gives: ``"function"``, ``"coroutine"``, ``"generator"`` or ``"async generator"``."""
+        return self._options.kind
 
     @property
     def isolated_function(self) -> Callable[P, R]:
@@ -272,6 +279,13 @@ class Isolated(Generic[P, R]):
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
+
+
+def _close_after(step: Future[Any] | None, items: Any) -> None:
+    """Close a stream. A task that was cancelled may have left a step behind that still runs, which ends first."""
+    if step is not None:
+        wait([step])
+    items.close()
 
 
 class Decorator(Protocol):

@@ -117,7 +117,7 @@ class Keyed(Generic[M]):
 
         return wrap(
             function,
-            call=_function(lease_for),
+            call=call_on(lambda args, kwargs: lease_for(args, kwargs).take()),
             take=lambda args, kwargs: lease_for(args, kwargs).take(),
             atake=lambda args, kwargs: lease_for(args, kwargs).atake(),
             owner=PooledFunction(function, self._options, self._options_for, key_of),
@@ -173,12 +173,11 @@ def _signature(key: Any) -> inspect.Signature | None:
         return None
 
 
-_LeaseFor = Callable[[tuple[Any, ...], dict[str, Any]], PoolLease[Any]]
+def call_on(take: Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]]) -> Wrapper:
+    """Make the body of a decorated plain function, which runs on the lease that ``take`` takes for its arguments."""
 
-
-def _function(lease_for: _LeaseFor) -> Wrapper:
     def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        lease = lease_for(args, kwargs).take()
+        lease = take(args, kwargs)
         try:
             result = lease.step(partial(wrapped, lease.model, *args, **kwargs))
         except BaseException as error:

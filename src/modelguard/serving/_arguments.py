@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from modelguard.errors import ItemRefused, ItemTooHeavy
-from modelguard.serving._functions import ROUTE_FIX, item_type_name, passed_by_guard
+from modelguard.serving._functions import item_type_name, passed_by_guard, route_fix
 from modelguard.serving._options import BatchOptions
 from modelguard.serving._requests import Group, Request
 
@@ -72,8 +72,7 @@ class Arguments:
         if count > 1:
             hints += ["Pass everything else by keyword", *self._guard_hint()]
         if count in (0, _ASGI_ARGUMENTS):  # as Flask and Starlette call their routes
-            fix = ROUTE_FIX.format(name=self._name.rpartition(".")[2])
-            hints.append(f"If a web framework called it: {fix}")
+            hints.append(f"If a web framework called it: {route_fix(self._function, self._name)}")
         return TypeError(". ".join(hints))
 
     def _guard_hint(self) -> list[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
 from modelguard.serving._batches import Limits
+from modelguard.serving._function_options import FunctionOptions
+from modelguard.serving._loops import OwnLoop
 from modelguard.serving.breaker import Breaker
 
 OnError = Literal["isolate", "fail"]
@@ -31,6 +33,8 @@ class BatchOptions:
         fair_by: The key of an item; None for that of the context.
         on_error: Whether a batch that raised is bisected, or fails as a whole.
         breaker: When to stop calling a failing model.
+        function: What depends on the kind of the function.
+        own_loop: The event loop on which it runs, if it is ``async`` and has one of its own. Methods share it.
     """
 
     limits: Limits
@@ -38,10 +42,13 @@ class BatchOptions:
     fair_by: Callable[[Any], Hashable] | None = None
     on_error: OnError = "isolate"
     breaker: Breaker | None = None
+    function: FunctionOptions = field(default_factory=FunctionOptions)
+    own_loop: OwnLoop | None = None
 
-    def named(self, name: str) -> BatchOptions:
-        """The same options for a function of this name."""
-        return replace(self, limits=replace(self.limits, name=name))
+    def of(self, function: FunctionOptions, name: str) -> BatchOptions:
+        """The same options for such a function of this name."""
+        own_loop = OwnLoop(name) if function.is_async and function.loop == "own" else None
+        return replace(self, limits=replace(self.limits, name=name), function=function, own_loop=own_loop)
 
 
 def check_options(

@@ -44,7 +44,7 @@ class BatchStatus:
         running: Items that are being computed.
         running_seconds: How long the oldest batch has been running; 0 if none is.
         answered: Items that got a result.
-        failed: Items that got an error from the function.
+        failed: Items that got an error from the function, or whose consumer was too slow for its stream.
         refused_full: Items refused because the queue was full, those that lost their place to another included.
         refused_late: Items refused because, by the measured run times, the answer would have come after the deadline.
         refused_open: Items refused because the circuit was open.

@@ -32,19 +32,6 @@ def rejection(function: Any) -> InvalidOption:
 # What is rejected
 
 
-async def coroutine(items: list[int]) -> list[int]:
-    return items
-
-
-def generator(items: list[int]) -> Any:
-    yield from items
-
-
-async def async_generator(items: list[int]) -> Any:
-    for item in items:
-        yield item
-
-
 def nothing() -> list[int]:
     return []
 
@@ -59,7 +46,7 @@ def bounded(items: list[int], timeout: float = 1.0) -> list[int]:
 
 @pytest.mark.parametrize(
     "function",
-    [coroutine, generator, async_generator, nothing, named, bounded, 3, None, "f", int, staticmethod(double)],
+    [nothing, named, bounded, 3, None, "f", int, staticmethod(double)],
 )
 def test_what_cannot_be_batched_is_rejected(function: Any) -> None:
     """When it is decorated, with what to write instead."""
