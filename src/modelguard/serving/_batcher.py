@@ -17,11 +17,11 @@ from typing import Any
 from modelguard import _own_thread
 from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
 from modelguard.serving import _inline, _registry
-from modelguard.serving._batches import Batch
+from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._events import BatchEvents
 from modelguard.serving._execution import BatchCallable, BatchFunction, compute, compute_one
 from modelguard.serving._hung import items_in_hung
-from modelguard.serving._options import BatchOptions
+from modelguard.serving._options import BatchOptions, Changes
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import FutureRequest, QueuedCall, Request, deliver
 from modelguard.serving._wakeup import Wakeup
@@ -48,6 +48,7 @@ class Batcher:
     """
 
     def __init__(self, run: BatchCallable, options: BatchOptions) -> None:
+        self._options = options
         self._limits = options.limits
         self._breaker = options.breaker
         self._function = BatchFunction(
@@ -87,6 +88,34 @@ class Batcher:
     def name(self) -> str:
         """The batched function's name."""
         return self._limits.name
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds in force."""
+        return self._limits
+
+    def configure(self, changes: Changes) -> None:
+        """Change options while requests are served, all of them or none. What waits keeps its deadline.
+
+        Raises:
+            InvalidOption: One of them cannot be changed, is invalid, or does not fit the others.
+            GuardClosed: It is closed.
+            WouldDeadlock: Called by a signal handler or finalizer in the middle of a call.
+        """
+        self._refuse_interruption("configure", "Set a flag in the handler, and change the options outside of it.")
+        with self._lock:
+            if self._queue.closed:
+                raise GuardClosed(self.name)
+            now = _clock()
+            self._options = self._options.changed(changes)
+            self._limits = limits = self._options.limits
+            self._bounded = limits.deadline != math.inf
+            self._queue.configure(limits, now)
+            if self._queue.running and self._watch.due > now:
+                self._watch.schedule(now)  # a batch may count as hung sooner
+            idle, self._idle = self._idle, []
+        for wakeup in idle:  # they may be waiting for a batch to become due
+            wakeup.set()
 
     # In
 
@@ -173,6 +202,11 @@ class Batcher:
     def _holds_lock(self) -> bool:
         owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition does
         return owned
+
+    def _refuse_interruption(self, method: str, fix: str) -> None:
+        if self._holds_lock():
+            why = f"{method}() was called by a signal handler or a finalizer that interrupted a call"
+            raise WouldDeadlock(self.name, why=why, fix=fix)
 
     # Threads that compute
 
@@ -361,9 +395,7 @@ class Batcher:
         if scope is not None and self in scope.enclosing:
             why = "its batch function closes it, and would wait for itself"
             raise WouldDeadlock(self.name, why=why, fix="Close it outside of the batch function.")
-        if self._holds_lock():
-            why = "close() was called by a signal handler or a finalizer that interrupted a call"
-            raise WouldDeadlock(self.name, why=why, fix="Set a flag in the handler, and close when the program ends.")
+        self._refuse_interruption("close", "Set a flag in the handler, and close when the program ends.")
         with self._lock:
             self._queue.close()
             idle, self._idle = self._idle, []

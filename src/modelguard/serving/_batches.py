@@ -19,7 +19,7 @@ class Limits:
 
     Attributes:
         name: The function's name in events and errors.
-        max_size: Most items in a batch.
+        max_size: Most items in a batch. With ``slo``, the bound of what is chosen.
         max_queue: Most items that wait.
         max_wait: Seconds that the oldest item waits for a fuller batch while a thread is free.
         max_weight: Most weight in a batch; infinity for no bound.
@@ -27,6 +27,7 @@ class Limits:
         threads: Threads that compute batches side by side.
         hang_after: Seconds after which a batch that runs counts as hung; infinity for never.
         weighed: Whether items have weights of their own; the heaviest then comes first in its batch.
+        slo: Seconds from arrival to answer for which the size of batches is chosen; infinity for a fixed ``max_size``.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Limits:
     threads: int = 1
     hang_after: float = math.inf
     weighed: bool = False
+    slo: float = math.inf
 
     def fill(self, count: int, weight: float) -> float:
         """How many full batches so many items of that total weight make: 0.5 is half a batch, 2 is two."""

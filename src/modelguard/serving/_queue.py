@@ -20,6 +20,7 @@ from modelguard.errors import (
     ModelGuardError,
     QueueFull,
 )
+from modelguard.serving._auto_size import AutoSize
 from modelguard.serving._batches import Batch, Counters, Limits, Verdict
 from modelguard.serving._expiry import Expiry
 from modelguard.serving._hung import items_in_hung, mark_hung, next_hang
@@ -49,14 +50,13 @@ class BatchQueue:
     """
 
     def __init__(self, limits: Limits, circuit: Circuit | None = None) -> None:
-        self._limits = limits
-        self._max_queue = limits.max_queue
         self.circuit = circuit
         self.times = BatchTimes()
         self._planner = Planner(limits, self.times)
         self._lines = Lines(limits, self._planner.latest_start)
+        self._lines.full_size = self._planner.most
         self._ungrouped = self._lines.ungrouped
-        self._sorted = limits.weighed or limits.max_wait > 0  # whether a line has to know more than its requests
+        self._take_limits(limits)
         self._expiry = Expiry()
         self.waiting = 0
         self.running: list[Batch] = []
@@ -68,6 +68,18 @@ class BatchQueue:
         self._stale = 0  # requests in the lines that are done
         self._abandoned = 0  # requests in running batches that are done
         self._probe: Request | None = None
+
+    def _take_limits(self, limits: Limits) -> None:
+        self._limits = limits
+        self._max_queue = limits.max_queue
+        self._sorted = limits.weighed or limits.max_wait > 0  # whether a line has to know more than its requests
+        self._simple = limits.max_weight == math.inf and limits.slo == math.inf  # whether a batch is what waits
+
+    def configure(self, limits: Limits, now: float) -> None:
+        """Bound batches, queue and calls by these limits from now on. What waits keeps its deadline and its wait."""
+        self._take_limits(limits)
+        self._planner.configure(limits)
+        self._lines.configure(limits, self._planner.most, now)
 
     # In
 
@@ -152,7 +164,7 @@ class BatchQueue:
 
     def _take(self, line: Line, now: float) -> list[Request]:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
-        if self._stale or self._expiry or self._limits.max_weight != math.inf:
+        if self._stale or self._expiry or not self._simple:
             requests = self._choose(line, now)
         elif len(line.requests) <= (most := self._planner.most):  # the usual case: everything that waits
             requests = list(line.requests)
@@ -286,6 +298,7 @@ class BatchQueue:
         """Record how long a batch kept its thread, how often it was run again, and the share of bad items."""
         self.times.record_batch(len(batch.requests), seconds, now)
         self._planner.note_batch(batch, seconds, now, reruns=reruns, bad=bad)
+        self._lines.full_size = self._planner.most
 
     # Out of turn
 
@@ -333,6 +346,11 @@ class BatchQueue:
     # Its state
 
     @property
+    def auto_size(self) -> AutoSize:
+        """What chooses the size of batches by a latency goal."""
+        return self._planner.auto
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
         return not (self.waiting or self.running)
@@ -350,6 +368,8 @@ class BatchQueue:
             wait=Quantiles.of(waits),
             run=Quantiles.of(runs),
             rate=self.times.rate(now),
+            max_size=self._planner.most,
+            slo_reachable=self._planner.auto.reachable,
             **asdict(self.counters),
         )
 

@@ -82,6 +82,24 @@ class Curve:
         """Whether a batch ends within this time, in any case."""
         return self.at_worst(count, weight) <= left
 
+    def count_within(self, seconds: float, mean: float) -> float:
+        """How many items a batch may have that ends within this time in any case; infinity for any number.
+
+        Args:
+            seconds: The time.
+            mean: The mean weight of an item; 0 if nothing is weighed.
+        """
+        slope = self.each + self.unit * mean
+        if self.most <= seconds or (slope <= 0 and self.fixed <= seconds):
+            count = math.inf
+        else:
+            count = (seconds - self.fixed) / slope if slope > 0 else 0.0
+        measured = _GROWTH * self.reach
+        if count <= measured:
+            return count
+        largest = self.seconds(self.reach, mean * self.reach)
+        return count if largest <= 0 else max(measured, min(count, seconds * self.reach / largest))
+
 
 class BatchTimes:
     """Learns the times of batches. Not thread-safe by itself.
@@ -119,9 +137,14 @@ class BatchTimes:
         """Record how long a thread was busy with a batch, runs that failed included."""
         self._recent.append((now, items, seconds))
 
+    @property
+    def enough(self) -> bool:
+        """Whether there are enough measurements to say anything because of them."""
+        return self._runs >= _ENOUGH
+
     def fresh(self, now: float) -> bool:
         """Whether there are enough recent measurements to refuse anything because of them."""
-        return self._runs >= _ENOUGH and now <= self._fresh_until
+        return self.enough and now <= self._fresh_until
 
     def rate(self, now: float) -> float | None:
         """Items per second that one thread computes, from the last batches; None if there were none recently."""
@@ -161,7 +184,7 @@ class BatchTimes:
         ratio = min(max(seconds / expected, 1 / _FAR), _FAR) if expected > 0 else 1.0
         if group is not None:
             ratio = self._learn_group(group, ratio)
-        if inside and line.known:
+        if inside and (line.known or not weight):  # until weights are known to explain the time, runs of one size differ
             seconds = self._checked(ratio, seconds, expected)
             self._ratios.append(ratio)
         line.add(count, weight, seconds / self._factor(group))

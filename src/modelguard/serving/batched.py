@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Self, TypeVar, Unpack, overload
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, InvalidOption, Overloaded, WouldDeadlock
@@ -20,7 +20,7 @@ from modelguard.serving._batcher import Batcher
 from modelguard.serving._batches import Limits
 from modelguard.serving._bound_methods import BoundMethods
 from modelguard.serving._functions import call_signature, check_function, function_name
-from modelguard.serving._options import BatchOptions, OnError, check_options
+from modelguard.serving._options import BatchOptions, Changes, OnError, Size, check_options
 from modelguard.serving._requests import FutureRequest, LoopRequest, Request, ThreadRequest
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.status import BatchStatus
@@ -202,8 +202,28 @@ class Batched(Generic[X, Y]):
 
     @property
     def limits(self) -> Limits:
-        """The bounds it was made with, in items and seconds."""
-        return self._options.limits
+        """The bounds in force, in items and seconds."""
+        return self._batcher.limits
+
+    def configure(self, **changes: Unpack[Changes]) -> None:
+        """Change options while it serves: ``f.configure(max_size=8, deadline="1s")``. All of them change, or none.
+
+        What waits keeps its deadline, and waits no longer for a fuller batch than it would have; what runs is finished.
+        A forked child starts with the options in force.
+
+        Args:
+            changes: ``max_size``, ``slo``, ``max_wait``, ``max_queue``, ``deadline`` and ``hang_after``, as in
+                :func:`batched`. A number for ``max_size`` also ends the choice by ``slo``.
+
+        Raises:
+            InvalidOption: One of them is invalid, does not fit the others, or cannot be changed.
+            GuardClosed: After :meth:`close`.
+            TypeError: It is a method, and was not called on an instance: each has a queue of its own.
+            WouldDeadlock: From a signal handler or finalizer that interrupted a call.
+        """
+        if self._methods is not None:
+            raise TypeError(f"{self.name}(): {self._arguments.incomplete}")
+        self._batcher.configure(changes)
 
     @property
     def ready(self) -> bool:
@@ -308,7 +328,8 @@ class Decorator(Protocol):
 
 def batched(
     *others: Never,
-    max_size: int,
+    max_size: Size,
+    slo: _units.Duration | None = None,
     max_wait: _units.Duration = 0.0,
     max_queue: int = 256,
     deadline: _units.Duration | None = None,
@@ -340,7 +361,11 @@ def batched(
 
     Args:
         others: None; every option is passed by keyword.
-        max_size: Most items in a batch.
+        max_size: Most items in a batch; ``"auto"`` to have it chosen by the measured times, so that requests have their
+            answers within ``slo``. It is then never more than ``max_queue``.
+        slo: The latency goal for ``max_size="auto"``: seconds from arrival to answer, as long as the load can be
+            computed. Nothing is refused because of it; that is what ``deadline`` does. If one item alone takes longer,
+            items run alone, and a ``BatchSizeChosen`` at level WARNING says so.
         max_wait: How long the oldest item may wait for a fuller batch while a thread is free; less where a deadline
             requires it. Default: not at all, which is right unless a batch costs much more than its items.
         max_queue: Most items that wait, without those that are being computed; at least ``max_size``.
@@ -369,17 +394,20 @@ def batched(
             "batched", others[0], why="takes keyword arguments only", fix="Write @batched(max_size=32)."
         )
     options = check_options(
-        max_size=max_size,
-        max_wait=max_wait,
-        max_queue=max_queue,
-        deadline=deadline,
         threads=threads,
         weight=weight,
         max_weight=max_weight,
         on_error=on_error,
         breaker=breaker,
-        hang_after=hang_after,
         name=name,
+        written=Changes(
+            max_size=max_size,
+            slo=slo,
+            max_wait=max_wait,
+            max_queue=max_queue,
+            deadline=deadline,
+            hang_after=hang_after,
+        ),
     )
 
     def decorate(function: Any) -> Any:

@@ -57,6 +57,9 @@ class BatchStatus:
         wait: Seconds that the first item of a batch waited, the longest wait in the batch.
         run: Seconds that the function took for a batch, where it did not raise.
         rate: Items per second that one thread computes, from the last batches; None if there were none in ten seconds.
+        max_size: Most items that a batch may have now: what ``max_size="auto"`` has chosen for batches like the last
+            one; fewer than ``max_size`` while many items make their batches raise.
+        slo_reachable: Whether one item alone takes no longer than ``slo``; None before three runs, and without one.
     """
 
     name: str
@@ -78,3 +81,5 @@ class BatchStatus:
     wait: Quantiles
     run: Quantiles
     rate: float | None
+    max_size: int
+    slo_reachable: bool | None

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from modelguard.telemetry.events import (
         BatchErrored,
         BatchFinished,
+        BatchSizeChosen,
         Callback,
         CallbackErrored,
         CircuitClosed,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchErrored",
     "BatchFinished",
+    "BatchSizeChosen",
     "Callback",
     "CallbackErrored",
     "CircuitClosed",

@@ -155,6 +155,15 @@ def _of_batches() -> Iterator[Metric]:
     yield Metric("batch.size", "histogram", "Items in a batch.", "function", "{item}", buckets=_SIZES)
     yield Metric("batch.wait", "histogram", "Wait of a batch's first item.", "function", "s", buckets=_SHORT)
     yield Metric("batch.run", "histogram", "Time of a batch, with reruns.", "function", "s", buckets=_SHORT)
+    yield Metric("batch.max_size", "gauge", "Most items in a batch, as chosen for slo.", "function", "{item}")
+    yield Metric(
+        "slo.unreachable",
+        "gauge",
+        "Processes in which one item alone takes longer than slo.",
+        "function",
+        "{process}",
+        mode="livesum",
+    )
     yield counter("batches.failed", "Batches in which the function raised.")
     yield counter("batches.bisected", "Batches that were run again in parts, to find the failing items.")
     yield counter("batch.reruns", "Calls to find the failing items.")
@@ -257,6 +266,10 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.MemoryTrimmed: _of_a_trim,
     events.BatchFinished: _of_a_batch,
     events.BatchErrored: lambda _: (Measure("batches.failed", 1),),
+    events.BatchSizeChosen: lambda event: (
+        Measure("batch.max_size", event.size),
+        Measure("slo.unreachable", not event.reachable),
+    ),
     events.RequestsRefused: _of_refusals,
     events.CircuitOpened: lambda _: (Measure("circuit.open", 1), Measure("circuit.openings", 1)),
     events.CircuitClosed: lambda _: (Measure("circuit.open", 0),),

@@ -1,0 +1,87 @@
+"""How large batches may be so that requests have their answers within a latency goal: ``max_size="auto"``."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from modelguard.serving._times import BatchTimes, Curve
+
+__all__ = ["AutoSize"]
+
+#: Where the times jump at some size, no line fits them. So of the last runs as large as that one or larger, half must
+#: have been in time, and sizes stay this much below one that was not. Clipper (Crankshaw et al., NSDI 2017) backs off
+#: by the same tenth.
+_REMEMBERED = 32
+_LATE = 3
+_BACK_OFF = 0.9
+
+
+class AutoSize:
+    """Chooses the size of batches by the measured times. Without a clock, a lock or a queue of its own.
+
+    What arrives while a batch runs has to wait for its end, and then needs the time of its own batch. So a batch may
+    take half of the goal. An item that takes longer than that runs alone.
+
+    Args:
+        slo: The latency goal in seconds, from arrival to answer; infinity for none.
+        max_wait: Seconds that the oldest request may wait for a fuller batch.
+        ceiling: Most items in a batch, whatever was measured.
+
+    Attributes:
+        slo: The goal.
+        seconds: How long a batch may take; infinity without a goal.
+        size: How many items a batch may have, by what was measured last: 1 before the first measurement.
+        reachable: Whether one item alone meets the goal; None until that was measured, and without a goal.
+        item_seconds: How long one item alone takes; 0 until that was measured.
+    """
+
+    def __init__(self, slo: float, max_wait: float, ceiling: int) -> None:
+        self.slo = slo
+        self._ceiling = ceiling
+        self.seconds = min(slo / 2, slo - max_wait)
+        self.size = ceiling if slo == math.inf else 1
+        self.reachable: bool | None = None
+        self.item_seconds = 0.0
+        self._runs: deque[tuple[int, bool]] = deque(maxlen=_REMEMBERED)  # items, and whether it took too long
+        self._most: float = ceiling
+
+    def __bool__(self) -> bool:
+        """Whether there is a goal."""
+        return self.slo != math.inf
+
+    def size_for(self, curve: Curve | None, mean: float) -> int:
+        """How many items a batch may have.
+
+        Args:
+            curve: The times of its group; None before the first measurement, when one item is tried.
+            mean: The mean weight of an item; 0 if nothing is weighed.
+        """
+        if not self:
+            return self._ceiling
+        if curve is None:
+            return 1
+        return int(max(1.0, min(curve.count_within(self.seconds, mean), self._most)))
+
+    def note_run(self, count: int, seconds: float) -> None:
+        """Note that a batch of so many items took so long."""
+        self._runs.append((count, seconds > self.seconds))
+        self._most = self._ceiling
+        late = runs = 0
+        for items, too_long in sorted(self._runs, reverse=True):
+            late, runs = late + too_long, runs + 1
+            if too_long and late >= _LATE and late * 2 >= runs:
+                self._most = min(self._ceiling, max(items * _BACK_OFF, 1.0))
+
+    def follow(self, times: BatchTimes, curve: Curve | None, mean: float) -> None:
+        """Choose by what was measured.
+
+        Args:
+            times: Where the curve comes from.
+            curve: The times of the group of the last batch.
+            mean: The mean weight of its items; 0 if nothing is weighed.
+        """
+        self.size = self.size_for(curve, mean)
+        if curve is not None and times.enough:
+            self.item_seconds = curve.seconds(1, mean)
+            self.reachable = self.item_seconds <= self.slo
