@@ -9,12 +9,17 @@ from modelguard.serving._times import BatchTimes, Curve
 
 __all__ = ["AutoSize"]
 
-#: Where the times jump at some size, no line fits them. So of the last runs as large as that one or larger, half must
-#: have been in time, and sizes stay this much below one that was not. Clipper (Crankshaw et al., NSDI 2017) backs off
-#: by the same tenth.
+#: Where the times jump at some size, no line fits them. If this many of the last runs, and half of those that were as
+#: large, took longer than they may by this factor, sizes are bounded besides: as Clipper does it (Crankshaw et al., NSDI
+#: 2017), by a tenth less than the size that took too long, and then more with every full batch in time.
 _REMEMBERED = 32
 _LATE = 3
+_LONGER = 1.1
 _BACK_OFF = 0.9
+#: The bound grows by this share with the first full batch, and by twice as much with every eighth one. So it is back at
+#: the size that took too long after 26 of them, and at three times that size after 52.
+_GROWTH = 0.001
+_FASTER = 8
 
 
 class AutoSize:
@@ -45,6 +50,7 @@ class AutoSize:
         self.item_seconds = 0.0
         self._runs: deque[tuple[int, bool]] = deque(maxlen=_REMEMBERED)  # items, and whether it took too long
         self._most: float = ceiling
+        self._grown = 0
 
     def __bool__(self) -> bool:
         """Whether there is a goal."""
@@ -65,13 +71,23 @@ class AutoSize:
 
     def note_run(self, count: int, seconds: float) -> None:
         """Note that a batch of so many items took so long."""
-        self._runs.append((count, seconds > self.seconds))
-        self._most = self._ceiling
-        late = runs = 0
-        for items, too_long in sorted(self._runs, reverse=True):
-            late, runs = late + too_long, runs + 1
-            if too_long and late >= _LATE and late * 2 >= runs:
-                self._most = min(self._ceiling, max(items * _BACK_OFF, 1.0))
+        late = seconds > self.seconds * _LONGER
+        self._runs.append((count, late))
+        if late:
+            most = self._too_large() if self._most >= self._ceiling else count
+            self._most, self._grown = max(min(most * _BACK_OFF, self._ceiling), 1.0), 0
+        elif self._most < self._ceiling and count >= int(self._most):
+            self._most = min(self._most * (1 + _GROWTH * 2 ** (self._grown / _FASTER)), self._ceiling)
+            self._grown += 1
+
+    def _too_large(self) -> float:
+        """The least size that half of the last runs took too long with; infinity for none."""
+        least, late = math.inf, 0
+        for number, (items, too_long) in enumerate(sorted(self._runs, reverse=True), start=1):
+            late += too_long
+            if too_long and late >= _LATE and late * 2 >= number:
+                least = items
+        return least
 
     def follow(self, times: BatchTimes, curve: Curve | None, mean: float) -> None:
         """Choose by what was measured.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ class Interleavings(RuleBasedStateMachine):
         circuit = None if failures is None else Circuit(Breaker(failures=failures, cooldown=3.0, max_cooldown=6.0))
         self.queue = BatchQueue(self.limits, circuit)
         self.batches: list[Batch] = []
+        self.most_waiting = max_queue
 
     @rule(
         bound=st.sampled_from([None, None, 0.0, 1.0, 3.0, 50.0]),
@@ -93,6 +95,17 @@ class Interleavings(RuleBasedStateMachine):
         else:
             assert self.limits.max_wait
             assert 0 < found <= self.limits.max_wait
+
+    @rule(
+        max_size=st.integers(1, 4),
+        max_queue=st.integers(4, 9),
+        max_wait=st.sampled_from([0.0, 2.0, 5.0]),
+        slo=st.sampled_from([math.inf, 8.0]),
+    )
+    def configure(self, max_size: int, max_queue: int, max_wait: float, slo: float) -> None:
+        self.limits = replace(self.limits, max_size=max_size, max_queue=max_queue, max_wait=max_wait, slo=slo)
+        self.queue.configure(self.limits, self.now)
+        self.most_waiting = max(max_queue, self.queue.waiting)
 
     def check(self, batch: Batch) -> None:
         numbers = [one.number for one in batch.requests]
@@ -178,7 +191,7 @@ class Interleavings(RuleBasedStateMachine):
             return
         running = {one.number for batch in self.batches for one in batch.requests}
         waiting = [one for n, one in self.alive().items() if n not in running]
-        assert len(waiting) == self.queue.waiting <= self.limits.max_queue
+        assert len(waiting) == self.queue.waiting <= self.most_waiting
         assert all((one.state == "done") != (n in self.alive()) for n, one in self.admitted.items())
         if self.limits.weighed:
             assert sum(one.weight for one in waiting) == pytest.approx(sum(line.weight for line in self.queue._lines))
