@@ -49,7 +49,6 @@ class Batcher:
 
     def __init__(self, run: BatchCallable, options: BatchOptions) -> None:
         self._options = options
-        self._limits = options.limits
         self._breaker = options.breaker
         self._function = BatchFunction(
             run=run,
@@ -58,9 +57,15 @@ class Batcher:
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
         self._most_threads = options.limits.threads
-        self._bounded = options.limits.deadline != math.inf
+        self._take_limits(options.limits)
         self._reset()
         _registry.add(self)
+
+    def _take_limits(self, limits: Limits) -> None:
+        self._limits = limits
+        self._bounded = limits.deadline != math.inf
+        # Whether a request without arguments of its own needs no decision but whether there is room for it.
+        self._plain = not (self._bounded or limits.max_wait or limits.weighed or self._breaker is not None)
 
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
@@ -108,9 +113,8 @@ class Batcher:
                 raise GuardClosed(self.name)
             now = _clock()
             self._options = self._options.changed(changes)
-            self._limits = limits = self._options.limits
-            self._bounded = limits.deadline != math.inf
-            self._queue.configure(limits, now)
+            self._take_limits(self._options.limits)
+            self._queue.configure(self._limits, now)
             if self._queue.running and self._watch.due > now:
                 self._watch.schedule(now)  # a batch may count as hung sooner
             idle, self._idle = self._idle, []
@@ -152,13 +156,55 @@ class Batcher:
             self._report_refusal()
             raise
         except BaseException:  # Ctrl-C or a signal handler that raises, at any point of the above
-            with self._lock:
-                queue.withdraw(request)
-            for each in tuple(self._wakeups):  # one of them may have been chosen and not set
-                each.set()
+            self._withdraw(request)
             raise
         if scope is not None and scope.web_request is not None:
             scope.web_request.add(QueuedCall(request, self.cancel))
+
+    def put_plain(self, request: Request) -> None:
+        """:meth:`put` for a request on an event loop, without keyword arguments and timeout; mostly without the lock.
+
+        A lock costs as much as everything else here, and more while another thread holds it. Loops in several threads
+        may exceed ``max_queue`` together, by one request each.
+        """
+        queue = self._queue
+        full = len(queue.inbox) + queue.waiting >= self._limits.max_queue
+        inline = _inline.open_blocks or _own_thread.open_blocks
+        if full or inline or not self._plain or queue.closed or current_scope.get() is not None:
+            self.put(request)
+            return
+        try:
+            request.arrived = _clock()
+            queue.inbox.append(request)
+            # Read after the request was queued: a thread that looks for work does so after it has written these.
+            if self._idle or self._threads < self._most_threads or queue.closed:
+                self._attend_to(request)
+        except GuardClosed:
+            raise
+        except BaseException:  # as in put
+            self._withdraw(request)
+            raise
+
+    def _attend_to(self, request: Request) -> None:
+        """Have a thread compute what was put into the inbox. Raises what ``put`` does if there will be none."""
+        with self._lock:
+            closed = self._queue.closed and request.state == "waiting"
+            if closed:
+                self._queue.withdraw(request)
+            wakeup = self._find_thread()
+        if wakeup is not None:
+            wakeup.set()
+        if closed or self._deferred or self._queue.undelivered:
+            self._settle()
+        if closed:
+            raise GuardClosed(self.name)
+
+    def _withdraw(self, request: Request) -> None:
+        """Undo an admission that an exception interrupted."""
+        with self._lock:
+            self._queue.withdraw(request)
+        for each in tuple(self._wakeups):  # one of them may have been chosen and not set
+            each.set()
 
     def _apply_bounds(self, request: Request, timeout: float | None, scope: Scope | None) -> None:
         deadline = _clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
@@ -246,7 +292,7 @@ class Batcher:
                 logger.exception("modelguard: a thread of %s() failed", self.name)
             with self._lock:
                 self._threads -= 1
-                other = self._find_thread() if queue.waiting else None
+                other = None if queue.idle else self._find_thread()
             if other is not None:
                 other.set()
         finally:
@@ -267,6 +313,9 @@ class Batcher:
                 return False
             else:
                 self._idle.append(wakeup)
+                if queue.inbox:  # since it was emptied
+                    self._idle.remove(wakeup)
+                    return True
         if other is not None:
             other.set()
         if queue.undelivered or self._deferred:
@@ -285,7 +334,9 @@ class Batcher:
             if woken or seconds is not None or self._queue.waiting:
                 return True
             self._threads -= 1
-            return False
+            if self._queue.inbox:
+                self._threads += 1
+            return bool(self._queue.inbox)
 
     def _compute(self, batch: Batch) -> None:
         enclosing: frozenset[object] = frozenset({self})

@@ -19,7 +19,7 @@ _DRAIN_UNMEASURED = 1.0
 #: How fast the rate of arrivals, the time that requests have, and the cost of runs that failed are followed.
 _STEP = 0.2
 #: A batch that is larger by this much must compute so many more items a second, or the smaller one is planned with.
-_GAIN = 1.03
+_GAIN = 1.015
 #: The oldest requests are left out of a batch if without them it computes this many times as many items a second.
 _DROP_GAIN = 1.1
 #: Batches stay as small as planned from this share of the capacity on, or where larger ones compute hardly more.
@@ -223,7 +223,10 @@ class Planner:
             if count > 1 and (seconds >= longest or count * mean > self._limits.max_weight):
                 break
             usable = rate * min(max(self._timeout - seconds, 0.0), seconds) if seconds > 0 else math.inf
-            answers = max(_lesser(count, usable), 1.0) / seconds if seconds > 0 else math.inf
+            none = math.exp(-usable)  # nothing came in time: the next request finds the thread idle, and runs alone
+            answered = _lesser(count, usable) + none
+            spent = curve.seconds(answered, answered * mean) + none / rate
+            answers = answered / spent if spent > 0 else math.inf
             if answers > best * _GAIN:
                 best, size = answers, count
         if len(self._crowds) > _LOOKED_AT:

@@ -2,6 +2,7 @@
 
 Every method takes the time as an argument and is called with the batcher's lock held. Failures that the queue decides
 on by itself (expired, refused after all, closed) go to ``undelivered``; the batcher delivers them without the lock.
+Requests that need no decision may be put into ``inbox`` without the lock.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class BatchQueue:
     """The state of one batcher.
 
     Attributes:
+        inbox: Requests without keyword arguments or deadline that wait as well, and are not counted yet.
         waiting: Requests that wait, without those that expired or were cancelled.
         running: Batches under way.
         undelivered: Requests that failed out of turn, with their failures.
@@ -58,6 +60,7 @@ class BatchQueue:
         self._ungrouped = self._lines.ungrouped
         self._take_limits(limits)
         self._expiry = Expiry()
+        self.inbox: deque[Request] = deque()
         self.waiting = 0
         self.running: list[Batch] = []
         self.undelivered: list[tuple[Request, Failure]] = []
@@ -77,11 +80,20 @@ class BatchQueue:
 
     def configure(self, limits: Limits, now: float) -> None:
         """Bound batches, queue and calls by these limits from now on. What waits keeps its deadline and its wait."""
+        self.take_in()
         self._take_limits(limits)
         self._planner.configure(limits)
         self._lines.configure(limits, self._planner.most, now)
 
     # In
+
+    def take_in(self) -> None:
+        """Move what is in the inbox to its line."""
+        if count := len(self.inbox):
+            self.waiting += count  # first: callers add up both, and may count a request twice, but not miss one
+            self._ungrouped.waiting += count
+            take = self.inbox.popleft
+            self._ungrouped.requests.extend([take() for _ in range(count)])
 
     def admit(self, request: Request, now: float) -> None:
         """Queue a request whose deadline, weight and group are set.
@@ -89,6 +101,8 @@ class BatchQueue:
         Raises:
             GuardClosed, CircuitOpen, QueueFull, DeadlineUnreachable, DeadlineExceeded: It was not queued.
         """
+        if self.inbox:
+            self.take_in()
         if self._expiry and self._expiry.nearest <= now:
             self.expire(now)
         if self.waiting >= self._max_queue or self._may_refuse:
@@ -141,6 +155,7 @@ class BatchQueue:
 
     def withdraw(self, request: Request) -> None:
         """Undo an admission that an exception interrupted at any point: count again what is really there."""
+        self.take_in()
         self._abandoned += request.state == "running"
         request.state = "done"
         self._expiry.settle([request])
@@ -153,6 +168,7 @@ class BatchQueue:
 
     def next_batch(self, now: float) -> Batch | float | None:
         """The next batch for a free thread; or seconds after which to ask again; or None until more is admitted."""
+        self.take_in()
         self.expire(now)
         while True:
             found = self._lines.next(now, closed=self.closed)
@@ -219,6 +235,7 @@ class BatchQueue:
         Returns:
             The requests whose callers still wait, and their outcomes.
         """
+        self.take_in()
         self.running.remove(batch)
         requests = batch.requests
         if self._abandoned:
@@ -325,6 +342,7 @@ class BatchQueue:
         """
         if request.state == "done":
             return False
+        self.take_in()
         self.counters.cancelled += 1
         self._drop(request, caller_gone(self._limits.name) if notify else None)
         return True
@@ -335,6 +353,7 @@ class BatchQueue:
 
     def refuse_waiting(self, error: ModelGuardError) -> None:
         """Fail everything that waits, each request with a copy of the error."""
+        self.take_in()
         for request in self._waiting_requests():
             self._drop(request, Failure(copy.copy(error)))
 
@@ -353,10 +372,11 @@ class BatchQueue:
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
-        return not (self.waiting or self.running)
+        return not (self.waiting or self.running or self.inbox)
 
     def status(self, now: float) -> BatchStatus:
         """Its state, counters and times."""
+        self.take_in()
         sizes, waits, runs = zip(*self.recent, strict=True) if self.recent else ((), (), ())
         return BatchStatus(
             name=self._limits.name,

@@ -111,7 +111,7 @@ class Batched(Generic[X, Y]):
         if extras or others or timeout is not None or self._always_checked or type(item) is list:
             self._put(request, timeout, extras, others)
         else:  # what _put would do, without its call
-            self._batcher.put(request)
+            self._batcher.put_plain(request)
         try:
             return await request.future  # type: ignore[no-any-return]
         except (asyncio.CancelledError, GeneratorExit):  # the task was cancelled, or the coroutine closed
