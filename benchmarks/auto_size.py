@@ -8,7 +8,7 @@ Two ways to choose the size are compared:
   each full batch in time, a tenth less after one that took too long.
 
 The best size is known, since the model is simulated. Measured for each model: after how many batches the size is, and
-stays, within a fifth of the best one; how many of the batches after the first hundred took longer than they may; and the
+stays, between 0.6 and 1.1 of the best one (or one item beside it); how many of the batches after the first hundred took longer than they may; and the
 items computed a second after them, compared with the best size.
 
 Nothing sleeps, so the figures are the same on every machine.
@@ -36,8 +36,13 @@ if TYPE_CHECKING:
 SLO = 0.1
 CEILING = 256
 COUNT = 400  # batches
-EACH = (0.0001, 0.001, 0.01)
+EACH = (0.0001, 0.001, 0.007)
 FIXED = (0.0, 0.003, 0.01, 0.03)
+_LEAST, _MOST = 0.6, 1.1
+#: Times beyond what a batch may take, by this factor, are too long.
+_LONGER = 1.1
+#: When models change, in seconds.
+CHANGE = 4.0
 #: What AIMD adds after a full batch in time, and multiplies with after one that took too long.
 ADDED, BACK_OFF = 1, 0.9
 
@@ -140,9 +145,9 @@ def models() -> dict[str, tuple[Cost, Callable[[int], float]]]:
     base = linear(0.01, 0.001)
     found["times vary by a tenth"] = varied(base, 0.1), lambda size: 0.01 + 0.001 * size
     found["times vary by 30 %"] = varied(base, 0.3), lambda size: 0.01 + 0.001 * size
-    found["three times as slow after 4 s"] = changed(base, 4.0, 3.0), lambda size: 3 * (0.01 + 0.001 * size)
-    found["three times as fast after 4 s"] = (
-        changed(linear(0.03, 0.003), 4.0, 1 / 3),
+    found[f"three times as slow after {CHANGE:g} s"] = changed(base, CHANGE, 3.0), lambda size: 3 * (0.01 + 0.001 * size)
+    found[f"three times as fast after {CHANGE:g} s"] = (
+        changed(linear(0.03, 0.003), CHANGE, 1 / 3),
         lambda size: 0.01 + 0.001 * size,
     )
     found["time grows with the square"] = (
@@ -165,24 +170,25 @@ class Judged:
     rate: float
 
 
-def judge(kind: type[Sized], cost: Cost, seconds: Callable[[int], float]) -> Judged:
-    """Drive a model at twice what it can do, so that batches are full."""
+def judge(kind: type[Sized], cost: Cost, seconds: Callable[[int], float], since: float = 0.0) -> Judged:
+    """Drive a model at twice what it can do, so that batches are full. What ended before ``since`` is left out."""
     best = max(size for size in range(1, CEILING + 1) if size == 1 or seconds(size) <= SLO / 2)
     rate = best / seconds(best)
     limits = Limits(name="f", max_size=CEILING, max_queue=CEILING, slo=SLO)
     found = drive(limits, cost, 2 * rate, COUNT * seconds(best), kind)
-    fits = [abs(batch.chosen - best) <= max(best / 5, 1) for batch in found.batches]
+    least, most = min(_LEAST * best, best - 1), max(_MOST * best, best + 1)
+    fits = [least <= batch.chosen <= most for batch in found.batches if batch.ended >= since]
     after = next((at for at in range(len(fits)) if all(fits[at:])), len(fits))
-    later = found.batches[100:]
+    later = [batch for batch in found.batches if batch.ended >= since][100:]
     computed = sum(batch.size for batch in later) / math.fsum(batch.seconds for batch in later)
-    return Judged(after, sum(batch.seconds > SLO / 2 * 1.001 for batch in later) / len(later), computed / rate)
+    return Judged(after, sum(batch.seconds > SLO / 2 * _LONGER for batch in later) / len(later), computed / rate)
 
 
 def main() -> None:
     bench = _common.Benchmark("auto_size", "Story 3: the size of batches for a latency goal, on a simulated clock")
     ways: dict[str, type[Sized]] = {"model": Sized, "AIMD": Aimd}
     found = {
-        model: {way: judge(kind, cost, seconds) for way, kind in ways.items()}
+        model: {way: judge(kind, cost, seconds, CHANGE if " after " in model else 0.0) for way, kind in ways.items()}
         for model, (cost, seconds) in models().items()
     }
     rows = []
@@ -213,7 +219,7 @@ def main() -> None:
     def draw(figure: Figure) -> None:
         axes = figure.subplots(1, 1)
         for way, style in zip(ways, ("-", "--"), strict=True):
-            for name in ("30 ms + 0.1 ms an item", "three times as slow after 4 s"):
+            for name in ("30 ms + 0.1 ms an item", f"three times as slow after {CHANGE:g} s"):
                 cost, seconds = models()[name]
                 best = max(size for size in range(1, CEILING + 1) if size == 1 or seconds(size) <= SLO / 2)
                 limits = Limits(name="f", max_size=CEILING, max_queue=CEILING, slo=SLO)

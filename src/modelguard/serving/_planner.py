@@ -222,7 +222,10 @@ class Planner:
             seconds = curve.seconds(count, count * mean)
             if count > 1 and (seconds >= longest or count * mean > self._limits.max_weight):
                 break
-            usable = rate * min(max(self._timeout - seconds, 0.0), seconds) if seconds > 0 else math.inf
+            window = min(self._timeout - seconds, seconds)
+            if seconds > 0 and window <= 0:
+                continue
+            usable = rate * window if seconds > 0 else math.inf
             none = math.exp(-usable)  # nothing came in time: the next request finds the thread idle, and runs alone
             answered = _lesser(count, usable) + none
             spent = curve.seconds(answered, answered * mean) + none / rate

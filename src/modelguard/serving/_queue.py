@@ -243,7 +243,7 @@ class BatchQueue:
             self._abandoned -= len(requests) - len(pairs)
             requests, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             failed = sum(type(outcome) is Failure for outcome in outcomes)
-        for request in requests:  # what _end would do, without its call
+        for request in batch.requests:  # what _end would do, without its call
             request.state = "done"
             request.item = None
         if self._expiry:
@@ -429,8 +429,9 @@ class BatchQueue:
         self._end(request, failure)
 
     def _end(self, request: Request, failure: Failure | None) -> None:
+        if request.state != "running":  # else the batch is about to read it, or has; finish() lets it go
+            request.item = None  # it may be large, and callers keep futures longer than they need them
         request.state = "done"
-        request.item = None  # it may be large, and callers keep futures longer than they need them
         if request.timer is not None:
             self._expiry.settle([request])
         if failure is not None:

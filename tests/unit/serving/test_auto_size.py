@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.serving.gated import until
 from tests.unit.serving.queues import measured, queue_of, request, run
 
+from modelguard import batched, telemetry
 from modelguard.errors import Overloaded
 from modelguard.serving import Limits
+from modelguard.serving._auto_size import AutoSize
 from modelguard.serving._batches import Batch
+from modelguard.serving._chosen_size import ChosenSize
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))  # as for the scripts there
 auto_size = pytest.importorskip("auto_size")
@@ -97,6 +101,15 @@ def test_it_follows_a_model_that_becomes_slower_or_faster(before: int, after: in
     assert len(held) > 80
     assert all(batch.seconds <= SLO / 2 * 1.1 for batch in held)
     assert all(batch.chosen >= best * 0.75 for batch in held[40:])
+
+
+def test_a_change_in_the_middle_of_rising_load_does_not_confuse_it() -> None:
+    """The model becomes slower before it has seen large batches: what mixes both speeds is soon learned anew."""
+    found = served(
+        lambda items, now, _extras: (1 if now < 4 else 3) * (0.01 + 0.001 * len(items)), rate=250.0, seconds=12.0
+    )
+    changed = next(at for at, batch in enumerate(found.batches) if batch.ended > 4)
+    assert all(4 <= batch.chosen <= 6 for batch in found.batches[changed + 20 :])
 
 
 def test_a_slow_first_run_is_forgotten() -> None:
@@ -221,6 +234,52 @@ def test_a_batch_is_full_when_it_has_as_many_as_chosen() -> None:
     for number in range(most):
         queue.admit(request(number), 2.0)
     assert isinstance(queue.next_batch(2.0), Batch)
+
+
+def events_of(found: list[tuple[int, bool | None, float]], slo: float = SLO) -> list[telemetry.Event]:
+    """What is reported of a size, whether the goal is reachable, and a time, one after another."""
+    heard: list[telemetry.Event] = []
+    telemetry.set_hooks([heard.append])
+    try:
+        chosen = ChosenSize("f")
+        for size, reachable, now in found:
+            auto = AutoSize(slo, 0.0, 64)
+            auto.size, auto.reachable, auto.item_seconds = size, reachable, 0.01
+            chosen.report(auto, now)
+    finally:
+        telemetry.set_hooks(None)
+    return heard
+
+
+def test_a_size_is_reported_when_it_has_changed_by_a_quarter() -> None:
+    """At most once a second, and not before there are measurements; a goal out of reach is reported at once."""
+    events = events_of(
+        [(1, None, 0.0), (8, True, 1.0), (9, True, 5.0), (16, True, 5.5), (16, True, 6.5), (1, False, 6.6), (1, False, 9.0)]
+        + [(2, True, 9.1), (2, None, 9.5)]
+    )
+    assert [(8, 0, True), (16, 8, True), (1, 16, False), (2, 1, True)] == [
+        (one.size, one.previous, one.reachable) for one in events if isinstance(one, telemetry.BatchSizeChosen)
+    ]
+
+
+def test_the_end_of_the_choice_is_reported_once() -> None:
+    """When a number is configured; where none was ever chosen, nothing is reported."""
+    assert [] == events_of([(8, None, 0.0), (8, None, 9.0)], math.inf)
+
+
+def test_a_function_reports_its_sizes(events: list[telemetry.Event]) -> None:
+    """While it serves, and when a number ends the choice."""
+    with batched(max_size="auto", slo="10s", name="f")(lambda items: items) as f:
+        for number in range(4):
+            f(number)
+        until(lambda: any(isinstance(event, telemetry.BatchSizeChosen) for event in events))
+        (chosen,) = (event for event in events if isinstance(event, telemetry.BatchSizeChosen))
+        assert ("f", 0, 10.0, True) == (chosen.guard, chosen.previous, chosen.slo, chosen.reachable)
+        f.configure(max_size=8)
+        f(5)
+        until(lambda: sum(isinstance(event, telemetry.BatchSizeChosen) for event in events) > 1)
+    last = [event for event in events if isinstance(event, telemetry.BatchSizeChosen)][-1]
+    assert (8, None) == (last.size, last.slo)
 
 
 @settings(max_examples=40, deadline=None)
