@@ -4,12 +4,12 @@ Two ways to choose the size are compared:
 
 * **model**: what modelguard does. The time of a batch is a line over its size, learned from every run; a batch may have
   as many items as take half of the goal.
-* **AIMD**: additive increase, multiplicative decrease, as Clipper does (Crankshaw et al., NSDI 2017): one item more after
-  each full batch in time, a tenth less after one that took too long.
+* **AIMD**: additive increase, multiplicative decrease, as Clipper does (Crankshaw et al., NSDI 2017): one item more
+  after each full batch in time, a tenth less after one that took too long.
 
 The best size is known, since the model is simulated. Measured for each model: after how many batches the size is, and
-stays, between 0.6 and 1.1 of the best one (or one item beside it); how many of the batches after the first hundred took longer than they may; and the
-items computed a second after them, compared with the best size.
+stays, between 0.6 and 1.1 of the best one (or one item beside it); how many of the batches after the first hundred took
+more than a tenth longer than they may; and the items computed a second after them, compared with the best size.
 
 Nothing sleeps, so the figures are the same on every machine.
 """
@@ -41,8 +41,9 @@ FIXED = (0.0, 0.003, 0.01, 0.03)
 _LEAST, _MOST = 0.6, 1.1
 #: Times beyond what a batch may take, by this factor, are too long.
 _LONGER = 1.1
-#: When models change, in seconds.
+#: When models change, in seconds, and at which size the times of one of them jump.
 CHANGE = 4.0
+JUMP = 32
 #: What AIMD adds after a full batch in time, and multiplies with after one that took too long.
 ADDED, BACK_OFF = 1, 0.9
 
@@ -107,6 +108,7 @@ def drive(
     cost: Cost,
     rate: float,
     seconds: float,
+    *,
     kind: type[Sized] = Sized,
     make: Callable[[float, random.Random], Arrival] = lambda at, _dice: Arrival(at, None, math.inf),
 ) -> Sized:
@@ -145,7 +147,10 @@ def models() -> dict[str, tuple[Cost, Callable[[int], float]]]:
     base = linear(0.01, 0.001)
     found["times vary by a tenth"] = varied(base, 0.1), lambda size: 0.01 + 0.001 * size
     found["times vary by 30 %"] = varied(base, 0.3), lambda size: 0.01 + 0.001 * size
-    found[f"three times as slow after {CHANGE:g} s"] = changed(base, CHANGE, 3.0), lambda size: 3 * (0.01 + 0.001 * size)
+    found[f"three times as slow after {CHANGE:g} s"] = (
+        changed(base, CHANGE, 3.0),
+        lambda size: 3 * (0.01 + 0.001 * size),
+    )
     found[f"three times as fast after {CHANGE:g} s"] = (
         changed(linear(0.03, 0.003), CHANGE, 1 / 3),
         lambda size: 0.01 + 0.001 * size,
@@ -154,9 +159,9 @@ def models() -> dict[str, tuple[Cost, Callable[[int], float]]]:
         lambda items, _now, _extras: 0.005 + 0.0005 * len(items) + 0.00002 * len(items) ** 2,
         lambda size: 0.005 + 0.0005 * size + 0.00002 * size**2,
     )
-    found["0.1 s more beyond 32 items"] = (
-        lambda items, _now, _extras: 0.01 + 0.0005 * len(items) + 0.1 * (len(items) > 32),
-        lambda size: 0.01 + 0.0005 * size + 0.1 * (size > 32),
+    found[f"0.1 s more beyond {JUMP} items"] = (
+        lambda items, _now, _extras: 0.01 + 0.0005 * len(items) + 0.1 * (len(items) > JUMP),
+        lambda size: 0.01 + 0.0005 * size + 0.1 * (size > JUMP),
     )
     return found
 
@@ -175,7 +180,7 @@ def judge(kind: type[Sized], cost: Cost, seconds: Callable[[int], float], since:
     best = max(size for size in range(1, CEILING + 1) if size == 1 or seconds(size) <= SLO / 2)
     rate = best / seconds(best)
     limits = Limits(name="f", max_size=CEILING, max_queue=CEILING, slo=SLO)
-    found = drive(limits, cost, 2 * rate, COUNT * seconds(best), kind)
+    found = drive(limits, cost, 2 * rate, COUNT * seconds(best), kind=kind)
     least, most = min(_LEAST * best, best - 1), max(_MOST * best, best + 1)
     fits = [least <= batch.chosen <= most for batch in found.batches if batch.ended >= since]
     after = next((at for at in range(len(fits)) if all(fits[at:])), len(fits))
@@ -206,7 +211,10 @@ def main() -> None:
             _common.Row(f"{way}: batches that took too long", [100 * one.late for one in judged], "%", ours=ours),
             _common.Row(f"{way}: best rate / its rate", [1 / one.rate for one in judged], "x", ours=ours),
         ]
-    notes = ["", f"A goal of {SLO * 1e3:g} ms; {len(found)} models, at twice what they can do. For each, model and AIMD:"]
+    notes = [
+        "",
+        f"A goal of {SLO * 1e3:g} ms; {len(found)} models, at twice what they can do. For each, model and AIMD:",
+    ]
     notes += [
         f"{model}: fits after {' and '.join(str(one.fits_after) for one in judged.values())} batches, "
         f"{' and '.join(f'{one.late:.1%}' for one in judged.values())} too long, "
@@ -223,7 +231,7 @@ def main() -> None:
                 cost, seconds = models()[name]
                 best = max(size for size in range(1, CEILING + 1) if size == 1 or seconds(size) <= SLO / 2)
                 limits = Limits(name="f", max_size=CEILING, max_queue=CEILING, slo=SLO)
-                chosen = drive(limits, cost, 2 * best / seconds(best), 10.0, ways[way]).batches
+                chosen = drive(limits, cost, 2 * best / seconds(best), 10.0, kind=ways[way]).batches
                 axes.plot([one.chosen for one in chosen[:200]], style, label=f"{way}: {name}")
         axes.set_xlabel("batches")
         axes.set_ylabel("items that a batch may have")

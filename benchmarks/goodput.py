@@ -2,8 +2,8 @@
 
 * **The grid**: a batch costs a fixed time and a time for each item (0 - 100 ms and 0.1 - 100 ms); requests have 1.2 to
   20 times as long as one item alone takes; ``max_size`` stays 32. Answers in time, compared with a clairvoyant batcher:
-  it knows how long each batch takes, and of many sizes to aim at the best one counts. It drops what it has admitted when
-  that makes room for more. Cells below 0.9 are also compared with one that knows the times, and does not.
+  it knows how long each batch takes, and of many sizes to aim at the best one counts. It drops what it has admitted
+  when that makes room for more. Cells below 0.9 are also compared with one that knows the times, and does not.
 * **Kinds of models**: items of unequal weight, items in many groups, models that change their speed or stall.
   Compared with the least of what arrives and what the model can compute.
 * **Bad items** that make their batch raise, which costs a whole run: unique ones, and the same ones sent again and
@@ -59,7 +59,7 @@ def requests(fixed: float, each: float, times: float, load: float, count: int) -
 
 
 def cell(
-    fixed: float, each: float, times: float, load: float, count: int, best: Bound = clairvoyant
+    fixed: float, each: float, times: float, load: float, count: int, *, best: Bound = clairvoyant
 ) -> tuple[float, Outcome]:
     """Goodput over that of a batcher that knows the times, and what became of the requests."""
     arrivals = requests(fixed, each, times, load, count)
@@ -265,7 +265,7 @@ def main() -> None:
         )
     notes += [
         f"{ratio:.2f} at {key[0] * 1e3:g} ms + {key[1] * 1e3:g} ms an item, deadline {key[2]:g} x, load {key[3]:g} x; "
-        f"{cell(*key, count, at_the_door)[0]:.2f} of one that knows the times and decides when a request arrives"
+        f"{cell(*key, count, best=at_the_door)[0]:.2f} of one that knows the times and decides when a request arrives"
         for key, ratio in found.items()
         if ratio < GOAL
     ]

@@ -10,8 +10,9 @@ from modelguard.serving._times import BatchTimes, Curve
 __all__ = ["AutoSize"]
 
 #: Where the times jump at some size, no line fits them. If this many of the last runs, and half of those that were as
-#: large, took longer than they may by this factor, sizes are bounded besides: as Clipper does it (Crankshaw et al., NSDI
-#: 2017), by a tenth less than the size that took too long, and then more with every full batch in time.
+#: large, took longer than they may by this factor, sizes are bounded besides, by additive increase and multiplicative
+#: decrease as in Clipper (Crankshaw et al., NSDI 2017): a tenth below the size that took too long, then more with every
+#: full batch in time.
 _REMEMBERED = 32
 _LATE = 3
 _LONGER = 1.1

@@ -64,8 +64,8 @@ class Batcher:
     def _take_limits(self, limits: Limits) -> None:
         self._limits = limits
         self._bounded = limits.deadline != math.inf
-        # Whether a request without arguments of its own needs no decision but whether there is room for it.
-        self._plain = not (self._bounded or limits.max_wait or limits.weighed or self._breaker is not None)
+        # Whether a request without arguments of its own needs nothing but room.
+        self._plain = not (self._bounded or limits.max_wait or limits.weighed)
 
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
@@ -170,7 +170,7 @@ class Batcher:
         queue = self._queue
         full = len(queue.inbox) + queue.waiting >= self._limits.max_queue
         inline = _inline.open_blocks or _own_thread.open_blocks
-        if full or inline or not self._plain or queue.closed or current_scope.get() is not None:
+        if full or inline or not self._plain or queue.may_refuse or current_scope.get() is not None:
             self.put(request)
             return
         try:

@@ -149,7 +149,9 @@ def _check_slo(value: _units.Duration | None, *, auto: bool, wait: float, deadli
         raise InvalidOption("slo", value, why=why, fix="Leave max_wait out: a batch never waits for items then.")
     if slo > deadline:
         why = f"must not be longer than deadline, which is {_units.format_seconds(deadline)}"
-        raise InvalidOption("slo", value, why=why, fix="Give the goal for most items as slo, the end of waiting as deadline.")
+        raise InvalidOption(
+            "slo", value, why=why, fix="Give the goal for most items as slo, the end of waiting as deadline."
+        )
     return slo
 
 

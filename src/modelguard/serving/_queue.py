@@ -47,6 +47,7 @@ class BatchQueue:
         running: Batches under way.
         undelivered: Requests that failed out of turn, with their failures.
         closed: Nothing more is admitted.
+        may_refuse: Whether requests may be refused for other reasons than a full queue or their deadlines.
         recent: Size, longest wait and run time of the last batches.
         times: How long batches take.
     """
@@ -67,7 +68,7 @@ class BatchQueue:
         self.closed = False
         self.counters = Counters()
         self.recent: deque[tuple[int, float, float]] = deque(maxlen=_REMEMBERED)
-        self._may_refuse = circuit is not None  # for other reasons than a full queue
+        self.may_refuse = circuit is not None
         self._stale = 0  # requests in the lines that are done
         self._abandoned = 0  # requests in running batches that are done
         self._probe: Request | None = None
@@ -91,9 +92,14 @@ class BatchQueue:
         """Move what is in the inbox to its line."""
         if count := len(self.inbox):
             self.waiting += count  # first: callers add up both, and may count a request twice, but not miss one
-            self._ungrouped.waiting += count
             take = self.inbox.popleft
-            self._ungrouped.requests.extend([take() for _ in range(count)])
+            if self._sorted:
+                for _ in range(count):
+                    request = take()
+                    self._lines.add(request, request.arrived)
+            else:
+                self._ungrouped.waiting += count
+                self._ungrouped.requests.extend([take() for _ in range(count)])
 
     def admit(self, request: Request, now: float) -> None:
         """Queue a request whose deadline, weight and group are set.
@@ -105,7 +111,7 @@ class BatchQueue:
             self.take_in()
         if self._expiry and self._expiry.nearest <= now:
             self.expire(now)
-        if self.waiting >= self._max_queue or self._may_refuse:
+        if self.waiting >= self._max_queue or self.may_refuse:
             self._check_room(now)
         bounded = request.deadline != math.inf
         if bounded:
@@ -120,7 +126,7 @@ class BatchQueue:
         self.waiting += 1
         if bounded:
             self._expiry.add(request)
-        if self._may_refuse and self.circuit is not None and self.circuit.admitted():
+        if self.may_refuse and self.circuit is not None and self.circuit.admitted():
             self._probe = request
 
     def _check_room(self, now: float) -> None:
@@ -349,7 +355,7 @@ class BatchQueue:
 
     def close(self) -> None:
         """Admit nothing more. What waits is computed."""
-        self.closed = self._may_refuse = True
+        self.closed = self.may_refuse = True
 
     def refuse_waiting(self, error: ModelGuardError) -> None:
         """Fail everything that waits, each request with a copy of the error."""

@@ -22,8 +22,8 @@ _DECAY = 0.95
 #: become slower or faster, everything learned before is rescaled.
 _CHANGED = 1.5
 _AGREE = 3
-#: If the last eight are all longer or all shorter than the estimate by this factor, the line lags behind. If their sizes
-#: differ by a quarter, it is then learned anew from them: it may have mixed times from before and after a change.
+#: If the last eight are all longer or all shorter than the estimate by this factor, the line lags behind. If their
+#: sizes differ by a quarter, it is then learned anew from them: it may have mixed times from before and after a change.
 _DRIFTED = 1.1
 _DRIFT = 8
 _DIFFER = 1.25
@@ -191,7 +191,9 @@ class BatchTimes:
         ratio = min(max(seconds / expected, 1 / _FAR), _FAR) if expected > 0 else 1.0
         if group is not None:
             ratio = self._learn_group(group, ratio)
-        if inside and (line.known or not weight):  # until weights are known to explain the time, runs of one size differ
+        if inside and (
+            line.known or not weight
+        ):  # until weights are known to explain the time, runs of one size differ
             self._last_runs.append((count, weight, seconds / self._factor(group)))
             seconds = self._checked(ratio, seconds, expected)
             self._ratios.append(ratio)
@@ -217,7 +219,7 @@ class BatchTimes:
         return seconds
 
     def _learn_anew(self, ratio: float) -> None:
-        """Learn from the last runs alone, but for the one that is being learned; or rescale, if their sizes are alike."""
+        """Learn from the last runs alone, without the one that is being learned; or rescale, if sizes are alike."""
         counts = [count for count, _, _ in self._last_runs]
         if max(counts) < _DIFFER * min(counts):
             self._line.scale(ratio)

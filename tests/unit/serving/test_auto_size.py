@@ -56,7 +56,9 @@ def test_the_size_converges_within_a_hundred_batches(fixed: float, each: float, 
     """To within a tenth of what the goal allows, from one item, whatever the model costs; and then it stays there."""
     best = largest(fixed, each, slo)
     seconds = fixed + each * best
-    found = served(linear(fixed, each), rate=load * best / seconds, seconds=120 / min(load, 1) * seconds, slo=slo, ceiling=128)
+    found = served(
+        linear(fixed, each), rate=load * best / seconds, seconds=120 / min(load, 1) * seconds, slo=slo, ceiling=128
+    )
     assert len(found.batches) > 100
     for batch in found.batches[100:]:
         assert min(best - 1, 0.85 * best) <= batch.chosen <= best
@@ -132,7 +134,7 @@ def test_a_stall_does_not_shrink_batches() -> None:
 
 
 def test_sizes_stay_below_a_jump_in_the_times() -> None:
-    """Beyond 32 items a batch takes 0.1 s more, as when a cache overflows: no line fits that, and few batches try it."""
+    """Beyond 32 items a batch takes 0.1 s more, as when a cache overflows. No line fits; few batches try it."""
     found = served(
         lambda items, _now, _extras: 0.01 + 0.0005 * len(items) + 0.1 * (len(items) > 32), rate=1500.0, seconds=60.0
     )
@@ -253,10 +255,9 @@ def events_of(found: list[tuple[int, bool | None, float]], slo: float = SLO) -> 
 
 def test_a_size_is_reported_when_it_has_changed_by_a_quarter() -> None:
     """At most once a second, and not before there are measurements; a goal out of reach is reported at once."""
-    events = events_of(
-        [(1, None, 0.0), (8, True, 1.0), (9, True, 5.0), (16, True, 5.5), (16, True, 6.5), (1, False, 6.6), (1, False, 9.0)]
-        + [(2, True, 9.1), (2, None, 9.5)]
-    )
+    before = [(1, None, 0.0), (8, True, 1.0), (9, True, 5.0), (16, True, 5.5), (16, True, 6.5)]
+    after = [(1, False, 6.6), (1, False, 9.0), (2, True, 9.1), (2, None, 9.5)]
+    events = events_of(before + after)
     assert [(8, 0, True), (16, 8, True), (1, 16, False), (2, 1, True)] == [
         (one.size, one.previous, one.reachable) for one in events if isinstance(one, telemetry.BatchSizeChosen)
     ]
@@ -291,10 +292,10 @@ def test_a_function_reports_its_sizes(events: list[telemetry.Event]) -> None:
     noise=st.floats(0.0, 0.5),
     seed=st.integers(0, 9),
 )
-def test_every_request_is_answered_and_no_size_is_out_of_bounds(
+def test_every_request_is_answered_and_no_size_is_out_of_bounds(  # noqa: PLR0917 - Hypothesis passes them
     fixed: float, each: float, slo: float, load: float, noise: float, seed: int
 ) -> None:
-    """For any model, goal and load: batches have between one item and the ceiling, and nobody is left without answer."""
+    """For any model, goal and load: batches have at least one item and at most the ceiling; everybody is answered."""
     dice = random.Random(seed)
     found = served(
         lambda items, _now, _extras: dice.uniform(1 - noise, 1 + noise) * (fixed + each * len(items)),

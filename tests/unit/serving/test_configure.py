@@ -29,9 +29,7 @@ def test_what_is_changed_is_in_force_and_the_rest_stays() -> None:
     """`limits` and `status()` show it."""
     with batched(max_size=4, max_wait="10ms", deadline="2s", name="f")(doubled) as f:
         f.configure(max_size=8, max_queue=64, deadline="1s")
-        expected = Limits(
-            name="f", max_size=8, max_queue=64, max_wait=0.01, deadline=1.0, hang_after=60.0
-        )
+        expected = Limits(name="f", max_size=8, max_queue=64, max_wait=0.01, deadline=1.0, hang_after=60.0)
         assert expected == f.limits
         assert 8 == f.status().max_size
         assert 6 == f(3)

@@ -64,7 +64,7 @@ def test_chance_does_not_turn_the_line() -> None:
 
 
 def test_a_slow_first_run_is_forgotten_after_three_more() -> None:
-    """A model that sets itself up in its first run is not taken for a slow one, even if all batches are single items."""
+    """A model that sets itself up in its first run is not taken for a slow one, even if all batches are one item."""
     times = learned([(1, 10.0), (1, 0.03), (1, 0.03), (1, 0.03)])
     assert curve(times).seconds(1, 0.0) < 0.05
 
