@@ -81,6 +81,16 @@ class Interleavings(RuleBasedStateMachine):
         self.admitted[self.number] = one
         self.collect()
 
+    @precondition(lambda self: not (self.queue.may_refuse or self.limits.weighed))
+    @rule()
+    def put_into_the_inbox(self) -> None:
+        if self.queue.waiting + len(self.queue.inbox) >= self.limits.max_queue:
+            return
+        self.number += 1
+        one = self.admitted[self.number] = request(self.number)
+        one.arrived = self.now
+        self.queue.inbox.append(one)
+
     @rule()
     def take(self) -> None:
         if len(self.batches) >= self.limits.threads:
@@ -91,7 +101,7 @@ class Interleavings(RuleBasedStateMachine):
             self.check(found)
             self.batches.append(found)
         elif found is None:
-            assert 0 == self.queue.waiting
+            assert 0 == self.queue.waiting + len(self.queue.inbox)
         else:
             assert self.limits.max_wait
             assert 0 < found <= self.limits.max_wait
@@ -106,6 +116,7 @@ class Interleavings(RuleBasedStateMachine):
         self.limits = replace(self.limits, max_size=max_size, max_queue=max_queue, max_wait=max_wait, slo=slo)
         self.queue.configure(self.limits, self.now)
         self.most_waiting = max(max_queue, self.queue.waiting)
+        assert not self.queue.inbox
 
     def check(self, batch: Batch) -> None:
         numbers = [one.number for one in batch.requests]
@@ -191,7 +202,7 @@ class Interleavings(RuleBasedStateMachine):
             return
         running = {one.number for batch in self.batches for one in batch.requests}
         waiting = [one for n, one in self.alive().items() if n not in running]
-        assert len(waiting) == self.queue.waiting <= self.most_waiting
+        assert len(waiting) == self.queue.waiting + len(self.queue.inbox) <= self.most_waiting
         assert all((one.state == "done") != (n in self.alive()) for n, one in self.admitted.items())
         if self.limits.weighed:
             assert sum(one.weight for one in waiting) == pytest.approx(sum(line.weight for line in self.queue._lines))
@@ -200,7 +211,7 @@ class Interleavings(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         self.queue.close()
-        while self.queue.waiting or self.batches:
+        while not self.queue.idle:
             self.now += 3.0
             while self.batches:
                 batch = self.batches.pop()
