@@ -8,7 +8,7 @@ Two ways to choose the size are compared:
   after each full batch in time, a tenth less after one that took too long.
 
 The best size is known, since the model is simulated. Measured for each model: after how many batches the size is, and
-stays, between 0.6 and 1.1 of the best one (or one item beside it); how many of the batches after the first hundred took
+stays, between half and 1.1 of the best one (or one item beside it); how many of the batches after the first hundred took
 more than a tenth longer than they may; and the items computed a second after them, compared with the best size.
 
 Nothing sleeps, so the figures are the same on every machine.
@@ -38,7 +38,7 @@ CEILING = 256
 COUNT = 400  # batches
 EACH = (0.0001, 0.001, 0.007)
 FIXED = (0.0, 0.003, 0.01, 0.03)
-_LEAST, _MOST = 0.6, 1.1
+_LEAST, _MOST = 0.5, 1.1
 #: Times beyond what a batch may take, by this factor, are too long.
 _LONGER = 1.1
 #: When models change, in seconds, and at which size the times of one of them jump.
