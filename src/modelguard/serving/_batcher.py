@@ -168,15 +168,16 @@ class Batcher:
         may exceed ``max_queue`` together, by one request each.
         """
         queue = self._queue
-        full = len(queue.inbox) + queue.waiting >= self._limits.max_queue
-        inline = _inline.open_blocks or _own_thread.open_blocks
-        if full or inline or not self._plain or queue.may_refuse or current_scope.get() is not None:
+        simple = self._plain and not (queue.may_refuse or _inline.open_blocks or _own_thread.open_blocks)
+        busy = not self._idle and self._threads >= self._most_threads  # else a thread has to be woken, with the lock
+        room = len(queue.inbox) + queue.waiting < self._limits.max_queue
+        if not (simple and busy and room) or current_scope.get() is not None:
             self.put(request)
             return
         try:
             request.arrived = _clock()
             queue.inbox.append(request)
-            # Read after the request was queued: a thread that looks for work does so after it has written these.
+            # Read again, after the request was queued: a thread looks for work after it has written these.
             if self._idle or self._threads < self._most_threads or queue.closed:
                 self._attend_to(request)
         except GuardClosed:
