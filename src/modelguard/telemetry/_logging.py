@@ -12,7 +12,7 @@ from typing import Any
 
 from modelguard import _units
 from modelguard.telemetry import events
-from modelguard.telemetry._hooks import logger
+from modelguard.telemetry._logger import logger
 from modelguard.telemetry.reasons import Reason
 
 _WARNINGS = (
