@@ -8,8 +8,8 @@ Two ways to choose the size are compared:
   after each full batch in time, a tenth less after one that took too long.
 
 The best size is known, since the model is simulated. Measured for each model: after how many batches the size is, and
-stays, between half and 1.1 of the best one (or one item beside it); how many of the batches after the first hundred took
-more than a tenth longer than they may; and the items computed a second after them, compared with the best size.
+stays, between half and 1.1 of the best one (or one item beside it); how many of the batches after the first hundred
+took more than a tenth longer than they may; and the items computed a second after them, compared with the best size.
 
 Nothing sleeps, so the figures are the same on every machine.
 """
