@@ -39,7 +39,7 @@ class AutoSize:
         seconds: How long a batch may take; infinity without a goal.
         size: How many items a batch may have, by what was measured last: 1 before the first measurement.
         reachable: Whether one item alone meets the goal; None until that was measured, and without a goal.
-        item_seconds: How long one item alone takes; 0 until that was measured.
+        item_seconds: How long one item alone takes, of the kind that takes longest; 0 until that was measured.
     """
 
     def __init__(self, slo: float, max_wait: float, ceiling: int) -> None:
@@ -49,6 +49,7 @@ class AutoSize:
         self.size = ceiling if slo == math.inf else 1
         self.reachable: bool | None = None
         self.item_seconds = 0.0
+        self._items: deque[float] = deque(maxlen=_REMEMBERED)
         self._runs: deque[tuple[int, bool]] = deque(maxlen=_REMEMBERED)  # items, and whether it took too long
         self._most: float = ceiling
         self._grown = 0
@@ -100,5 +101,6 @@ class AutoSize:
         """
         self.size = self.size_for(curve, mean)
         if curve is not None and times.enough:
-            self.item_seconds = curve.seconds(1, mean)
+            self._items.append(curve.seconds(1, mean))
+            self.item_seconds = max(self._items)
             self.reachable = self.item_seconds <= self.slo

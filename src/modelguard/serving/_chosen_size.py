@@ -9,13 +9,13 @@ from modelguard.serving._auto_size import AutoSize
 
 __all__ = ["ChosenSize"]
 
-#: A size is reported if it has changed by this factor, at most this often, in seconds.
+#: A size is reported if it has changed by this factor; unless something was configured, at most this often, in seconds.
 _WORTH_REPORTING = 1.25
 _REPORT_INTERVAL = 1.0
 
 
 class ChosenSize:
-    """Emits ``BatchSizeChosen``: at once if the goal gets out of reach or within reach, else when the size changes.
+    """Emits ``BatchSizeChosen`` when the goal gets out of reach or within reach, and when the size changes.
 
     Args:
         name: The batcher's name.
@@ -30,12 +30,11 @@ class ChosenSize:
 
     def report(self, auto: AutoSize, now: float) -> None:
         """Emit what was chosen, if that has changed since the last event."""
-        reachable = auto.reachable
-        if auto and reachable is None:
-            return  # too few runs to say anything
-        reachable = reachable is not False
-        same = self._size == auto.size or (auto and not self._differs(auto.size, now))
-        if (not auto and not self._size) or (same and auto.slo == self._slo and reachable == self._reachable):
+        if (not auto and self._slo == math.inf) or (auto and auto.reachable is None):
+            return  # nothing is chosen, or there were too few runs to say anything
+        reachable = auto.reachable is not False
+        same = reachable == self._reachable and not self._differs(auto.size)
+        if auto.slo == self._slo and (same or now - self._reported_at < _REPORT_INTERVAL):
             return
         event = telemetry.BatchSizeChosen(
             guard=self._name,
@@ -49,6 +48,5 @@ class ChosenSize:
         self._reported_at = now
         telemetry.emit(event)
 
-    def _differs(self, size: int, now: float) -> bool:
-        factor = max(size, self._size) / max(min(size, self._size), 1)
-        return factor >= _WORTH_REPORTING and now - self._reported_at >= _REPORT_INTERVAL
+    def _differs(self, size: int) -> bool:
+        return max(size, self._size) >= _WORTH_REPORTING * min(size, self._size)

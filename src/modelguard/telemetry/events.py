@@ -286,7 +286,7 @@ class BatchErrored(Event):
 class BatchSizeChosen(Event):
     """``max_size="auto"`` lets batches have more or fewer items than before, by a quarter at least.
 
-    Emitted at most once a second; at once if ``slo`` gets out of reach or within reach.
+    Also emitted if ``slo`` gets out of reach or within reach. At most once a second.
 
     Attributes:
         size: Most items in a batch from now on.

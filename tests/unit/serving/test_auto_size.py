@@ -196,6 +196,25 @@ def test_each_group_has_a_size_of_its_own() -> None:
     assert sum(batch.seconds > SLO / 2 * 1.05 for batch in later) < 0.02 * len(later)
 
 
+def test_a_goal_is_out_of_reach_if_it_is_for_one_group() -> None:
+    """However many batches of others come in between: it is not reported again and again."""
+    heard: list[bool | None] = []
+
+    def make(at: float, dice: random.Random) -> Any:
+        return Arrival(at, None, math.inf, group=(("dear", bool, dice.random() < 0.3),))
+
+    def cost(items: list[Any], _now: float, extras: dict[str, Any]) -> float:
+        heard.append(found_by[0].queue.auto_size.reachable if found_by else None)
+        return (0.2 if extras["dear"] else 0.002) + 0.001 * len(items)
+
+    found_by: list[Any] = []
+    limits = Limits(name="f", max_size=64, max_queue=64, slo=SLO)
+    arrivals = auto_size.poisson(10.0, 60.0, make)
+    found_by.append(auto_size.Sized(limits, cost, arrivals))
+    found_by[0].run()
+    assert {False} == set(heard[40:])
+
+
 def test_weights_count_where_they_explain_the_time() -> None:
     """Batches of light items have more of them than batches of heavy ones; each takes what the goal allows."""
     found = served(
@@ -254,11 +273,11 @@ def events_of(found: list[tuple[int, bool | None, float]], slo: float = SLO) -> 
 
 
 def test_a_size_is_reported_when_it_has_changed_by_a_quarter() -> None:
-    """At most once a second, and not before there are measurements; a goal out of reach is reported at once."""
+    """Or if the goal gets out of reach; at most once a second, and not before there are measurements."""
     before = [(1, None, 0.0), (8, True, 1.0), (9, True, 5.0), (16, True, 5.5), (16, True, 6.5)]
-    after = [(1, False, 6.6), (1, False, 9.0), (2, True, 9.1), (2, None, 9.5)]
+    after = [(1, False, 6.6), (1, False, 7.5), (1, False, 9.0), (1, True, 9.1), (1, None, 9.5)]
     events = events_of(before + after)
-    assert [(8, 0, True), (16, 8, True), (1, 16, False), (2, 1, True)] == [
+    assert [(8, 0, True), (16, 8, True), (1, 16, False), (1, 1, True)] == [
         (one.size, one.previous, one.reachable) for one in events if isinstance(one, telemetry.BatchSizeChosen)
     ]
 
