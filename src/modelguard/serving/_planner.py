@@ -41,6 +41,9 @@ _LOOKED_AT = 64
 #: the estimate: items differ, and whoever waits until then gains little from the last of it.
 _EARLY_SHARE = 1.0
 _EARLY_SECONDS = 0.02
+#: A batch that has overrun its time is expected to take so much of that time more: stalls last. With 1, half of those
+#: that come late in a stall, and would be answered, are refused; with 0, all that come early are admitted in vain.
+_STALL = 0.5
 #: Requests may end so many seconds after their deadline: an error of rounding, not of time.
 _ROUNDING = 1e-9
 
@@ -184,8 +187,8 @@ class Planner:
         for batch in running:
             curve = self._times.curve(batch.group)
             seconds = 0.0 if curve is None else curve.seconds(len(batch.requests), batch.weight) * self._overhead
-            # One that has overrun its time by a second is expected to take a second more: stalls last.
-            total += abs(batch.started + seconds - now)
+            left = batch.started + seconds - now
+            total += left if left >= 0 else -left * _STALL
         return total
 
     def _seconds_in_front(self, line: Line | None, lines: Lines) -> float:
