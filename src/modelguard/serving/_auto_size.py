@@ -75,10 +75,11 @@ class AutoSize:
         """Note that a batch of so many items took so long."""
         late = seconds > self.seconds * _LONGER
         self._runs.append((count, late))
-        if late:
-            most = self._too_large() if self._most >= self._ceiling else count
+        bounded = self._most < self._ceiling
+        if late and (not bounded or count >= int(self._most * _BACK_OFF)):  # a smaller one says nothing about the bound
+            most = count if bounded else self._too_large()
             self._most, self._grown = max(min(most * _BACK_OFF, self._ceiling), 1.0), 0
-        elif self._most < self._ceiling and count >= int(self._most):
+        elif bounded and not late and count >= int(self._most):
             self._most = min(self._most * (1 + _GROWTH * 2 ** (self._grown / _FASTER)), self._ceiling)
             self._grown += 1
 

@@ -22,6 +22,7 @@ from modelguard.serving import Limits
 from modelguard.serving._auto_size import AutoSize
 from modelguard.serving._batches import Batch
 from modelguard.serving._chosen_size import ChosenSize
+from modelguard.serving._times import Curve
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))  # as for the scripts there
 auto_size = pytest.importorskip("auto_size")
@@ -141,6 +142,22 @@ def test_sizes_stay_below_a_jump_in_the_times() -> None:
     later = found.batches[100:]
     assert sum(batch.seconds > SLO / 2 for batch in later) < 0.05 * len(later)
     assert sum(batch.size >= 28 for batch in later) > 0.9 * len(later)
+
+
+def test_a_small_batch_that_stalls_does_not_lower_a_bound() -> None:
+    """It says nothing about the size that the bound is for."""
+    auto = AutoSize(SLO, 0.0, 64)
+    fast = Curve(0.0, 0.0, 0.0, math.inf, 64)
+    for _ in range(3):
+        auto.note_run(40, 0.2)
+    assert 36 == auto.size_for(fast, 0.0)
+    auto.note_run(1, 0.2)
+    assert 36 == auto.size_for(fast, 0.0)
+    auto.note_run(36, 0.2)
+    assert 32 == auto.size_for(fast, 0.0)
+    for _ in range(60):
+        auto.note_run(auto.size_for(fast, 0.0), 0.04)
+    assert 64 == auto.size_for(fast, 0.0)
 
 
 def test_items_run_alone_where_one_takes_longer_than_the_goal() -> None:
