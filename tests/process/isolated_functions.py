@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from modelguard import Backoff, Breaker, Errors, MemoryGrowth, Modified, Uses, guard, isolate
+from modelguard import Backoff, Breaker, Errors, Idle, MemoryGrowth, Modified, Uses, guard, isolate
 
 if "ISOLATION_WEIGHTS" not in os.environ:  # molds inherit the environment of the process that has made the file
     with tempfile.NamedTemporaryFile(prefix="isolation-weights-", delete=False) as file:
@@ -78,6 +78,21 @@ def ends(_: Model, how: str) -> str:
     return how
 
 
+@isolate(workers=3, timeout="1s", breaker=Breaker(failures=100))
+@guard(load, reload_on=MemoryGrowth("60 MB"), backoff=QUICK)
+def storm(loaded: Model, how: str, token: str) -> tuple[str, str]:
+    """End the worker, hang, take memory, or only answer."""
+    if how in {"exit", "segfault", "hang"} or how.startswith("SIG"):
+        ends.isolated_function(how)
+    if how == "slow":
+        time.sleep(0.3)
+    if how == "balloon":
+        loaded.leak.append(bytearray(os.urandom(1024)) * 40_000)
+    if how == "bubble":
+        bytearray(os.urandom(1024)) * 200_000
+    return how, token
+
+
 @isolate(workers=1, retry=True)
 @guard(load, reload_on=None, backoff=QUICK)
 def crashes_once(_: Model, marker: str) -> int:
@@ -96,6 +111,13 @@ def breaks(_: Model, how: str) -> str:
     if how == "crash":
         os._exit(1)
     return how
+
+
+@isolate(workers=1)
+@guard(load, reload_on=Idle("300ms"))
+def sleepy(loaded: Model) -> int:
+    """Be needed now and then."""
+    return loaded.pid
 
 
 @isolate(workers=2)

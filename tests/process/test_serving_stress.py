@@ -242,6 +242,34 @@ def test_plain_calls_of_an_event_loop_are_all_answered_while_threads_come_and_go
     f.close()
 
 
+class Echo:
+    """Its queue gives its thread away as soon as it has no work."""
+
+    @batched(max_size=4)
+    def echo(self, items: list[int]) -> list[int]:
+        return items
+
+
+def test_plain_calls_of_a_method_are_all_answered_while_its_thread_comes_and_goes() -> None:
+    """A call that is queued while the thread ends is seen by it."""
+    echo = Echo().echo
+
+    async def client(numbers: range) -> None:
+        for number in numbers:
+            assert number == await echo.aio(number)
+
+    async def clients(start: int) -> None:
+        await asyncio.gather(*(client(range(start + n, start + 3_000, 3)) for n in range(3)))
+
+    threads = [threading.Thread(target=asyncio.run, args=(clients(start),)) for start in (0, 10_000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive(), "a call was lost"
+    assert 6_000 == echo.status().answered
+
+
 def test_a_close_in_the_middle_of_traffic_answers_every_call() -> None:
     """Each gets a result or ``GuardClosed``."""
     for _ in range(20):

@@ -15,7 +15,7 @@ from typing import Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
-from modelguard.isolation import _processes, _registry, _role
+from modelguard.isolation import _handler, _processes, _registry, _role
 from modelguard.isolation._calls import Arguments, Caller, Limits
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._options import IsolationOptions, StartMethod, check_function, parse
@@ -49,6 +49,7 @@ class Isolated(Generic[P, R]):
         self._source = source
         self._finalizer: Any = None
         self._start()
+        _handler.mark(self, coroutine=options.kind == "coroutine")
         _registry.add(self)
 
     def _start(self) -> None:
@@ -169,9 +170,12 @@ class Isolated(Generic[P, R]):
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can answer: what a readiness probe should report."""
+        """Whether a worker can answer, or ``Idle`` has ended the mold and the next call starts one.
+
+        This is what a readiness probe should report.
+        """
         mold = self._molds.current
-        return mold is not None and mold.roster.is_ready
+        return self._molds.guard.ready if mold is None else mold.roster.is_ready
 
     def status(self) -> IsolationStatus:
         """Its state, its processes and its counts."""

@@ -140,6 +140,9 @@ def _reasons(reasons: tuple[Reason, ...]) -> str:
 
 
 _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
+    events.UnloadStarted: lambda event: (
+        f"generation {event.generation} is released until the next use: {_reasons(event.reasons)}"
+    ),
     events.ReloadDue: lambda event: f"reload due after generation {event.generation}: {_reasons(event.reasons)}",
     events.RecycleAsked: lambda event: (
         f"asked the server for a new process after generation {event.generation}: {_reasons(event.reasons)}"

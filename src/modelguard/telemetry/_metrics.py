@@ -120,6 +120,7 @@ def _of_loads() -> Iterator[Metric]:
     )
     yield Metric("model.size", "gauge", "Size of the model, measured at its load.", unit="By")
     yield counter("reloads.due", "Due policies that led to a reload.", "reason", REASONS)
+    yield counter("unloads", "Models released until their next use.")
     yield counter("recycles.asked", "Due policies that led to a request for a new worker.", "reason", REASONS)
     yield counter("swaps.chosen", "How the next generation replaces the current one.", "swap", SWAPS[1:])
     yield counter("policies.futile", "Policies that were ignored because a reload could not help.")
@@ -165,6 +166,9 @@ def _of_batches() -> Iterator[Metric]:
         mode="livesum",
     )
     yield counter("batches.failed", "Batches in which the function raised.")
+    yield Metric(
+        "batches.hung", "gauge", "Batches that run for longer than hang_after.", "function", "{batch}", mode="livesum"
+    )
     yield counter("batches.bisected", "Batches that were run again in parts, to find the failing items.")
     yield counter("batch.reruns", "Calls to find the failing items.")
     yield counter("items.failed", "Items that got an error as their result.")
@@ -236,6 +240,7 @@ def _of_a_batch(event: events.BatchFinished) -> tuple[Measure, ...]:
         Measure("batch.run", event.run_seconds),
         Measure("items.failed", event.failed),
         Measure("queue.depth", event.waiting),
+        Measure("batches.hung", event.hung),
         *again,
     )
 
@@ -257,6 +262,7 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.LoadErrored: _of_a_failure,
     events.LoadDiscarded: lambda _: (Measure("loads.discarded", 1),),
     events.ReloadDue: lambda event: _each("reloads.due", event.reasons),
+    events.UnloadStarted: lambda _: (Measure("unloads", 1),),
     events.RecycleAsked: lambda event: _each("recycles.asked", event.reasons),
     events.SwapChosen: lambda event: (Measure("swaps.chosen", 1, event.swap),),
     events.PolicyFutile: lambda _: (Measure("policies.futile", 1),),
@@ -265,7 +271,7 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.GenerationAbandoned: lambda _: (Measure("generations.abandoned", 1),),
     events.MemoryTrimmed: _of_a_trim,
     events.BatchFinished: _of_a_batch,
-    events.BatchErrored: lambda _: (Measure("batches.failed", 1),),
+    events.BatchErrored: lambda event: (Measure("batches.failed", 1), Measure("batches.hung", event.hung)),
     events.BatchSizeChosen: lambda event: (
         Measure("batch.max_size", event.size),
         Measure("slo.unreachable", not event.reachable),
