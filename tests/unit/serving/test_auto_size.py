@@ -51,8 +51,8 @@ def largest(fixed: float, each: float, slo: float = SLO) -> int:
 
 @pytest.mark.parametrize("load", [0.8, 2.0])
 @pytest.mark.parametrize("slo", [0.03, 0.5])
-@pytest.mark.parametrize("each", [0.0001, 0.001, 0.01, 0.1])
-@pytest.mark.parametrize("fixed", [0.0, 0.001, 0.01, 0.1])
+@pytest.mark.parametrize("each", [0.0001, 0.003, 0.1])
+@pytest.mark.parametrize("fixed", [0.0, 0.003, 0.1])
 def test_the_size_converges_within_a_hundred_batches(fixed: float, each: float, slo: float, load: float) -> None:
     """To within a tenth of what the goal allows, from one item, whatever the model costs; and then it stays there."""
     best = largest(fixed, each, slo)
@@ -319,7 +319,7 @@ def test_a_function_reports_its_sizes(events: list[telemetry.Event]) -> None:
     assert (8, None) == (last.size, last.slo)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     fixed=st.floats(0.0, 0.3),
     each=st.floats(1e-5, 0.1),
