@@ -36,7 +36,7 @@ def test_answers_come_in_time_whatever_the_model_costs(fixed: float, each: float
     assert 0 == outcome.harmed
 
 
-@pytest.mark.parametrize(("fixed", "times", "load"), [(10, 1.2, 2.0), (10, 1.2, 0.5), (1, 2.0, 1.0)])
+@pytest.mark.parametrize(("fixed", "times", "load"), [(10, 1.2, 2.0), (1, 2.0, 1.0)])
 def test_deciding_when_a_request_arrives_costs_nothing_else(fixed: float, times: float, load: float) -> None:
     """Where a clairvoyant batcher answers more, it drops what it admitted; one that does not answers hardly more."""
     ratio, _ = goodput.cell(fixed / 1000, 0.0001, times, load, 2000, best=goodput.at_the_door)
