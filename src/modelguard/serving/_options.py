@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypedDict
 
@@ -105,7 +105,7 @@ def check_options(
     return BatchOptions(limits=limits, weight=weight, on_error=on_error, breaker=breaker, written=written)
 
 
-def _check_bounds(written: Changes) -> dict[str, Any]:
+def _check_bounds(written: Mapping[str, Any]) -> dict[str, Any]:
     """The options that can be changed as fields of :class:`Limits`."""
     auto = isinstance(written["max_size"], str) and written["max_size"] == "auto"
     queue = _units.whole_number(written["max_queue"], "max_queue")
