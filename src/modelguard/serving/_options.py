@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
@@ -126,11 +126,11 @@ def _check_bounds(written: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_size(value: Size) -> int:
+def _check_size(value: object) -> int:
     if isinstance(value, str):
         why = "must be a whole number of at least 1, or 'auto'"
         raise InvalidOption("max_size", value, why=why, fix="Write max_size=8, or max_size='auto' with slo='100ms'.")
-    return _units.whole_number(value, "max_size")
+    return _units.whole_number(cast("int", value), "max_size")
 
 
 def _check_slo(value: _units.Duration | None, *, auto: bool, wait: float, deadline: float) -> float:
