@@ -20,6 +20,7 @@ import _common  # noqa: E402 - found by the line above
 import _figures  # noqa: E402
 
 NAMES = (
+    "auto_size",
     "batching",
     "batching_http",
     "call_overhead",

@@ -93,7 +93,7 @@ PROMISES = (
         "at least 0.8 of the floor's rate and 3 times Ray's: ratios of at most 1.25 and 0.33",
         "batching",
         r"no-op, (floor|Ray Serve's batcher.*) / modelguard",
-        missed="decisions.md#half-of-the-floor-not-08",
+        missed="decisions.md#two-thirds-of-the-floor-not-08",
     ),
     Promise(
         "story 3, one request at a time: time relative to asyncio.to_thread",

@@ -19,6 +19,9 @@ from modelguard.serving._execution import BatchFunction, compute
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Failure, Request
 
+#: How many lengths of the part of a run in which requests are admitted are tried.
+_PARTS = 60
+
 #: Seconds that a batch of these items takes, at this time, with these keyword arguments.
 Cost = Callable[[list[Any], float, dict[str, Any]], float]
 
@@ -231,6 +234,42 @@ def clairvoyant(
     )
     answered = max(_aim(healthy, fixed, each, size, max_size=max_size, warm_up=warm_up) for size in sizes)
     return answered / (end - warm_up)
+
+
+def at_the_door(
+    arrivals: Sequence[Arrival], fixed: float, each: float, max_size: int, *, warm_up: float = 0.0
+) -> float:
+    """Answers a second of a batcher that knows each batch's exact time, and decides on a request when it arrives.
+
+    It admits those that arrive in the last part of a run, as many as a batch may have that is in time for the first of
+    them; it answers all that it admits. The best of many lengths of that part.
+    """
+    healthy = [arrival for arrival in arrivals if not arrival.bad]
+    end, timeout = arrivals[-1].at, arrivals[0].timeout
+    most = max(timeout - fixed - each, 0.0)
+    answered = max(
+        _admit_in(healthy, fixed, each, most * part / _PARTS, max_size=max_size, warm_up=warm_up)
+        for part in range(_PARTS + 1)
+    )
+    return answered / (end - warm_up)
+
+
+def _admit_in(
+    arrivals: Sequence[Arrival], fixed: float, each: float, window: float, *, max_size: int, warm_up: float
+) -> int:
+    now, coming, answered = 0.0, 0, 0
+    room = min(_room(arrivals[0].timeout - window, fixed, each), max_size)
+    while coming < len(arrivals):
+        first = coming
+        while coming < len(arrivals) and arrivals[coming].at <= now and coming - first < room:
+            coming += 1
+        if coming == first:  # nobody waits: the next one runs alone
+            now, coming = arrivals[first].at, first + 1
+        answered += sum(one.at >= warm_up for one in arrivals[first:coming])
+        now += fixed + each * (coming - first)
+        while coming < len(arrivals) and arrivals[coming].at <= now - window:
+            coming += 1  # refused
+    return answered
 
 
 def _aim(arrivals: Sequence[Arrival], fixed: float, each: float, aim: int, *, max_size: int, warm_up: float) -> int:

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from modelguard import batched
-from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
-from modelguard.serving import _bound_methods
+from modelguard.errors import DeadlineExceeded, GuardClosed, InvalidOption, Overloaded
+from modelguard.serving import _batcher, _bound_methods
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -38,14 +38,16 @@ class Bad(Exception):
 class Model:
     """Answers an item with itself; raises on bad ones; returns errors for others; is slow from time to time."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 32) -> None:
+        self.most = most
         self.random = random.Random(1)
         self.batches = 0
         self.seen: Counter[int] = Counter()
 
     def __call__(self, items: list[int], *, lane: int = 0) -> list[Any]:
         self.batches += 1
-        assert 0 < len(items) <= 32
+        assert 0 < len(items) <= self.most
+        assert None not in items, "an item that was let go"
         self.seen.update(items)
         if self.random.random() < 0.02:
             time.sleep(0.003)
@@ -163,6 +165,109 @@ def test_no_call_is_lost_or_gets_the_answer_of_another() -> None:
     assert all(results.counts[kind] for kind in ("Bad", "DeadlineExceeded", "CancelledError")), results.counts
     with pytest.raises(GuardClosed):
         f(1)
+
+
+def test_options_that_change_under_load_lose_no_call() -> None:
+    """Sizes, waits, queue and deadline change a thousand times while items come in all ways: each is answered once."""
+    model, results = Model(most=512), Results()
+    f = batched(max_size=32, max_queue=512, threads=2)(model)
+    numbers = list(range(1, 24_001))
+    threads = [threading.Thread(target=in_threads, args=(f, results, numbers[n:12_000:2])) for n in range(2)]
+    threads.append(threading.Thread(target=in_futures, args=(f, results, numbers[12_000:16_000])))
+    done = threading.Event()
+    changes = 0
+
+    def change() -> None:
+        nonlocal changes
+        dice = random.Random(7)
+        while not done.is_set() or changes < 1000:
+            size: dict[str, Any] = dice.choice([{"max_size": dice.randint(1, 32)}, {"max_size": "auto", "slo": 1.0}])
+            f.configure(
+                **size,
+                max_queue=dice.choice([32, 512]),
+                max_wait=dice.choice([0, 0, 0.001]),
+                deadline=dice.choice([None, None, 30.0]),
+            )
+            changes += 1
+            if dice.random() < 0.05:
+                with pytest.raises(InvalidOption):
+                    f.configure(max_size=8, max_wait=-1)
+
+    def of_a_loop(share: list[int]) -> None:
+        asyncio.run(in_tasks(f, results, share))
+
+    threads += [threading.Thread(target=of_a_loop, args=(numbers[n:24_000:2],)) for n in (16_000, 16_001)]
+    changing = threading.Thread(target=change)
+    for thread in (changing, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive(), "a call was lost"
+    done.set()
+    changing.join(100)
+    assert [] == results.wrong
+    assert len(numbers) == sum(results.counts.values())
+    f.close()
+    status = f.status()
+    assert (0, 0) == (status.waiting, status.running)
+    assert len(numbers) == sum(
+        (status.answered, status.failed, status.expired, status.cancelled, status.refused_full, status.refused_late)
+    )
+    assert results.counts["result"] > len(numbers) / 4
+
+
+def test_plain_calls_of_an_event_loop_are_all_answered_while_threads_come_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are queued without a lock, also when a thread that computes is about to wait or to end."""
+    monkeypatch.setattr(_batcher, "_LINGER", 0.0005)
+    f = batched(max_size=4, threads=2)(lambda items: items)
+
+    async def client(numbers: range) -> None:
+        for number in numbers:
+            assert number == await f.aio(number)
+            if not number % 7:
+                await asyncio.sleep(0.0005)
+
+    async def clients(start: int) -> None:
+        await asyncio.gather(*(client(range(start + n, start + 9_000, 3)) for n in range(3)))
+
+    threads = [threading.Thread(target=asyncio.run, args=(clients(start),)) for start in (0, 10_000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive(), "a call was lost"
+    assert 18_000 == f.status().answered
+    f.close()
+
+
+class Echo:
+    """Its queue gives its thread away as soon as it has no work."""
+
+    @batched(max_size=4)
+    def echo(self, items: list[int]) -> list[int]:
+        return items
+
+
+def test_plain_calls_of_a_method_are_all_answered_while_its_thread_comes_and_goes() -> None:
+    """A call that is queued while the thread ends is seen by it."""
+    echo = Echo().echo
+
+    async def client(numbers: range) -> None:
+        for number in numbers:
+            assert number == await echo.aio(number)
+
+    async def clients(start: int) -> None:
+        await asyncio.gather(*(client(range(start + n, start + 3_000, 3)) for n in range(3)))
+
+    threads = [threading.Thread(target=asyncio.run, args=(clients(start),)) for start in (0, 10_000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive(), "a call was lost"
+    assert 6_000 == echo.status().answered
 
 
 def test_a_close_in_the_middle_of_traffic_answers_every_call() -> None:

@@ -316,6 +316,10 @@ assert_type(lengths.map(["a"]), Iterator[int])
 assert_type(greet("a", language="fr"), str)
 assert_type(lengths.status().waiting, int)
 assert_type(lengths.limits.deadline, float)
+assert_type(lengths.status().max_size, int)
+assert_type(lengths.status().slo_reachable, bool | None)
+lengths.configure(max_size=8, deadline=None, max_wait="5ms", max_queue=64, hang_after="1m")
+lengths.configure(max_size="auto", slo="100ms")
 assert_type(lengths.status().run.p99, float)
 
 
@@ -323,6 +327,14 @@ async def batches_later() -> None:
     assert_type(await lengths.aio("a", timeout=0.5), int)
     async with lengths as open_until_the_end:
         assert_type(open_until_the_end, Batched[str, int])
+
+
+@batched(max_size="auto", slo="100ms")
+def chosen(texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+assert_type(chosen, Batched[str, int])
 
 
 class Scaling:

@@ -82,6 +82,9 @@ text: str = lengths("a")  # WRONG
 lengths("a", timeout=[1])  # WRONG
 batched(4)  # WRONG
 batched(max_size="4")  # WRONG
+lengths.configure(8)  # WRONG
+lengths.configure(threads=2)  # WRONG
+lengths.configure(max_size="automatic")  # WRONG
 batched(max_size=4, workers=2)  # WRONG
 batched(max_size=4, on_error="ignore")  # WRONG
 batched(max_size=4, loop="mine")  # WRONG

@@ -41,6 +41,11 @@ class Arguments:
         """Whether even a call with nothing but an item has to be checked, whatever the item is."""
         return self._incomplete is not None or self._weigh is not None or self._fair_by is not None
 
+    @property
+    def incomplete(self) -> str | None:
+        """Why a call without keyword arguments fails; None if it does not."""
+        return self._incomplete
+
     def refuse_all(self, why: str) -> None:
         """Fail every call from now on."""
         self._incomplete = why

@@ -17,11 +17,11 @@ from typing import Any
 from modelguard import _own_thread
 from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
 from modelguard.serving import _inline, _registry
-from modelguard.serving._batches import Batch
+from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._events import BatchEvents
 from modelguard.serving._execution import BatchCallable, BatchFunction
 from modelguard.serving._hung import items_in_hung
-from modelguard.serving._options import BatchOptions
+from modelguard.serving._options import BatchOptions, Changes
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import FutureRequest, QueuedCall, Request, deliver
 from modelguard.serving._runners import runner_of
@@ -51,8 +51,8 @@ class Batcher:
     """
 
     def __init__(self, run: BatchCallable, options: BatchOptions, *, shared: bool = False) -> None:
+        self._options = options
         self._shared = shared
-        self._limits = options.limits
         self._breaker = options.breaker
         self._function = BatchFunction(
             run=run,
@@ -60,12 +60,19 @@ class Batcher:
             isolate=options.on_error == "isolate",
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
-        self._runner = runner_of(self._function, options.function, options.own_loop, lambda: self._queue.waiting > 0)
+        self._runner = runner_of(self._function, options.function, options.own_loop, self._others_wait)
         self._most_threads = options.limits.threads
-        self._bounded = options.limits.deadline != math.inf
         self._own_keys = options.fair_by is not None
+        self._ordered = False  # whether requests have ever had keys or priorities
+        self._take_limits(options.limits)
         self._reset()
         _registry.add(self)
+
+    def _take_limits(self, limits: Limits) -> None:
+        self._limits = limits
+        self._bounded = limits.deadline != math.inf
+        # Whether a request without arguments of its own needs nothing but room.
+        self._plain = not (self._bounded or limits.max_wait or limits.weighed or limits.fair or self._ordered)
 
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
@@ -94,6 +101,33 @@ class Batcher:
     def name(self) -> str:
         """The batched function's name."""
         return self._limits.name
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds in force."""
+        return self._limits
+
+    def configure(self, changes: Changes) -> None:
+        """Change options while requests are served, all of them or none. What waits keeps its deadline.
+
+        Raises:
+            InvalidOption: One of them cannot be changed, is invalid, or does not fit the others.
+            GuardClosed: It is closed.
+            WouldDeadlock: Called by a signal handler or finalizer in the middle of a call.
+        """
+        self._refuse_interruption("configure", "Set a flag in the handler, and change the options outside of it.")
+        with self._lock:
+            if self._queue.closed:
+                raise GuardClosed(self.name)
+            now = _clock()
+            self._options = self._options.changed(changes)
+            self._take_limits(self._options.limits)
+            self._queue.configure(self._limits, now)
+            if self._queue.running and self._watch.due > now:
+                self._watch.schedule(now)  # a batch may count as hung sooner
+            idle, self._idle = self._idle, []
+        for wakeup in idle:  # they may be waiting for a batch to become due
+            wakeup.set()
 
     # In
 
@@ -130,13 +164,56 @@ class Batcher:
             self._report_refusal()
             raise
         except BaseException:  # Ctrl-C or a signal handler that raises, at any point of the above
-            with self._lock:
-                queue.withdraw(request)
-            for each in tuple(self._wakeups):  # one of them may have been chosen and not set
-                each.set()
+            self._withdraw(request)
             raise
         if scope is not None and scope.web_request is not None:
             scope.web_request.add(QueuedCall(request, self.cancel))
+
+    def put_plain(self, request: Request) -> None:
+        """:meth:`put` for a request on an event loop, without keyword arguments and timeout; mostly without the lock.
+
+        A lock costs as much as everything else here, and more while another thread holds it. Loops in several threads
+        may exceed ``max_queue`` together, by one request each.
+        """
+        queue = self._queue
+        simple = self._plain and not (queue.may_refuse or _inline.open_blocks or _own_thread.open_blocks)
+        busy = not self._idle and self._threads >= self._most_threads  # else a thread has to be woken, with the lock
+        room = len(queue.inbox) + queue.waiting < self._limits.max_queue
+        if not (simple and busy and room) or current_scope.get() is not None:
+            self.put(request)
+            return
+        try:
+            request.arrived = _clock()
+            queue.inbox.append(request)
+            # Read again, after the request was queued: a thread looks for work after it has written these.
+            if self._idle or self._threads < self._most_threads or queue.closed:
+                self._attend_to(request)
+        except GuardClosed:
+            raise
+        except BaseException:  # as in put
+            self._withdraw(request)
+            raise
+
+    def _attend_to(self, request: Request) -> None:
+        """Have a thread compute what was put into the inbox. Raises what ``put`` does if there will be none."""
+        with self._lock:
+            closed = self._queue.closed and request.state == "waiting"
+            if closed:
+                self._queue.withdraw(request)
+            wakeup = self._find_thread()
+        if wakeup is not None:
+            wakeup.set()
+        if closed or self._deferred or self._queue.undelivered:
+            self._settle()
+        if closed:
+            raise GuardClosed(self.name)
+
+    def _withdraw(self, request: Request) -> None:
+        """Undo an admission that an exception interrupted."""
+        with self._lock:
+            self._queue.withdraw(request)
+        for each in tuple(self._wakeups):  # one of them may have been chosen and not set
+            each.set()
 
     def _apply_bounds(self, request: Request, timeout: float | None, scope: Scope | None) -> None:
         deadline = _clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
@@ -157,6 +234,7 @@ class Batcher:
     def order(self) -> None:
         """From now on, requests have keys or priorities."""
         if not self._queue.ordered:
+            self._ordered, self._plain = True, False
             with self._lock:
                 self._queue.order()
 
@@ -186,9 +264,17 @@ class Batcher:
             self._queue.cancel(request, notify=notify)
         self._settle()
 
+    def _others_wait(self) -> bool:
+        return bool(self._queue.waiting or self._queue.inbox)
+
     def _holds_lock(self) -> bool:
         owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition does
         return owned
+
+    def _refuse_interruption(self, method: str, fix: str) -> None:
+        if self._holds_lock():
+            why = f"{method}() was called by a signal handler or a finalizer that interrupted a call"
+            raise WouldDeadlock(self.name, why=why, fix=fix)
 
     # Threads that compute
 
@@ -233,7 +319,7 @@ class Batcher:
                 logger.exception("modelguard: a thread of %s() failed", self.name)
             with self._lock:
                 self._threads -= 1
-                other = self._find_thread() if queue.waiting else None
+                other = None if queue.idle else self._find_thread()
             if other is not None:
                 other.set()
         finally:
@@ -254,6 +340,14 @@ class Batcher:
                 ends = True
             else:
                 self._idle.append(wakeup)
+            if (
+                not isinstance(found, Batch) and queue.inbox
+            ):  # since it was emptied, by a call that saw this thread work
+                if ends:
+                    self._threads += 1
+                else:
+                    self._idle.remove(wakeup)
+                return True
         if other is not None:
             other.set()
         if queue.undelivered or self._deferred:
@@ -272,7 +366,9 @@ class Batcher:
             if woken or seconds is not None or self._queue.waiting:
                 return True
             self._threads -= 1
-            return False
+            if self._queue.inbox:
+                self._threads += 1
+            return bool(self._queue.inbox)
 
     def _compute(self, batch: Batch) -> None:
         enclosing: frozenset[object] = frozenset({self})
@@ -383,9 +479,7 @@ class Batcher:
         if scope is not None and self in scope.enclosing:
             why = "its batch function closes it, and would wait for itself"
             raise WouldDeadlock(self.name, why=why, fix="Close it outside of the batch function.")
-        if self._holds_lock():
-            why = "close() was called by a signal handler or a finalizer that interrupted a call"
-            raise WouldDeadlock(self.name, why=why, fix="Set a flag in the handler, and close when the program ends.")
+        self._refuse_interruption("close", "Set a flag in the handler, and close when the program ends.")
         with self._lock:
             self._queue.close()
             idle, self._idle = self._idle, []

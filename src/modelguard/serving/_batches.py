@@ -20,7 +20,7 @@ class Limits:
 
     Attributes:
         name: The function's name in events and errors.
-        max_size: Most items in a batch.
+        max_size: Most items in a batch. With ``slo``, the bound of what is chosen.
         max_queue: Most items that wait.
         max_wait: Seconds that the oldest item waits for a fuller batch while a thread is free.
         max_weight: Most weight in a batch; infinity for no bound.
@@ -28,6 +28,7 @@ class Limits:
         threads: Threads that compute batches side by side.
         hang_after: Seconds after which a batch that runs counts as hung; infinity for never.
         weighed: Whether items have weights of their own; the heaviest then comes first in its batch.
+        slo: Seconds from arrival to answer for which the size of batches is chosen; infinity for a fixed ``max_size``.
         padded: Whether each item of a batch costs as much as the heaviest one.
         fair: Whether items have keys of their own; those of web requests count in any case.
         shares: The shares of keys; 1 for all others.
@@ -44,6 +45,7 @@ class Limits:
     threads: int = 1
     hang_after: float = math.inf
     weighed: bool = False
+    slo: float = math.inf
     padded: bool = False
     fair: bool = False
     shares: Mapping[Hashable, float] = field(default_factory=dict, hash=False)

@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack, cast
 
 from modelguard import _units
 from modelguard.errors import NotSupported, WouldDeadlock
@@ -17,7 +17,7 @@ from modelguard.serving._batcher import Batcher
 from modelguard.serving._batches import Limits
 from modelguard.serving._bound_methods import BoundMethods
 from modelguard.serving._functions import call_signature
-from modelguard.serving._options import BatchOptions
+from modelguard.serving._options import BatchOptions, Changes
 from modelguard.serving._requests import Request
 from modelguard.serving.deadlines import check_priority
 from modelguard.serving.status import BatchStatus
@@ -89,8 +89,28 @@ class Decorated:
 
     @property
     def limits(self) -> Limits:
-        """The bounds it was made with, in items and seconds."""
-        return self._options.limits
+        """The bounds in force, in items and seconds."""
+        return self._batcher.limits
+
+    def configure(self, **changes: Unpack[Changes]) -> None:
+        """Change options while it serves: ``f.configure(max_size=8, deadline="1s")``. All of them change, or none.
+
+        What waits keeps its deadline, and waits no longer for a fuller batch than it would have; what runs is finished.
+        A forked child starts with the options in force.
+
+        Args:
+            changes: ``max_size``, ``slo``, ``max_wait``, ``max_queue``, ``deadline`` and ``hang_after``, as in
+                :func:`batched`. A number for ``max_size`` also ends the choice by ``slo``.
+
+        Raises:
+            InvalidOption: One of them is invalid, does not fit the others, or cannot be changed.
+            GuardClosed: After :meth:`close`.
+            TypeError: It is a method, and was not called on an instance: each has a queue of its own.
+            WouldDeadlock: From a signal handler or finalizer that interrupted a call.
+        """
+        if self._methods is not None:
+            raise TypeError(f"{self.name}(): {self._arguments.incomplete}")
+        self._batcher.configure(changes)
 
     @property
     def ready(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from modelguard import telemetry
 from modelguard.serving._batches import Batch
+from modelguard.serving._chosen_size import ChosenSize
 from modelguard.serving._execution import Computed
 from modelguard.serving._hung import count_hung, items_in_hung
 from modelguard.serving._outcomes import one_line
@@ -29,6 +30,7 @@ class BatchEvents:
         self._name = name
         self._reported = (0, 0, 0, 0, 0, 0)
         self._reported_at = -math.inf
+        self._size = ChosenSize(name)
 
     def batch_ended(
         self, batch: Batch, computed: Computed, queue: BatchQueue, *, seconds: float, change: CircuitChange
@@ -71,7 +73,9 @@ class BatchEvents:
             )
         if change is not None:
             self._emit_circuit(queue, change, computed.error)
-        self.refused(queue, batch.started + seconds)
+        now = batch.started + seconds
+        self._size.report(queue.auto_size, now)
+        self.refused(queue, now)
 
     def hung(self, queue: BatchQueue, hang_after: float) -> None:
         """Emit that a batch overstays."""

@@ -63,12 +63,15 @@ class Lines:
         takes: How long a batch of this line takes if it starts now, in seconds; None if that is unknown.
 
     Attributes:
+        full_size: How many items fill a batch.
         fairness: In which order requests go; None for the order of their arrival.
     """
 
     def __init__(self, limits: Limits, takes: Callable[[Line], float | None]) -> None:
         self._limits = limits
+        self.full_size = limits.max_size
         self._takes = takes
+        self._former_wait, self._changed = math.inf, -math.inf
         self.fairness: Fairness | None = None
         self.ungrouped = Line(None)
         self._grouped: dict[Hashable, Line] = {}
@@ -90,6 +93,21 @@ class Lines:
     def find(self, group: Group | None) -> Line | None:
         """The line of a group; None if nothing of it waits."""
         return self.ungrouped if group is None else self._grouped.get(group)
+
+    def configure(self, limits: Limits, full_size: int, now: float) -> None:
+        """Use these limits from now on. What waits does so no longer than it would have."""
+        self._former_wait = min(self._limits.max_wait, self._former_wait if self._waits_from_before() else math.inf)
+        self._limits, self.full_size, self._changed = limits, full_size, now
+        self._heap.clear()
+        for line in self:
+            line.due = math.inf
+            if (line.group is not None or limits.max_wait) and (due := self._next_due(line)) is not None:
+                self._push(line, due)
+
+    def _waits_from_before(self) -> bool:
+        """Whether anything waits that came before the limits were last changed."""
+        oldest = (line.oldest() for line in self)
+        return any(one is not None and one.arrived <= self._changed for one in oldest)
 
     def order(self) -> None:
         """From now on, requests go by the turns of their keys, and by priority."""
@@ -236,9 +254,10 @@ class Lines:
     def _due(self, line: Line, oldest: Request) -> float:
         """When a batch has to start: at once if it is full, else ``max_wait`` after the oldest request came."""
         limits = self._limits
-        if limits.fill(line.waiting, line.weight) >= 1:
+        if line.waiting >= self.full_size or line.weight >= limits.max_weight:
             return oldest.arrived
-        due = oldest.arrived + limits.max_wait
+        wait = min(limits.max_wait, self._former_wait) if oldest.arrived <= self._changed else limits.max_wait
+        due = oldest.arrived + wait
         if line.nearest == math.inf:
             return due
         takes = self._takes(line)

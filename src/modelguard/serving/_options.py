@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypedDict, cast
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
@@ -15,12 +15,25 @@ from modelguard.serving._function_options import FunctionOptions
 from modelguard.serving._loops import OwnLoop
 from modelguard.serving.breaker import Breaker
 
-OnError = Literal["isolate", "fail"]
+__all__ = ["BatchOptions", "Changes", "OnError", "Size", "check_options"]
 
+OnError = Literal["isolate", "fail"]
+Size: TypeAlias = int | Literal["auto"]
 
 #: A batch counts as hung after so many times the deadline, but not before a minute.
 _HANG = 10
 _SHORTEST_HANG = 60.0
+
+
+class Changes(TypedDict, total=False):
+    """What :meth:`modelguard.Batched.configure` can change; see :func:`~modelguard.batched` for their meaning."""
+
+    max_size: Size
+    slo: _units.Duration | None
+    max_wait: _units.Duration
+    max_queue: int
+    deadline: _units.Duration | None
+    hang_after: _units.Duration | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +48,7 @@ class BatchOptions:
         breaker: When to stop calling a failing model.
         function: What depends on the kind of the function.
         own_loop: The event loop on which it runs, if it is ``async`` and has one of its own. Methods share it.
+        written: The options that can be changed, as they were given.
     """
 
     limits: Limits
@@ -44,19 +58,34 @@ class BatchOptions:
     breaker: Breaker | None = None
     function: FunctionOptions = field(default_factory=FunctionOptions)
     own_loop: OwnLoop | None = None
+    written: Changes = field(default_factory=Changes, repr=False, compare=False)
 
     def of(self, function: FunctionOptions, name: str) -> BatchOptions:
         """The same options for such a function of this name."""
         own_loop = OwnLoop(name) if function.is_async and function.loop == "own" else None
         return replace(self, limits=replace(self.limits, name=name), function=function, own_loop=own_loop)
 
+    def changed(self, changes: Changes) -> BatchOptions:
+        """The same options with some of them changed. A ``max_size`` that is a number ends the choice by ``slo``.
+
+        Raises:
+            InvalidOption: One of them cannot be changed, is invalid, or does not fit the others.
+        """
+        for option, value in changes.items():
+            if option not in Changes.__annotations__:
+                known = ", ".join(Changes.__annotations__)
+                why = "cannot be changed while the function serves"
+                raise InvalidOption(option, value, why=why, fix=f"Write it in @batched(...), or change {known}.")
+        written = self.written | changes
+        if "max_size" in changes and changes["max_size"] != "auto" and "slo" not in changes:
+            written["slo"] = None
+        bounds = _check_bounds(written)
+        _check_quota(self.limits.quota, bounds["max_queue"])
+        return replace(self, limits=replace(self.limits, **bounds), written=written)
+
 
 def check_options(
     *,
-    max_size: int,
-    max_wait: _units.Duration,
-    max_queue: int,
-    deadline: _units.Duration | None,
     threads: int,
     weight: Callable[[Any], float] | None,
     max_weight: float | None,
@@ -67,48 +96,89 @@ def check_options(
     ageing: _units.Duration,
     on_error: OnError,
     breaker: Breaker | None,
-    hang_after: _units.Duration | None,
     name: str | None,
+    written: Changes,
 ) -> BatchOptions:
     """Check all options; see :func:`~modelguard.batched`. Without a ``name`` the function gives it later.
 
     Raises:
         InvalidOption: One of them is invalid.
     """
-    size = _units.whole_number(max_size, "max_size")
-    queue = _units.whole_number(max_queue, "max_queue")
-    if queue < size:
-        why = f"must not be less than max_size={size}, or no batch would ever be full"
-        raise InvalidOption("max_queue", queue, why=why, fix=f"Give max_queue={4 * size}, four batches.")
+    bounds = _check_bounds(written)
     if on_error not in ("isolate", "fail"):
         raise InvalidOption("on_error", on_error, why="is not a known value", fix="Write 'isolate' or 'fail'.")
     if breaker is not None and not isinstance(breaker, Breaker):
         why = f"must be a Breaker, not {_units.kind_of(breaker)}"
         raise InvalidOption("breaker", breaker, why=why, fix="Write breaker=Breaker(failures=5, cooldown='10s').")
-    bound = math.inf if deadline is None else _units.seconds(deadline, "deadline")
     limits = Limits(
         name=_check_name(name),
-        max_size=size,
-        max_queue=queue,
-        max_wait=_units.seconds(max_wait, "max_wait", zero=True),
         max_weight=_check_weight(max_weight, weight),
-        deadline=bound,
         threads=_units.whole_number(threads, "threads"),
-        hang_after=max(_HANG * bound, _SHORTEST_HANG)
-        if hang_after is None
-        else _units.seconds(hang_after, "hang_after"),
         weighed=weight is not None,
         padded=_check_padded(padded, weight),
         fair=fair_by is not None,
         shares=_check_shares(shares),
-        quota=_check_quota(quota, queue),
+        quota=_check_quota(quota, bounds["max_queue"]),
         ageing=_units.seconds(ageing, "ageing"),
+        **bounds,
     )
     if fair_by is not None and not callable(fair_by):
         why = f"must be a function of one item, not {_units.kind_of(fair_by)}"
         fix = "Write fair_by=lambda item: item.tenant, or leave it out and name the header in the middleware."
         raise InvalidOption("fair_by", fair_by, why=why, fix=fix)
-    return BatchOptions(limits=limits, weight=weight, fair_by=fair_by, on_error=on_error, breaker=breaker)
+    return BatchOptions(
+        limits=limits, weight=weight, fair_by=fair_by, on_error=on_error, breaker=breaker, written=written
+    )
+
+
+def _check_bounds(written: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that can be changed as fields of :class:`Limits`."""
+    auto = isinstance(written["max_size"], str) and written["max_size"] == "auto"
+    queue = _units.whole_number(written["max_queue"], "max_queue")
+    size = queue if auto else _check_size(written["max_size"])
+    if queue < size:
+        why = f"must not be less than max_size={size}, or no batch would ever be full"
+        raise InvalidOption("max_queue", queue, why=why, fix=f"Give max_queue={4 * size}, four batches.")
+    bound = math.inf if written["deadline"] is None else _units.seconds(written["deadline"], "deadline")
+    wait = _units.seconds(written["max_wait"], "max_wait", zero=True)
+    hang = written["hang_after"]
+    return {
+        "max_size": size,
+        "max_queue": queue,
+        "max_wait": wait,
+        "deadline": bound,
+        "hang_after": max(_HANG * bound, _SHORTEST_HANG) if hang is None else _units.seconds(hang, "hang_after"),
+        "slo": _check_slo(written["slo"], auto=auto, wait=wait, deadline=bound),
+    }
+
+
+def _check_size(value: object) -> int:
+    if isinstance(value, str):
+        why = "must be a whole number of at least 1, or 'auto'"
+        raise InvalidOption("max_size", value, why=why, fix="Write max_size=8, or max_size='auto' with slo='100ms'.")
+    return _units.whole_number(cast("int", value), "max_size")
+
+
+def _check_slo(value: _units.Duration | None, *, auto: bool, wait: float, deadline: float) -> float:
+    """The latency goal in seconds; infinity for none."""
+    if value is None:
+        if auto:
+            why = "needs slo= as well, the time from arrival to answer that batches are made for"
+            raise InvalidOption("max_size", "auto", why=why, fix="Write for example max_size='auto', slo='100ms'.")
+        return math.inf
+    slo = _units.seconds(value, "slo")
+    if not auto:
+        why = "has an effect only with max_size='auto', which chooses the size of batches by it"
+        raise InvalidOption("slo", value, why=why, fix="Write max_size='auto', or leave slo out.")
+    if slo <= wait:
+        why = f"must be longer than max_wait, which is {_units.format_seconds(wait)}"
+        raise InvalidOption("slo", value, why=why, fix="Leave max_wait out: a batch never waits for items then.")
+    if slo > deadline:
+        why = f"must not be longer than deadline, which is {_units.format_seconds(deadline)}"
+        raise InvalidOption(
+            "slo", value, why=why, fix="Give the goal for most items as slo, the end of waiting as deadline."
+        )
+    return slo
 
 
 def _check_name(name: str | None) -> str:

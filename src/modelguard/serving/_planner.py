@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterable
 
+from modelguard.serving._auto_size import AutoSize
 from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._padding import choose_alike
@@ -19,7 +20,7 @@ _DRAIN_UNMEASURED = 1.0
 #: How fast the rate of arrivals, the time that requests have, and the cost of runs that failed are followed.
 _STEP = 0.2
 #: A batch that is larger by this much must compute so many more items a second, or the smaller one is planned with.
-_GAIN = 1.03
+_GAIN = 1.015
 #: The oldest requests are left out of a batch if without them it computes this many times as many items a second.
 _DROP_GAIN = 1.1
 #: Batches stay as small as planned from this share of the capacity on, or where larger ones compute hardly more.
@@ -41,6 +42,10 @@ _LOOKED_AT = 64
 #: the estimate: items differ, and whoever waits until then gains little from the last of it.
 _EARLY_SHARE = 1.0
 _EARLY_SECONDS = 0.02
+#: A batch that has overrun its time is expected to take so much of that time more: stalls last. Of a model that stalls
+#: for half a second every five, 0.90 is answered with 1, 0.91 with 0.5; but with 0.5 bad items cost 5 % (with 0.75, 2 %
+#: at most), since what is admitted while parts of a batch are run again is late in the end (benchmarks/goodput.py).
+_STALL = 0.75
 #: Requests may end so many seconds after their deadline: an error of rounding, not of time.
 _ROUNDING = 1e-9
 
@@ -51,23 +56,36 @@ class Planner:
     Args:
         limits: Bounds of the queue.
         times: How long batches take.
+
+    Attributes:
+        auto: Chooses the size of batches by a latency goal, if there is one.
+        most: Most items in a batch of the kind that was measured last.
     """
 
     def __init__(self, limits: Limits, times: BatchTimes) -> None:
-        self._limits = limits
         self._times = times
-        self._sizes = _sizes(limits.max_size)
-        self._crowds: dict[Hashable, tuple[Curve, int, int, float, int]] = {}
         self._bad = 0.0
-        self.most = limits.max_size  # items in a batch; fewer while many of them make their batches raise
+        self._mean = 0.0  # weight of an item in the last batch
+        self.configure(limits)
         self.offered = 0  # requests since the last batch ended, those that were refused included
         self._offered_at = -math.inf
         self._rate = 0.0
         self._timeout = 0.0
         self._overhead = 1.0
         self._padding = 1.0  # what a batch weighs over what its items weigh
-        self._full = math.inf  # seconds of a full batch, for a quick look; infinity where that is not enough
         self.ended = -math.inf  # when the last batch ended
+
+    def configure(self, limits: Limits) -> None:
+        """Plan with these bounds from now on. What was measured stays."""
+        self._limits = limits
+        self._sizes = _sizes(limits.max_size)
+        self._crowds: dict[Hashable, tuple[Curve, int, int, float, int]] = {}
+        self.auto = AutoSize(limits.slo, limits.max_wait, limits.max_size)
+        self._ceiling = limits.max_size  # fewer while many items make their batches raise
+        if self.auto:
+            self.auto.follow(self._times, self._times.curve(), self._mean)
+        self.most = self.auto.size
+        self._full = math.inf  # seconds of a full batch, for a quick look; infinity where that is not enough
 
     # What happens
 
@@ -94,12 +112,18 @@ class Planner:
             expected = seconds if curve is None else curve.seconds(len(batch.requests), batch.weight)
             if expected > 0:
                 self._overhead = max(self._overhead + _STEP * (max(seconds / expected, 1.0) - self._overhead), 1.0)
-        if self.offered:
-            self._full = self._full_batch()
         if bad or self._bad:
             self._bad += _BAD_STEP * (bad - self._bad)
             even = int(_BAD_IN_BATCH / self._bad) if self._bad > _BAD_IN_BATCH / self._limits.max_size else 0
-            self.most = max(1, min(even, self._limits.max_size)) if even else self._limits.max_size
+            self._ceiling = max(1, min(even, self._limits.max_size)) if even else self._limits.max_size
+        if self.auto:
+            self._mean = batch.weight / len(batch.requests)
+            if not reruns:
+                self.auto.note_run(len(batch.requests), seconds)
+            self.auto.follow(self._times, self._times.curve(batch.group), self._mean)
+        self.most = min(self._ceiling, self.auto.size)
+        if self.offered:
+            self._full = self._full_batch()
         took = now - self._offered_at
         if took > 0 and self.offered:
             rate = self.offered / took
@@ -132,7 +156,12 @@ class Planner:
 
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
-        return math.inf if curve is None else curve.seconds(self._limits.max_size, 0.0) * self._overhead
+        size = self.most if self.auto else self._limits.max_size
+        return math.inf if curve is None else curve.seconds(size, 0.0) * self._overhead
+
+    def _most(self, curve: Curve | None, mean: float) -> int:
+        """How many items a batch of this group may have."""
+        return min(self._ceiling, self.auto.size_for(curve, mean))
 
     def seconds_to_answer(self, request: Request, lines: Lines, running: list[Batch], now: float) -> float | None:
         """How long until a new request has its answer; None without enough measurements.
@@ -153,7 +182,7 @@ class Planner:
         weight *= self._padding
         mean = weight / place if self._limits.weighed else 0.0
         crowd = self._crowd(request.group, curve, mean, len(lines))
-        crowd = min(crowd, self.most)
+        crowd = min(crowd, self._most(curve, mean))
         batches = (place - 1) // crowd
         if self._limits.max_weight != math.inf:
             batches = max(batches, math.ceil(weight / self._limits.max_weight) - 1)
@@ -182,8 +211,8 @@ class Planner:
         for batch in running:
             curve = self._times.curve(batch.group)
             seconds = 0.0 if curve is None else curve.seconds(len(batch.requests), batch.weight) * self._overhead
-            # One that has overrun its time by a second is expected to take a second more: stalls last.
-            total += abs(batch.started + seconds - now)
+            left = batch.started + seconds - now
+            total += left if left >= 0 else -left * _STALL
         return total
 
     def _seconds_in_front(self, request: Request, line: Line | None, lines: Lines) -> float:
@@ -201,7 +230,8 @@ class Planner:
                 continue
             count, weight = lines.ahead(request, other)
             if count:
-                batches = math.ceil(count / self._limits.max_size)
+                size = self._most(curve, 0.0) if self.auto else self._limits.max_size
+                batches = math.ceil(count / size)
                 seconds += (batches - 1) * curve.fixed + curve.seconds(count, weight * self._padding)
         return seconds * max(1.0, len(lines) / (_LOOKED_AT + 1)) if looked_at else 0.0
 
@@ -213,21 +243,28 @@ class Planner:
         ``timeout - seconds`` of it.
         """
         known = self._crowds.get(group)
-        if known is not None and known[1:3] == (self.most, lines) and _alike(known[0], curve, known[3], self._rate):
+        if known is not None and known[1:3] == (self._ceiling, lines) and _alike(known[0], curve, known[3], self._rate):
             return known[4]
         rate = self._rate / max(lines, 1) or math.inf
-        best, size = 0.0, self.most if curve.seconds(1, mean) >= self._timeout else 1
+        longest = min(self._timeout, self.auto.seconds)
+        best, size = 0.0, self._ceiling if curve.seconds(1, mean) >= self._timeout else 1
         for count in self._sizes:
             seconds = curve.seconds(count, count * mean)
-            if count > 1 and (seconds >= self._timeout or count * mean > self._limits.max_weight):
+            if count > 1 and (seconds >= longest or count * mean > self._limits.max_weight):
                 break
-            usable = rate * min(max(self._timeout - seconds, 0.0), seconds) if seconds > 0 else math.inf
-            answers = max(_lesser(count, usable), 1.0) / seconds if seconds > 0 else math.inf
+            window = min(self._timeout - seconds, seconds)
+            if seconds > 0 and window <= 0:
+                continue
+            usable = rate * window if seconds > 0 else math.inf
+            none = math.exp(-usable)  # nothing came in time: the next request finds the thread idle, and runs alone
+            answered = _lesser(count, usable) + none
+            spent = curve.seconds(answered, answered * mean) + none / rate
+            answers = answered / spent if spent > 0 else math.inf
             if answers > best * _GAIN:
                 best, size = answers, count
         if len(self._crowds) > _LOOKED_AT:
             self._crowds.clear()
-        self._crowds[group] = curve, self.most, lines, self._rate, size
+        self._crowds[group] = curve, self._ceiling, lines, self._rate, size
         return size
 
     # What is computed next
@@ -242,9 +279,11 @@ class Planner:
             now: The time.
         """
         count = line.waiting
-        if count > self.most or self._limits.weighed:
+        if count > self._ceiling or self._limits.weighed:
             return False
         curve = self._times.curve(line.group)
+        if self.auto and count > self.auto.size_for(curve, 0.0):
+            return False
         if curve is None or not curve.holds(count, 0.0, nearest - now):
             return curve is None
         return not self._rate or count <= self._crowd(line.group, curve, 0.0, len(lines))
@@ -276,7 +315,7 @@ class Planner:
             rate = self._rate_of(room, curve)
             if rate > best * _DROP_GAIN:
                 best, start, first = rate, at, room
-            if len(room) >= self.most:
+            if len(room) >= self._ceiling:
                 break
         if not first:
             alive = [one for one in waiting if not self._late(one, curve, now)]
@@ -294,8 +333,10 @@ class Planner:
 
     def _fill(self, waiting: list[Request], curve: Curve | None, now: float) -> list[Request]:
         """As many requests, from the first on, as one batch may have."""
-        limits = self._limits
-        bound = min(self.most, len(waiting))
+        limits, longest = self._limits, self.auto.seconds
+        bound = min(self._ceiling, len(waiting))
+        if self.auto and (curve is None or not limits.weighed):
+            bound = min(bound, self.auto.size_for(curve, 0.0))
         chosen: list[Request] = []
         weight, until = 0.0, math.inf
         for request in waiting:
@@ -304,6 +345,8 @@ class Planner:
             if curve is not None:
                 nearest = min(until, request.deadline)
                 mine = request.weight if limits.weighed else 0.0
+                if longest != math.inf and chosen and not curve.holds(len(chosen) + 1, weight + mine, longest):
+                    break
                 if not curve.holds(len(chosen) + 1, weight + mine, nearest - now + _ROUNDING):
                     if chosen and curve.holds(len(chosen) + 1, weight + mine, until - now + _ROUNDING):
                         continue  # this one alone would be late
@@ -317,7 +360,7 @@ class Planner:
         """Whether the batch after this one can still meet its first deadline."""
         if taken >= len(waiting):
             return True
-        rest = waiting[taken : taken + self.most]
+        rest = waiting[taken : taken + self._most(curve, self._mean if self._limits.weighed else 0.0)]
         ends = now + curve.seconds(taken, self._weight(waiting[:taken]))
         return ends + curve.seconds(len(rest), self._weight(rest)) <= rest[0].deadline + _ROUNDING
 

@@ -2,12 +2,14 @@
 
 Every method takes the time as an argument and is called with the batcher's lock held. Failures that the queue decides
 on by itself (expired, refused after all, closed) go to ``undelivered``; the batcher delivers them without the lock.
+Requests that need no decision may be put into ``inbox`` without the lock.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from modelguard.errors import (
     QueueFull,
     QuotaExceeded,
 )
+from modelguard.serving._auto_size import AutoSize
 from modelguard.serving._batches import Batch, Counters, Limits, Verdict
 from modelguard.serving._expiry import Expiry
 from modelguard.serving._hung import mark_hung, next_hang, state_of
@@ -39,32 +42,32 @@ class BatchQueue:
     """The state of one batcher.
 
     Attributes:
+        inbox: Requests without keyword arguments or deadline that wait as well, and are not counted yet.
         waiting: Requests that wait, without those that expired or were cancelled.
         running: Batches under way.
         undelivered: Requests that failed out of turn, with their failures.
         closed: Nothing more is admitted.
+        may_refuse: Whether requests may be refused for other reasons than a full queue or their deadlines.
         times: How long batches take.
     """
 
     def __init__(self, limits: Limits, circuit: Circuit | None = None) -> None:
-        self._limits = limits
-        self._max_queue = limits.max_queue
         self.circuit = circuit
         self.times = BatchTimes()
         self._planner = Planner(limits, self.times)
         self._lines = Lines(limits, self._planner.latest_start)
+        self._lines.full_size = self._planner.most
         self._ungrouped = self._lines.ungrouped
-        self._sorted = limits.weighed or limits.max_wait > 0  # whether a line has to know more than its requests
-        # Whether the next batch may be other requests than the first ones.
-        self._picky = limits.max_weight != math.inf or limits.padded
+        self._take_limits(limits)
         self._expiry = Expiry()
+        self.inbox: deque[Request] = deque()
         self.waiting = 0
         self.running: list[Batch] = []
         self.undelivered: list[tuple[Request, Failure]] = []
         self.closed = False
         self.counters = Counters()
         self._recent = Recent()
-        self._may_refuse = circuit is not None or limits.quota is not None  # for other reasons than a full queue
+        self.may_refuse = circuit is not None or limits.quota is not None
         self._stale = 0  # requests in the lines that are done
         self._abandoned = 0  # requests in running batches that are done
         self._probe: Request | None = None
@@ -79,9 +82,38 @@ class BatchQueue:
     def order(self) -> None:
         """From now on, requests have keys and priorities."""
         self._sorted = self._picky = True  # first: an exception may interrupt this at any point
+        self.take_in()
         self._lines.order()
 
+    def _take_limits(self, limits: Limits) -> None:
+        self._limits = limits
+        self._max_queue = limits.max_queue
+        # Whether a line has to know more than its requests, and whether the next batch may be others than the first.
+        self._sorted = self.ordered or limits.weighed or limits.max_wait > 0
+        bounded = limits.max_weight != math.inf or limits.slo != math.inf
+        self._picky = self.ordered or bounded or limits.padded
+
+    def configure(self, limits: Limits, now: float) -> None:
+        """Bound batches, queue and calls by these limits from now on. What waits keeps its deadline and its wait."""
+        self.take_in()
+        self._take_limits(limits)
+        self._planner.configure(limits)
+        self._lines.configure(limits, self._planner.most, now)
+
     # In
+
+    def take_in(self) -> None:
+        """Move what is in the inbox to its line."""
+        if count := len(self.inbox):
+            self.waiting += count  # first: callers add up both, and may count a request twice, but not miss one
+            take = self.inbox.popleft
+            if self._sorted:
+                for _ in range(count):
+                    request = take()
+                    self._lines.add(request, request.arrived)
+            else:
+                self._ungrouped.waiting += count
+                self._ungrouped.requests.extend([take() for _ in range(count)])
 
     def admit(self, request: Request, now: float) -> None:
         """Queue a request whose deadline, weight and group are set.
@@ -90,11 +122,13 @@ class BatchQueue:
             GuardClosed, CircuitOpen, QuotaExceeded, QueueFull, DeadlineUnreachable, DeadlineExceeded: It was not
                 queued.
         """
+        if self.inbox:
+            self.take_in()
         if self._expiry and self._expiry.nearest <= now:
             self.expire(now)
         request.arrived = now
         displaced = None
-        if self.waiting >= self._max_queue or self._may_refuse:
+        if self.waiting >= self._max_queue or self.may_refuse:
             displaced = self._check_room(request, now)
         bounded = request.deadline != math.inf
         if bounded:
@@ -111,7 +145,7 @@ class BatchQueue:
         self.waiting += 1
         if bounded:
             self._expiry.add(request)
-        if self._may_refuse and self.circuit is not None and self.circuit.admitted():
+        if self.may_refuse and self.circuit is not None and self.circuit.admitted():
             self._probe = request
 
     def _check_room(self, request: Request, now: float) -> Request | None:
@@ -151,6 +185,7 @@ class BatchQueue:
 
     def withdraw(self, request: Request) -> None:
         """Undo an admission that an exception interrupted at any point: count again what is really there."""
+        self.take_in()
         self._abandoned += request.state == "running"
         request.state = "done"
         self._expiry.settle([request])
@@ -163,6 +198,7 @@ class BatchQueue:
 
     def next_batch(self, now: float) -> Batch | float | None:
         """The next batch for a free thread; or seconds after which to ask again; or None until more is admitted."""
+        self.take_in()
         self.expire(now)
         while True:
             found = self._lines.next(now, closed=self.closed)
@@ -226,6 +262,7 @@ class BatchQueue:
         Returns:
             The requests whose callers still wait, and their outcomes.
         """
+        self.take_in()
         self.running.remove(batch)
         requests = batch.requests
         if self._abandoned:
@@ -307,6 +344,7 @@ class BatchQueue:
         """Record how long a batch kept its thread, how often it was run again, and the share of bad items."""
         self.times.record_batch(len(batch.requests), seconds, now)
         self._planner.note_batch(batch, seconds, now, reruns=reruns, bad=bad)
+        self._lines.full_size = self._planner.most
 
     # Out of turn
 
@@ -333,16 +371,18 @@ class BatchQueue:
         """
         if request.state == "done":
             return False
+        self.take_in()
         self.counters.cancelled += 1
         self._drop(request, caller_gone(self._limits.name) if notify else None)
         return True
 
     def close(self) -> None:
         """Admit nothing more. What waits is computed."""
-        self.closed = self._may_refuse = True
+        self.closed = self.may_refuse = True
 
     def refuse_waiting(self, error: ModelGuardError) -> None:
         """Fail everything that waits, each request with a copy of the error."""
+        self.take_in()
         for request in tuple(self._lines.live()):
             self._drop(request, Failure(copy.copy(error)))
 
@@ -354,12 +394,18 @@ class BatchQueue:
     # Its state
 
     @property
+    def auto_size(self) -> AutoSize:
+        """What chooses the size of batches by a latency goal."""
+        return self._planner.auto
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
-        return not (self.waiting or self.running)
+        return not (self.waiting or self.running or self.inbox)
 
     def status(self, now: float) -> BatchStatus:
         """Its state, counters and times."""
+        self.take_in()
         return BatchStatus(
             name=self._limits.name,
             state=state_of(self.running, self.circuit, closed=self.closed),
@@ -367,6 +413,8 @@ class BatchQueue:
             running=sum(len(batch.requests) for batch in self.running),
             running_seconds=max((now - batch.started for batch in self.running), default=0.0),
             rate=self.times.rate(now),
+            max_size=self._planner.most,
+            slo_reachable=self._planner.auto.reachable,
             **self._recent.summary(),
             **asdict(self.counters),
         )

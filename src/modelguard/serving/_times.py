@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable
@@ -21,6 +22,11 @@ _DECAY = 0.95
 #: become slower or faster, everything learned before is rescaled.
 _CHANGED = 1.5
 _AGREE = 3
+#: If the last eight are all longer or all shorter than the estimate by this factor, the line lags behind. If their
+#: sizes differ by a quarter, it is then learned anew from them: it may have mixed times from before and after a change.
+_DRIFTED = 1.1
+_DRIFT = 8
+_DIFFER = 1.25
 #: Where sizes vary by less than 10 % of their mean, the slope stays near what it was when they did: else it would
 #: follow chance. What it was is followed by this much with each run.
 _RIGID = 0.1
@@ -82,6 +88,24 @@ class Curve:
         """Whether a batch ends within this time, in any case."""
         return self.at_worst(count, weight) <= left
 
+    def count_within(self, seconds: float, mean: float) -> float:
+        """How many items a batch may have that ends within this time in any case; infinity for any number.
+
+        Args:
+            seconds: The time.
+            mean: The mean weight of an item; 0 if nothing is weighed.
+        """
+        slope = self.each + self.unit * mean
+        if self.most <= seconds or (slope <= 0 and self.fixed <= seconds):
+            count = math.inf
+        else:
+            count = (seconds - self.fixed) / slope if slope > 0 else 0.0
+        measured = _GROWTH * self.reach
+        if count <= measured:
+            return count
+        largest = self.seconds(self.reach, mean * self.reach)
+        return count if largest <= 0 else max(measured, min(count, seconds * self.reach / largest))
+
 
 class BatchTimes:
     """Learns the times of batches. Not thread-safe by itself.
@@ -94,7 +118,8 @@ class BatchTimes:
         self._line = _Line()
         self._factors: OrderedDict[Hashable, float] = OrderedDict()
         self._ratios: deque[float] = deque(maxlen=_KEPT)
-        self._last: deque[float] = deque(maxlen=_AGREE)
+        self._last: deque[float] = deque(maxlen=_DRIFT)
+        self._last_runs: deque[tuple[int, float, float]] = deque(maxlen=_DRIFT)
         self._curves: dict[Hashable, Curve] = {}
         self._reach, self._least = 0.0, math.inf
         self._runs = 0
@@ -119,9 +144,14 @@ class BatchTimes:
         """Record how long a thread was busy with a batch, runs that failed included."""
         self._recent.append((now, items, seconds))
 
+    @property
+    def enough(self) -> bool:
+        """Whether there are enough measurements to say anything because of them."""
+        return self._runs >= _ENOUGH
+
     def fresh(self, now: float) -> bool:
         """Whether there are enough recent measurements to refuse anything because of them."""
-        return self._runs >= _ENOUGH and now <= self._fresh_until
+        return self.enough and now <= self._fresh_until
 
     def rate(self, now: float) -> float | None:
         """Items per second that one thread computes, from the last batches; None if there were none recently."""
@@ -161,13 +191,16 @@ class BatchTimes:
         ratio = min(max(seconds / expected, 1 / _FAR), _FAR) if expected > 0 else 1.0
         if group is not None:
             ratio = self._learn_group(group, ratio)
-        if inside and line.known:
+        if inside and (
+            line.known or not weight
+        ):  # until weights are known to explain the time, runs of one size differ
+            self._last_runs.append((count, weight, seconds / self._factor(group)))
             seconds = self._checked(ratio, seconds, expected)
             self._ratios.append(ratio)
-        line.add(count, weight, seconds / self._factor(group))
+        self._line.add(count, weight, seconds / self._factor(group))
 
     def _checked(self, ratio: float, seconds: float, expected: float) -> float:
-        """The time of a run as it counts. If the last three agree, everything learned before is rescaled.
+        """The time of a run as it counts. If the last ones agree, everything learned before is rescaled.
 
         Not for sizes beyond those that were measured: there the line may be wrong, and not the run.
         """
@@ -175,12 +208,25 @@ class BatchTimes:
         usual = max(_CHANGED, margin * margin)
         last = self._last
         last.append(ratio)
-        if len(last) == _AGREE and (min(last) > usual or max(last) < 1 / usual):
-            self._line.scale(sorted(last)[_AGREE // 2])
-            self._ratios.clear()
-            last.clear()
-            return seconds
-        return min(seconds, usual * expected)
+        if _agree(latest := list(last)[-_AGREE:], _AGREE, usual):
+            self._line.scale(sorted(latest)[_AGREE // 2])
+        elif _agree(list(last), _DRIFT, _DRIFTED):
+            self._learn_anew(sorted(last)[_DRIFT // 2])
+        else:
+            return min(seconds, usual * expected)
+        self._ratios.clear()
+        last.clear()
+        return seconds
+
+    def _learn_anew(self, ratio: float) -> None:
+        """Learn from the last runs alone, without the one that is being learned; or rescale, if sizes are alike."""
+        counts = [count for count, _, _ in self._last_runs]
+        if max(counts) < _DIFFER * min(counts):
+            self._line.scale(ratio)
+            return
+        self._line = _Line()
+        for run in itertools.islice(self._last_runs, _DRIFT - 1):
+            self._line.add(*run)
 
     def _factor(self, group: Hashable) -> float:
         return self._factors.get(group, 1.0) if group is not None else 1.0
@@ -215,6 +261,11 @@ class BatchTimes:
         spread = min(max(upper + _SPREAD * (upper - middle), most), upper + _SKEWED * (upper - middle))
         least = min(_LEAST, 1.0 + _SKEWED * max(most - 1.0, 0.0))
         return min(max(spread, least), _WIDEST)
+
+
+def _agree(ratios: list[float], count: int, by: float) -> bool:
+    """Whether there are so many, and all of them are more or all are less than expected by this factor."""
+    return len(ratios) == count and (min(ratios) > by or max(ratios) < 1 / by)
 
 
 class _Line:

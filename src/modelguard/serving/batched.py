@@ -18,7 +18,7 @@ from modelguard.serving import _trio
 from modelguard.serving._decorated import Decorated
 from modelguard.serving._function_options import LoopChoice, check_function_options
 from modelguard.serving._functions import NotAHandler, check_function, function_name
-from modelguard.serving._options import OnError, check_options
+from modelguard.serving._options import Changes, OnError, Size, check_options
 from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.streams import BatchedStream
@@ -117,7 +117,7 @@ class Batched(Decorated, Generic[X, Y]):
         if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
             self._put(request, timeout, priority, extras, others)
         else:  # what _put would do, without its call
-            self._batcher.put(request)
+            self._batcher.put_plain(request)
         try:
             return await request.future  # type: ignore[no-any-return]
         except (asyncio.CancelledError, GeneratorExit):  # the task was cancelled, or the coroutine closed
@@ -250,7 +250,8 @@ class Decorator(Protocol):
 
 def batched(
     *others: Never,
-    max_size: int,
+    max_size: Size,
+    slo: _units.Duration | None = None,
     max_wait: _units.Duration = 0.0,
     max_queue: int = 256,
     deadline: _units.Duration | None = None,
@@ -292,7 +293,11 @@ def batched(
 
     Args:
         others: None; every option is passed by keyword.
-        max_size: Most items in a batch.
+        max_size: Most items in a batch; ``"auto"`` to have it chosen by the measured times, so that requests have their
+            answers within ``slo``. It is then never more than ``max_queue``.
+        slo: The latency goal for ``max_size="auto"``: seconds from arrival to answer, as long as the load can be
+            computed. Nothing is refused because of it; that is what ``deadline`` does. If one item alone takes longer,
+            items run alone, and a ``BatchSizeChosen`` at level WARNING says so.
         max_wait: How long the oldest item may wait for a fuller batch while a thread is free; less where a deadline
             requires it. Default: not at all, which is right unless a batch costs much more than its items.
         max_queue: Most items that wait, without those that are being computed; at least ``max_size``.
@@ -338,10 +343,6 @@ def batched(
             "batched", others[0], why="takes keyword arguments only", fix="Write @batched(max_size=32)."
         )
     options = check_options(
-        max_size=max_size,
-        max_wait=max_wait,
-        max_queue=max_queue,
-        deadline=deadline,
         threads=threads,
         weight=weight,
         max_weight=max_weight,
@@ -352,8 +353,15 @@ def batched(
         ageing=ageing,
         on_error=on_error,
         breaker=breaker,
-        hang_after=hang_after,
         name=name,
+        written=Changes(
+            max_size=max_size,
+            slo=slo,
+            max_wait=max_wait,
+            max_queue=max_queue,
+            deadline=deadline,
+            hang_after=hang_after,
+        ),
     )
     function_options = check_function_options(loop=loop, max_buffer=max_buffer, slow_after=slow_after)
 

@@ -59,6 +59,9 @@ class BatchStatus:
         run: Seconds that the function took for a batch, where it did not raise.
         padding: Share of the computed weight that was padding, from 0 to 1; 0 unless ``padded`` is set.
         rate: Items per second that one thread computes, from the last batches; None if there were none in ten seconds.
+        max_size: Most items that a batch may have now: what ``max_size="auto"`` has chosen for batches like the last
+            one; fewer than ``max_size`` while many items make their batches raise.
+        slo_reachable: Whether one item alone takes no longer than ``slo``; None before three runs, and without one.
     """
 
     name: str
@@ -82,3 +85,5 @@ class BatchStatus:
     run: Quantiles
     padding: float
     rate: float | None
+    max_size: int
+    slo_reachable: bool | None

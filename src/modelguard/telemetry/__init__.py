@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from modelguard.telemetry.events import (
         BatchErrored,
         BatchFinished,
+        BatchSizeChosen,
         Callback,
         CallbackErrored,
         CircuitClosed,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchErrored",
     "BatchFinished",
+    "BatchSizeChosen",
     "Callback",
     "CallbackErrored",
     "CircuitClosed",

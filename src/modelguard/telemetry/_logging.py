@@ -49,7 +49,8 @@ def log_event(event: events.Event) -> None:
     """Log one event: at WARNING if it needs attention, otherwise at INFO; frequent events at DEBUG."""
     stays = isinstance(event, events.GenerationReleased) and (event.alive or event.immortal)
     failed = isinstance(event, events.WorkerEnded) and event.cause in {"crashed", "timeout"}
-    needs_attention = isinstance(event, _WARNINGS) or stays or failed
+    unreachable = isinstance(event, events.BatchSizeChosen) and not event.reachable
+    needs_attention = isinstance(event, _WARNINGS) or stays or failed or unreachable
     level = logging.WARNING if needs_attention else logging.INFO
     if isinstance(event, events.BatchFinished):
         level = logging.DEBUG
@@ -109,6 +110,15 @@ def _batch_errored(event: events.BatchErrored) -> str:
     return f"a batch failed with {event.error}; " + (kept if event.reruns else f"all {event.size} items fail")
 
 
+def _batch_size_chosen(event: events.BatchSizeChosen) -> str:
+    if event.slo is None:
+        return f"batches of at most {event.size}, as configured"
+    slo = f"slo={event.slo:g} s"
+    if event.reachable:
+        return f"batches of at most {event.size}, for {slo}; one item alone takes {event.item_seconds:.3g} s"
+    return f"{slo} is out of reach: one item alone takes {event.item_seconds:.3g} s; items run alone"
+
+
 def _refused(event: events.RequestsRefused) -> str:
     counts = {
         "queue full": event.full,
@@ -151,6 +161,7 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.CallbackErrored: lambda event: f"{event.callback} raised {event.error}",
     events.BatchFinished: _batch_finished,
     events.BatchErrored: _batch_errored,
+    events.BatchSizeChosen: _batch_size_chosen,
     events.RequestsRefused: _refused,
     events.CircuitOpened: _circuit_opened,
     events.CircuitClosed: lambda _: "circuit closed",

@@ -158,6 +158,15 @@ def _of_batches() -> Iterator[Metric]:
     yield Metric("batch.run", "histogram", "Time of a batch, with reruns.", "function", "s", buckets=_SHORT)
     yield Metric("batch.weight", "counter", "Weight of the batches, with padding.", "function", "{unit}")
     yield Metric("batch.padding", "counter", "Weight of their padding.", "function", "{unit}")
+    yield Metric("batch.max_size", "gauge", "Most items in a batch, as chosen for slo.", "function", "{item}")
+    yield Metric(
+        "slo.unreachable",
+        "gauge",
+        "Processes in which one item alone takes longer than slo.",
+        "function",
+        "{process}",
+        mode="livesum",
+    )
     yield counter("batches.failed", "Batches in which the function raised.")
     yield Metric(
         "batches.hung", "gauge", "Batches that run for longer than hang_after.", "function", "{batch}", mode="livesum"
@@ -270,6 +279,10 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.MemoryTrimmed: _of_a_trim,
     events.BatchFinished: _of_a_batch,
     events.BatchErrored: lambda event: (Measure("batches.failed", 1), Measure("batches.hung", event.hung)),
+    events.BatchSizeChosen: lambda event: (
+        Measure("batch.max_size", event.size),
+        Measure("slo.unreachable", not event.reachable),
+    ),
     events.RequestsRefused: _of_refusals,
     events.CircuitOpened: lambda _: (Measure("circuit.open", 1), Measure("circuit.openings", 1)),
     events.CircuitClosed: lambda _: (Measure("circuit.open", 0),),

@@ -303,6 +303,27 @@ class BatchErrored(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchSizeChosen(Event):
+    """``max_size="auto"`` lets batches have more or fewer items than before, by a quarter at least.
+
+    Also emitted if ``slo`` gets out of reach or within reach. At most once a second.
+
+    Attributes:
+        size: Most items in a batch from now on.
+        previous: Most items before; 0 in the first event.
+        slo: The latency goal in seconds; None if there is none any more, and ``size`` was given.
+        item_seconds: How long one item alone takes, by what was measured, on the safe side.
+        reachable: Whether that is within the goal. If it is not, items run alone.
+    """
+
+    size: int
+    previous: int
+    slo: float | None
+    item_seconds: float
+    reachable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestsRefused(Event):
     """Requests were refused or dropped since the last event of this kind. Emitted at most once a second.
 

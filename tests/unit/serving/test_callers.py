@@ -193,11 +193,13 @@ def test_events_show_quotas_and_padding(model: Gated, events: list[telemetry.Eve
     def of(kind: type[Any]) -> list[Any]:
         return [event for event in events if isinstance(event, kind)]
 
-    until(lambda: len(of(telemetry.BatchFinished)) == 2)  # emitted once the callers have their answers
-    assert [(5, 0), (16, 4)] == [(event.weight, event.padding) for event in of(telemetry.BatchFinished)]
+    until(lambda: sum(event.size for event in of(telemetry.BatchFinished)) == 3)  # emitted after the answers
+    found = [(event.size, event.weight, event.padding) for event in of(telemetry.BatchFinished)]
+    # By the measured times, the last two may also be batches of their own, without padding.
+    assert found in ([(1, 5, 0), (2, 16, 4)], [(1, 5, 0), (1, 8, 0), (1, 4, 0)])
     until(lambda: len(of(telemetry.RequestsRefused)) == 1)
     assert [1] == [event.quota for event in of(telemetry.RequestsRefused)]
-    assert 4 / 21 == f.status().padding
+    assert sum(padding for *_, padding in found) / sum(weight for _, weight, _ in found) == f.status().padding
 
 
 def test_no_key_is_kept() -> None:

@@ -17,6 +17,8 @@ CELLS = [
     (0, 0.1, 5.0),
     (1, 10, 5.0),
     (10, 1, 2.0),
+    (10, 1, 1.2),  # a batch pays only if two requests come at the end of the run before
+    (10, 10, 2.0),
     (30, 0.5, 8.0),
     (100, 0.1, 2.0),
     (100, 0.1, 20.0),
@@ -32,6 +34,13 @@ def test_answers_come_in_time_whatever_the_model_costs(fixed: float, each: float
     ratio, outcome = goodput.cell(fixed / 1000, each / 1000, times, load, 1000)
     assert ratio > 0.85
     assert 0 == outcome.harmed
+
+
+@pytest.mark.parametrize(("fixed", "times", "load"), [(10, 1.2, 2.0), (1, 2.0, 1.0)])
+def test_deciding_when_a_request_arrives_costs_nothing_else(fixed: float, times: float, load: float) -> None:
+    """Where a clairvoyant batcher answers more, it drops what it admitted; one that does not answers hardly more."""
+    ratio, _ = goodput.cell(fixed / 1000, 0.0001, times, load, 2000, best=goodput.at_the_door)
+    assert ratio > 0.93
 
 
 @pytest.mark.parametrize("load", [1.0, 2.0, 5.0])

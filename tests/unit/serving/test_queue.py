@@ -195,6 +195,17 @@ def test_with_measurements_what_would_be_late_is_refused_at_once() -> None:
     queue.admit(request(deadline=2.5), 0.0)
 
 
+def test_an_item_that_is_cancelled_in_its_batch_is_there_until_the_batch_ends() -> None:
+    """Its thread may not have read it yet: the function must not get None instead."""
+    queue, requests = filled(2)
+    batch = queue.next_batch(0.0)
+    assert isinstance(batch, Batch)
+    assert queue.cancel(requests[0])
+    assert [0, 1] == [one.item for one in batch.requests]
+    queue.finish(batch, [0, 1])
+    assert [None, None] == [one.item for one in requests]
+
+
 def test_what_runs_already_counts_for_the_time_it_has_left() -> None:
     """A batch that takes a second and began 0.75 s ago has 0.25 s left."""
     queue = queue_of(max_queue=100)

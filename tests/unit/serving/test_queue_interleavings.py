@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ class Interleavings(RuleBasedStateMachine):
         circuit = None if failures is None else Circuit(Breaker(failures=failures, cooldown=3.0, max_cooldown=6.0))
         self.queue = BatchQueue(self.limits, circuit)
         self.batches: list[Batch] = []
+        self.most_waiting = max_queue
 
     @rule(
         bound=st.sampled_from([None, None, 0.0, 1.0, 3.0, 50.0]),
@@ -94,6 +96,16 @@ class Interleavings(RuleBasedStateMachine):
         self.admitted[self.number] = one
         self.collect()
 
+    @precondition(lambda self: not (self.queue.may_refuse or self.queue.ordered or self.limits.weighed))
+    @rule()
+    def put_into_the_inbox(self) -> None:
+        if self.queue.waiting + len(self.queue.inbox) >= self.limits.max_queue:
+            return
+        self.number += 1
+        one = self.admitted[self.number] = request(self.number)
+        one.arrived = self.now
+        self.queue.inbox.append(one)
+
     @rule()
     def take(self) -> None:
         if len(self.batches) >= self.limits.threads:
@@ -104,10 +116,22 @@ class Interleavings(RuleBasedStateMachine):
             self.check(found)
             self.batches.append(found)
         elif found is None:
-            assert 0 == self.queue.waiting
+            assert 0 == self.queue.waiting + len(self.queue.inbox)
         else:
             assert self.limits.max_wait
             assert 0 < found <= self.limits.max_wait
+
+    @rule(
+        max_size=st.integers(1, 4),
+        max_queue=st.integers(4, 9),
+        max_wait=st.sampled_from([0.0, 2.0, 5.0]),
+        slo=st.sampled_from([math.inf, 8.0]),
+    )
+    def configure(self, max_size: int, max_queue: int, max_wait: float, slo: float) -> None:
+        self.limits = replace(self.limits, max_size=max_size, max_queue=max_queue, max_wait=max_wait, slo=slo)
+        self.queue.configure(self.limits, self.now)
+        self.most_waiting = max(max_queue, self.queue.waiting)
+        assert not self.queue.inbox
 
     def check(self, batch: Batch) -> None:
         numbers = [one.number for one in batch.requests]
@@ -201,7 +225,7 @@ class Interleavings(RuleBasedStateMachine):
             return
         running = {one.number for batch in self.batches for one in batch.requests}
         waiting = [one for n, one in self.alive().items() if n not in running]
-        assert len(waiting) == self.queue.waiting <= self.limits.max_queue
+        assert len(waiting) == self.queue.waiting + len(self.queue.inbox) <= self.most_waiting
         assert all((one.state == "done") != (n in self.alive()) for n, one in self.admitted.items())
         if self.queue.ordered:
             fairness = self.queue._lines.fairness
@@ -216,7 +240,7 @@ class Interleavings(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         self.queue.close()
-        while self.queue.waiting or self.batches:
+        while not self.queue.idle:
             self.now += 3.0
             while self.batches:
                 batch = self.batches.pop()

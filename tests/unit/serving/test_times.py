@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
 
@@ -60,6 +61,28 @@ def test_chance_does_not_turn_the_line() -> None:
     runs = [(count, (0.03 + 0.0005 * count) * dice.uniform(0.8, 1.2)) for count in (1, 32, 1, 16, 8, 32) * 3]
     runs += [(count, (0.03 + 0.0005 * count) * dice.uniform(0.8, 1.2)) for count in (31, 32) * 200]
     assert 0.03 == pytest.approx(curve(learned(runs)).seconds(1, 0.0), rel=0.5)
+
+
+def test_a_slow_first_run_is_forgotten_after_three_more() -> None:
+    """A model that sets itself up in its first run is not taken for a slow one, even if all batches are one item."""
+    times = learned([(1, 10.0), (1, 0.03), (1, 0.03), (1, 0.03)])
+    assert curve(times).seconds(1, 0.0) < 0.05
+
+
+@pytest.mark.parametrize("mean", [0.0, 2.0])
+def test_as_many_items_fit_as_end_in_time(mean: float) -> None:
+    """`count_within` gives the largest batch that `holds`, and nothing beyond twice the largest one is believed."""
+    for found in (
+        Curve(0.03, 0.0005, 0.0001, math.inf, 16),
+        Curve(0.03, 0.0005, 0.0001, math.inf, 200),
+        Curve(0.0, 0.001, 0.0, 0.02, 20),
+        Curve(0.01, 0.0, 0.0, math.inf, 4),
+    ):
+        for left in (0.005, 0.03, 0.04, 0.05, 0.2, 1.0):
+            fits = found.count_within(left, mean)
+            count = min(int(fits + 1e-9), 5000)
+            assert count < 1 or found.holds(count, count * mean, left + 1e-9)
+            assert fits > 5000 or not found.holds(count + 1, (count + 1) * mean, left - 1e-9)
 
 
 def test_an_estimate_is_on_the_safe_side() -> None:

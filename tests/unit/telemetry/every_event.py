@@ -76,6 +76,7 @@ EVERY: tuple[Event, ...] = (
         padding=200.0,
     ),
     telemetry.BatchErrored(guard="predict", size=8, failed=2, error="ValueError: no", reruns=6),
+    telemetry.BatchSizeChosen(guard="predict", size=16, previous=8, slo=0.1, item_seconds=0.005, reachable=True),
     telemetry.RequestsRefused(guard="predict", full=1, late=2, open=3, quota=6, expired=4, cancelled=5, waiting=7),
     telemetry.CircuitOpened(guard="predict", failures=5, retry_after=1.0, error="ValueError: no"),
     telemetry.CircuitClosed(guard="predict"),

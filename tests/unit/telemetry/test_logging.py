@@ -9,6 +9,7 @@ import pytest
 from modelguard.telemetry import (
     BatchErrored,
     BatchFinished,
+    BatchSizeChosen,
     CallbackErrored,
     CircuitClosed,
     CircuitOpened,
@@ -177,6 +178,21 @@ LINES: list[tuple[Event, str, str]] = [
         BatchErrored(guard="nlp", size=8, failed=8, error="ValueError: no", reruns=0),
         "WARNING",
         "a batch failed with ValueError: no; all 8 items fail",
+    ),
+    (
+        BatchSizeChosen(guard="nlp", size=16, previous=8, slo=0.1, item_seconds=0.005, reachable=True),
+        "INFO",
+        "batches of at most 16, for slo=0.1 s; one item alone takes 0.005 s",
+    ),
+    (
+        BatchSizeChosen(guard="nlp", size=1, previous=8, slo=0.1, item_seconds=0.25, reachable=False),
+        "WARNING",
+        "slo=0.1 s is out of reach: one item alone takes 0.25 s; items run alone",
+    ),
+    (
+        BatchSizeChosen(guard="nlp", size=8, previous=1, slo=None, item_seconds=0.0, reachable=True),
+        "INFO",
+        "batches of at most 8, as configured",
     ),
     (
         RequestsRefused(guard="nlp", full=3, late=0, open=0, quota=0, expired=2, cancelled=0, waiting=7),

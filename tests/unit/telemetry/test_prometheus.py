@@ -77,6 +77,8 @@ GUARD, FUNCTION = {"guard": "nlp"}, {"function": "predict"}
         ("batch_size_count", FUNCTION, 1),
         ("batch_wait_seconds_sum", FUNCTION, 0.02),
         ("batch_run_seconds_sum", FUNCTION, 0.1),
+        ("batch_max_size", FUNCTION, 16),
+        ("slo_unreachable", FUNCTION, 0),
         ("batches_failed_total", FUNCTION, 1),
         ("batches_bisected_total", FUNCTION, 1),
         ("batch_reruns_total", FUNCTION, 6),
