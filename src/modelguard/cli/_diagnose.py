@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +25,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "diagnose",
-        usage="modelguard diagnose MODULE:FUNCTION [--inputs FILE | --generate MODULE:FUNCTION] [--time T] [--json] "
-        "[--report DIR]",
-        help="drive a function and name what makes its memory grow",
+        usage="modelguard diagnose MODULE:FUNCTION [--inputs FILE | --generate MODULE:FUNCTION] [--time T | --calls N] "
+        "[--try T] [--bucketed NAME]... [--load MODULE:FUNCTION] [--json] [--report DIR]",
+        help="drive a function, name what makes its memory grow, and try what helps",
         description="Call a function in a fresh process until it is decided whether its memory grows with its calls, "
-        "and name the causes, each with its share of the growth and its evidence.",
+        "and name the causes, each with its share of the growth and its evidence. If it grows, try the remedies that "
+        "may help in fresh processes, and recommend one.",
         epilog="exit status: 0 it does not grow, 1 it grows, 2 it could not be driven, 3 undecided",
     )
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="the function, such as app:predict")
@@ -37,6 +39,24 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--generate", metavar="MODULE:FUNCTION", help="a function that yields inputs without end")
     parser.add_argument("--time", metavar="T", default="30s", help="how long to drive it, default: %(default)s")
+    parser.add_argument("--calls", metavar="N", help="how many times to call it, instead of --time")
+    parser.add_argument(
+        "--try",
+        dest="trial",
+        metavar="T",
+        default="2m",
+        help="how long to try remedies if memory grows, 0 for not at all; default: %(default)s",
+    )
+    parser.add_argument(
+        "--bucketed",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a parameter whose tensors may be padded; may be given several times",
+    )
+    parser.add_argument(
+        "--load", metavar="MODULE:FUNCTION", help="what makes the model, which the function takes as its first argument"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--report", metavar="DIR", help="also write report.json and report.html into this folder")
     parser.set_defaults(run=run)
@@ -45,7 +65,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     from modelguard import _units, diagnosis
-    from modelguard.diagnosis import _growth_report, _redact
+    from modelguard.diagnosis import _growth_text, _redact
 
     try:
         report = diagnosis.diagnose(
@@ -53,17 +73,30 @@ def run(options: argparse.Namespace) -> int:
             inputs=options.inputs,
             generate=options.generate,
             seconds=_units.seconds(options.time, "--time"),
+            calls=None if options.calls is None else _whole_number(options.calls),
+            trial_seconds=_units.seconds(options.trial, "--try", zero=True),
+            bucketed=options.bucketed,
+            load=options.load,
             progress=_Progress() if sys.stderr.isatty() else lambda _: None,
         )
         if options.report is not None:
             _write(report, options.report)
+    except KeyboardInterrupt:  # between two processes: what runs in one is ended, and reported
+        print("modelguard diagnose: interrupted", file=sys.stderr)  # noqa: T201
+        return USAGE
     except ModelGuardError as error:
         line = " ".join(_redact.redact(str(error), os.environ).split())
         print(f"modelguard diagnose: {line}", file=sys.stderr)  # noqa: T201
         return USAGE
-    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(_growth_report.as_text(report))
+    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(_growth_text.as_text(report))
     print(text)  # noqa: T201 - the output of the command
     return {"steady": 0, "grows": GROWS, "undecided": UNDECIDED}[report.verdict]
+
+
+def _whole_number(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise InvalidOption("--calls", text, why="must be a whole number", fix="Write --calls 1000.")
+    return int(text)
 
 
 class _Progress:
@@ -82,12 +115,12 @@ class _Progress:
 
 
 def _write(report: GrowthReport, folder: str) -> None:
-    from modelguard.diagnosis import _growth_report
+    from modelguard.diagnosis import _growth_page
 
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, "report.json").write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
-        Path(folder, "report.html").write_text(_growth_report.as_html(report), encoding="utf-8")
+        Path(folder, "report.html").write_text(_growth_page.as_html(report), encoding="utf-8")
     except OSError as error:
         fix = "Name a folder that can be written to."
         raise InvalidOption("--report", folder, why=f"cannot be written ({error.strerror})", fix=fix) from None

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["LIBRARIES", "cache_sizes", "caches", "count"]
+__all__ = ["LIBRARIES", "cache_sizes", "caches", "count", "pipelines"]
 
 LIBRARIES = ("onnxruntime", "paddle", "pyarrow", "spacy", "tensorflow", "tokenizers", "torch")
 
@@ -85,11 +85,13 @@ def _unbounded() -> list[Any]:
     return [cache for cache in found if cache.cache_info().maxsize is None]
 
 
+def pipelines() -> list[Any]:
+    """The spaCy pipelines of this process."""
+    return list(_reachable("spacy.language", ("Language",))) if "spacy" in sys.modules else []
+
+
 def _spacy_stores() -> list[Any]:
-    if "spacy" not in sys.modules:
-        return []
-    stores = {id(nlp.vocab.strings): nlp.vocab.strings for nlp in _reachable("spacy.language", ("Language",))}
-    return list(stores.values())
+    return list({id(nlp.vocab.strings): nlp.vocab.strings for nlp in pipelines()}.values())
 
 
 def _reachable(module: str, names: tuple[str, ...]) -> Iterator[Any]:

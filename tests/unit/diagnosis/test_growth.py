@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelguard.diagnosis import _growth_report
+from modelguard.diagnosis import _growth_text
 from modelguard.diagnosis._attribution import attribute
 from modelguard.diagnosis._growth import Cause, GrowthReport, Measured, judge
 
@@ -80,7 +80,7 @@ REPORT = GrowthReport(
 
 def test_text() -> None:
     """The verdict with its rate, each cause with its share, the rest, and notes; control characters are escaped."""
-    text = "\n".join(_growth_report.as_text(REPORT))
+    text = "\n".join(_growth_text.as_text(REPORT))
     assert "memory grows with the calls: 100 MB in 1,000 calls, 100.00 MB per 1,000 calls" in text
     assert "80% cycles\n  seen  <b>\\x1b\n  fix   break it" in text
     assert "20% is unexplained." in text
@@ -89,7 +89,7 @@ def test_text() -> None:
 
 def test_the_page_is_one_file() -> None:
     """It refers to no other file, has a figure, and what was measured is escaped."""
-    page = _growth_report.as_html(REPORT)
+    page = _growth_text.as_html(REPORT)
     assert "<svg" in page
     assert "&lt;b&gt;\\x1b" in page
     assert not [word for word in ("http:", "https:", "src=", "url(", "<script") if word in page]
@@ -97,4 +97,4 @@ def test_the_page_is_one_file() -> None:
 
 def test_a_page_without_readings() -> None:
     """An undecided diagnosis has a page too."""
-    assert "undecided after 0 calls" in _growth_report.as_html(GrowthReport("app:f", "undecided"))
+    assert "undecided after 0 calls" in _growth_text.as_html(GrowthReport("app:f", "undecided"))

@@ -1,0 +1,203 @@
+"""Tries remedies: each in fresh processes with the same inputs, in rounds, against doing nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from modelguard.diagnosis import _child, _trial_results
+from modelguard.diagnosis._candidates import Candidate, Declared, candidates
+from modelguard.diagnosis._child import Progress, Said
+from modelguard.diagnosis._growth import Cause, Measured
+from modelguard.diagnosis._trial_results import Round, Trials
+
+__all__ = ["try_remedies"]
+
+_ROUNDS = 3
+#: Bytes by which memory is to grow in one run without a remedy: several times what it moves by without any leak.
+_GROWTH = 30_000_000
+#: Calls before the readings begin, as a share of the calls between them.
+_WARM = 0.2
+#: Of a run: the fewest calls, so that there is a p99, and the shortest and the longest time in seconds.
+_FEWEST_CALLS, _SHORTEST, _LONGEST = 48, 1.0, 30.0
+#: How many times a run may take as long as the one without a remedy. Processes that start take long for themselves.
+_MOST_TIMES, _START = 3.0, 30.0
+#: A remedy that leaves more than this share of the growth in its first round is not tried again.
+_LOSER = 0.9
+#: A model, or a worker, is replaced this often in a run.
+_REPLACED = 3
+#: Runs for which the time has to be enough.
+_RUNS = 30
+#: A remedy with which a larger share of the calls fails is none.
+_FAILURES = 0.01
+
+_NOTHING = "nothing"
+
+
+def try_remedies(
+    config: Mapping[str, Any],
+    causes: Sequence[Cause],
+    measured: Measured,
+    declared: Declared,
+    *,
+    seconds: float,
+    environ: Mapping[str, str],
+    cwd: Path,
+    progress: Progress,
+    silence: float,
+) -> Trials | None:
+    """Try the remedies that may help.
+
+    Args:
+        config: The target and its inputs.
+        causes: What makes memory grow.
+        measured: What was measured.
+        declared: What the user says about the function.
+        seconds: How long it may take. The first round is finished in any case.
+        environ: The variables of the function's process.
+        cwd: The folder that it runs in.
+        progress: Called with what is being tried.
+        silence: Seconds without a word after which a process is ended.
+
+    Returns:
+        The results; None if there is nothing to try, or if the function could not be run again.
+    """
+    calls = calls_of_a_run(measured, seconds)
+    found, left_out = candidates(causes, measured, declared, environ, max(1, calls // _REPLACED))
+    run = {**config, "calls": calls, "warm": int(_WARM * calls), "load": declared.load}
+    rounds = _Rounds(run, cwd, progress, silence)
+    if found:
+        rounds.run(Candidate(_NOTHING, "variables", (), environ, {}), found, seconds)
+    return rounds.results(calls, found, left_out)
+
+
+def calls_of_a_run(measured: Measured, seconds: float) -> int:
+    """How many calls a run needs to show the growth, within what the time allows for ten runs of three rounds."""
+    each = max(1e-6, measured.seconds / max(1, measured.calls[-1]))
+    wanted = max(_GROWTH / max(1.0, measured.per_call), _SHORTEST / each)
+    longest = min(_LONGEST, max(_SHORTEST, seconds / _RUNS - measured.imported))
+    return int(max(_FEWEST_CALLS, min(wanted, longest / each)))
+
+
+@dataclasses.dataclass
+class _Tried:
+    """The rounds of one remedy: each with the run without it of the same round."""
+
+    rounds: list[tuple[Round, Round]] = dataclasses.field(default_factory=list)
+    stopped: str = ""
+
+
+class _Rounds:
+    """Runs rounds: doing nothing first, then each remedy, in another order each time."""
+
+    def __init__(self, config: Mapping[str, Any], cwd: Path, progress: Progress, silence: float) -> None:
+        self._config = config
+        self._cwd = cwd
+        self._progress = progress
+        self._silence = silence
+        self._nothing: list[Round] = []
+        self._tried: dict[str, _Tried] = {}
+        self._over = False
+
+    def run(self, nothing: Candidate, found: Sequence[Candidate], seconds: float) -> None:
+        """Run all rounds, or as many as the time allows."""
+        self._tried = {candidate.name: _Tried() for candidate in found}
+        began = time.monotonic()
+        for number in range(_ROUNDS):
+            left = [candidate for candidate in found if not self._tried[candidate.name].stopped]
+            order = left[number:] + left[:number] if number < len(left) else left
+            if not order or self._over or (number and _too_late(began, number, seconds)):
+                return
+            self._one_round(number, nothing, order)
+
+    def _one_round(self, number: int, nothing: Candidate, order: Sequence[Candidate]) -> None:
+        began = time.monotonic()
+        said = self._one(number, nothing, None)
+        if said.last("growth") is None:
+            self._over = True
+            return
+        base = _round(said)
+        self._nothing.append(base)
+        limit = _MOST_TIMES * (time.monotonic() - began) + _START
+        for candidate in order:
+            if not self._over:
+                self._add(candidate, self._one(number, candidate, limit), said, base)
+
+    def _one(self, number: int, candidate: Candidate, limit: float | None) -> Said:
+        self._progress({"phase": f"round {number + 1} of {_ROUNDS}: {candidate.name}"})
+        config = {**self._config, "act": candidate.act, "options": dict(candidate.options)}
+        config["limit"] = _LONGEST * _MOST_TIMES if limit is None else limit
+        said = _child.follow(
+            _child.command("_tried"),
+            config,
+            candidate.environ,
+            self._cwd,
+            progress=lambda _: None,
+            silence=self._silence,
+            limit=None if limit is None else limit + _START,
+        )
+        self._over = said.end == "interrupted"
+        return said
+
+    def _add(self, candidate: Candidate, said: Said, nothing: Said, base: Round) -> None:
+        tried = self._tried[candidate.name]
+        if said.end == "interrupted":
+            return
+        tried.stopped = _failure(said, nothing)
+        if said.last("growth") is None:
+            return
+        own = _round(said)
+        tried.rounds.append((own, base))
+        if not tried.stopped and own.growth > _LOSER * base.growth and own.cpu > _LOSER * base.cpu:
+            tried.stopped = "it leaves the growth as it is"
+
+    def results(self, calls: int, found: Sequence[Candidate], left_out: Sequence[str]) -> Trials | None:
+        """What came of it; None if there is nothing to say."""
+        if not self._nothing:
+            return None if not left_out or found else Trials(calls, None, left_out=tuple(left_out))
+        nothing = _trial_results.trial(_NOTHING, (), [(each, each) for each in self._nothing])
+        failed = [
+            f"{candidate.name}: {tried.stopped}"
+            for candidate in found
+            if not (tried := self._tried[candidate.name]).rounds and tried.stopped
+        ]
+        made = [
+            _trial_results.trial(candidate.name, candidate.lines, tried.rounds, tried.stopped)
+            for candidate in found
+            if (tried := self._tried[candidate.name]).rounds
+        ]
+        names = _trial_results.front(made)
+        made = [dataclasses.replace(one, front=one.name in names) for one in made]
+        best = _trial_results.recommend(nothing, made)
+        return Trials(calls, nothing, tuple(made), best, (*left_out, *failed))
+
+
+def _too_late(began: float, number: int, seconds: float) -> bool:
+    """Whether another round, which takes as long as those before it, would end too late."""
+    took = time.monotonic() - began
+    return took + took / number > seconds
+
+
+def _round(said: Said) -> Round:
+    last = said.lines[-1]
+    return Round(float(last["growth"]), float(last["cpu"]), float(last["p99"]), int(last["held"]))
+
+
+def _failure(said: Said, nothing: Said) -> str:
+    """Why a run counts as a failure; empty if it does not."""
+    last: Mapping[str, Any] = said.lines[-1] if said.lines else {}
+    if "error" in last:
+        return f"it failed ({last['error']})"
+    if said.end == "exited":
+        return f"its process ended with status {said.status}"
+    if said.end == "silent":
+        return "a call did not return"
+    if said.end == "late" or not last["whole"]:
+        return f"it took more than {_MOST_TIMES:g} times as long"
+    more = last["failures"] - nothing.lines[-1]["failures"]
+    if more > _FAILURES * last["calls"]:
+        return f"{more:,} of {last['calls']:,} calls failed ({', '.join(last['errors'])})"
+    return ""
