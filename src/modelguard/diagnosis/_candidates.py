@@ -11,7 +11,7 @@ from modelguard.diagnosis._growth import Cause, CauseName, Measured
 from modelguard.environment import _allocator, _allocator_files, _launcher, _presets
 from modelguard.errors import ModelGuardError
 
-__all__ = ["Candidate", "Declared", "candidates"]
+__all__ = ["AGAINST", "Candidate", "Declared", "candidates"]
 
 #: What is changed: variables alone; freed memory is returned; spaCy's memory zones; the model is reloaded; the function
 #: runs in worker processes that are replaced; inputs are padded.
@@ -21,7 +21,7 @@ Kind = Literal["low-memory", "torch-cpu-dynamic", "allocators", "trim", "zones",
 
 #: Which remedies can help against which cause, the simplest first. All others are mended in the program, and only
 #: contained by fresh models and processes.
-_AGAINST: dict[CauseName, tuple[Kind, ...]] = {
+AGAINST: dict[CauseName, tuple[Kind, ...]] = {
     "retention": ("low-memory", "allocators", "trim", "isolate"),
     "onednn plans": ("torch-cpu-dynamic", "allocators", "bucketed", "isolate"),
     "spacy strings": ("zones", "reload", "isolate"),
@@ -81,7 +81,7 @@ def candidates(
     Returns:
         The remedies, and those that could help and cannot be tried, each with the reason.
     """
-    kinds = dict.fromkeys(kind for cause in causes for kind in _AGAINST.get(cause.name, _ALWAYS))
+    kinds = dict.fromkeys(kind for cause in causes for kind in AGAINST.get(cause.name, _ALWAYS))
     found: list[Candidate] = []
     left_out: list[str] = []
     for kind in kinds:

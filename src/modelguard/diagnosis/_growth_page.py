@@ -6,7 +6,7 @@ import html
 
 from modelguard._units import format_bytes
 from modelguard.diagnosis._growth import GrowthReport, Measured
-from modelguard.diagnosis._growth_text import advice, mega, printable, times, verdict
+from modelguard.diagnosis._growth_text import advice, costs, mega, milliseconds, printable, times, verdict
 from modelguard.diagnosis._trial_results import Trial, Trials
 
 __all__ = ["as_html"]
@@ -56,7 +56,7 @@ def _remedies(trials: Trials | None) -> str:
     rows = "".join(_row(one, trials.recommended) for one in (trials.nothing, *trials.tried))
     return (
         f"<h2>Remedies</h2><p>{html.escape(advice(trials))}</p>{lines}{_scatter(trials)}"
-        "<table><tr><th>remedy</th><th class=number>MB per 1,000 calls</th><th class=number>CPU time</th>"
+        "<table><tr><th>remedy</th><th class=number>MB per 1,000 calls</th><th class=number>CPU time per call</th>"
         f"<th class=number>p99</th><th class=number>held at the end</th><th>rounds</th></tr>{rows}</table>"
         f"<p><small>Medians, with the lowest and the highest, over rounds of fresh processes with {trials.calls:,} calls "
         "each. CPU time and p99 are multiples of those of doing nothing in the same round. * No other remedy is better "
@@ -68,8 +68,10 @@ def _row(one: Trial, best: str) -> str:
     mark = "*" if one.front else ""
     stopped = f"<br><small>stopped: {html.escape(one.stopped)}</small>" if one.stopped else ""
     kind = ' class="best"' if one.name == best else ""
-    cells = (mega(one.growth), times(one.cpu), times(one.p99), format_bytes(one.held))
-    numbers = "".join(f'<td class="number">{html.escape(cell)}</td>' for cell in cells)
+    cpu, p99 = (f"{times(ratio)}<br><small>{milliseconds(each)}</small>" for ratio, each in costs(one))
+    numbers = "".join(
+        f'<td class="number">{cell}</td>' for cell in (mega(one.growth), cpu, p99, format_bytes(one.held))
+    )
     return f"<tr{kind}><td>{html.escape(one.name)}{mark}{stopped}</td>{numbers}<td>{one.rounds}</td></tr>"
 
 

@@ -8,7 +8,7 @@ from modelguard._units import format_bytes
 from modelguard.diagnosis._growth import GrowthReport
 from modelguard.diagnosis._trial_results import Spread, Trial, Trials
 
-__all__ = ["advice", "as_text", "mega", "printable", "times", "verdict"]
+__all__ = ["advice", "as_text", "costs", "mega", "milliseconds", "printable", "times", "verdict"]
 
 
 def as_text(report: GrowthReport) -> Iterator[str]:
@@ -50,10 +50,10 @@ def advice(trials: Trials) -> str:
     best = next((one for one in trials.tried if one.name == trials.recommended), None)
     if best is None:
         return "None of the remedies helps enough."
-    return (
-        f"Recommended: {best.name}, with which {mega(best.growth)} MB per 1,000 calls are left, at {times(best.cpu)} the "
-        "CPU time."
-    )
+    costs = f"with which {mega(best.growth)} MB per 1,000 calls are left, at {times(best.cpu)} the CPU time"
+    if trials.contains:
+        return f"Mend the cause in the program. Until then {best.name} contains it, {costs}."
+    return f"Recommended: {best.name}, {costs}."
 
 
 def mega(spread: Spread) -> str:
@@ -64,6 +64,16 @@ def mega(spread: Spread) -> str:
 def times(spread: Spread) -> str:
     """A multiple: the median, and the lowest and the highest."""
     return _spread(spread, "x")
+
+
+def costs(one: Trial) -> tuple[tuple[Spread, float], tuple[Spread, float]]:
+    """CPU time per call and p99, each as a multiple and in seconds."""
+    return (one.cpu, one.cpu_seconds), (one.p99, one.p99_seconds)
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds, with three digits."""
+    return f"{seconds * 1000:.3g} ms"
 
 
 def printable(text: str) -> str:
@@ -96,7 +106,8 @@ def _remedies(trials: Trials) -> Iterator[str]:
 
 def _row(one: Trial) -> tuple[str, ...]:
     name = f"{one.name}{' *' if one.front else ''}"
-    return name, mega(one.growth), times(one.cpu), times(one.p99), format_bytes(one.held), str(one.rounds)
+    cpu, p99 = (f"{times(ratio)} {milliseconds(each)}" for ratio, each in costs(one))
+    return name, mega(one.growth), cpu, p99, format_bytes(one.held), str(one.rounds)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

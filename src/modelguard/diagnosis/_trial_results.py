@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = ["Round", "Spread", "Trial", "Trials", "front", "recommend", "trial"]
@@ -50,6 +50,8 @@ class Trial:
         cpu: CPU time per call, as a multiple of that without it in the same round.
         p99: The same of the time that 99 of 100 calls do not exceed.
         held: Bytes of private memory at the end of a run.
+        cpu_seconds: CPU seconds per call.
+        p99_seconds: Seconds that 99 of 100 calls did not exceed.
         stopped: Why no more rounds were run; empty if all were.
         front: Whether no other remedy is better in one of the three figures and as good in the others.
     """
@@ -61,6 +63,8 @@ class Trial:
     cpu: Spread
     p99: Spread
     held: int
+    cpu_seconds: float = 0.0
+    p99_seconds: float = 0.0
     stopped: str = ""
     front: bool = False
 
@@ -75,13 +79,15 @@ class Trials:
         tried: The remedies.
         recommended: The name of the one to use; empty if none helps enough.
         left_out: Remedies that were not tried, each with the reason.
+        contains: Whether the leak has to be mended in the program, and remedies only contain it until then.
     """
 
     calls: int
     nothing: Trial | None = None
     tried: tuple[Trial, ...] = ()
     recommended: str = ""
-    left_out: tuple[str, ...] = field(default=())
+    left_out: tuple[str, ...] = ()
+    contains: bool = False
 
 
 def trial(name: str, lines: Sequence[str], rounds: Sequence[tuple[Round, Round]], stopped: str = "") -> Trial:
@@ -101,6 +107,8 @@ def trial(name: str, lines: Sequence[str], rounds: Sequence[tuple[Round, Round]]
         _spread(own.cpu / max(nothing.cpu, 1e-9) for own, nothing in rounds),
         _spread(own.p99 / max(nothing.p99, 1e-9) for own, nothing in rounds),
         int(statistics.median(own.held for own, _ in rounds)),
+        statistics.median(own.cpu for own, _ in rounds),
+        statistics.median(own.p99 for own, _ in rounds),
         stopped,
     )
 

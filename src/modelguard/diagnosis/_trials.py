@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from modelguard.diagnosis import _child, _trial_results
-from modelguard.diagnosis._candidates import Candidate, Declared, candidates
+from modelguard.diagnosis._candidates import AGAINST, Candidate, Declared, candidates
 from modelguard.diagnosis._child import Progress, Said
 from modelguard.diagnosis._growth import Cause, Measured
 from modelguard.diagnosis._trial_results import Round, Trials
@@ -17,8 +17,9 @@ from modelguard.diagnosis._trial_results import Round, Trials
 __all__ = ["try_remedies"]
 
 _ROUNDS = 3
-#: Bytes by which memory is to grow in one run without a remedy: several times what it moves by without any leak.
-_GROWTH = 30_000_000
+#: Bytes by which memory is to grow in one run without a remedy: several times what it moves by without any leak, and
+#: not so much that it endangers the machine.
+_GROWTH, _MOST_GROWTH = 30_000_000, 150_000_000
 #: Calls before the readings begin, as a share of the calls between them.
 _WARM = 0.2
 #: Of a run: the fewest calls, so that there is a p99, and the shortest and the longest time in seconds.
@@ -71,13 +72,14 @@ def try_remedies(
     rounds = _Rounds(run, cwd, progress, silence)
     if found:
         rounds.run(Candidate(_NOTHING, "variables", (), environ, {}), found, seconds)
-    return rounds.results(calls, found, left_out)
+    return rounds.results(calls, found, left_out, mends=any(cause.name in AGAINST for cause in causes))
 
 
 def calls_of_a_run(measured: Measured, seconds: float) -> int:
     """How many calls a run needs to show the growth, within what the time allows for ten runs of three rounds."""
     each = max(1e-6, measured.seconds / max(1, measured.calls[-1]))
-    wanted = max(_GROWTH / max(1.0, measured.per_call), _SHORTEST / each)
+    growth = max(1.0, measured.per_call)
+    wanted = min(max(_GROWTH / growth, _SHORTEST / each), _MOST_GROWTH / growth)
     longest = min(_LONGEST, max(_SHORTEST, seconds / _RUNS - measured.imported))
     return int(max(_FEWEST_CALLS, min(wanted, longest / each)))
 
@@ -154,7 +156,7 @@ class _Rounds:
         if not tried.stopped and own.growth > _LOSER * base.growth and own.cpu > _LOSER * base.cpu:
             tried.stopped = "it leaves the growth as it is"
 
-    def results(self, calls: int, found: Sequence[Candidate], left_out: Sequence[str]) -> Trials | None:
+    def results(self, calls: int, found: Sequence[Candidate], left_out: Sequence[str], *, mends: bool) -> Trials | None:
         """What came of it; None if there is nothing to say."""
         if not self._nothing:
             return None if not left_out or found else Trials(calls, None, left_out=tuple(left_out))
@@ -172,7 +174,7 @@ class _Rounds:
         names = _trial_results.front(made)
         made = [dataclasses.replace(one, front=one.name in names) for one in made]
         best = _trial_results.recommend(nothing, made)
-        return Trials(calls, nothing, tuple(made), best, (*left_out, *failed))
+        return Trials(calls, nothing, tuple(made), best, (*left_out, *failed), contains=not mends)
 
 
 def _too_late(began: float, number: int, seconds: float) -> bool:

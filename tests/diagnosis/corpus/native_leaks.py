@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Iterator
 
 libc = ctypes.CDLL(None)
@@ -28,7 +27,6 @@ def unfreed(number: int) -> None:
 
 def retained(number: int) -> None:
     """The freed block is too small for the next call, and the block behind it keeps the heap from shrinking."""
-    time.sleep(0.0005)  # so that it takes no gigabytes
     size = 65_536 + 16 * number
     block = libc.malloc(size)
     libc.memset(block, 1, size)
