@@ -11,6 +11,8 @@ from modelguard.diagnosis._facts_machine import facts_of_machine
 from modelguard.diagnosis._facts_process import facts_of_process
 from modelguard.diagnosis._growth import Cause, GrowthReport, Measured
 from modelguard.diagnosis._report import DoctorReport, examine
+from modelguard.diagnosis._trial_results import Spread, Trial, Trials
+from modelguard.diagnosis._watch import Watch, watch
 
 __all__ = [
     "CHECKS",
@@ -23,11 +25,16 @@ __all__ = [
     "Finding",
     "GrowthReport",
     "Measured",
+    "Spread",
+    "Trial",
+    "Trials",
+    "Watch",
     "diagnose",
     "examine",
     "facts_of_command",
     "facts_of_machine",
     "facts_of_process",
+    "watch",
 ]
 
 _public.set_module(globals())

@@ -12,8 +12,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from modelguard.diagnosis import _census, _target
+from modelguard.diagnosis._compiled import compiled
 from modelguard.diagnosis._target import Arguments, Say, Target
-from modelguard.environment import _allocator, _memory, _proc
+from modelguard.environment import _allocator, _memory
 from modelguard.errors import ModelGuardError
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard
@@ -89,10 +90,10 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     free = _fallen(lambda: None)  # what calls always leave behind, without any growth
     target.run(size, pace.part(_WARM).until)
     target.forget()
-    compiled = _compiled()
+    code = compiled()
     measured = _readings(target, pace, say)
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
-    measured |= {"compiled": _compiled() - compiled, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
+    measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
     measured |= {"imported": imported, "guarded": isinstance(owner_of(function), ModelGuard)}
     measured |= {"zones": _has_zones(), "importable": _is_importable(function)}
     say(measured=measured)
@@ -237,13 +238,6 @@ def _traced(target: Target, extent: _Extent) -> dict[str, Any]:
     grown = [line for line in changed if line.size_diff > 0 and line.traceback[0].filename != tracemalloc.__file__]
     lines = {f"{line.traceback[0].filename}:{line.traceback[0].lineno}": line.size_diff / made for line in grown[:20]}
     return {"traced": lines, "traced_calls": made}
-
-
-def _compiled() -> int:
-    """Written bytes of machine code without a file."""
-    mappings = _proc.if_readable(_proc.smaps, None) or []
-    own = [each for each in mappings if "x" in each.access and not each.is_file and not each.name.startswith("[v")]
-    return sum(each.sizes.get("Private_Dirty", 0) for each in own)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from modelguard.diagnosis import _answers, _redact
+from modelguard.diagnosis._compiled import compiled_in
 from modelguard.diagnosis._facts import Facts, Interpreter, Role, Server, ServiceProcess, Variable
 from modelguard.diagnosis._facts_machine import machine
 from modelguard.diagnosis._patch_level import patch_level
@@ -177,19 +178,9 @@ def _process(pid: int, role: Role, root: Path, answers: Answers) -> ServiceProce
         threads=int(status.get("Threads", "1")),
         torch=any(_TORCH.search(mapping.name) for mapping in mappings),
         cuda=any(mapping.name.startswith("/dev/nvidia") for mapping in mappings),
-        compiled=sum(_written(mapping) for mapping in mappings if _is_compiled_at_run_time(mapping)),
+        compiled=compiled_in(mappings),
         inside=_answers.inside(answers[pid]) if pid in answers else None,
     )
-
-
-def _written(mapping: MemoryMapping) -> int:
-    """Bytes that were written to: address space that was only reserved takes no memory."""
-    return mapping.sizes.get("Private_Dirty", 0) + mapping.sizes.get("Shared_Dirty", 0)
-
-
-def _is_compiled_at_run_time(mapping: MemoryMapping) -> bool:
-    """Whether it is executable memory without a file: machine code that a library has made, such as oneDNN."""
-    return "x" in mapping.access and not mapping.is_file and not mapping.name.startswith("[v")  # [vdso], [vsyscall]
 
 
 def _interpreter(mappings: Iterable[MemoryMapping]) -> Interpreter | None:

@@ -67,6 +67,9 @@ class Measured:
         guarded: Whether a guard lends the function its model.
         zones: Whether a spaCy pipeline with memory zones is loaded.
         importable: Whether another process can import the function by its name.
+        live: Whether a service was watched that runs: nothing was tried out in it but a trim.
+        types: By how much the number of objects has grown, by type, in a service.
+        per: What ``calls`` counts: seconds where a service's calls are not known.
     """
 
     calls: tuple[int, ...] = ()
@@ -92,6 +95,9 @@ class Measured:
     guarded: bool = False
     zones: bool = False
     importable: bool = False
+    live: bool = False
+    types: dict[str, int] = field(default_factory=dict)
+    per: Literal["calls", "seconds"] = "calls"
 
     @property
     def growth(self) -> int:

@@ -58,9 +58,9 @@ def _remedies(trials: Trials | None) -> str:
         f"<h2>Remedies</h2><p>{html.escape(advice(trials))}</p>{lines}{_scatter(trials)}"
         "<table><tr><th>remedy</th><th class=number>MB per 1,000 calls</th><th class=number>CPU time per call</th>"
         f"<th class=number>p99</th><th class=number>held at the end</th><th>rounds</th></tr>{rows}</table>"
-        f"<p><small>Medians, with the lowest and the highest, over rounds of fresh processes with {trials.calls:,} calls "
-        "each. CPU time and p99 are multiples of those of doing nothing in the same round. * No other remedy is better "
-        f"in one figure and as good in the others.</small></p>{missing}"
+        "<p><small>Medians, with the lowest and the highest, over rounds of fresh processes with "
+        f"{trials.calls:,} calls each. CPU time and p99 are multiples of those of doing nothing in the same round. "
+        f"* No other remedy is better in one figure and as good in the others.</small></p>{missing}"
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from modelguard.telemetry import GenerationReleased
+from modelguard.telemetry import GenerationReleased, GrowthFound
 
 K = TypeVar("K", bound=Hashable)
 
@@ -32,6 +32,8 @@ class Status:
         model_bytes: Size of the model in bytes: growth of private memory during a load, or what the model's library
             reports if that is more; the largest of all loads so far.
         last_release: The event of the latest release of a replaced generation.
+        growth: What :func:`modelguard.diagnosis.watch` has found to make this process grow; None if it does not grow,
+            or if nobody watches.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Status:
     last_error: str | None
     model_bytes: int | None
     last_release: GenerationReleased | None
+    growth: GrowthFound | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
