@@ -10,8 +10,8 @@ __all__ = ["Round", "Spread", "Trial", "Trials", "front", "recommend", "trial"]
 #: A remedy that leaves at most this share of the growth solves the problem; one that leaves more than the second share
 #: does not help.
 _SOLVES, _HELPS = 0.2, 0.8
-#: Differences in CPU time below this are noise: then the remedy that is listed first, which is simpler, is preferred.
-_CPU_STEP = 0.05
+#: Smaller differences are noise: as shares of the growth without a remedy, and as multiples of CPU time and p99.
+_STEPS = 0.05, 0.05, 0.1
 
 
 class Spread(NamedTuple):
@@ -113,30 +113,35 @@ def trial(name: str, lines: Sequence[str], rounds: Sequence[tuple[Round, Round]]
     )
 
 
-def front(trials: Sequence[Trial]) -> set[str]:
-    """The names of those on the Pareto front of growth, CPU time and latency."""
-    return {one.name for one in trials if not any(_dominates(other, one) for other in trials)}
+def front(nothing: Trial, trials: Sequence[Trial]) -> set[str]:
+    """The names of those on the Pareto front of growth, CPU time and latency; smaller differences do not count."""
+    figures = {one.name: _figures(nothing, one) for one in trials}
+    return {one.name for one in trials if not any(_dominates(other, figures[one.name]) for other in figures.values())}
 
 
 def recommend(nothing: Trial, trials: Sequence[Trial]) -> str:
     """The name of the remedy to use: on the front, the one that solves the problem at the least CPU time.
 
-    If none solves it, the one with the least growth. If none helps, an empty name.
+    If none solves it, the one with the least growth. If none helps, an empty name. Of two that are equal, the first.
     """
-    names = front(trials)
+    names = front(nothing, trials)
     on_front = [one for one in trials if one.name in names and not one.stopped]
     base = nothing.growth.median
     solving = [one for one in on_front if one.growth.median <= _SOLVES * base]
     if solving:
-        return min(solving, key=lambda one: round(one.cpu.median / _CPU_STEP)).name
+        return min(solving, key=lambda one: _figures(nothing, one)[1]).name
     helping = [one for one in on_front if one.growth.median <= _HELPS * base]
     return min(helping, key=lambda one: one.growth.median).name if helping else ""
 
 
-def _dominates(better: Trial, worse: Trial) -> bool:
-    mine = (better.growth.median, better.cpu.median, better.p99.median)
-    yours = (worse.growth.median, worse.cpu.median, worse.p99.median)
-    return mine != yours and all(one <= other for one, other in zip(mine, yours, strict=True))
+def _figures(nothing: Trial, one: Trial) -> tuple[int, ...]:
+    """Growth, CPU time and p99, in steps."""
+    figures = one.growth.median / max(1.0, nothing.growth.median), one.cpu.median, one.p99.median
+    return tuple(round(figure / step) for figure, step in zip(figures, _STEPS, strict=True))
+
+
+def _dominates(better: tuple[int, ...], worse: tuple[int, ...]) -> bool:
+    return better != worse and all(one <= other for one, other in zip(better, worse, strict=True))
 
 
 def _spread(values: Iterable[float]) -> Spread:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ _FAILURES = 0.01
 
 _NOTHING = "nothing"
 
+Clock = Callable[[], float]
+Follow = Callable[..., Said]
+
 
 def try_remedies(
     config: Mapping[str, Any],
@@ -49,6 +52,8 @@ def try_remedies(
     cwd: Path,
     progress: Progress,
     silence: float,
+    follow: Follow = _child.follow,
+    clock: Clock = time.monotonic,
 ) -> Trials | None:
     """Try the remedies that may help.
 
@@ -62,14 +67,21 @@ def try_remedies(
         cwd: The folder that it runs in.
         progress: Called with what is being tried.
         silence: Seconds without a word after which a process is ended.
+        follow: Runs a program in a process of its own.
+        clock: Monotonic seconds.
 
     Returns:
         The results; None if there is nothing to try, or if the function could not be run again.
     """
     calls = calls_of_a_run(measured, seconds)
     found, left_out = candidates(causes, measured, declared, environ, max(1, calls // _REPLACED))
-    run = {**config, "calls": calls, "warm": int(_WARM * calls), "load": declared.load}
-    rounds = _Rounds(run, cwd, progress, silence)
+    given = {**config, "calls": calls, "warm": int(_WARM * calls), "load": declared.load}
+
+    def run(own: Mapping[str, Any], variables: Mapping[str, str], limit: float | None) -> Said:
+        words = _child.command("_tried")
+        return follow(words, {**given, **own}, variables, cwd, progress=lambda _: None, silence=silence, limit=limit)
+
+    rounds = _Rounds(run, progress, clock)
     if found:
         rounds.run(Candidate(_NOTHING, "variables", (), environ, {}), found, seconds)
     return rounds.results(calls, found, left_out, mends=any(cause.name in AGAINST for cause in causes))
@@ -95,11 +107,10 @@ class _Tried:
 class _Rounds:
     """Runs rounds: doing nothing first, then each remedy, in another order each time."""
 
-    def __init__(self, config: Mapping[str, Any], cwd: Path, progress: Progress, silence: float) -> None:
-        self._config = config
-        self._cwd = cwd
+    def __init__(self, run: Callable[..., Said], progress: Progress, clock: Clock) -> None:
+        self._run = run
         self._progress = progress
-        self._silence = silence
+        self._clock = clock
         self._nothing: list[Round] = []
         self._tried: dict[str, _Tried] = {}
         self._over = False
@@ -107,40 +118,32 @@ class _Rounds:
     def run(self, nothing: Candidate, found: Sequence[Candidate], seconds: float) -> None:
         """Run all rounds, or as many as the time allows."""
         self._tried = {candidate.name: _Tried() for candidate in found}
-        began = time.monotonic()
+        began = self._clock()
         for number in range(_ROUNDS):
             left = [candidate for candidate in found if not self._tried[candidate.name].stopped]
             order = left[number:] + left[:number] if number < len(left) else left
-            if not order or self._over or (number and _too_late(began, number, seconds)):
+            if not order or self._over or (number and _too_late(self._clock() - began, number, seconds)):
                 return
             self._one_round(number, nothing, order)
 
     def _one_round(self, number: int, nothing: Candidate, order: Sequence[Candidate]) -> None:
-        began = time.monotonic()
+        began = self._clock()
         said = self._one(number, nothing, None)
         if said.last("growth") is None:
             self._over = True
             return
         base = _round(said)
         self._nothing.append(base)
-        limit = _MOST_TIMES * (time.monotonic() - began) + _START
+        limit = _MOST_TIMES * (self._clock() - began) + _START
         for candidate in order:
             if not self._over:
                 self._add(candidate, self._one(number, candidate, limit), said, base)
 
     def _one(self, number: int, candidate: Candidate, limit: float | None) -> Said:
         self._progress({"phase": f"round {number + 1} of {_ROUNDS}: {candidate.name}"})
-        config = {**self._config, "act": candidate.act, "options": dict(candidate.options)}
+        config = {"act": candidate.act, "options": dict(candidate.options)}
         config["limit"] = _LONGEST * _MOST_TIMES if limit is None else limit
-        said = _child.follow(
-            _child.command("_tried"),
-            config,
-            candidate.environ,
-            self._cwd,
-            progress=lambda _: None,
-            silence=self._silence,
-            limit=None if limit is None else limit + _START,
-        )
+        said = self._run(config, candidate.environ, limit=None if limit is None else limit + _START)
         self._over = said.end == "interrupted"
         return said
 
@@ -171,15 +174,14 @@ class _Rounds:
             for candidate in found
             if (tried := self._tried[candidate.name]).rounds
         ]
-        names = _trial_results.front(made)
+        names = _trial_results.front(nothing, made)
         made = [dataclasses.replace(one, front=one.name in names) for one in made]
         best = _trial_results.recommend(nothing, made)
         return Trials(calls, nothing, tuple(made), best, (*left_out, *failed), contains=not mends)
 
 
-def _too_late(began: float, number: int, seconds: float) -> bool:
+def _too_late(took: float, number: int, seconds: float) -> bool:
     """Whether another round, which takes as long as those before it, would end too late."""
-    took = time.monotonic() - began
     return took + took / number > seconds
 
 

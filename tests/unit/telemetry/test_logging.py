@@ -160,7 +160,7 @@ LINES: list[tuple[Event, str, str]] = [
     ),
     (
         GrowthFound(
-            guard="service",
+            guard="nlp",
             cause="threads",
             share=0.9,
             seen="70 more threads",
@@ -172,7 +172,7 @@ LINES: list[tuple[Event, str, str]] = [
         "memory grows with the calls, by 90 MB so far, 90% of it by threads: 70 more threads. End them.",
     ),
     (
-        GrowthFound(guard="service", cause=None, share=0.0, seen="", fix="", growth=90 * MB, calls=9),
+        GrowthFound(guard="nlp", cause=None, share=0.0, seen="", fix="", growth=90 * MB, calls=9),
         "WARNING",
         "memory grows with the calls, by 90 MB so far; the cause is not known",
     ),
