@@ -20,25 +20,31 @@ GROWS = 1
 USAGE = 2
 UNDECIDED = 3
 
+#: Seconds to drive a function, and to watch a process.
+SECONDS, PROCESS_SECONDS = 30.0, 300.0
+
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "diagnose",
-        usage="modelguard diagnose MODULE:FUNCTION [--inputs FILE | --generate MODULE:FUNCTION] [--time T | --calls N] "
-        "[--try T] [--bucketed NAME]... [--load MODULE:FUNCTION] [--json] [--report DIR]",
+        usage="modelguard diagnose (MODULE:FUNCTION | --pid PID) [--inputs FILE | --generate MODULE:FUNCTION] "
+        "[--time T | --calls N] [--try T] [--bucketed NAME]... [--load MODULE:FUNCTION] [--json] [--report DIR]",
         help="drive a function, name what makes its memory grow, and try what helps",
         description="Call a function in a fresh process until it is decided whether its memory grows with its calls, "
         "and name the causes, each with its share of the growth and its evidence. If it grows, try the remedies that "
         "may help in fresh processes, and recommend one.",
         epilog="exit status: 0 it does not grow, 1 it grows, 2 it could not be driven, 3 undecided",
     )
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="the function, such as app:predict")
+    parser.add_argument("target", metavar="MODULE:FUNCTION", nargs="?", help="the function, such as app:predict")
+    parser.add_argument("--pid", metavar="PID", help="a running process to watch instead; needs Python 3.14")
     parser.add_argument(
         "--inputs", metavar="FILE", help="one input in JSON per line: a list, an object, or one argument"
     )
     parser.add_argument("--generate", metavar="MODULE:FUNCTION", help="a function that yields inputs without end")
-    parser.add_argument("--time", metavar="T", default="30s", help="how long to drive it, default: %(default)s")
+    parser.add_argument(
+        "--time", metavar="T", help="how long to drive it, default: 30s; with --pid, to watch it, default: 5m"
+    )
     parser.add_argument("--calls", metavar="N", help="how many times to call it, instead of --time")
     parser.add_argument(
         "--try",
@@ -64,21 +70,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    from modelguard import _units, diagnosis
     from modelguard.diagnosis import _growth_text, _redact
 
     try:
-        report = diagnosis.diagnose(
-            options.target,
-            inputs=options.inputs,
-            generate=options.generate,
-            seconds=_units.seconds(options.time, "--time"),
-            calls=None if options.calls is None else _whole_number(options.calls),
-            trial_seconds=_units.seconds(options.trial, "--try", zero=True),
-            bucketed=options.bucketed,
-            load=options.load,
-            progress=_Progress() if sys.stderr.isatty() else lambda _: None,
-        )
+        report = _report(options)
         if options.report is not None:
             _write(report, options.report)
     except KeyboardInterrupt:  # between two processes: what runs in one is ended, and reported
@@ -91,6 +86,33 @@ def run(options: argparse.Namespace) -> int:
     text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(_growth_text.as_text(report))
     print(text)  # noqa: T201 - the output of the command
     return {"steady": 0, "grows": GROWS, "undecided": UNDECIDED}[report.verdict]
+
+
+def _report(options: argparse.Namespace) -> GrowthReport:
+    from modelguard import _units, diagnosis
+
+    if (options.pid is None) == (options.target is None):
+        why = "must be given, or --pid, and not both"
+        raise InvalidOption("MODULE:FUNCTION", options.target, why=why, fix="Write for example app:predict.")
+    progress = _Progress() if sys.stderr.isatty() else lambda _: None
+    seconds = None if options.time is None else _units.seconds(options.time, "--time")
+    if options.pid is not None:
+        for name in ("inputs", "generate", "calls", "load"):
+            if getattr(options, name) is not None:
+                why = "is for a function that is called, and a running process gets its own requests"
+                raise InvalidOption(f"--{name}", getattr(options, name), why=why, fix="Remove it.")
+        return diagnosis.diagnose_process(options.pid, seconds=seconds or PROCESS_SECONDS, progress=progress)
+    return diagnosis.diagnose(
+        options.target,
+        inputs=options.inputs,
+        generate=options.generate,
+        seconds=seconds or SECONDS,
+        calls=None if options.calls is None else _whole_number(options.calls),
+        trial_seconds=_units.seconds(options.trial, "--try", zero=True),
+        bucketed=options.bucketed,
+        load=options.load,
+        progress=progress,
+    )
 
 
 def _whole_number(text: str) -> int:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["LIBRARIES", "cache_sizes", "caches", "count", "pipelines", "types"]
+__all__ = ["LIBRARIES", "cache_sizes", "caches", "count", "guard_uses", "pipelines", "types"]
 
 LIBRARIES = ("onnxruntime", "paddle", "pyarrow", "spacy", "tensorflow", "tokenizers", "torch")
 
@@ -64,6 +64,13 @@ def types() -> dict[str, int]:
     """The numbers of objects by type, of those types that have many."""
     found = Counter(type(thing) for thing in gc.get_objects())
     return {f"{kind.__module__}.{kind.__qualname__}": number for kind, number in found.items() if number > _MANY}
+
+
+def guard_uses() -> list[tuple[str, int, int]]:
+    """The guards of this process: name, generation, and calls that have ended on it."""
+    module = sys.modules.get("modelguard.lifecycle.guard")
+    statuses = [guard.status() for guard in module.guards()] if module is not None else []
+    return [(status.name, status.generation, status.uses) for status in statuses]
 
 
 def cache_sizes() -> dict[int, int]:

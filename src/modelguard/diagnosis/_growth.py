@@ -13,12 +13,14 @@ __all__ = [
     "CauseName",
     "GrowthReport",
     "Measured",
+    "Unit",
     "Verdict",
     "judge",
     "readings_missing",
     "slow_growth",
 ]
 
+Unit = Literal["calls", "milliseconds"]
 Verdict = Literal["grows", "steady", "undecided"]
 
 CauseName = Literal[
@@ -69,7 +71,7 @@ class Measured:
         importable: Whether another process can import the function by its name.
         live: Whether a service was watched that runs: nothing was tried out in it but a trim.
         types: By how much the number of objects has grown, by type, in a service.
-        per: What ``calls`` counts: seconds where a service's calls are not known.
+        per: What ``calls`` counts: time where a service's calls are not known.
     """
 
     calls: tuple[int, ...] = ()
@@ -97,7 +99,7 @@ class Measured:
     importable: bool = False
     live: bool = False
     types: dict[str, int] = field(default_factory=dict)
-    per: Literal["calls", "seconds"] = "calls"
+    per: Unit = "calls"
 
     @property
     def growth(self) -> int:

@@ -36,12 +36,15 @@ def as_text(report: GrowthReport) -> Iterator[str]:
 def verdict(report: GrowthReport) -> str:
     """The verdict with its figures, in a sentence."""
     measured = report.measured
-    calls = measured.calls[-1] if measured.calls else 0
+    count = measured.calls[-1] if measured.calls else 0
+    calls = f"{count:,} calls" if measured.per == "calls" else f"{count / 1000:.0f} seconds"
     if report.verdict == "undecided":
-        return f"undecided after {calls:,} calls"
-    moved = f"{format_bytes(max(0, measured.growth))} in {calls:,} calls"
+        return f"undecided after {calls}"
+    moved = f"{format_bytes(max(0, measured.growth))} in {calls}"
     if report.verdict == "steady":
         return f"memory does not grow with the calls ({moved})"
+    if measured.per != "calls":
+        return f"memory grows: {moved}; its calls are not known, as it has no guard"
     return f"memory grows with the calls: {moved}, {measured.per_call * 1000 / 1e6:.2f} MB per 1,000 calls"
 
 
@@ -72,8 +75,9 @@ def costs(one: Trial) -> tuple[tuple[Spread, float], tuple[Spread, float]]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds, with three digits."""
-    return f"{seconds * 1000:.3g} ms"
+    """Seconds as milliseconds."""
+    amount = seconds * 1000
+    return f"{amount:,.0f} ms" if amount >= 100 else f"{amount:.2g} ms"  # noqa: PLR2004 - where digits say nothing more
 
 
 def printable(text: str) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-from modelguard.diagnosis._growth import Measured, Verdict, judge
+from modelguard.diagnosis._growth import Measured, Unit, Verdict, judge
 
-__all__ = ["Look", "Observed"]
+__all__ = ["Calls", "Look", "Observed"]
 
 #: Readings for a verdict. When there are twice as many, every second one is dropped, so that they cover the whole time.
 _READINGS = 24
@@ -31,6 +30,32 @@ class Look:
     compiled: int = 0
     libraries: tuple[str, ...] = ()
     free: int | None = None
+
+
+class Calls:
+    """Counts the calls that have ended on guards, over all their generations.
+
+    Attributes:
+        known: Whether there has been a guard.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+        self._seen: dict[str, tuple[int, int, int]] = {}
+
+    def total(self, uses: Iterable[tuple[str, int, int]]) -> int:
+        """The number of calls so far.
+
+        Args:
+            uses: Of each guard its name, its generation, and the calls that have ended on that.
+        """
+        for name, number, count in uses:
+            self.known = True
+            generation, latest, before = self._seen.get(name, (number, 0, 0))
+            if number != generation:
+                before, latest = before + latest, 0
+            self._seen[name] = (number, max(latest, count), before)
+        return sum(latest + before for _, latest, before in self._seen.values())
 
 
 class Observed:
@@ -58,13 +83,18 @@ class Observed:
             self._every *= 2
         return True
 
+    @property
+    def first(self) -> int:
+        """Private memory at the first reading."""
+        return self._readings[0][1] if self._readings else 0
+
     def verdict(self) -> Verdict:
         """Whether memory grows; undecided with few readings, and without calls."""
         if len(self._readings) < _READINGS or self._readings[-1][0] == self._readings[0][0]:
             return "undecided"
         return judge(*zip(*self._readings, strict=True))
 
-    def measured(self, first: Look, last: Look, trimmed: int, per: Literal["calls", "seconds"]) -> Measured:
+    def measured(self, first: Look, last: Look, trimmed: int, per: Unit) -> Measured:
         """What was measured between two looks.
 
         Args:

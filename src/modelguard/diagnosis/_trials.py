@@ -19,7 +19,7 @@ __all__ = ["try_remedies"]
 _ROUNDS = 3
 #: Bytes by which memory is to grow in one run without a remedy: several times what it moves by without any leak, and
 #: not so much that it endangers the machine.
-_GROWTH, _MOST_GROWTH = 30_000_000, 150_000_000
+_GROWTH, _MOST_GROWTH = 100_000_000, 150_000_000
 #: Calls before the readings begin, as a share of the calls between them.
 _WARM = 0.2
 #: Of a run: the fewest calls, so that there is a p99, and the shortest and the longest time in seconds.
@@ -30,8 +30,8 @@ _MOST_TIMES, _START = 3.0, 30.0
 _LOSER = 0.9
 #: A model, or a worker, is replaced this often in a run.
 _REPLACED = 3
-#: Runs for which the time has to be enough.
-_RUNS = 30
+#: Runs for which the time has to be enough: two rounds of eight.
+_RUNS = 16
 #: A remedy with which a larger share of the calls fails is none.
 _FAILURES = 0.01
 
@@ -88,7 +88,7 @@ def try_remedies(
 
 
 def calls_of_a_run(measured: Measured, seconds: float) -> int:
-    """How many calls a run needs to show the growth, within what the time allows for ten runs of three rounds."""
+    """How many calls a run needs to show the growth, and caps on it, within what the time allows."""
     each = max(1e-6, measured.seconds / max(1, measured.calls[-1]))
     growth = max(1.0, measured.per_call)
     wanted = min(max(_GROWTH / growth, _SHORTEST / each), _MOST_GROWTH / growth)

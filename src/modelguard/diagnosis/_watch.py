@@ -7,21 +7,19 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
 from modelguard import _units, telemetry
 from modelguard.diagnosis import _census
 from modelguard.diagnosis._attribution import attribute
 from modelguard.diagnosis._compiled import compiled
-from modelguard.diagnosis._growth import Measured
-from modelguard.diagnosis._observed import Look, Observed
+from modelguard.diagnosis._growth import Measured, Unit
+from modelguard.diagnosis._observed import Calls, Look, Observed
 from modelguard.environment import _allocator, _memory
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.lifecycle import _growth
-from modelguard.lifecycle.guard import guards
 from modelguard.telemetry import GrowthFound
 
 __all__ = ["Watch", "World", "watch"]
@@ -88,7 +86,7 @@ class Watch:
         self._stopped = threading.Event()
         self._observed = Observed()
         self._first: Look | None = None
-        self._calls = _Calls()
+        self._calls = Calls()
         self._began = self._world.clock()
         self.found = None
 
@@ -160,41 +158,19 @@ class Watch:
         self.found = None
         _growth.note(None)
 
-    def _unit(self) -> Literal["calls", "seconds"]:
-        return "calls" if self._given is not None or self._calls.known else "seconds"
+    def _unit(self) -> Unit:
+        return "calls" if self._given is not None or self._calls.known else "milliseconds"
 
     def _count(self) -> int:
         if self._given is not None:
             return self._given()
-        return self._calls.total() if self._calls.any() else int(self._world.clock() - self._began)
+        total = self._calls.total(_census.guard_uses())
+        return total if self._calls.known else int(1000 * (self._world.clock() - self._began))
 
     def after_fork_in_child(self) -> None:
         """Watch the child too: the parent's thread does not exist there."""
         self._begin()
         self.start()
-
-
-class _Calls:
-    """Calls that have ended on all guards of this process, over all generations."""
-
-    def __init__(self) -> None:
-        self.known = False
-        self._seen: weakref.WeakKeyDictionary[object, tuple[int, int, int]] = weakref.WeakKeyDictionary()
-
-    def any(self) -> bool:
-        """Whether there is a guard; once there was one, calls are what counts."""
-        self.known = self.known or bool(guards())
-        return self.known
-
-    def total(self) -> int:
-        """The number of calls so far."""
-        for guard in guards():
-            status = guard.status()
-            generation, uses, before = self._seen.get(guard, (0, 0, 0))
-            if status.generation != generation:
-                before, uses = before + uses, 0
-            self._seen[guard] = (status.generation, max(uses, status.uses), before)
-        return sum(uses + before for _, uses, before in self._seen.values())
 
 
 _running: set[Watch] = set()
@@ -215,7 +191,7 @@ def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = N
     Args:
         every: How long to wait between two readings, at first.
         calls: Returns how many calls have ended so far. Default: those on the guards of this process; without guards,
-            seconds are counted instead.
+            time is counted instead.
         name: For events and logs, which show it as the guard's name.
 
     Returns:

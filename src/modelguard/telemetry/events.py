@@ -250,7 +250,7 @@ class GrowthFound(Event):
         seen: The evidence, in a sentence.
         fix: What to do.
         growth: Bytes by which private memory grew while it was watched.
-        calls: Calls meanwhile; seconds if no calls are counted.
+        calls: Calls meanwhile; milliseconds if no calls are counted.
     """
 
     cause: str | None

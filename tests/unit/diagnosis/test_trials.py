@@ -147,7 +147,7 @@ def test_the_front() -> None:
 
 
 def test_calls_of_a_run() -> None:
-    """Enough for 30 MB, at most for 150 MB, and at least 48."""
+    """Enough for 100 MB, at most for 150 MB, and at least 48."""
     assert 1000 == calls_of_a_run(measured(), 1000)
     slow = Measured(calls=(0, 100), private=(0, 1 * MB), seconds=100.0)
     assert 48 == calls_of_a_run(slow, 60)
