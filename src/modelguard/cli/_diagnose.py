@@ -108,7 +108,7 @@ def _report(options: argparse.Namespace) -> GrowthReport:
         generate=options.generate,
         seconds=seconds or SECONDS,
         calls=None if options.calls is None else _whole_number(options.calls),
-        trial_seconds=_units.seconds(options.trial, "--try", zero=True),
+        trial_seconds=0.0 if options.trial == "0" else _units.seconds(options.trial, "--try", zero=True),
         bucketed=options.bucketed,
         load=options.load,
         progress=progress,

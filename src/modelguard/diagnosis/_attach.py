@@ -8,9 +8,9 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from modelguard.diagnosis._facts import Interpreter
 from modelguard.environment import _proc
@@ -28,9 +28,10 @@ _OPTION = "--pid"
 class Inside:
     """A process that answers."""
 
-    def __init__(self, pid: int, stream: Any) -> None:
+    def __init__(self, pid: int, connection: socket.socket, answers: TextIO) -> None:
         self.pid = pid
-        self._stream = stream
+        self._connection = connection
+        self._answers = answers
 
     def ask(self, question: str) -> dict[str, Any]:
         """Ask it.
@@ -42,9 +43,8 @@ class Inside:
             InvalidOption: It has ended, or does not answer.
         """
         try:
-            self._stream.write(f"{question}\n")
-            self._stream.flush()
-            line = self._stream.readline()
+            self._connection.sendall(f"{question}\n".encode())
+            line = self._answers.readline()
         except OSError:
             line = ""
         if not line:
@@ -123,8 +123,8 @@ def attached(pid: int, *, run: Callable[[int, str], None] | None = None) -> Iter
                 why = f"has run no Python code in its main thread for {_PATIENCE:g} seconds"
                 raise InvalidOption(_OPTION, pid, why=why, fix="Send it a request, and try again.") from None
         connection.settimeout(_ANSWER)
-        with connection, connection.makefile("rw", encoding="utf-8") as stream, suppress(BrokenPipeError):
-            yield Inside(pid, stream)
+        with connection, connection.makefile("r", encoding="utf-8") as answers:
+            yield Inside(pid, connection, answers)
 
 
 def _script(address: str) -> str:

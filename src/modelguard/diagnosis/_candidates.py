@@ -30,6 +30,9 @@ AGAINST: dict[CauseName, tuple[Kind, ...]] = {
 }
 _ALWAYS: tuple[Kind, ...] = ("reload", "isolate")
 
+#: Remedies against causes with a smaller share are not tried, unless no cause has a larger one.
+_MAIN = 0.3
+
 #: Growth after which freed memory is returned: small enough to happen several times in a trial.
 _TRIM = "10 MB"
 
@@ -81,7 +84,8 @@ def candidates(
     Returns:
         The remedies, and those that could help and cannot be tried, each with the reason.
     """
-    kinds = dict.fromkeys(kind for cause in causes for kind in AGAINST.get(cause.name, _ALWAYS))
+    main = [cause for cause in causes if cause.share >= _MAIN] or causes[:1]
+    kinds = dict.fromkeys(kind for cause in main for kind in AGAINST.get(cause.name, _ALWAYS))
     found: list[Candidate] = []
     left_out: list[str] = []
     for kind in kinds:

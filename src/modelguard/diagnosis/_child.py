@@ -103,9 +103,9 @@ def _follow(
             ended = process.poll() is not None
             text = answer.read_text(encoding="utf-8").splitlines(keepends=True)
             new = [json.loads(line) for line in text[len(lines) :] if line.endswith("\n")]
+            lines += new
             for line in new:
                 progress(line)
-            lines += new
             now = time.monotonic()
             heard = now if new else heard
             if lines and (lines[-1].get("done") or "error" in lines[-1]):

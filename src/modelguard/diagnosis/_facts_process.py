@@ -240,7 +240,7 @@ def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter
     return replace(python, micro=next((level for level in levels if level is not None), None))
 
 
-def above(pid: int, root: Path) -> Iterator[str]:
+def above(pid: int, root: Path = _proc.ROOT) -> Iterator[str]:
     """Where the process is itself a worker, its parent is the one to examine."""
     known = _proc.stat(pid, root)
     words = _words(pid, root)

@@ -1,9 +1,9 @@
 """Answers questions about the process that it runs in. Put into a running process by ``sys.remote_exec``.
 
 A script, never imported by modelguard, that uses only the standard library. It starts a thread and returns at once,
-because the main thread, which runs it, may be serving a request. The thread connects to a socket, answers each line that
-it gets, and ends when the other end is closed. The sources of ``_probe`` and ``_census`` come with it, as the process may
-have no modelguard, or another one.
+because the main thread, which runs it, may be serving a request. The thread connects to a socket, answers each line
+that it gets, and ends when the other end is closed. The sources of ``_probe`` and ``_census`` come with it, as the
+process may have no modelguard, or another one.
 """
 
 from __future__ import annotations

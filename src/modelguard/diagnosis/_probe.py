@@ -24,7 +24,7 @@ _NATIVE = ("jax", "numpy", "scipy", "sklearn", "spacy", "tensorflow", "torch", "
 
 #: What is asked of gunicorn's configuration. No other setting is looked at: some hold secrets.
 _GUNICORN = (
-    "config",  "max_requests", "max_requests_jitter", "preload_app", "reload", "threads",
+    "config", "graceful_timeout", "max_requests", "max_requests_jitter", "preload_app", "reload", "threads", "timeout",
     "worker_class_str", "workers",
 )  # fmt: skip
 _UVICORN = ("limit_max_requests", "limit_max_requests_jitter", "should_reload", "workers")
@@ -180,7 +180,11 @@ def _guards() -> dict[str, Any]:
         return {"guards": []}
     return {
         "guards": [
-            {"name": guard.name, "policy": None if guard.reload_on is None else repr(guard.reload_on)}
+            {
+                "name": guard.name,
+                "policy": None if guard.reload_on is None else repr(guard.reload_on),
+                "load_seconds": guard.status().load_seconds,
+            }
             for guard in module.guards()
         ]
     }

@@ -1,4 +1,4 @@
-"""What is known about the growth of this process. Set by :func:`modelguard.diagnosis.watch`, shown by guards."""
+"""What is known about the growth of this process. Set by ``modelguard.diagnosis.watch``, shown by guards."""
 
 from __future__ import annotations
 

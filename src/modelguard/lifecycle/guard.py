@@ -202,6 +202,7 @@ class ModelGuard(Generic[M]):
                 last_error=state.failure.reason if state.failure is not None else None,
                 model_bytes=state.model_bytes,
                 last_release=state.last_release,
+                load_seconds=current.load_seconds if current is not None else 0.0,
                 growth=_growth.found(),
             )
 

@@ -32,7 +32,8 @@ class Status:
         model_bytes: Size of the model in bytes: growth of private memory during a load, or what the model's library
             reports if that is more; the largest of all loads so far.
         last_release: The event of the latest release of a replaced generation.
-        growth: What :func:`modelguard.diagnosis.watch` has found to make this process grow; None if it does not grow,
+        load_seconds: How long the load of the current generation took; 0 if there is none.
+        growth: What ``modelguard.diagnosis.watch`` has found to make this process grow; None if it does not grow,
             or if nobody watches.
     """
 
@@ -47,6 +48,7 @@ class Status:
     last_error: str | None
     model_bytes: int | None
     last_release: GenerationReleased | None
+    load_seconds: float = 0.0
     growth: GrowthFound | None = None
 
 

@@ -24,5 +24,15 @@ def shapes(length: int) -> None:
         convolutions(torch.zeros(1, 128, length))
 
 
+def tensors() -> Iterator[torch.Tensor]:
+    yield from (torch.zeros(1, 128, length) for length in lengths())
+
+
+def tensors_of_lengths(x: torch.Tensor) -> None:
+    """The same as ``shapes``, with inputs that can be padded."""
+    with torch.inference_mode():
+        convolutions(x)
+
+
 def graphs(length: int) -> None:
     losses.append(linear(torch.zeros(16, 64)).sum())
