@@ -45,6 +45,7 @@ INDEPENDENT = {
     "test_docs.py",
     "test_gunicorn.py",
     "test_real_models.py",
+    "test_remedies.py",
     "test_uwsgi.py",
 }
 

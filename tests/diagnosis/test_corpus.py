@@ -64,7 +64,7 @@ _CALLS = {
     "python_leaks:contexts": 300,
     "python_leaks:mapped": 2000,
     "python_leaks:cache_and_contexts": 20_000,
-    "native_leaks:retained": 2000,
+    "native_leaks:retained": 600,
     "torch_leaks:shapes": 480,
     "torch_leaks:graphs": 3000,
     "library_leaks:strings": 5000,

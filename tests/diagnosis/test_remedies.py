@@ -68,16 +68,17 @@ def test_what_a_model_keeps_goes_with_the_model(folder: Path, target: str, load:
     assert report.trials.contains
 
 
-def test_a_trim_and_other_allocators_stop_retention() -> None:
-    """What the allocator keeps, it gives back."""
+def test_what_the_allocator_retains_goes_with_its_process() -> None:
+    """Fresh processes stop it, and so do other allocators where there are any; one of them is recommended."""
     report = diagnose(
-        "native_leaks:retained", generate="native_leaks:numbers", calls=2000, seconds=60, trial_seconds=1, cwd=CORPUS
+        "native_leaks:retained", generate="native_leaks:numbers", calls=600, seconds=60, trial_seconds=1, cwd=CORPUS
     )
     tried = trials(report)
     assert {"low-memory", "trim_every", "isolate"} <= tried.keys()
-    assert tried["trim_every"].growth.median < 0.8 * growth(report)
+    assert tried["isolate"].growth.median < 0.5 * growth(report)
     assert report.trials is not None
-    assert report.trials.recommended
+    assert report.trials.recommended in tried
+    assert not report.trials.contains
 
 
 def test_zones_stop_the_strings_of_spacy() -> None:

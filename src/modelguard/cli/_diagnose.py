@@ -91,9 +91,12 @@ def run(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> GrowthReport:
     from modelguard import _units, diagnosis
 
-    if (options.pid is None) == (options.target is None):
-        why = "must be given, or --pid, and not both"
-        raise InvalidOption("MODULE:FUNCTION", options.target, why=why, fix="Write for example app:predict.")
+    if options.pid is None and options.target is None:
+        why = "must be given, unless --pid is"
+        raise InvalidOption("MODULE:FUNCTION", "", why=why, fix="Write for example app:predict.")
+    if options.pid is not None and options.target is not None:
+        why = "must be given alone: a running process gets its own requests"
+        raise InvalidOption("--pid", options.pid, why=why, fix=f"Remove {options.target}.")
     progress = _Progress() if sys.stderr.isatty() else lambda _: None
     seconds = None if options.time is None else _units.seconds(options.time, "--time")
     if options.pid is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from modelguard._units import format_bytes
 from modelguard.diagnosis._growth import Cause, CauseName, Measured
@@ -138,10 +138,13 @@ def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
         yield "python objects", measured.growth, f"{measured.more('blocks'):,} more blocks of Python's memory; {most}"
         return
     if traced:
-        lines = list(measured.traced.items())[:_LINES]
-        where = ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in lines)
-        yield "python objects", traced, f"allocated at {where}"
+        yield "python objects", traced, f"allocated at {_places(measured.traced)}"
     yield from _native(measured)
+
+
+def _places(lines: Mapping[str, float]) -> str:
+    """The lines that keep most."""
+    return ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in list(lines.items())[:_LINES])
 
 
 def _counted(measured: Measured) -> str:
@@ -175,4 +178,5 @@ def _native(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
         depends = (
             "" if measured.repeats is None else f"; a repeated input grows by {measured.repeats:,.0f} bytes per call"
         )
-        yield "native memory", measured.growth, f"neither freed by a collection nor allocated by Python{depends}"
+        where = f"; allocated below {_places(measured.native)}" if measured.native else ""
+        yield "native memory", measured.growth, f"neither freed by a collection nor allocated by Python{depends}{where}"

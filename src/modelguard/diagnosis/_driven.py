@@ -6,13 +6,13 @@ import gc
 import itertools
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._compiled import compiled
+from modelguard.diagnosis._lines import kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
 from modelguard.environment import _allocator, _memory
 from modelguard.errors import ModelGuardError
@@ -34,7 +34,6 @@ _MOST_TIMES = 3
 _ENOUGH, _ENOUGH_READINGS = 200_000_000, 10
 #: Inputs that are looked at to find some of one shape, and calls of a run that is traced, at most.
 _SHAPES, _TRACED = 400, 300
-_FRAMES = 1
 _MOST_ERRORS = 5
 
 
@@ -100,7 +99,9 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     say(phase="tests")
     measured |= _given_back(free, sizes)
     measured |= _rates(target, pace)
-    measured |= _traced(target, pace.part(_TRACING, at_most=min(_TRACED, max(_FEWEST_CALLS, target.calls))))
+    traced = pace.part(_TRACING, at_most=min(_TRACED, max(_FEWEST_CALLS, target.calls)))
+    # It slows calls down, so it comes last.
+    measured |= kept_by_line(lambda: target.run(traced.count, max(traced.until, time.monotonic() + 1)))
     say(measured=measured, done=True)
 
 
@@ -221,23 +222,6 @@ def _shape(given: Any) -> Any:
     if isinstance(given, dict):
         return tuple((key, _shape(value)) for key, value in sorted(given.items()))
     return tuple(map(_shape, given)) if isinstance(given, list | tuple) else type(given).__name__
-
-
-def _traced(target: Target, extent: _Extent) -> dict[str, Any]:
-    """What Python's allocators keep of each call, by line. Tracing slows calls down, so it comes last."""
-    gc.collect()
-    tracemalloc.start(_FRAMES)
-    try:
-        target.run(_FEWEST_CALLS, extent.until)
-        before = tracemalloc.take_snapshot()
-        made = target.run(extent.count, max(extent.until, time.monotonic() + 1))
-        gc.collect()
-        changed = tracemalloc.take_snapshot().compare_to(before, "lineno")
-    finally:
-        tracemalloc.stop()
-    grown = [line for line in changed if line.size_diff > 0 and line.traceback[0].filename != tracemalloc.__file__]
-    lines = {f"{line.traceback[0].filename}:{line.traceback[0].lineno}": line.size_diff / made for line in grown[:20]}
-    return {"traced": lines, "traced_calls": made}
 
 
 if __name__ == "__main__":

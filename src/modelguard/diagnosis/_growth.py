@@ -55,7 +55,9 @@ class Measured:
         garbage: How many objects it freed.
         cleared: What emptying each known cache gave back, by the cache.
         traced: Bytes per call that Python's allocators have not freed, by line, from a second run.
+        native: The same of native memory, if memray is installed.
         traced_calls: Calls of that run.
+        traced_by: ``"tracemalloc"`` or ``"memray"``.
         before: The census before the first reading: numbers of objects, tasks, threads and so on.
         after: The census after the last reading.
         repeats: Growth per call when one input is repeated; None if it was not tried.
@@ -83,7 +85,9 @@ class Measured:
     garbage: int = 0
     cleared: dict[str, int] = field(default_factory=dict)
     traced: dict[str, float] = field(default_factory=dict)
+    native: dict[str, float] = field(default_factory=dict)
     traced_calls: int = 0
+    traced_by: str = ""
     before: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
     repeats: float | None = None

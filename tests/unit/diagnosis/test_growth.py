@@ -82,6 +82,12 @@ def test_each_cause_is_told_by_its_own_evidence(name: str, share: float, fields:
     assert 0 == rest
 
 
+def test_native_memory_by_line() -> None:
+    """With memray, the lines of Python below which it was allocated are named."""
+    causes, _ = attribute(grown(native={"app.py:7": 9e4, "app.py:9": 1e4}))
+    assert causes[0].seen.endswith("; allocated below app.py:7 (90 kB per call), app.py:9 (10 kB per call)")
+
+
 def test_the_rest_is_unexplained() -> None:
     """Shares never add up to more than the growth."""
     causes, rest = attribute(grown(trimmed=95 * MB, collected=50 * MB, traced={"a.py:1": 1.0}))
