@@ -87,10 +87,18 @@ def _scatter(trials: Trials) -> str:
     for one in every:
         x = _LEFT + (one.cpu.median - low) / max(1e-9, high - low) * (right - _LEFT)
         y = bottom - one.growth.median / most * (bottom - _TOP)
-        colour = "#1a7f37" if one.name == trials.recommended else "#2563a8" if one.front else "#999"
+        colour = (
+            "#1b1b1b"
+            if one is trials.nothing
+            else "#1a7f37"
+            if one.name == trials.recommended
+            else "#2563a8"
+            if one.front
+            else "#999"
+        )
         dots.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>'
-            f'<text x="{x + 8:.1f}" y="{y + 4:.1f}">{html.escape(one.name)}</text>'
+            f'<text x="{x + 8:.1f}" y="{y - 5:.1f}">{html.escape(one.name)}</text>'
         )
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="growth over CPU time of each remedy">'

@@ -47,7 +47,7 @@ def _by_tracemalloc(run: Callable[[], int]) -> dict[str, Any]:
     grown = {
         f"{line.traceback[0].filename}:{line.traceback[0].lineno}": line.size_diff
         for line in changed
-        if line.size_diff > 0 and line.traceback[0].filename != tracemalloc.__file__
+        if line.size_diff > 0 and line.traceback[0].filename not in (__file__, tracemalloc.__file__)
     }
     return {"traced": _per_call(grown, calls), "native": {}, "traced_calls": calls, "traced_by": "tracemalloc"}
 
@@ -63,7 +63,7 @@ def _by_memray(run: Callable[[], int]) -> dict[str, Any]:
             gc.collect()
         for record in memray.FileReader(file).get_leaked_allocation_records(merge_threads=True):
             stack = record.stack_trace(max_stacks=_FRAMES)
-            if stack:
+            if stack and stack[0][1] != __file__:
                 name = memray.AllocatorType(record.allocator).name
                 (python if name.startswith("PYMALLOC") else native)[f"{stack[0][1]}:{stack[0][2]}"] += record.size
     found = {"traced": _per_call(python, calls), "native": _per_call(native, calls)}
