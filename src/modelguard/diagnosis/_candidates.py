@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from modelguard.diagnosis import _child
 from modelguard.diagnosis._growth import Cause, CauseName, Measured
 from modelguard.environment import _allocator, _allocator_files, _launcher, _presets
 from modelguard.errors import ModelGuardError
@@ -136,8 +137,6 @@ def _installed() -> list[Any]:
 
 def _variables(environ: Mapping[str, str], preset: str | None = None, allocator: Any = "none") -> Iterator[Candidate]:
     """A remedy that is nothing but variables; none if the environment has them already."""
-    from modelguard.diagnosis import _child
-
     options = [] if preset is None else ["--preset", preset]
     options += [] if allocator == "none" else ["--allocator", allocator]
     chosen = None if preset is None else _presets.get(preset)
@@ -152,30 +151,24 @@ def _variables(environ: Mapping[str, str], preset: str | None = None, allocator:
 
 
 def _in_process(kind: Kind, measured: Measured, declared: Declared, environ: Mapping[str, str], uses: int) -> Candidate:
+    if kind == "trim":
+        line = f'guard(load, reload_on=None, trim_every="{_TRIM}")'
+        return Candidate("trim_every", "trim", (line,), environ, {"trim_every": _TRIM})
+    if kind == "zones":
+        line = '@zoned(guard(load, reload_on=IndexGrowth("16 MB")))'
+        lines = ("from modelguard.adapters.spacy import IndexGrowth, zoned", line)
+        return Candidate("zoned", "zones", lines, environ, {})
+    if kind == "bucketed":
+        names = ", ".join(f'"{name}"' for name in declared.bucketed)
+        lines = ("from modelguard.adapters.torch import bucketed", f"@bucketed({names}, cut=None)")
+        return Candidate("bucketed", "bucketed", lines, environ, {"bucketed": list(declared.bucketed)})
+    replaced = f"guard(load, reload_on=Uses({uses:_}))"
+    if kind == "reload":
+        return Candidate(
+            "reload_on", "reload", ("from modelguard import Uses, guard", replaced), environ, {"uses": uses}
+        )
     owned = measured.guarded or declared.load is not None
-    names = ", ".join(f'"{name}"' for name in declared.bucketed)
-    isolated = (
-        ("@isolate()  # above the guard's decorator", f"guard(load, reload_on=Uses({uses:_}))")
-        if owned
-        else (f"@isolate(recycle_on=Uses({uses:_}))",)
+    own = (
+        ("@isolate()  # above the guard's decorator", replaced) if owned else (f"@isolate(recycle_on=Uses({uses:_}))",)
     )
-    pipeline = '@zoned(guard(load, reload_on=IndexGrowth("16 MB")))'
-    known: dict[Kind, tuple[str, Act, tuple[str, ...], dict[str, Any]]] = {
-        "trim": ("trim_every", "trim", (f'guard(load, reload_on=None, trim_every="{_TRIM}")',), {"trim_every": _TRIM}),
-        "zones": ("zoned", "zones", ("from modelguard.adapters.spacy import IndexGrowth, zoned", pipeline), {}),
-        "bucketed": (
-            "bucketed",
-            "bucketed",
-            ("from modelguard.adapters.torch import bucketed", f"@bucketed({names}, cut=None)"),
-            {"bucketed": list(declared.bucketed)},
-        ),
-        "reload": (
-            "reload_on",
-            "reload",
-            ("from modelguard import Uses, guard", f"guard(load, reload_on=Uses({uses:_}))"),
-            {"uses": uses},
-        ),
-        "isolate": ("isolate", "isolate", ("from modelguard import Uses, isolate", *isolated), {"uses": uses}),
-    }
-    name, act, lines, options = known[kind]
-    return Candidate(name, act, lines, environ, options)
+    return Candidate("isolate", "isolate", ("from modelguard import Uses, isolate", *own), environ, {"uses": uses})

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from modelguard import _units
 from modelguard.diagnosis import _child, _redact
@@ -32,6 +32,8 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 #: Fewer calls decide nothing: there are 24 readings.
 _FEWEST_CALLS = 48
 _DAY = 86_400
+#: How many times as long to try next if there was no second reading.
+_FIRST = 4.0
 
 
 def diagnose(
@@ -96,7 +98,7 @@ def diagnose(
         progress=progress,
         silence=silence,
     )
-    report = _report(target, said, seconds, silence)
+    report = _report(target, said, _Asked(seconds, calls, silence))
     if report.verdict != "grows" or not trial_seconds or said.end == "interrupted":
         return report
     trials = try_remedies(
@@ -138,21 +140,33 @@ def read_inputs(file: str | None) -> list[Any] | None:
     return found
 
 
-def _report(target: str, said: Said, seconds: float, silence: float) -> GrowthReport:
+class _Asked(NamedTuple):
+    """How long the user lets it take."""
+
+    seconds: float
+    calls: int | None
+    silence: float
+
+    def longer(self, factor: float) -> str:
+        """The option for so many times as long."""
+        if self.calls is not None:
+            return f"--calls {math.ceil(factor * self.calls)}"
+        return f"--time {_units.format_seconds(math.ceil(factor * self.seconds))}"
+
+
+def _report(target: str, said: Said, asked: _Asked) -> GrowthReport:
     if (error := said.last("error")) is not None:
         message = _redact.redact(said.last("message"), os.environ)
         why = f"could not be driven: {error}" + (f": {message}" if message else "")
         raise InvalidOption("MODULE:FUNCTION", target, why=why, fix=_fix(said))
     measured = _measured(said)
     verdict = judge(measured.calls, measured.private) if measured.private else "undecided"
-    unknown = [*_ended(said, silence)]
+    unknown = _ended(said, asked.silence)
     if verdict == "undecided":
-        unknown.append(_needed(said, measured, seconds))
+        unknown.append(_needed(said, measured, asked))
     elif verdict == "steady" and (factor := slow_growth(measured.calls, measured.private)):
         verdict = "undecided"
-        unknown.append(
-            f"memory rises evenly, but by too little to tell it from noise; it needs {_longer(factor * seconds)}"
-        )
+        unknown.append(f"memory rises evenly, but by too little to tell it from noise; it needs {asked.longer(factor)}")
     if measured.failures:
         errors = ", ".join(measured.errors)
         unknown.append(f"{measured.failures:,} of {measured.calls[-1]:,} calls failed ({errors})")
@@ -185,16 +199,14 @@ def _ended(said: Said, silence: float) -> list[str]:
     return ["it was interrupted"] if said.end == "interrupted" else []
 
 
-def _needed(said: Said, measured: Measured, seconds: float) -> str:
+def _needed(said: Said, measured: Measured, asked: _Asked) -> str:
     """What it needs to be decided."""
     count = len(measured.private)
     seen = f"there {'is 1 reading' if count == 1 else f'are {count} readings'}, which is too few"
     if said.end in ("exited", "silent"):
         return f"{seen}; it needs calls that return"
     if said.end == "interrupted" or count < 2:  # noqa: PLR2004 - one reading says nothing of the time between two
-        return f"{seen}; it needs {_longer(seconds if said.end == 'interrupted' else 4 * seconds)}"
-    return f"{seen}; it needs {_longer(seconds * (1 + readings_missing(count) / (count - 1)))}"
-
-
-def _longer(seconds: float) -> str:
-    return f"--time {_units.format_seconds(math.ceil(seconds))}"
+        factor = 1.0 if said.end == "interrupted" else _FIRST
+    else:
+        factor = 1 + readings_missing(count) / (count - 1)
+    return f"{seen}; it needs {_Asked(asked.seconds, None, asked.silence).longer(factor)}"

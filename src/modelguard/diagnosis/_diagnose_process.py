@@ -16,7 +16,7 @@ from modelguard.diagnosis._observed import Calls, Look, Observed
 from modelguard.environment import _memory, _proc
 from modelguard.errors import InvalidOption, NotSupported
 
-__all__ = ["diagnose_process"]
+__all__ = ["Watched", "diagnose_process"]
 
 _READINGS = 24
 _DAY = 86_400
@@ -57,19 +57,34 @@ def diagnose_process(
     with readable(number):
         subject = named_process(number)
         with attached(number) as inside:
-            return _Watched(inside, clock, sleep, progress).report(subject, seconds)
+            return Watched(inside, clock, sleep, progress).report(subject, seconds)
 
 
-@dataclass
-class _Watched:
-    """A process that is watched."""
+def _private(pid: int) -> int:
+    usage = _memory.usage(pid)
+    return (usage.private_dirty or 0) + (usage.swap or 0)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A process that is watched.
+
+    Attributes:
+        inside: Answers questions in it.
+        clock: Monotonic seconds.
+        sleep: Waits for that many seconds.
+        progress: Called at each reading.
+        private: Reads the private memory of a process, in bytes.
+    """
 
     inside: Inside
     clock: Callable[[], float]
     sleep: Callable[[float], None]
     progress: Progress
+    private: Callable[[int], int] = _private
 
     def report(self, subject: str, seconds: float) -> GrowthReport:
+        """Watch it for so long, and judge."""
         calls, observed = Calls(), Observed()
         free = self._trim()
         first = self._look()
@@ -80,8 +95,9 @@ class _Watched:
                 self.sleep(max(0.0, began + number * seconds / _READINGS - self.clock()))
                 total = calls.total(self.inside.ask("uses").get("uses", ()))
                 count = total if calls.known else int(1000 * (self.clock() - began))
-                observed.add(count, self._private())
-                self.progress({"calls": total, "private": self._private(), "first": observed.first, "phase": "drive"})
+                private = self.private(self.inside.pid)
+                observed.add(count, private)
+                self.progress({"calls": total, "private": private, "first": observed.first, "phase": "drive"})
         except KeyboardInterrupt:
             unknown.append("it was interrupted")
         last, trimmed = self._look(), max(0, self._trim() - free)
@@ -105,12 +121,8 @@ class _Watched:
             said.get("census", {}), said.get("types", {}), compiled(self.inside.pid), tuple(said.get("libraries", ()))
         )
 
-    def _private(self) -> int:
-        usage = _memory.usage(self.inside.pid)
-        return (usage.private_dirty or 0) + (usage.swap or 0)
-
     def _trim(self) -> int:
         """Bytes that a trim gives back."""
-        before = self._private()
+        before = self.private(self.inside.pid)
         self.inside.ask("trim")
-        return max(0, before - self._private())
+        return max(0, before - self.private(self.inside.pid))
