@@ -11,23 +11,21 @@ if TYPE_CHECKING:
 __all__ = ["cause", "found", "note"]
 
 _found: GrowthFound | None = None
+_pid = 0
 
 
 def note(event: GrowthFound | None) -> None:
     """Remember what was found; None if memory no longer grows."""
-    global _found
-    _found = event
+    global _found, _pid
+    _found, _pid = event, os.getpid()
 
 
 def found() -> GrowthFound | None:
-    """What was found last; None if nothing was, or if nobody watches."""
-    return _found
+    """What was found last; None if nothing was, or if nobody watches. A forked child starts with None."""
+    return _found if _found is not None and _pid == os.getpid() else None
 
 
 def cause() -> str | None:
     """The main cause of growth; None if it is not known."""
-    return None if _found is None else _found.cause
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: note(None))  # a child grows in its own way
+    event = found()
+    return None if event is None else event.cause
