@@ -113,7 +113,7 @@ class _Rounds:
         self._clock = clock
         self._nothing: list[Round] = []
         self._tried: dict[str, _Tried] = {}
-        self._over = False
+        self._over = self._interrupted = False
 
     def run(self, nothing: Candidate, found: Sequence[Candidate], seconds: float) -> None:
         """Run all rounds, or as many as the time allows."""
@@ -144,7 +144,7 @@ class _Rounds:
         config = {"act": candidate.act, "options": dict(candidate.options)}
         config["limit"] = _LONGEST * _MOST_TIMES if limit is None else limit
         said = self._run(config, candidate.environ, limit=None if limit is None else limit + _START)
-        self._over = said.end == "interrupted"
+        self._over = self._interrupted = said.end == "interrupted"
         return said
 
     def _add(self, candidate: Candidate, said: Said, nothing: Said, base: Round) -> None:
@@ -174,6 +174,8 @@ class _Rounds:
             for candidate in found
             if (tried := self._tried[candidate.name]).rounds
         ]
+        if self._interrupted:
+            failed.append("the other rounds: they were interrupted")
         names = _trial_results.front(nothing, made)
         made = [dataclasses.replace(one, front=one.name in names) for one in made]
         best = _trial_results.recommend(nothing, made)

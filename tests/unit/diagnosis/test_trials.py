@@ -93,6 +93,7 @@ def test_ctrl_c_keeps_what_there_is() -> None:
     trials = machine.run(["spacy strings"], zones=True, importable=True)
     assert trials is not None
     assert (["zoned"], 3) == ([one.name for one in trials.tried], len(machine.acts))
+    assert "the other rounds: they were interrupted" in trials.left_out
 
 
 @pytest.mark.parametrize(
