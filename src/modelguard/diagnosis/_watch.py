@@ -19,6 +19,7 @@ from modelguard.diagnosis._growth import Measured, Unit
 from modelguard.diagnosis._observed import Calls, Look, Observed
 from modelguard.environment import _allocator, _memory
 from modelguard.errors import InvalidOption, ModelGuardError
+from modelguard.isolation import _role
 from modelguard.lifecycle import _growth
 from modelguard.telemetry import GrowthFound
 
@@ -218,7 +219,8 @@ def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = N
     if not _registered and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_after_fork_in_child)
         _registered = True
-    made.start()
+    if _role.current() == "owner":  # a mold only forks workers, which are watched
+        made.start()
     return made
 
 

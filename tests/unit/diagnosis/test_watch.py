@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -139,6 +140,18 @@ def test_memory_that_was_free_from_the_start_is_no_cause(seen: list[Event]) -> N
     assert watching.found is not None
     assert retaining.found is not None
     assert ("threads", "retention") == (watching.found.cause, retaining.found.cause)
+
+
+@pytest.mark.parametrize(("role", "threads"), [("owner", 1), ("mold", 0), ("importing", 0)])
+def test_a_mold_only_forks(monkeypatch: pytest.MonkeyPatch, role: str, threads: int) -> None:
+    """No thread is started in a mold, since its workers are watched; ``stop`` ends the thread."""
+    monkeypatch.setattr("modelguard.isolation._role.current", lambda: role)
+    with watch(every="1h"):
+        assert threads == len([thread for thread in threading.enumerate() if thread.name == "modelguard-watch"])
+    for thread in threading.enumerate():
+        if thread.name == "modelguard-watch":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_few_readings_cover_any_time() -> None:
