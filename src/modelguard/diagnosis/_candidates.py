@@ -86,7 +86,7 @@ def candidates(
         The remedies, and those that could help and cannot be tried, each with the reason.
     """
     main = [cause for cause in causes if cause.share >= _MAIN] or causes[:1]
-    kinds = dict.fromkeys(kind for cause in main for kind in AGAINST.get(cause.name, _ALWAYS))
+    kinds: dict[Kind, None] = dict.fromkeys(kind for cause in main for kind in AGAINST.get(cause.name, _ALWAYS))
     found: list[Candidate] = []
     left_out: list[str] = []
     for kind in kinds:

@@ -45,7 +45,7 @@ def main() -> None:
 class _Extent(NamedTuple):
     """How long to drive: so many calls, but not beyond a moment."""
 
-    count: int
+    calls: int
     until: float
 
 
@@ -101,7 +101,7 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     measured |= _rates(target, pace)
     traced = pace.part(_TRACING, at_most=min(_TRACED, max(_FEWEST_CALLS, target.calls)))
     # It slows calls down, so it comes last.
-    measured |= kept_by_line(lambda: target.run(traced.count, max(traced.until, time.monotonic() + 1)))
+    measured |= kept_by_line(lambda: target.run(traced.calls, max(traced.until, time.monotonic() + 1)))
     say(measured=measured, done=True)
 
 
@@ -144,7 +144,7 @@ def _warm_up(target: Target, pace: _Pace) -> int:
     """Call until the time is up; returns how many calls make up a reading."""
     if pace.calls is not None:
         target.run(*pace.part(_WARM))
-        return pace.part(_DRIVE / _READINGS).count
+        return pace.part(_DRIVE / _READINGS).calls
     count, until = 0, pace.part(_WARM).until
     while count < _FEWEST_CALLS or time.monotonic() < until:
         count += target.run(_FEWEST_CALLS, until)
@@ -197,7 +197,7 @@ def _sorted_out(target: Target, extent: _Extent) -> tuple[list[Arguments], list[
     """New inputs that work, and some that fail."""
     works: list[Arguments] = []
     failing: list[Arguments] = []
-    while len(works) + len(failing) < extent.count and (time.monotonic() < extent.until or not works + failing):
+    while len(works) + len(failing) < extent.calls and (time.monotonic() < extent.until or not works + failing):
         item, failures = target.next_input(), target.failures
         target.run(1, extent.until, lambda item=item: item)  # type: ignore[misc]
         (failing if target.failures > failures else works).append(item)

@@ -141,7 +141,7 @@ class _Rounds:
 
     def _one(self, number: int, candidate: Candidate, limit: float | None) -> Said:
         self._progress({"phase": f"round {number + 1} of {_ROUNDS}: {candidate.name}"})
-        config = {"act": candidate.act, "options": dict(candidate.options)}
+        config: dict[str, Any] = {"act": candidate.act, "options": dict(candidate.options)}
         config["limit"] = _LONGEST * _MOST_TIMES if limit is None else limit
         said = self._run(config, candidate.environ, limit=None if limit is None else limit + _START)
         self._over = self._interrupted = said.end == "interrupted"
