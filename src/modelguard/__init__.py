@@ -15,7 +15,9 @@ if typing.TYPE_CHECKING:
     from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
     from modelguard.lifecycle.policies import (
         TTL,
+        Between,
         Errors,
+        Idle,
         MemoryGrowth,
         MemoryLimit,
         Modified,
@@ -32,8 +34,10 @@ __all__ = [
     "Backoff",
     "BatchStatus",
     "Batched",
+    "Between",
     "Breaker",
     "Errors",
+    "Idle",
     "Isolated",
     "MemoryGrowth",
     "MemoryLimit",
@@ -66,7 +70,9 @@ _NAMES = {
     "modelguard.lifecycle.guard": ("ModelGuard", "guard", "guard_of"),
     "modelguard.lifecycle.policies": (
         "TTL",
+        "Between",
         "Errors",
+        "Idle",
         "MemoryGrowth",
         "MemoryLimit",
         "Modified",

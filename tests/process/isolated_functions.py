@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from modelguard import Backoff, Breaker, Errors, MemoryGrowth, Modified, Uses, guard, isolate
+from modelguard import Backoff, Breaker, Errors, Idle, MemoryGrowth, Modified, Uses, guard, isolate
 
 if "ISOLATION_WEIGHTS" not in os.environ:  # molds inherit the environment of the process that has made the file
     with tempfile.NamedTemporaryFile(prefix="isolation-weights-", delete=False) as file:
@@ -96,6 +96,13 @@ def breaks(_: Model, how: str) -> str:
     if how == "crash":
         os._exit(1)
     return how
+
+
+@isolate(workers=1)
+@guard(load, reload_on=Idle("300ms"))
+def sleepy(loaded: Model) -> int:
+    """Be needed now and then."""
+    return loaded.pid
 
 
 @isolate(workers=2)

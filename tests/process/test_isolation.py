@@ -342,6 +342,16 @@ class TestPolicies:
             functions.WEIGHTS.write_text(str(time.time()))
             wait_until(lambda: watching() != first, "the next mold")
 
+    def test_idle_ends_all_processes_until_the_next_call(self) -> None:
+        """The mold and its workers are gone, the function stays ready, and a call gets a new mold."""
+        with functions.sleepy as sleepy:
+            first = sleepy()
+            wait_until(lambda: "idle" == sleepy.status().state, "the end of the mold")
+            wait_until(lambda: not molds(), "the end of all processes")
+            assert sleepy.ready
+            assert first != sleepy()
+        wait_until(lambda: not molds(), "the end of all molds")
+
 
 class TestReloads:
     def test_no_call_waits_for_a_reload(self) -> None:

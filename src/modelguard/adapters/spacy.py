@@ -26,10 +26,10 @@ except ModuleNotFoundError as error:
 from modelguard.adapters._spacy_escape import refuse_escaped
 from modelguard.adapters._spacy_zone import ZoneContext
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.lifecycle._policy import Horizon, Policy, Snapshot
 from modelguard.lifecycle._signatures import plain_function
 from modelguard.lifecycle._wrappers import Guarded
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.policies import Horizon, Policy, Snapshot
 from modelguard.telemetry.reasons import ReasonKind
 
 if TYPE_CHECKING:

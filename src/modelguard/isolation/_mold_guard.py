@@ -23,8 +23,8 @@ from modelguard.isolation._supervisor import supervisor
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._options import GuardOptions
+from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle.guard import ModelGuard, hide
-from modelguard.lifecycle.policies import subset
 
 if TYPE_CHECKING:
     from modelguard.isolation._options import IsolationOptions
@@ -68,7 +68,7 @@ class MoldGuard:
         mine: GuardOptions[Mold] = replace(
             source,
             load=self._load,
-            reload_on=subset(source.reload_on, renews=True),
+            reload_on=subset(source.reload_on, renews=True, unloads=True),
             swap="auto",
             warmup=None,
             validate=None,

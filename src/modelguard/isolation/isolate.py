@@ -169,9 +169,12 @@ class Isolated(Generic[P, R]):
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can answer: what a readiness probe should report."""
+        """Whether a worker can answer, or ``Idle`` has ended the mold and the next call starts one.
+
+        This is what a readiness probe should report.
+        """
         mold = self._molds.current
-        return mold is not None and mold.roster.is_ready
+        return self._molds.guard.ready if mold is None else mold.roster.is_ready
 
     def status(self) -> IsolationStatus:
         """Its state, its processes and its counts."""

@@ -6,6 +6,7 @@ does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, insta
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,14 +21,14 @@ from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._evaluator import Evaluator
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
+from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle._recycling import Ask, Recycling
 from modelguard.lifecycle._release import drain_and_release, release_and_report
 from modelguard.lifecycle._reload import Reload
 from modelguard.lifecycle._resolve import resolve
 from modelguard.lifecycle._state import GuardState, Outcome
 from modelguard.lifecycle._trimming import Trimmer
-from modelguard.lifecycle._waiting import Timeout, wait_for_load, wait_for_load_on_loop
-from modelguard.lifecycle.policies import subset
+from modelguard.lifecycle._waiting import Timeout, wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
@@ -219,6 +220,27 @@ class Engine(Generic[M]):
         self.raise_inside_call("areload")
         await wait_for_load_on_loop(self.state, self._request_reload(), Timeout(timeout))
 
+    def unload(self, timeout: _units.Duration | None = None) -> None:
+        """Release the model until its next use, after a load that is under way."""
+        _deadlocks.raise_on_event_loop(self.name, "unload", "await guard.aunload()")
+        self.raise_inside_call("unload")
+        self.state.raise_if_closed()
+        if _inline.active():
+            _inline.unload(self.guard)
+            return
+        limit, job = Timeout(timeout), None
+        with _deadlocks.waiting_for(self.state):
+            while self.state.current is not None and job is None:
+                wait_for_end_of_job(self.state, None, limit)
+                job = self.state.request_unload((Reason("requested", "requested"),))
+            self._start(job)
+            wait_for_end_of_job(self.state, job, limit)
+
+    async def aunload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`unload` without blocking the event loop."""
+        work = functools.partial(self.unload, timeout)
+        await _in_thread.run(work, f"modelguard-unload-{self.name}", self.guard.runtime.start_thread)
+
     def warm_up(self) -> None:
         """Run the warm-up on the current generation, if there are both."""
         warmup, generation = self.guard.options.warmup, self.state.current
@@ -226,6 +248,13 @@ class Engine(Generic[M]):
             with self.state.running_on(generation), _own_thread.stay():
                 resolve(warmup(generation.model))
             generation.uses = generation.errors = 0  # as after a load: a warm-up is not a request
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls get a model: one is loaded, or ``Idle`` released it and the next call loads it."""
+        state = self.state
+        ready_when_idle = state.unloaded and not state.failures and self.guard.options.ready_when_idle
+        return state.current is not None or ready_when_idle
 
     @property
     def loading(self) -> bool:
@@ -247,6 +276,9 @@ class Engine(Generic[M]):
                 _ticker.TICKER.add(self)
             self.guard.runtime.start_thread(lambda: self._run(job), f"modelguard-load-{self.name}")
         except RuntimeError as error:  # the system gives no thread, or the interpreter is shutting down
+            if job.unloads:
+                self.state.finish(job, ())
+                return False
             # Reported to those who wait and not raised: this may be the end of a call that succeeded.
             self._reload(job).fail(LoadFailed, str(error), error)
             return False
@@ -306,7 +338,10 @@ class Engine(Generic[M]):
             if state.job is None and state.failure is not None and left > 0:
                 raise state.failure.again(left)
             future = state.wait_for_any()
-            reason = Reason("retry", "retry") if state.failures else Reason("first_use", "first use")
+            if state.failures:
+                reason = Reason("retry", "retry")
+            else:
+                reason = Reason("woken", "next use") if state.unloaded else Reason("first_use", "first use")
             job = state.request_if_idle((reason,), urgent=True)
         self._start(job)
         return future
@@ -379,6 +414,9 @@ class Engine(Generic[M]):
         state, over = self.state, due.generation
         if over is None:
             return self._start(state.request_if_idle(due.reasons, urgent=state.current is None))
+        if due.unload:
+            self._start(state.request_unload(due.reasons, instead_of=over))
+            return False
         if self._recycling.here:
             try:
                 self._recycling.request(due, over.number)

@@ -10,8 +10,8 @@ from modelguard import telemetry
 from modelguard.lifecycle import _growth
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._policy import Policy, Snapshot, alternatives
 from modelguard.lifecycle._readings import Readings
-from modelguard.lifecycle.policies import Policy, Snapshot, alternatives
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
@@ -27,15 +27,17 @@ _IDLE = 1.0
 
 
 class Due(NamedTuple, Generic[M]):
-    """A load that is due.
+    """A load or a release that is due.
 
     Attributes:
         reasons: Why.
         generation: The generation that is over; None for the retry of a failed load.
+        unload: Whether it is released until the next use, and not replaced.
     """
 
     reasons: tuple[Reason, ...]
     generation: Generation[M] | None
+    unload: bool = False
 
 
 class Evaluator(Generic[M]):
@@ -121,18 +123,22 @@ class Evaluator(Generic[M]):
         if not reasons:
             return None
         state.set_alarm(generation, math.inf)
-        return Due(reasons, generation)
+        # If a member asks for each of the two: what nobody uses is not loaded afresh.
+        return Due(tuple(reasons), generation, unload=any(reasons.values()))
 
-    def _ask(self, snapshot: Snapshot) -> tuple[Reason, ...]:
-        """The reasons of the members that are due. A member that raises is reported, and the others still count."""
-        reasons: list[Reason] = []
+    def _ask(self, snapshot: Snapshot) -> dict[Reason, bool]:
+        """The reasons of the members that are due, and whether each asks to unload.
+
+        A member that raises is reported, and the others still count.
+        """
+        reasons: dict[Reason, bool] = {}
         for member in self._members:
             try:
                 self._report_futile_parts(member, snapshot)
-                reasons += member.reasons(snapshot)
+                reasons |= dict.fromkeys(member.reasons(snapshot), member.unloads)
             except _POLICY_ERRORS as error:
                 self.report_error("reload_on", error, about=_name(member))
-        return tuple(reasons)
+        return reasons
 
     def _report_futile_parts(self, policy: Policy, snapshot: Snapshot) -> None:
         for part in policy.parts():

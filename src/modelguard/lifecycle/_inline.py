@@ -62,6 +62,12 @@ async def aload(guard: GuardContext[M]) -> None:
                 _install(guard, model)
 
 
+def unload(guard: GuardContext[Any]) -> None:
+    """Drop the model, if there is one."""
+    with _lock:
+        guard.state.retire_until_next_use(if_unused=False)
+
+
 def _install(guard: GuardContext[M], model: M) -> None:
     state, number = guard.state, guard.state.generations
     generation = Generation(number + 1, model, born=guard.runtime.clock(), jitter=0.0)

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import Token
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._state import Enclosing
+from modelguard.lifecycle._state import Enclosing, GuardState
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -78,11 +78,13 @@ class Lease(Generic[M]):
             )
 
     def __enter__(self) -> M:
-        self._raise_on_second_use()
+        if self._entered:
+            self._raise_on_second_use()
         return self._begin(self._engine.enter(self._timeout))
 
     async def __aenter__(self) -> M:
-        self._raise_on_second_use()
+        if self._entered:
+            self._raise_on_second_use()
         return self._begin(await self._engine.aenter(self._timeout))
 
     def __exit__(
@@ -186,21 +188,18 @@ class Lease(Generic[M]):
             self._generation.leases.append(None)
 
     def _begin(self, generation: Generation[M]) -> M:
-        self._hold(generation)
-        state = self._engine.state
-        self._enclosing = state.nest(generation)
-        self._token = state.enclosing.set(self._enclosing)
+        state = self._hold(generation)
+        self._enclosing = enclosing = state.nest(generation)
+        self._token = state.enclosing.set(enclosing)
         return generation.model
 
-    def _hold(self, generation: Generation[M]) -> None:
+    def _hold(self, generation: Generation[M]) -> GuardState[M]:
         state = self._engine.state
         self._entered = True
         self._thread = threading.get_ident()
         self._epoch = state.epoch
         self._generation = generation
+        return state
 
-    def _raise_on_second_use(self) -> None:
-        if self._entered:
-            raise RuntimeError(
-                f"a lease of guard {self._engine.name!r} can be used once; call lease() again for another"
-            )
+    def _raise_on_second_use(self) -> Never:
+        raise RuntimeError(f"a lease of guard {self._engine.name!r} can be used once; call lease() again for another")

@@ -1,4 +1,4 @@
-"""One load under way."""
+"""One load or release under way."""
 
 from __future__ import annotations
 
@@ -9,25 +9,33 @@ if TYPE_CHECKING:
 
 
 class LoadJob:
-    """A load, from the request to the release of the generation that it replaces.
+    """A load, from the request to the release of the generation that it replaces; or that release alone.
 
     Attributes:
         reasons: Why it was requested.
         urgent: Somebody asked for it explicitly, so it does not wait for a quiet moment.
         after_call: It was requested at the end of a call, where a pause between calls may begin.
         replaces: There is a current generation that it has yet to replace.
+        unloads: It releases the current generation and loads none. Those who need one meanwhile wait for its end.
         covers: The last request that its load answers; later ones make that load stale. None before the load begins.
         threads: Identities of the threads that do its work, to detect a load that waits for itself.
     """
 
-    __slots__ = ("after_call", "covers", "reasons", "replaces", "threads", "urgent")
+    __slots__ = ("after_call", "covers", "reasons", "replaces", "threads", "unloads", "urgent")
 
     def __init__(
-        self, reasons: tuple[Reason, ...], *, urgent: bool, replaces: bool = False, after_call: bool = False
+        self,
+        reasons: tuple[Reason, ...],
+        *,
+        urgent: bool,
+        replaces: bool = False,
+        after_call: bool = False,
+        unloads: bool = False,
     ) -> None:
         self.reasons = reasons
         self.urgent = urgent
         self.after_call = after_call
         self.replaces = replaces
+        self.unloads = unloads
         self.covers: int | None = None
         self.threads: set[int] = set()

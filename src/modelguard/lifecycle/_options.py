@@ -16,8 +16,9 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 from modelguard import _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
 from modelguard.lifecycle import _adapters, _policy_hints
+from modelguard.lifecycle._policy import alternatives
 from modelguard.lifecycle.backoff import Backoff
-from modelguard.lifecycle.policies import MemoryGrowth, MemoryLimit, Modified, Policy
+from modelguard.lifecycle.policies import Idle, MemoryGrowth, MemoryLimit, Modified, Policy
 
 M = TypeVar("M")
 
@@ -80,6 +81,12 @@ class GuardOptions(Generic[M]):
         if not isinstance(self.name, str) or not self.name.strip():
             why = "must be text that is not empty"
             raise InvalidOption("name", self.name, why=why, fix="Give a short name, or leave it out.")
+
+    @property
+    def ready_when_idle(self) -> bool:
+        """Whether the guard counts as ready while ``Idle`` has released its model."""
+        idle = [part for part in self.reload_on.parts() if isinstance(part, Idle)] if self.reload_on is not None else []
+        return bool(idle) and all(part.ready for part in idle)
 
 
 _HOW = ("a function without arguments", "a function of one argument")
@@ -153,6 +160,10 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
             why=f"must be a policy or None, not {_units.kind_of(policy)}",
             fix=_policy_hints.fix_for(policy),
         )
+    for member in alternatives(policy):
+        if member.restricts:
+            why = "says when, and not whether: it would be due all the time"
+            raise InvalidOption("reload_on", member, why=why, fix=f"Join it by &, as in TTL('1d') & {member!r}.")
     for part in policy.parts():
         if isinstance(part, MemoryLimit | MemoryGrowth):
             _check_memory(part, limit())

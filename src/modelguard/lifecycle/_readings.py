@@ -13,7 +13,8 @@ from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._fingerprints import Fingerprint
 from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle.policies import SAMPLES, FileChange, Modified, Snapshot
+from modelguard.lifecycle._policy import SAMPLES, FileChange, Snapshot
+from modelguard.lifecycle.policies import Modified
 
 #: A generation has settled after this many calls or seconds, once its predecessor is gone. By then it has built its
 #: lazy buffers, and any further increase is growth.
@@ -40,6 +41,7 @@ class Readings:
         parts = policy.parts() if policy is not None else ()
         self._paths = tuple({part.path for part in parts if isinstance(part, Modified)})
         self._at_load: dict[Path, Fingerprint | None] = {}
+        self._idle_since = guard.runtime.clock()
         self._limit = guard.runtime.limit() if self._reads_memory else None
         self.start(None)
 
@@ -51,14 +53,25 @@ class Readings:
         self._next_reading = -math.inf
         self._seen: dict[Path, tuple[Fingerprint | None, float]] = {}
         self._first_gauges = _gauges(generation)
+        self._uses = 0
 
     def before_load(self) -> dict[Path, Fingerprint | None]:
         """Identity of the watched paths. Take it before the loader reads them."""
         return {path: self._guard.runtime.fingerprint(path) for path in self._paths}
 
-    def loaded(self, generation: Generation[Any], files: dict[Path, Fingerprint | None]) -> None:
-        """Start for a new generation, whose load began when the watched paths had these identities."""
+    def loaded(
+        self, generation: Generation[Any], files: dict[Path, Fingerprint | None], *, replaced: bool = False
+    ) -> None:
+        """Start for a new generation, whose load began when the watched paths had these identities.
+
+        Args:
+            generation: The new generation.
+            files: The identities.
+            replaced: Whether there was another one before. A reload is no use, so it does not end idleness.
+        """
         self._at_load = files
+        if not replaced:
+            self._idle_since = self._guard.runtime.clock()
         self.start(generation)
 
     def snapshot(self, generation: Generation[Any], *, settled: bool, sample: bool) -> Snapshot:
@@ -78,12 +91,14 @@ class Readings:
         return Snapshot(
             generation=generation.number,
             age=age,
+            idle=self._idle(generation, now),
             uses=generation.uses,
             consecutive_errors=generation.errors,
             memory=tuple(self._latest),
             baseline=sorted(self._first)[SAMPLES // 2] if len(self._first) == SAMPLES else None,
             limit=self._limit,
             jitter=generation.jitter,
+            time=self._guard.runtime.wall_clock(),
             files=MappingProxyType({path: self._change(path, *seen, now) for path, seen in self._seen.items()}),
             gauges=_gauges(generation),
             first_gauges=self._first_gauges,
@@ -93,6 +108,11 @@ class Readings:
     def interval(self) -> float:
         """Seconds until the next reading of memory."""
         return max(0.0, self._next_reading - self._guard.runtime.clock()) if self._reads_memory else math.inf
+
+    def _idle(self, generation: Generation[Any], now: float) -> float:
+        if generation.leases or generation.uses != self._uses:
+            self._uses, self._idle_since = generation.uses, now
+        return now - self._idle_since
 
     def _read_memory(self, now: float) -> None:
         if not self._reads_memory or now < self._next_reading:

@@ -9,7 +9,7 @@ from typing import Any
 from modelguard import telemetry
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._evaluator import Due
-from modelguard.lifecycle.policies import Policy, subset
+from modelguard.lifecycle._policy import Policy, subset
 from modelguard.telemetry.reasons import Reason
 
 #: Asks the server for a fresh process.

@@ -1,4 +1,4 @@
-"""One load from its start to the release of what it replaced: wait, load, install, drain, release."""
+"""One load from its start to the release of what it replaced: wait, load, install, drain, release. Or that release."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Reload(Generic[M]):
         """Do all of it. Never raises: failures go to those who wait, and to an event."""
         self._job.threads.add(threading.get_ident())
         try:
-            if self._job.replaces:
+            if self._job.unloads:
+                self._unload()
+            elif self._job.replaces:
                 self._replace()
             else:
                 self._load_and_install("first", lock="none")
@@ -86,6 +88,15 @@ class Reload(Generic[M]):
             )
         )
         state.fail(self._job, failure, retry_at=runtime.clock() + wait)
+
+    def _unload(self) -> None:
+        """Release the model until its next use."""
+        guard, reasons = self._guard, self._job.reasons
+        requested = any(reason.kind == "requested" for reason in reasons)
+        old = guard.state.retire_until_next_use(if_unused=not requested)
+        if old is not None:
+            telemetry.emit(telemetry.UnloadStarted(guard=guard.name, generation=old.number, reasons=reasons))
+            drain_and_release(guard, old)
 
     def _replace(self) -> None:
         guard, runtime = self._guard, self._guard.runtime
@@ -174,7 +185,7 @@ class Reload(Generic[M]):
             waited = 0.0 if since is None else guard.runtime.clock() - since
             installed, old = guard.state.install(self._job, generation, discardable=discardable)
             if installed:
-                self._readings.loaded(generation, files)
+                self._readings.loaded(generation, files, replaced=swap != "first")
                 self._emit_finished(loaded, swap, waited)
                 if old is not None:
                     drain_and_release(guard, old)

@@ -60,6 +60,7 @@ class GuardState(Generic[M]):
     Attributes:
         current: The generation that takes new calls; None if there is none.
         job: The load under way, if any.
+        unloaded: There is no generation because it was released until its next use.
         least_memory: The least private memory, in bytes, that a release has left so far.
         creep: What replacements leave behind. Used by the one load that runs.
         epoch: How many forks lie between this process and the one that made the guard.
@@ -74,6 +75,7 @@ class GuardState(Generic[M]):
         self.draining: set[Generation[M]] = set()
         self.abandoned: set[Generation[M]] = set()
         self.closed = False
+        self.unloaded = False
         self.requests = 0
         self.generations = 0
         self.reloads = 0
@@ -93,6 +95,7 @@ class GuardState(Generic[M]):
         # Reentrant: the garbage collector may return a dropped lease at any point, also under this lock.
         self.lock = threading.RLock()
         self.drained = threading.Condition(self.lock)
+        self.job_ended = threading.Condition(self.lock)
         self.waiting: dict[Future[Outcome], int] = {}
 
     # Calls
@@ -250,6 +253,25 @@ class GuardState(Generic[M]):
                 job.after_call = after_call
             return job
 
+    def request_unload(self, reasons: tuple[Reason, ...], *, instead_of: Generation[M] | None = None) -> LoadJob | None:
+        """Ask for the release of the current generation until its next use; None if it cannot begin now.
+
+        That is: a load is under way, the guard is closed, or there is no generation, or not ``instead_of``.
+        """
+        with self.lock:
+            if self.job is not None or self.closed or self.current is None:
+                return None
+            if instead_of not in (None, self.current):
+                return None
+            self.job = LoadJob(reasons, urgent=True, unloads=True)
+            return self.job
+
+    def wait_for_end_of_job(self, job: LoadJob | None, timeout: float | None) -> bool:
+        """Wait until ``job``, or the one under way, has ended; false if ``timeout`` seconds have passed."""
+        with self.lock:
+            job = self.job if job is None else job
+            return job is None or self.job_ended.wait_for(lambda: self.job is not job, timeout)
+
     def begin(self, job: LoadJob) -> bool:
         """Record that the loader is about to be called, which answers all requests so far; false if closed."""
         with self.lock:
@@ -279,8 +301,9 @@ class GuardState(Generic[M]):
             job.replaces = False  # done: the rest of the job is the end of the old generation
             if old is not None:
                 self._retire(old)
-            if generation.number > 1:
+            if generation.number > 1 and not self.unloaded:
                 self.reloads += 1
+            self.unloaded = False
             self.model_bytes = max(self.model_bytes or 0, generation.model_bytes)
             self.failures, self.failure, self.retry_at = 0, None, -math.inf
             waiting = self._pop_waiting(covers)
@@ -298,6 +321,7 @@ class GuardState(Generic[M]):
             if self.requests <= covers and self.job is job:
                 # At the same time: a caller that came between the failure and the end of the job would wait in vain.
                 self.job = None
+                self.job_ended.notify_all()
             self.failures = failure.attempt
             # Not kept: the cause's traceback holds the loader's frames, and these may hold half a model.
             self.failure = failure.again(failure.retry_after)
@@ -318,6 +342,7 @@ class GuardState(Generic[M]):
                 # Its failure has ended it (or this is a forked child): later requests have had a job of their own.
                 return None
             self.job = None
+            self.job_ended.notify_all()
             covers = self.requests if job.covers is None else job.covers
             # Closed and reopened since this job installed its model: its waiters have made no request, and need a load.
             reopened = self.current is None and bool(self.waiting)
@@ -335,6 +360,18 @@ class GuardState(Generic[M]):
             if old is not None:
                 self._retire(old)
             return old
+
+    def retire_until_next_use(self, *, if_unused: bool) -> Generation[M] | None:
+        """Take the current generation out of service, to be released until its next use.
+
+        Args:
+            if_unused: Not if a call runs on it now.
+        """
+        with self.lock:
+            if self.current is None or (if_unused and self.current.leases):
+                return None
+            self.unloaded = True
+            return self.retire_current()
 
     def set_alarm(self, generation: Generation[M], uses: float) -> None:
         """Have the end of a call ask the policy once ``uses`` calls have ended."""
@@ -393,6 +430,7 @@ class GuardState(Generic[M]):
         """Refuse every further call; returns the generation that was current."""
         with self.lock:
             self.closed = True
+            self.unloaded = False
             old = self.retire_current()
             waiting = self._pop_waiting(math.inf)
         for future in waiting:

@@ -11,6 +11,7 @@ from typing import Any
 from modelguard import _units
 from modelguard.errors import GuardClosed, LoadFailed, NotSupported, Reloading
 from modelguard.lifecycle import _deadlocks
+from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._state import GuardState, Outcome
 
 #: Seconds between two searches for a circle that can only be seen on the stacks.
@@ -49,6 +50,18 @@ def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Time
     finally:
         state.stop_waiting(future)
     _raise(outcome)
+
+
+def wait_for_end_of_job(state: GuardState[Any], job: LoadJob | None, timeout: Timeout) -> None:
+    """Wait until ``job``, or the load under way, has ended.
+
+    Raises:
+        Reloading: ``timeout`` has passed.
+        GuardClosed: The guard was closed meanwhile.
+    """
+    if not state.wait_for_end_of_job(job, timeout.left()):
+        raise Reloading(state.name, waited=timeout.waited())
+    state.raise_if_closed()
 
 
 def _result(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> Outcome:

@@ -121,8 +121,11 @@ class ModelGuard(Generic[M]):
 
     @property
     def ready(self) -> bool:
-        """Whether a model is loaded and takes calls: what a readiness probe should report."""
-        return self.engine.state.current is not None
+        """Whether calls get a model: what a readiness probe should report.
+
+        One is loaded, or ``Idle`` has released it and the next call loads it (unless its ``ready`` is False).
+        """
+        return self.engine.ready
 
     def load(self, timeout: _units.Duration | None = None) -> None:
         """Load the model unless it is loaded. Blocks.
@@ -163,6 +166,27 @@ class ModelGuard(Generic[M]):
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine: does not block the event loop."""
         await self.engine.areload(timeout)
+
+    def unload(self, timeout: _units.Duration | None = None) -> None:
+        """Release the model until its next use, which loads it again. Blocks.
+
+        It waits for the calls that run, up to ``drain_timeout``, and for a load that is under way. Does nothing if no
+        model is loaded.
+
+        Args:
+            timeout: How long to wait at most. Default: until it is released.
+
+        Raises:
+            Reloading: ``timeout`` has passed. A release that has begun goes on.
+            GuardClosed: The guard is closed.
+            WouldDeadlock: Called inside a call on this guard, by its loader, or on a running event loop (use
+                :meth:`aunload`).
+        """
+        self.engine.unload(timeout)
+
+    async def aunload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`unload` for a coroutine: does not block the event loop."""
+        await self.engine.aunload(timeout)
 
     def check(self) -> bool:
         """Ask the policies now, as the background thread does regularly; returns whether a reload was started."""
@@ -215,8 +239,9 @@ class ModelGuard(Generic[M]):
                 replacing = state.job is not None and state.job.replaces
                 return "degraded" if state.failures else "reloading" if replacing else "ready"
             if state.job is not None:
-                return "draining" if state.generations else "loading"
-            return "failed" if state.failures else "new"
+                waking = state.unloaded and not state.job.unloads
+                return "draining" if state.generations and not waking else "loading"
+            return "failed" if state.failures else "idle" if state.unloaded else "new"
 
     def __enter__(self) -> ModelGuard[M]:
         self.engine.reopen()

@@ -1,4 +1,4 @@
-"""When a model is replaced: policies are values that read a snapshot.
+"""When a model is replaced or released: policies are values that read a snapshot.
 
 A policy has no clock, process or file of its own. The guard takes the readings, puts them into a :class:`Snapshot` and
 asks the policy. So a policy is tested by giving it a snapshot.
@@ -8,227 +8,23 @@ asks the policy. So a policy is tested by giving it a snapshot.
 # fields' types could not be resolved.
 import math
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _policy_hints
-from modelguard.telemetry.reasons import Reason, ReasonKind
+from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, Value
 
-__all__ = ["TTL", "Errors", "MemoryGrowth", "MemoryLimit", "Modified", "Policy", "Snapshot", "Uses"]
+__all__ = ["TTL", "Between", "Errors", "Idle", "MemoryGrowth", "MemoryLimit", "Modified", "Policy", "Snapshot", "Uses"]
 
-#: A policy on memory needs this many consecutive readings: one reading may be the spike of a single call.
-SAMPLES = 3
+if TYPE_CHECKING:
+    from datetime import tzinfo
 
 #: Bytes. Whoever writes ``MemoryGrowth(500)`` means megabytes; the service would reload every few seconds.
 _LEAST_SIZE = 1_000_000
 
 
-def _nothing() -> Mapping[Any, Any]:
-    return MappingProxyType({})
-
-
-class FileChange(NamedTuple):
-    """What the guard knows about a watched path.
-
-    Attributes:
-        changed: Whether the path differs from what it was when the generation's load began.
-        quiet: Seconds since the last change was seen.
-    """
-
-    changed: bool
-    quiet: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """The readings of one generation at one moment.
-
-    Attributes:
-        generation: Its number; the first is 1.
-        age: Seconds since it began to take calls.
-        uses: Calls and leases that have ended on it.
-        consecutive_errors: Consecutive calls, up to the latest, that raised an ``Exception``.
-        memory: The latest readings of private memory in bytes, oldest first, at most three,
-            taken since the generation settled. Empty until then.
-        baseline: Private memory when it settled, in bytes, None until then.
-        limit: The effective memory limit of this process in bytes, None if there is none.
-        jitter: A number in [0, 1), drawn once per process and generation.
-        files: What is known about the paths that a policy watches.
-        gauges: Figures that the model's adapter reads from the model (spaCy: ``lexemes``, ``strings``,
-            ``index_bytes``).
-        first_gauges: The same figures when the generation began to take calls.
-    """
-
-    generation: int = 1
-    age: float = 0.0
-    uses: int = 0
-    consecutive_errors: int = 0
-    memory: tuple[int, ...] = ()
-    baseline: int | None = None
-    limit: int | None = None
-    jitter: float = 0.0
-    files: Mapping[Path, FileChange] = field(default_factory=_nothing)
-    gauges: Mapping[str, int] = field(default_factory=_nothing)
-    first_gauges: Mapping[str, int] = field(default_factory=_nothing)
-
-    @property
-    def settled_memory(self) -> int | None:
-        """The lowest of three consecutive readings in bytes, None while there are fewer."""
-        return min(self.memory) if len(self.memory) >= SAMPLES else None
-
-
-class Horizon(NamedTuple):
-    """When a policy must be asked again: once ``uses`` calls have ended or ``seconds`` have passed."""
-
-    uses: float
-    seconds: float
-
-
-class Policy(ABC):
-    """Decides when a generation is over. Subclass it and write :meth:`due`; combine policies with ``|`` and ``&``.
-
-    The guard calls :meth:`due` at the end of every call and once a second, so it should be fast. If it raises, the
-    guard goes on without it and emits ``CallbackErrored``.
-    """
-
-    #: The word for it in events and metrics.
-    kind: ClassVar[ReasonKind] = "custom"
-    #: Whether it reads ``memory``, ``baseline`` or ``settled_memory`` of the snapshot: only then the guard takes
-    #: readings.
-    reads_memory: bool = False
-    #: Whether it asks for new weights (TTL, Modified), and not for a fresh process.
-    renews: bool = False
-
-    @abstractmethod
-    def due(self, now: Snapshot) -> bool:
-        """Return whether the generation should be replaced."""
-
-    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - an own policy may need the snapshot
-        """Return how long the answer of :meth:`due` cannot change. By default the guard asks after every call."""
-        return Horizon(uses=1, seconds=1.0)
-
-    def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
-        """Name the policies that are due."""
-        return (Reason(self.kind, repr(self)),) if self.due(now) else ()
-
-    def parts(self) -> tuple["Policy", ...]:
-        """Return the simple policies that it is made of."""
-        return (self,)
-
-    def futile(self, now: Snapshot) -> str | None:  # noqa: ARG002 - most policies have nothing to say
-        """Return why a reload could not help, None if it can."""
-        return None
-
-    def __or__(self, other: "Policy") -> "Policy":
-        return _Any((self, _operand(other, "|")))
-
-    def __and__(self, other: "Policy") -> "Policy":
-        return _All((self, _operand(other, "&")))
-
-    def __ror__(self, other: object) -> "Policy":
-        return _Any((_operand(other, "|"), self))
-
-    def __rand__(self, other: object) -> "Policy":
-        return _All((_operand(other, "&"), self))
-
-    def __bool__(self) -> bool:  # TTL("1h") or Uses(5) would be the first of the two
-        why = "is a policy, which is neither true nor false"
-        raise InvalidOption("reload_on", self, why=why, fix="Join policies with | and &, not with `or` and `and`.")
-
-
-class _Value(Policy):
-    """A policy whose fields are set once. Written by hand, because six dataclasses would add 3 ms to the import."""
-
-    def _set(self, **fields: object) -> None:
-        vars(self).update(fields)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"cannot assign to field {name!r}: a policy is a value")
-
-    def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"cannot delete field {name!r}: a policy is a value")
-
-    def __eq__(self, other: object) -> bool:
-        return self.__dict__ == other.__dict__ if type(other) is type(self) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash((type(self), *self.__dict__.values()))
-
-
-def _operand(given: object, sign: str) -> Policy:
-    if isinstance(given, Policy):
-        return given
-    why = f"{sign} joins two policies, and this is {_units.kind_of(given)}"
-    raise InvalidOption("reload_on", given, why=why, fix=_policy_hints.fix_for(given))
-
-
-class _Joined(_Value):
-    members: tuple[Policy, ...]
-
-    def __init__(self, members: tuple[Policy, ...]) -> None:
-        self._set(members=members)
-
-    @property
-    def reads_memory(self) -> bool:  # type: ignore[override]
-        return any(member.reads_memory for member in self.members)
-
-    def horizon(self, now: Snapshot) -> Horizon:
-        each = [member.horizon(now) for member in self.members]
-        return Horizon(uses=min(one.uses for one in each), seconds=min(one.seconds for one in each))
-
-    def parts(self) -> tuple["Policy", ...]:
-        return tuple(part for member in self.members for part in member.parts())
-
-
-class _Any(_Joined):
-    def due(self, now: Snapshot) -> bool:
-        return any(member.due(now) for member in self.members)
-
-    def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
-        return tuple(reason for member in self.members for reason in member.reasons(now))
-
-    def __repr__(self) -> str:
-        return " | ".join(map(repr, self.members))
-
-
-class _All(_Joined):
-    kind = "combination"
-
-    def due(self, now: Snapshot) -> bool:
-        return all(member.due(now) for member in self.members)
-
-    def __repr__(self) -> str:
-        return " & ".join(f"({member!r})" if isinstance(member, _Any) else repr(member) for member in self.members)
-
-
-def alternatives(policy: Policy | None) -> tuple[Policy, ...]:
-    """The policies that ``|`` joins, each of which is enough by itself; none for None."""
-    if isinstance(policy, _Any):
-        return tuple(one for member in policy.members for one in alternatives(member))
-    return () if policy is None else (policy,)
-
-
-def subset(policy: Policy | None, *, renews: bool) -> Policy | None:
-    """The part of a policy that asks for new weights, or else the rest; None if there is no such part.
-
-    Where processes share one copy, the process that loaded it decides by the first part, and each of the others by the
-    second.
-    """
-    if isinstance(policy, _Any):
-        kept = tuple(part for member in policy.members if (part := subset(member, renews=renews)) is not None)
-        return _Any(kept) if kept else None
-    if policy is None or all(part.renews for part in policy.parts()) is not renews:
-        return None
-    return policy
-
-
-class TTL(_Value):
+class TTL(Value):
     """Due when the generation is older than ``age``.
 
     Args:
@@ -265,7 +61,7 @@ class TTL(_Value):
         return f"TTL({_units.format_seconds(self.seconds)!r})"
 
 
-class Uses(_Value):
+class Uses(Value):
     """Due when ``count`` calls or leases have ended on the generation.
 
     Raises:
@@ -288,7 +84,7 @@ class Uses(_Value):
         return f"Uses({self.count})"
 
 
-class Errors(_Value):
+class Errors(Value):
     """Due when this many consecutive calls have raised an ``Exception``.
 
     Interrupts and cancellations are not errors of the model and do not count.
@@ -313,7 +109,88 @@ class Errors(_Value):
         return f"Errors(consecutive={self.consecutive})"
 
 
-class _Memory(_Value):
+class Idle(Value):
+    """Due when no call has run for ``after``: the model is released, and the next call loads it again.
+
+    That call waits for the load, as a first call does. A guard looks for calls ten times in ``after``, and at most once
+    a second, so the release comes up to a tenth of it late. In forked workers that share the model of their parent,
+    which would return nothing, it is never due.
+
+    Args:
+        after: Seconds, a ``timedelta``, or text such as ``"10m"``.
+        ready: Whether the guard is ``ready`` while its model is released. A service that nobody else wakes must be, or
+            its load balancer sends it no call.
+
+    Raises:
+        InvalidOption: ``after`` is not a positive duration, or ``ready`` is not a bool.
+    """
+
+    kind = "idle"
+    unloads = True
+    after: float
+    ready: bool
+
+    def __init__(self, after: _units.Duration, *, ready: bool = True) -> None:
+        if not isinstance(ready, bool):
+            raise InvalidOption("ready", ready, why="must be True or False", fix="Write ready=False.")
+        self._set(after=_units.seconds(after, "after"), ready=ready)
+
+    def due(self, now: Snapshot) -> bool:
+        return now.idle >= self.after
+
+    def horizon(self, now: Snapshot) -> Horizon:
+        left = max(0.0, self.after - now.idle)
+        return Horizon(uses=math.inf, seconds=min(left, max(1.0, self.after / 10)))
+
+    def __repr__(self) -> str:
+        return f"Idle({_units.format_seconds(self.after)!r})"
+
+
+class Between(Value):
+    """Due at every moment of a daily span of time. Restricts other policies: ``TTL("1d") & Between("02:00", "05:00")``.
+
+    By itself it would be due all the time, so it is accepted only joined to another policy by ``&``. A span may include
+    midnight. The hour that a change to daylight saving time leaves out does not come on that day; the one that it
+    repeats comes twice.
+
+    Args:
+        start: The first minute, as ``"HH:MM"``.
+        end: The minute after the last one.
+        tz: The name of a time zone, such as ``"Europe/Berlin"``. Default: the local time of the machine, which is UTC
+            in most containers.
+
+    Raises:
+        InvalidOption: A time is not a time of day, both are the same, or the time zone is unknown.
+    """
+
+    restricts = True
+    start: str
+    end: str
+    tz: str | None
+
+    def __init__(self, start: str, end: str, *, tz: str | None = None) -> None:
+        first, last = _time_of_day("start", start), _time_of_day("end", end)
+        if first == last:
+            raise InvalidOption("end", end, why="is the same as start", fix="Write a span, as in '02:00', '05:00'.")
+        _zone(tz)
+        self._set(start=start, end=end, tz=tz)
+
+    def due(self, now: Snapshot) -> bool:
+        from datetime import datetime
+
+        moment = f"{datetime.fromtimestamp(now.time, _zone(self.tz)):%H:%M}"
+        if self.start < self.end:
+            return self.start <= moment < self.end
+        return moment >= self.start or moment < self.end
+
+    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - a minute is as exact as its bounds
+        return Horizon(uses=math.inf, seconds=30.0)
+
+    def __repr__(self) -> str:
+        return f"Between({self.start!r}, {self.end!r})"
+
+
+class _Memory(Value):
     reads_memory = True
     size: int | _units.Percentage
 
@@ -385,7 +262,7 @@ class MemoryLimit(_Memory):
         return f"the process holds {held} with a fresh model, and the bound is {allowed}"
 
 
-class Modified(_Value):
+class Modified(Value):
     """Due when a file or folder has changed since the generation's load began.
 
     A half-written file is never loaded: a change counts once the path has been unchanged for ``quiet``. If writers
@@ -426,6 +303,27 @@ class Modified(_Value):
 
     def __repr__(self) -> str:
         return f"Modified({str(self.path)!r})"
+
+
+def _time_of_day(argument: str, given: object) -> str:
+    hour, colon, minute = given.partition(":") if isinstance(given, str) else ("", "", "")
+    digits = len(hour) == len(minute) == 2 and (hour + minute).isascii() and (hour + minute).isdigit()  # noqa: PLR2004 - HH and MM
+    if not (colon and digits and int(hour) < 24 and int(minute) < 60):  # noqa: PLR2004 - hours and minutes
+        why = "must be a time of day as HH:MM"
+        raise InvalidOption(argument, given, why=why, fix=f"Write for example {argument}='02:30'.")
+    return str(given)
+
+
+def _zone(name: str | None) -> "tzinfo | None":
+    from zoneinfo import ZoneInfo
+
+    if name is None:
+        return None
+    try:
+        return ZoneInfo(name)  # cached
+    except (OSError, TypeError, ValueError, LookupError) as error:
+        fix = "Give a name such as 'Europe/Berlin', and install tzdata where the system has no time zones."
+        raise InvalidOption("tz", name, why=f"is not a known time zone ({error})", fix=fix) from None
 
 
 def _bound(size: int | _units.Percentage, now: Snapshot) -> int | None:

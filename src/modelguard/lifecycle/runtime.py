@@ -78,6 +78,7 @@ class Runtime:
 
     Attributes:
         clock: Monotonic seconds.
+        wall_clock: Seconds since the epoch.
         sleep: Waits for that many seconds.
         private: Private memory of this process, in bytes.
         headroom: Bytes that may still be allocated, None if unknown.
@@ -93,6 +94,7 @@ class Runtime:
     """
 
     clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
     private: Callable[[], int] = private
     headroom: Callable[[], int | None] = headroom

@@ -10,7 +10,7 @@ from modelguard.telemetry import GenerationReleased, GrowthFound
 
 K = TypeVar("K", bound=Hashable)
 
-State = Literal["new", "loading", "ready", "reloading", "draining", "degraded", "failed", "closed"]
+State = Literal["new", "loading", "ready", "reloading", "draining", "degraded", "idle", "failed", "closed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,10 @@ class Status:
 
     Attributes:
         name: The guard's name.
-        state: ``new`` (never loaded), ``loading`` (for the first time), ``ready``, ``reloading`` (the old generation
-            takes calls meanwhile), ``draining`` (calls wait while the model is replaced), ``degraded`` (the last reload
-            failed, and the old generation takes calls), ``failed`` (there is no model), ``closed``.
+        state: ``new`` (never loaded), ``loading`` (for the first time or after ``idle``), ``ready``, ``reloading`` (the
+            old generation takes calls meanwhile), ``draining`` (calls wait while the model is replaced), ``degraded``
+            (the last reload failed, and the old generation takes calls), ``idle`` (the model was released until its
+            next use), ``failed`` (there is no model), ``closed``.
         generation: Number of the current generation, 0 if there is none.
         age: Seconds since it began to take calls.
         uses: Calls that have ended on it.

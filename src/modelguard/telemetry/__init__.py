@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from modelguard.telemetry._hooks import Hook, add_hook, emit, listening, logger, set_hooks
+from modelguard.telemetry._hooks import Hook, add_hook, emit, listening, set_hooks
+from modelguard.telemetry._logger import logger
 from modelguard.telemetry.reasons import Reason, ReasonKind
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         RequestsRefused,
         Swap,
         SwapChosen,
+        UnloadStarted,
         WorkerEndCause,
         WorkerEnded,
         WorkerStarted,
@@ -66,6 +68,7 @@ __all__ = [
     "RequestsRefused",
     "Swap",
     "SwapChosen",
+    "UnloadStarted",
     "WorkerEndCause",
     "WorkerEnded",
     "WorkerStarted",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
+from modelguard.telemetry._logger import logger
 
 if TYPE_CHECKING:
     from modelguard.telemetry.events import Event
@@ -18,9 +19,6 @@ Hook = Callable[["Event"], None]
 
 #: The modules whose functions make hooks.
 _FACTORIES = ("modelguard.telemetry.prometheus", "modelguard.telemetry.opentelemetry")
-
-logger = logging.getLogger("modelguard")
-logger.addHandler(logging.NullHandler())
 
 _lock = threading.Lock()
 _hooks: tuple[Hook, ...] | None = None  # None: the defaults, chosen at the first event

@@ -12,7 +12,7 @@ from typing import Any
 
 from modelguard import _units
 from modelguard.telemetry import events
-from modelguard.telemetry._hooks import logger
+from modelguard.telemetry._logger import logger
 from modelguard.telemetry.reasons import Reason
 
 _WARNINGS = (
@@ -143,6 +143,9 @@ def _reasons(reasons: tuple[Reason, ...]) -> str:
 
 
 _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
+    events.UnloadStarted: lambda event: (
+        f"generation {event.generation} is released until the next use: {_reasons(event.reasons)}"
+    ),
     events.ReloadDue: lambda event: f"reload due after generation {event.generation}: {_reasons(event.reasons)}",
     events.RecycleAsked: lambda event: (
         f"asked the server for a new process after generation {event.generation}: {_reasons(event.reasons)}"

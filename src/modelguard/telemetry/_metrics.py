@@ -120,6 +120,7 @@ def _of_loads() -> Iterator[Metric]:
     )
     yield Metric("model.size", "gauge", "Size of the model, measured at its load.", unit="By")
     yield counter("reloads.due", "Due policies that led to a reload.", "reason", REASONS)
+    yield counter("unloads", "Models released until their next use.")
     yield counter("recycles.asked", "Due policies that led to a request for a new worker.", "reason", REASONS)
     yield counter("swaps.chosen", "How the next generation replaces the current one.", "swap", SWAPS[1:])
     yield counter("policies.futile", "Policies that were ignored because a reload could not help.")
@@ -248,6 +249,7 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.LoadErrored: _of_a_failure,
     events.LoadDiscarded: lambda _: (Measure("loads.discarded", 1),),
     events.ReloadDue: lambda event: _each("reloads.due", event.reasons),
+    events.UnloadStarted: lambda _: (Measure("unloads", 1),),
     events.RecycleAsked: lambda event: _each("recycles.asked", event.reasons),
     events.SwapChosen: lambda event: (Measure("swaps.chosen", 1, event.swap),),
     events.PolicyFutile: lambda _: (Measure("policies.futile", 1),),

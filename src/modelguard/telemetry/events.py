@@ -54,6 +54,17 @@ class ReloadDue(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnloadStarted(Event):
+    """The model is released until its next use: ``Idle`` is due, or ``unload()`` was called.
+
+    ``GenerationReleased`` follows when its memory is returned.
+    """
+
+    generation: int
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecycleAsked(Event):
     """A policy has become due in a process that is replaced as a whole: the server was asked for a new process."""
 

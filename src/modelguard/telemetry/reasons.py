@@ -7,11 +7,13 @@ from typing import Literal, NamedTuple
 __all__ = ["Reason", "ReasonKind"]
 
 #: ``"combination"``: policies joined by ``&``, which are due together. ``"custom"``: a user-defined policy.
+#: ``"woken"``: the first use after the model was released by ``Idle`` or ``unload()``.
 ReasonKind = Literal[
     "combination",
     "custom",
     "errors",
     "first_use",
+    "idle",
     "index_growth",
     "memory_growth",
     "memory_limit",
@@ -20,6 +22,7 @@ ReasonKind = Literal[
     "retry",
     "ttl",
     "uses",
+    "woken",
 ]
 
 

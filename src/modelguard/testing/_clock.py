@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from modelguard import _units
@@ -54,12 +55,14 @@ class Clock:
         "_test",
         "_threads",
         "_ticks",
+        "_wall_at_zero",
     )
 
     def __init__(self, test: str) -> None:
         self._test = test
         self._lock = threading.Lock()
         self._ticks = math.ceil(time.monotonic()) * _TICKS
+        self._wall_at_zero = time.time() - self._clock()
         self._over = False
         self._memory = _START
         self._limit: int | None = None
@@ -68,6 +71,7 @@ class Clock:
         self._installed = ExitStack()
         self._runtime = runtime.Runtime(
             clock=self._clock,
+            wall_clock=lambda: self._wall_at_zero + self._clock(),
             sleep=self._sleep,
             private=lambda: self._memory,
             headroom=lambda: self._headroom,
@@ -87,6 +91,19 @@ class Clock:
     def now(self) -> float:
         """Seconds since an arbitrary start."""
         return self._clock()
+
+    @property
+    def wall(self) -> datetime:
+        """The time of day, as ``Between`` reads it, in UTC. Set it to a ``datetime``; it advances with :attr:`now`."""
+        return datetime.fromtimestamp(self._wall_at_zero + self._clock(), UTC)
+
+    @wall.setter
+    def wall(self, value: datetime) -> None:
+        self._require_test("wall")
+        if not isinstance(value, datetime) or value.tzinfo is None:
+            fix = "Write datetime(2026, 1, 10, 2, 30, tzinfo=UTC)."
+            raise InvalidOption("wall", value, why="must be a datetime with a time zone", fix=fix)
+        self._wall_at_zero = value.timestamp() - self._clock()
 
     @property
     def memory(self) -> int:

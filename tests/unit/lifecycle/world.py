@@ -90,6 +90,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
+        self.wall = 1.7e9
         self.memory = 100 * MB
         self.model_size = 0
         self.headroom: int | None = None
@@ -105,6 +106,7 @@ class World:
         self.threads: list[threading.Thread] = []
         self.runtime = Runtime(
             clock=lambda: self.now,
+            wall_clock=lambda: self.wall,
             sleep=self.tick,
             private=lambda: self.memory,
             headroom=lambda: self.headroom,
@@ -145,6 +147,7 @@ class World:
     def tick(self, seconds: float) -> None:
         """Let time pass. Sleeping is the same thing here."""
         self.now += seconds
+        self.wall += seconds
 
     def trim(self) -> str:
         self.trims += 1

@@ -24,6 +24,7 @@ EVERY: tuple[Event, ...] = (
         waited_seconds=0.0,
         time=1000.0,
     ),
+    telemetry.UnloadStarted(guard="nlp", generation=1, reasons=(Reason("idle", "Idle('10m')"),)),
     telemetry.ReloadDue(guard="nlp", generation=1, reasons=(TTL, Reason("uses", "Uses(50000)"))),
     telemetry.RecycleAsked(guard="nlp", generation=1, reasons=(Reason("memory_growth", "MemoryGrowth('500 MB')"),)),
     telemetry.SwapChosen(guard="nlp", swap="drain_first", why="room", model_bytes=100 * MB, headroom=None),

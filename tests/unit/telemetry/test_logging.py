@@ -27,6 +27,7 @@ from modelguard.telemetry import (
     ReloadDue,
     RequestsRefused,
     SwapChosen,
+    UnloadStarted,
     WorkerEndCause,
     WorkerEnded,
     WorkerStarted,
@@ -64,6 +65,11 @@ LINES: list[tuple[Event, str, str]] = [
         ReloadDue(guard="nlp", generation=3, reasons=(Reason("ttl", "TTL('1h')"), Reason("uses", "Uses(5)"))),
         "INFO",
         "reload due after generation 3: TTL('1h'), Uses(5)",
+    ),
+    (
+        UnloadStarted(guard="nlp", generation=3, reasons=(Reason("idle", "Idle('10m')"),)),
+        "INFO",
+        "generation 3 is released until the next use: Idle('10m')",
     ),
     (
         RecycleAsked(guard="nlp", generation=3, reasons=(Reason("uses", "Uses(5)"),)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from modelguard import (
     TTL,
     Backoff,
+    Between,
     Errors,
+    Idle,
     MemoryGrowth,
     MemoryLimit,
     ModelGuard,
@@ -200,6 +203,29 @@ def test_headroom_decides_the_swap(modelguard_clock: Clock, modelguard_loader: L
     modelguard_clock.headroom = "10 MB"
     modelguard_clock.advance("1h")
     assert [0, 0] == alive
+
+
+def test_the_time_of_day_is_set(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """``Between`` reads ``wall``, which advances with the clock."""
+    modelguard_clock.wall = datetime(2026, 1, 10, 12, tzinfo=UTC)
+    nlp = guard(modelguard_loader, reload_on=TTL("1h") & Between("02:00", "05:00", tz="UTC"))
+    nlp.load()
+    modelguard_clock.advance("13h")
+    assert (1, 1) == (generation(nlp), modelguard_clock.wall.hour)
+    modelguard_clock.advance("1h1m")
+    assert 2 == generation(nlp)
+    with pytest.raises(InvalidOption, match="must be a datetime with a time zone"):
+        modelguard_clock.wall = datetime(2026, 1, 10)  # noqa: DTZ001 - that is the mistake
+
+
+def test_a_model_that_is_idle_is_released(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """Ten minutes after the last call, and the next call loads it again."""
+    nlp = guard(modelguard_loader, reload_on=Idle("10m"))
+    nlp.load()
+    modelguard_clock.advance("11m")
+    assert ("idle", 0) == (nlp.status().state, modelguard_loader.alive)
+    with nlp.lease():
+        assert ("ready", 1) == (nlp.status().state, modelguard_loader.alive)
 
 
 def test_a_guard_from_before_the_test_can_be_driven(modelguard_clock: Clock) -> None:

@@ -1,0 +1,240 @@
+"""What a policy is: a value that reads a snapshot, and how policies are joined."""
+
+# Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
+# fields' types could not be resolved.
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+from modelguard import _public, _units
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle import _policy_hints
+from modelguard.telemetry.reasons import Reason, ReasonKind
+
+__all__ = ["Policy", "Snapshot"]
+
+#: A policy on memory needs this many consecutive readings: one reading may be the spike of a single call.
+SAMPLES = 3
+
+
+def _nothing() -> Mapping[Any, Any]:
+    return MappingProxyType({})
+
+
+class FileChange(NamedTuple):
+    """What the guard knows about a watched path.
+
+    Attributes:
+        changed: Whether the path differs from what it was when the generation's load began.
+        quiet: Seconds since the last change was seen.
+    """
+
+    changed: bool
+    quiet: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The readings of one generation at one moment.
+
+    Attributes:
+        generation: Its number; the first is 1.
+        age: Seconds since it began to take calls.
+        idle: Seconds for which no call has run or ended, as the regular checks have seen it.
+        uses: Calls and leases that have ended on it.
+        consecutive_errors: Consecutive calls, up to the latest, that raised an ``Exception``.
+        memory: The latest readings of private memory in bytes, oldest first, at most three,
+            taken since the generation settled. Empty until then.
+        baseline: Private memory when it settled, in bytes, None until then.
+        limit: The effective memory limit of this process in bytes, None if there is none.
+        jitter: A number in [0, 1), drawn once per process and generation.
+        time: Wall clock, in seconds since the epoch.
+        files: What is known about the paths that a policy watches.
+        gauges: Figures that the model's adapter reads from the model (spaCy: ``lexemes``, ``strings``,
+            ``index_bytes``).
+        first_gauges: The same figures when the generation began to take calls.
+    """
+
+    generation: int = 1
+    age: float = 0.0
+    idle: float = 0.0
+    uses: int = 0
+    consecutive_errors: int = 0
+    memory: tuple[int, ...] = ()
+    baseline: int | None = None
+    limit: int | None = None
+    jitter: float = 0.0
+    time: float = 0.0
+    files: Mapping[Path, FileChange] = field(default_factory=_nothing)
+    gauges: Mapping[str, int] = field(default_factory=_nothing)
+    first_gauges: Mapping[str, int] = field(default_factory=_nothing)
+
+    @property
+    def settled_memory(self) -> int | None:
+        """The lowest of three consecutive readings in bytes, None while there are fewer."""
+        return min(self.memory) if len(self.memory) >= SAMPLES else None
+
+
+class Horizon(NamedTuple):
+    """When a policy must be asked again: once ``uses`` calls have ended or ``seconds`` have passed."""
+
+    uses: float
+    seconds: float
+
+
+class Policy(ABC):
+    """Decides when a generation is over. Subclass it and write :meth:`due`; combine policies with ``|`` and ``&``.
+
+    The guard calls :meth:`due` at the end of every call and once a second, so it should be fast. If it raises, the
+    guard goes on without it and emits ``CallbackErrored``.
+    """
+
+    #: The word for it in events and metrics.
+    kind: ClassVar[ReasonKind] = "custom"
+    #: Whether it reads ``memory``, ``baseline`` or ``settled_memory`` of the snapshot: only then the guard takes
+    #: readings.
+    reads_memory: bool = False
+    #: Whether it asks for new weights (TTL, Modified), and not for a fresh process.
+    renews: bool = False
+    #: Whether the model is released when it is due, and loaded again by the next call (Idle), and not replaced.
+    unloads: bool = False
+    #: Whether it only restricts others that it is joined to by ``&`` (Between).
+    restricts: bool = False
+
+    @abstractmethod
+    def due(self, now: Snapshot) -> bool:
+        """Return whether the generation should be replaced."""
+
+    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - an own policy may need the snapshot
+        """Return how long the answer of :meth:`due` cannot change. By default the guard asks after every call."""
+        return Horizon(uses=1, seconds=1.0)
+
+    def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
+        """Name the policies that are due."""
+        return (Reason(self.kind, repr(self)),) if self.due(now) else ()
+
+    def parts(self) -> tuple["Policy", ...]:
+        """Return the simple policies that it is made of."""
+        return (self,)
+
+    def futile(self, now: Snapshot) -> str | None:  # noqa: ARG002 - most policies have nothing to say
+        """Return why a reload could not help, None if it can."""
+        return None
+
+    def __or__(self, other: "Policy") -> "Policy":
+        return _Any((self, _operand(other, "|")))
+
+    def __and__(self, other: "Policy") -> "Policy":
+        return _All((self, _operand(other, "&")))
+
+    def __ror__(self, other: object) -> "Policy":
+        return _Any((_operand(other, "|"), self))
+
+    def __rand__(self, other: object) -> "Policy":
+        return _All((_operand(other, "&"), self))
+
+    def __bool__(self) -> bool:  # TTL("1h") or Uses(5) would be the first of the two
+        why = "is a policy, which is neither true nor false"
+        raise InvalidOption("reload_on", self, why=why, fix="Join policies with | and &, not with `or` and `and`.")
+
+
+class Value(Policy):
+    """A policy whose fields are set once. Written by hand, because six dataclasses would add 3 ms to the import."""
+
+    def _set(self, **fields: object) -> None:
+        vars(self).update(fields)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}: a policy is a value")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}: a policy is a value")
+
+    def __eq__(self, other: object) -> bool:
+        return self.__dict__ == other.__dict__ if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self.__dict__.values()))
+
+
+def _operand(given: object, sign: str) -> Policy:
+    if isinstance(given, Policy):
+        return given
+    why = f"{sign} joins two policies, and this is {_units.kind_of(given)}"
+    raise InvalidOption("reload_on", given, why=why, fix=_policy_hints.fix_for(given))
+
+
+class _Joined(Value):
+    members: tuple[Policy, ...]
+
+    def __init__(self, members: tuple[Policy, ...]) -> None:
+        self._set(members=members)
+
+    @property
+    def reads_memory(self) -> bool:  # type: ignore[override]
+        return any(member.reads_memory for member in self.members)
+
+    @property
+    def restricts(self) -> bool:  # type: ignore[override]
+        return all(member.restricts for member in self.members)
+
+    @property
+    def unloads(self) -> bool:  # type: ignore[override]
+        return any(member.unloads for member in self.members)
+
+    def horizon(self, now: Snapshot) -> Horizon:
+        each = [member.horizon(now) for member in self.members]
+        return Horizon(uses=min(one.uses for one in each), seconds=min(one.seconds for one in each))
+
+    def parts(self) -> tuple["Policy", ...]:
+        return tuple(part for member in self.members for part in member.parts())
+
+
+class _Any(_Joined):
+    def due(self, now: Snapshot) -> bool:
+        return any(member.due(now) for member in self.members)
+
+    def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
+        return tuple(reason for member in self.members for reason in member.reasons(now))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.members))
+
+
+class _All(_Joined):
+    kind = "combination"
+
+    def due(self, now: Snapshot) -> bool:
+        return all(member.due(now) for member in self.members)
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({member!r})" if isinstance(member, _Any) else repr(member) for member in self.members)
+
+
+def alternatives(policy: Policy | None) -> tuple[Policy, ...]:
+    """The policies that ``|`` joins, each of which is enough by itself; none for None."""
+    if isinstance(policy, _Any):
+        return tuple(one for member in policy.members for one in alternatives(member))
+    return () if policy is None else (policy,)
+
+
+def subset(policy: Policy | None, *, renews: bool, unloads: bool = False) -> Policy | None:
+    """The part of a policy that asks for new weights, or else the rest; None if there is no such part.
+
+    Where processes share one copy, the process that loaded it decides by the first part, and each of the others by the
+    second. ``Idle`` is in neither, unless ``unloads`` asks for it: what others share is not released.
+    """
+    if isinstance(policy, _Any):
+        parts = (subset(member, renews=renews, unloads=unloads) for member in policy.members)
+        kept = tuple(part for part in parts if part is not None)
+        return _Any(kept) if kept else None
+    if policy is None or policy.unloads:
+        return policy if unloads else None
+    asks_for_weights = all(part.renews for part in policy.parts() if not part.restricts)
+    return policy if asks_for_weights is renews else None
+
+
+_public.set_module(globals(), "modelguard")

@@ -1,0 +1,299 @@
+"""Models that are released until their next use: ``Idle`` and ``unload()``."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.unit.lifecycle.world import MB, World, number, outcome
+
+from modelguard import TTL, Idle, ModelGuard, Uses
+from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Reloading, WouldDeadlock
+from modelguard.lifecycle._leases import Lease
+from modelguard.telemetry import GenerationReleased, LoadStarted, ReloadDue, UnloadStarted
+
+
+def idle_for(world: World, guard: ModelGuard[object], seconds: float) -> None:
+    """Let time pass as the ticker does, which checks every second."""
+    for _ in range(int(seconds)):
+        world.tick(1.0)
+        guard.check()
+        world.join()
+
+
+class TestIdle:
+    def test_releases_the_model_once_nobody_has_used_it(self, world: World) -> None:
+        """Not earlier, and its memory comes back; an event says why."""
+        world.model_size = 50 * MB
+        guard = world.guard(reload_on=Idle("10s"))
+        number(guard)
+        guard.check()
+        before = world.memory
+        idle_for(world, guard, 9)
+        assert ("ready", 50 * MB) == (guard.status().state, world.memory - before + 50 * MB)
+        idle_for(world, guard, 1)
+        assert ("idle", before - 50 * MB) == (guard.status().state, world.memory)
+        assert ("Idle('10s')",) == world.reasons(UnloadStarted)
+        assert 1 == len(world.seen(GenerationReleased))
+
+    def test_the_next_call_loads_it_again(self, world: World) -> None:
+        """One load, whose reason says that it was woken; it counts as no reload."""
+        guard = world.guard(reload_on=Idle("10s"))
+        assert 1 == number(guard)
+        idle_for(world, guard, 11)
+        assert 2 == number(guard)
+        assert (("next use",), 0, "ready") == (
+            world.reasons(LoadStarted),
+            guard.status().reloads,
+            guard.status().state,
+        )
+
+    def test_every_call_starts_the_time_anew(self, world: World) -> None:
+        """A call each nine seconds keeps the model for as long as they come."""
+        guard = world.guard(reload_on=Idle("10s"))
+        for _ in range(10):
+            assert 1 == number(guard)
+            idle_for(world, guard, 9)
+        idle_for(world, guard, 2)
+        assert "idle" == guard.status().state
+
+    def test_a_call_that_runs_is_use(self, world: World) -> None:
+        """However long it takes."""
+        guard = world.guard(reload_on=Idle("10s"))
+        with guard.lease():
+            idle_for(world, guard, 60)
+            assert "ready" == guard.status().state
+
+    def test_a_call_that_has_just_begun_keeps_the_model(self, world: World) -> None:
+        """It begins between the check and the release: nobody waits, and the model stays."""
+        calls: list[Lease[Any]] = []
+
+        def start(work: Callable[[], None], name: str) -> None:
+            if calls:
+                calls[0].__enter__()
+            world.start(work, name)
+
+        guard = world.guard(reload_on=Idle("10s"), runtime=dataclasses.replace(world.runtime, start_thread=start))
+        number(guard)
+        guard.check()
+        world.tick(11)
+        calls.append(guard.lease())
+        guard.check()
+        world.join()
+        assert ("ready", []) == (guard.status().state, world.seen(UnloadStarted))
+        calls.pop().__exit__(None, None, None)
+        idle_for(world, guard, 12)
+        assert "idle" == guard.status().state
+
+    def test_beside_other_policies(self, world: World) -> None:
+        """They replace the model while it is used; what nobody uses is released and not replaced."""
+        guard = world.guard(reload_on=Uses(2) | TTL("4s", jitter=0) | Idle("10s"), defer=0)
+        assert [1, 1] == [number(guard), number(guard)]
+        world.join()
+        assert 2 == number(guard)
+        idle_for(world, guard, 11)
+        assert ("idle", ["Uses(2)", "TTL('4s')", "TTL('4s')"]) == (
+            guard.status().state,
+            [str(event.reasons[0]) for event in world.seen(ReloadDue)],
+        )
+
+    def test_joined_by_and(self, world: World) -> None:
+        """``Idle(...) & Uses(3)``: released when it is idle after three calls, never replaced."""
+        guard = world.guard(reload_on=Idle("10s") & Uses(3))
+        number(guard)
+        idle_for(world, guard, 20)
+        assert "ready" == guard.status().state
+        number(guard), number(guard)
+        idle_for(world, guard, 20)
+        assert ("idle", []) == (guard.status().state, world.seen(ReloadDue))
+
+    @pytest.mark.parametrize("ready", [True, False])
+    def test_readiness_is_chosen(self, world: World, ready: bool) -> None:  # noqa: FBT001 - a parameter of the test
+        """Ready while idle by default, since no load balancer would ever send a call that wakes it otherwise."""
+        guard = world.guard(reload_on=Idle("10s", ready=ready))
+        assert not guard.ready
+        number(guard)
+        idle_for(world, guard, 11)
+        assert ("idle", ready) == (guard.status().state, guard.ready)
+
+    def test_a_failed_wake_up_is_a_failed_load(self, world: World) -> None:
+        """The caller gets its error, the guard is not ready, and a retry follows the backoff."""
+        guard = world.guard(reload_on=Idle("10s"))
+        number(guard)
+        idle_for(world, guard, 11)
+        world.loader.fails = world.loader.recovers_after_this = True
+        with pytest.raises(LoadFailed):
+            number(guard)
+        world.join()
+        assert ("failed", False) == (guard.status().state, guard.ready)
+        idle_for(world, guard, 3)
+        assert ("ready", True) == (guard.status().state, guard.ready)
+
+    def test_many_callers_wake_it_with_one_load(self, world: World) -> None:
+        """All wait for the same load."""
+        guard = world.guard(reload_on=Idle("10s"))
+        number(guard)
+        idle_for(world, guard, 11)
+        world.loader.hold()
+        callers = [world.spawn(number, guard) for _ in range(16)]
+        world.loader.reached()
+        assert "loading" == guard.status().state
+        world.loader.open.set()
+        assert {2} == {outcome(one) for one in callers}
+
+    def test_a_caller_during_the_release_gets_a_model_loaded_after_it(self, world: World) -> None:
+        """Never two copies at a time: the load begins when the memory is back."""
+        releasing, release = threading.Event(), threading.Event()
+
+        def unload(_: object) -> None:
+            releasing.set()
+            assert release.wait(60)
+
+        guard = world.guard(reload_on=Idle("10s"), unload=unload)
+        number(guard)
+        guard.check()
+        world.tick(11)
+        guard.check()
+        assert releasing.wait(60)
+        caller = world.spawn(number, guard)
+        assert 1 == world.loader.calls
+        release.set()
+        assert 2 == outcome(caller)
+
+    def test_a_forked_worker_keeps_what_it_shares(self, world: World) -> None:
+        """In children that share their parent's model the policy is never due."""
+        guard = world.guard(reload_on=Idle("10s") | Uses(5))
+        number(guard)
+        guard.recycle_in_children(lambda _: None)
+        guard.engine.before_fork()
+        guard.engine.after_fork_in_parent()
+        guard.engine.after_fork_in_child()
+        idle_for(world, guard, 60)
+        assert "ready" == guard.status().state
+
+    @pytest.mark.parametrize("after", [0, -1, "soon", None, True])
+    def test_a_bad_time_is_rejected(self, after: object) -> None:
+        """The message names ``after``."""
+        with pytest.raises(InvalidOption, match="after"):
+            Idle(after)  # type: ignore[arg-type]
+
+    def test_a_bad_ready_is_rejected(self) -> None:
+        """The message names ``ready``."""
+        with pytest.raises(InvalidOption, match="ready='yes': must be True or False"):
+            Idle("1m", ready="yes")  # type: ignore[arg-type]
+
+
+class TestUnload:
+    def test_releases_until_the_next_use(self, world: World) -> None:
+        """For guards without ``Idle`` too; a guard without a model is not ready then."""
+        guard = world.guard()
+        number(guard)
+        guard.unload()
+        assert ("idle", False, ("requested",)) == (guard.status().state, guard.ready, world.reasons(UnloadStarted))
+        assert 2 == number(guard)
+
+    def test_without_a_model_does_nothing(self, world: World) -> None:
+        """Before the first load, and twice."""
+        guard = world.guard()
+        guard.unload()
+        assert ("new", 0) == (guard.status().state, world.loader.calls)
+        number(guard)
+        guard.unload()
+        guard.unload()
+        assert 1 == len(world.seen(UnloadStarted))
+
+    def test_waits_for_the_calls_that_run(self, world: World) -> None:
+        """They end on their model; calls that come meanwhile get the next one."""
+        guard = world.guard()
+        lease = guard.lease()
+        model = lease.__enter__()
+        unloading = world.spawn(guard.unload)
+        while guard.engine.state.current is not None:
+            pass
+        other = world.spawn(number, guard)
+        assert (1, 1) == (model.number, world.loader.calls)
+        lease.__exit__(None, None, None)
+        outcome(unloading)
+        assert 2 == outcome(other)
+
+    def test_waits_for_a_load_under_way(self, world: World) -> None:
+        """And releases what it has loaded."""
+        guard = world.guard()
+        number(guard)
+        world.loader.hold()
+        reloading = world.spawn(guard.reload)
+        world.loader.reached()
+        unloading = world.spawn(guard.unload)
+        world.loader.open.set()
+        outcome(reloading), outcome(unloading)
+        assert ("idle", 2) == (guard.status().state, world.loader.calls)
+
+    def test_a_bounded_wait(self, world: World) -> None:
+        """``Reloading`` after ``timeout``; the load goes on."""
+        guard = world.guard()
+        number(guard)
+        world.loader.hold()
+        guard.reload(wait=False)
+        world.loader.reached()
+        with pytest.raises(Reloading):
+            guard.unload(timeout=0)
+        world.loader.open.set()
+        world.join()
+        assert "ready" == guard.status().state
+
+    def test_inside_a_call_is_refused(self, world: World) -> None:
+        """It would wait for its own end."""
+        guard = world.guard()
+        with guard.lease(), pytest.raises(WouldDeadlock, match="unload"):
+            guard.unload()
+
+    def test_on_a_loop(self, world: World) -> None:
+        """``unload()`` would block it and is refused; ``await aunload()`` does not."""
+        guard = world.guard()
+        number(guard)
+
+        async def work() -> None:
+            with pytest.raises(WouldDeadlock, match="aunload"):
+                guard.unload()
+            await guard.aunload()
+
+        asyncio.run(work())
+        assert "idle" == guard.status().state
+
+    def test_by_its_own_loader_is_refused(self, world: World) -> None:
+        """A loader that waits for its own end would hang."""
+        errors: list[BaseException] = []
+
+        def load() -> object:
+            try:
+                guard.unload()
+            except WouldDeadlock as error:
+                errors.append(error)
+            return world.loader()
+
+        guard = world.guard(load)
+        assert 1 == number(guard)
+        guard.reload()
+        assert 2 == len(errors)
+
+    def test_of_a_closed_guard(self, world: World) -> None:
+        """``GuardClosed``, and ``closed`` is its state also after it was idle."""
+        guard = world.guard()
+        number(guard)
+        guard.unload()
+        guard.close()
+        assert ("closed", False) == (guard.status().state, guard.ready)
+        with pytest.raises(GuardClosed):
+            guard.unload()
+
+    def test_a_reload_wakes_it(self, world: World) -> None:
+        """``reload()`` loads a model, used or not."""
+        guard = world.guard()
+        number(guard)
+        guard.unload()
+        guard.reload()
+        assert ("ready", 2) == (guard.status().state, world.loader.calls)
