@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +40,13 @@ def test_the_line_that_keeps_most_comes_first(tool: str) -> None:
     line, size = next(iter(found["traced"].items()))
     assert "<string>:10" == line
     assert 4000 < size < 5000
+
+
+def test_a_folder_of_that_name(tmp_path: Path) -> None:
+    """It is not memray, and tracemalloc is used."""
+    (tmp_path / "memray").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, ""], capture_output=True, text=True, check=False, timeout=100, cwd=tmp_path
+    )
+    if importlib.util.find_spec("memray") is None:
+        assert "tracemalloc" == json.loads(done.stdout)["traced_by"]

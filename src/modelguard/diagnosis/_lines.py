@@ -31,7 +31,7 @@ def kept_by_line(run: Callable[[], int]) -> dict[str, Any]:
         return _by_tracemalloc(run)
     try:
         return _by_memray(run)
-    except (ImportError, OSError, RuntimeError):  # such as a profiler that is active already
+    except (AttributeError, ImportError, OSError, RuntimeError):  # a folder of that name, or a profiler that is active
         return _by_tracemalloc(run)
 
 
