@@ -26,6 +26,8 @@ NAMES = (
     "goodput",
     "import_cost",
     "isolation",
+    "isolation_batching",
+    "isolation_replacement",
     "recycling",
     "reload_creep",
     "reload_ja_ginza",

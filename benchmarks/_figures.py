@@ -158,6 +158,19 @@ PROMISES = (
         missed="decisions.md#a-mold-loads-beside-calls-with-less-priority",
     ),
     Promise(
+        "isolate: longest call while ja_ginza is replaced under uvicorn, 8 threads without pauses, relative to the p99",
+        "at most 1.5",
+        "isolation_replacement",
+        r"longest call during a replacement / p99: isolate",
+        missed="decisions.md#a-mold-loads-beside-calls-with-less-priority",
+    ),
+    Promise(
+        "isolate: MiniLM in batches, in two workers: rate in the process, relative to it",
+        "at least 0.95 of the rate: a ratio of at most 1/0.95",
+        "isolation_batching",
+        r"rate in the process / isolated",
+    ),
+    Promise(
         "isolate: 50 replacements of workers and 20 of molds, slope of the memory of all processes",
         "no rise beyond twice its error",
         "isolation",

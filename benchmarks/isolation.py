@@ -1,8 +1,8 @@
 """Isolated functions: what a call costs, how fast workers and molds are replaced, and what calls notice of it.
 
 * Transport: a call with a short text, and one with a 6 MB array that comes back, over the same on a bare
-  ``multiprocessing`` Connection to a process that echoes. Peers: ``ProcessPoolExecutor``, and loky and pebble where
-  they are installed.
+  ``multiprocessing`` Connection to a process that echoes. Peers: ``ProcessPoolExecutor``, and loky, pebble and
+  gunicorn's dirty workers where they are installed.
 * Replacement of ja_ginza: seconds from the order to the first answer of a fresh worker, over those of a reload in this
   process. The private memory of the fresh worker after its first answer, over the model's size.
 * The stall: a real uvicorn, eight clients without gaps. The longest request during a replacement of the mold over the
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import _common
 import _isolated
+import _isolation_peers
 import psutil
 from examples._driver import Server
 
@@ -92,6 +93,9 @@ def transport(rounds: int) -> dict[str, dict[str, list[float]]]:
 
         pool = pebble.ProcessPool(max_workers=1, context=context)
         ways["pebble"] = lambda value: pool.schedule(same, args=[value]).result()
+    dirty = contextlib.ExitStack()
+    if _isolation_peers.has_dirty_workers():
+        ways["gunicorn, dirty"] = dirty.enter_context(_isolation_peers.echo())
     sent = {"small": ("a short text", 500), "array": (np.zeros(750_000), 10)}
     found: dict[str, dict[str, list[float]]] = {what: {way: [] for way in ways} for what in sent}
     for what, (value, count) in sent.items():
@@ -101,6 +105,7 @@ def transport(rounds: int) -> dict[str, dict[str, list[float]]]:
     process.terminate()
     _isolated.echo.close()
     executor.shutdown()
+    dirty.close()
     if "pebble" in ways:
         pool.stop()
     return found

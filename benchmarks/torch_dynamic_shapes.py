@@ -47,6 +47,7 @@ CAPPED = "8 x Conv1d(192), both caches capped"
 #: Ticks of the axis that shows growth, in MB.
 TICKS = (0, 5, 10, 25, 50, 100, 250)
 CAPS = (0, 1, 8, 16, 32, 64, 128, 256, 512, 1024)
+ONEDNN = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 NOTHING, BUCKETED, PRESET = "nothing", "bucketed", "torch-cpu-dynamic"
 
 
@@ -91,7 +92,7 @@ class Remedy:
 
 
 def caps(onednn: int | None = None, ideep: int | None = None) -> dict[str, str]:
-    values = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": onednn, "LRU_CACHE_CAPACITY": ideep}
+    values = {ONEDNN: onednn, "LRU_CACHE_CAPACITY": ideep}
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
@@ -109,7 +110,7 @@ def remedies() -> dict[str, Remedy]:
             {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"},
         ),
         "trim": Remedy("malloc_trim() every 20 calls", way="trim"),
-        PRESET: Remedy(f"preset {PRESET}", preset, ours=True),
+        PRESET: Remedy(f"preset {PRESET}, caps of {preset[ONEDNN]}", preset, ours=True),
         BUCKETED: Remedy("bucketed", way="bucketed", ours=True),
         "both": Remedy("bucketed, and the preset", preset, way="bucketed", ours=True),
     }

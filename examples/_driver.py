@@ -31,13 +31,21 @@ R = TypeVar("R")
 START = 180.0
 #: Seconds for a server to end after it was asked to.
 STOP = 30.0
+#: Seconds until a child that ends has given its memory back, or one that starts has come up.
+_UNSETTLED = 0.05
+#: Readings at most until no child ends or starts during one.
+_READINGS = 20
 #: Last lines of a server's log that messages show.
 LAST_LINES = 30
 #: How a server's log names the port that it listens on.
 _LISTENS = re.compile(r"(?:127\.0\.0\.1|localhost):([1-9]\d*)")
 _SERVER_ERRORS = 500
+_ROLLUP = re.compile(r"^(Pss_Anon|SwapPss): +(\d+) kB$", re.MULTILINE)
 
-#: The first service that is compared, as it was first written, and the guarded one.
+#: Points of a curve that are marked one by one.
+_MARKED = 40
+
+#: The first service that is compared, as it was first written, then the guarded one, and the isolated one.
 COLOURS = ("#d55e00", "#0072b2", "#009e73")
 
 
@@ -156,24 +164,40 @@ class Server:
         return {child.pid for child in psutil.Process(self.process.pid).children()}
 
     def private_bytes(self) -> int:
-        """Bytes that the server and its children have written to and share with nobody, swapped out or not.
+        """Bytes that the server and its children have written to, swapped out or not; shared pages count once.
 
         Unwritten pages of mapped files do not count: they become private to one server when another one unmaps them.
 
         Raises:
             ServerFailed: The server has ended.
-            ProcessLookupError: One of its children has ended meanwhile.
         """
         try:
-            family = psutil.Process(self.process.pid).children(recursive=True)
-            usages = [memory.usage(self.process.pid), *(memory.usage(one.pid) for one in family)]
+            for _ in range(_READINGS):
+                total, settled = self._family_bytes()
+                if settled:
+                    break
+                time.sleep(_UNSETTLED)
         except (ProcessLookupError, psutil.NoSuchProcess):
             # A process that ends has no memory any more, some moments before its exit status can be read.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
             self.check()
             raise
-        return sum((usage.private_dirty or 0) + (usage.swap or 0) for usage in usages)
+        return total
+
+    def _family_bytes(self) -> tuple[int, bool]:
+        """Bytes, and whether they are all: the share of a child that has ended or started meanwhile is missing."""
+        family, read = self._living(), set()
+        total = _written(self.process.pid)
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                total += _written(pid)
+                read.add(pid)
+        return total, family == read == self._living()
+
+    def _living(self) -> set[int]:
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        return {child.pid for child in family if not _has_ended(child)}
 
     def ask(
         self,
@@ -252,6 +276,20 @@ class Server:
         # Those that have left the server's session can be found only as long as their parent lives.
         with contextlib.suppress(psutil.NoSuchProcess):
             self._family += psutil.Process(self.process.pid).children(recursive=True)
+
+
+def _written(pid: int) -> int:
+    # Each process's share of a page that several have, so that the shares of a family add up to the page.
+    if not Path("/proc/self/smaps_rollup").exists():
+        usage = memory.usage(pid)
+        return (usage.private_dirty or 0) + (usage.swap or 0)
+    try:
+        found = dict(_ROLLUP.findall(Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")))
+    except FileNotFoundError:
+        found = {}
+    if not found:
+        raise ProcessLookupError(pid)
+    return 1024 * (int(found["Pss_Anon"]) + int(found["SwapPss"]))
 
 
 def _has_ended(process: psutil.Process) -> bool:
@@ -337,11 +375,13 @@ def draw(path: Path, *panels: Panel) -> None:
     every = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, panel in zip(every, panels, strict=True):
         for (name, (x, y)), colour in zip(panel.curves.items(), itertools.cycle(COLOURS)):
-            axes.plot(x, y, color=colour, marker="o", label=name)
+            axes.plot(x, y, color=colour, marker="o" if len(x) <= _MARKED else None, label=name)
         axes.set(xlabel=panel.x, ylabel=panel.y, ylim=(0, None))
         axes.set_title(panel.title, loc="left")
         axes.grid(color="#e6e6e6")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
+    handles, names = every[0].get_legend_handles_labels()
+    if len(names) > 1:
+        figure.legend(handles, names, loc="outside lower center", ncols=len(COLOURS), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

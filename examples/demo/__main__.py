@@ -1,4 +1,4 @@
-"""A guarded service and the same service unguarded, side by side under the same traffic: python -m examples.demo"""
+"""One service unguarded, guarded and isolated, side by side under the same traffic: python -m examples.demo"""
 
 import argparse
 import importlib.util
@@ -12,15 +12,16 @@ from pathlib import Path
 
 from examples._driver import Server, ServerFailed, megabytes, running
 from examples.demo import report, serve
-from examples.demo.record import Record, Sample
+from examples.demo.record import Record, Records, Sample
 from examples.demo.traffic import Clients, warm_up
 
 from modelguard import MemoryGrowth
 from modelguard.errors import InvalidOption
 
 ROOT = Path(__file__).parents[2]
-GUARDED, UNGUARDED = "guarded", "unguarded"
-APPS = {UNGUARDED: "unguarded:app", GUARDED: "app:app"}
+#: The application of each server.
+APPS = {"unguarded": "unguarded:app", "guarded": "app:app", "isolated": "isolated:app"}
+FILES = [f"{app.partition(':')[0]}.py" for app in APPS.values()]
 #: What each module is installed with. ja_ginza is a package of its own, beside spaCy.
 PACKAGES = {
     "spacy": "spacy",
@@ -29,7 +30,7 @@ PACKAGES = {
     "uvicorn": "uvicorn",
     "matplotlib": "matplotlib",
 }
-#: Seconds between two looks. Reading a process's memory walks its page tables, about 6 ms for 600 MB.
+#: Seconds between two looks. Reading a process's memory walks its page tables, about 6 ms for 600 MB, six times.
 LOOK = 0.25
 #: Seconds between two lines on what happens.
 PACE = 10.0
@@ -47,49 +48,58 @@ def main(words: Sequence[str] | None = None) -> int:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored, and means it
             signal.signal(number, signal.default_int_handler)
     try:
-        guarded, unguarded = compare(options.app_dir, options.seconds, options.growth, options.reloads)
+        records = compare(options.app_dir, options.seconds, options.growth, options.reloads)
     except ServerFailed as failure:
         print(failure, file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print("Interrupted; both servers have been stopped.", file=sys.stderr)
+        print("Interrupted; all servers have been stopped.", file=sys.stderr)
         return INTERRUPTED
-    report.write(options.out, options.growth, guarded, unguarded)
-    print(f"\n{report.comparison(guarded, unguarded)}\n\n{report.reloads(guarded)}\n")
+    report.write(options.out, options.growth, records)
+    print(
+        "",
+        report.comparison(records),
+        report.reloads(records.guarded),
+        report.replaced(records.isolated),
+        "",
+        sep="\n\n",
+    )
     print(*(options.out / name for name in ("demo.png", "report.md", "demo.json")), sep="\n")
-    if errors := guarded.errors():
-        count = f"{len(errors)} of {len(guarded.outcomes)} requests"
-        print(f"The guarded server failed {count}, the first {errors[0]}", file=sys.stderr)
-        return FAILED
-    return 0
+    failed = [record for record in (records.guarded, records.isolated) if record.errors()]
+    for record in failed:
+        errors = record.errors()
+        count = f"{len(errors)} of {len(record.outcomes)} requests"
+        print(f"The {record.name} server failed {count}, the first {errors[0]}", file=sys.stderr)
+    return FAILED if failed else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.demo",
-        description="Runs two uvicorn servers with ja_ginza, one guarded, under the same traffic of ever-new words, "
-        "for about two minutes. Leaves a picture, the figures and a report behind.",
-        epilog="exit status: 0 success, 1 a server died or the guarded one failed a request, 2 it could not run",
+        description="Runs three uvicorn servers with ja_ginza, one guarded and one isolated, under the same traffic of "
+        "ever-new words, for about two minutes. Leaves a picture, the figures and a report behind.",
+        epilog="exit status: 0 success, 1 a server died, or one other than the unguarded failed a request, 2 it could "
+        "not run",
     )
     missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         parser.error(f"some packages are not installed: pip install {' '.join(missing)}")
     parser.add_argument("--out", type=Path, default=Path("build/demo"), metavar="DIR", help="default: %(default)s")
     parser.add_argument(
-        "--seconds", type=_seconds, default=105.0, metavar="N", help="length of the traffic, default: %(default)g"
+        "--seconds", type=_seconds, default=100.0, metavar="N", help="length of the traffic, default: %(default)g"
     )
     parser.add_argument(
-        "--growth", type=_size, default="45 MB", help="growth at which the guard reloads, default: %(default)s"
+        "--growth", type=_size, default="45 MB", help="growth at which the model is replaced, default: %(default)s"
     )
     parser.add_argument(
         "--reloads",
         type=int,
         default=1,
         metavar="N",
-        help=f"go on for up to {EXTRA:g} s more until the guard has reloaded so often, default: %(default)s",
+        help=f"go on for up to {EXTRA:g} s more until the model has been replaced so often, default: %(default)s",
     )
     folder = ROOT / "examples" / "fastapi_spacy"
-    parser.add_argument("--app-dir", type=_services, default=folder, metavar="DIR", help="of app.py and unguarded.py")
+    parser.add_argument("--app-dir", type=_services, default=folder, metavar="DIR", help=f"of {', '.join(FILES)}")
     return parser
 
 
@@ -100,7 +110,7 @@ def _seconds(text: str) -> float:
 
 
 def _services(text: str) -> Path:
-    missing = [name for name in ("app.py", "unguarded.py") if not Path(text, name).is_file()]
+    missing = [name for name in FILES if not Path(text, name).is_file()]
     if missing:
         raise argparse.ArgumentTypeError(f"there is no {' and no '.join(missing)} in {text}")
     return Path(text)
@@ -114,17 +124,14 @@ def _size(text: str) -> str:
     return text
 
 
-def compare(folder: Path, seconds: float, growth: str, reloads: int) -> tuple[Record, Record]:
-    """Run both services under the same traffic.
+def compare(folder: Path, seconds: float, growth: str, reloads: int) -> Records:
+    """Run all services under the same traffic.
 
     Args:
-        folder: Where ``app.py`` and ``unguarded.py`` are.
+        folder: Where the services are.
         seconds: Length of the traffic.
-        growth: Growth of private memory after which the guard reloads, in words of ``MemoryGrowth``.
-        reloads: How many reloads there should be. The traffic goes on for up to ``EXTRA`` seconds until then.
-
-    Returns:
-        What was seen of the guarded server and of the unguarded one.
+        growth: Growth of private memory after which the model is replaced, in words of ``MemoryGrowth``.
+        reloads: How often it should be. The traffic goes on for up to ``EXTRA`` seconds until then.
 
     Raises:
         ServerFailed: A server died, or was not ready in time.
@@ -139,8 +146,7 @@ def compare(folder: Path, seconds: float, growth: str, reloads: int) -> tuple[Re
             )
             servers[name] = stack.enter_context(server)
             warm_up(servers[name].port)
-        records = drive(servers, seconds, reloads)
-    return records[GUARDED], records[UNGUARDED]
+        return Records(**drive(servers, seconds, reloads))
 
 
 def drive(servers: Mapping[str, Server], seconds: float, reloads: int) -> dict[str, Record]:
@@ -156,14 +162,14 @@ def drive(servers: Mapping[str, Server], seconds: float, reloads: int) -> dict[s
                 record.samples.append(Sample(now, servers[name].private_bytes()))
                 record.outcomes = list(clients[name].outcomes)
                 record.events = _events(servers[name])
-            enough = len(records[GUARDED].reloads()) >= reloads
+            enough = min(len(records["guarded"].reloads()), len(records["isolated"].replaced())) >= reloads
             if not stopped and now >= seconds + (0 if enough else EXTRA):
                 stopped = True
                 for each in clients.values():
                     each.stop(now)
             if now >= shown:
                 shown = now + PACE
-                _show(f"{now:3.0f} s, ever-new words to both servers{''.join(map(_sentence, records.values()))}")
+                _show(f"{now:3.0f} s, ever-new words to all servers{''.join(map(_sentence, records.values()))}")
             time.sleep(LOOK)
     finally:
         for each in clients.values():
@@ -182,7 +188,7 @@ def _sentence(record: Record) -> str:
     figures = record.figures()
     return (
         f"; {record.name}: {megabytes(record.samples[-1].private)}, {figures['requests']} requests, "
-        f"p99 {report.milliseconds(figures['p99'])}, {len(figures['reloads'])} reloads"
+        f"p99 {report.milliseconds(figures['p99'])}, {len(figures['reloads']) + len(figures['replaced'])} times renewed"
     )
 
 

@@ -79,6 +79,14 @@ class Record:
             if event["event"] == "LoadFinished" and event["swap"] != "first"
         ]
 
+    def replaced(self) -> list[float]:
+        """When workers were replaced because a policy was due, in seconds after the start."""
+        return [
+            event["time"] - self.epoch
+            for event in self.events
+            if event["event"] == "WorkerEnded" and event["cause"] == "recycled"
+        ]
+
     def errors(self) -> list[str]:
         """What went wrong with requests, in the order in which they were due."""
         return [
@@ -107,7 +115,16 @@ class Record:
             "p99": percentile(latencies, 99),
             "slowest": percentile(latencies, 100),
             "reloads": [reload._asdict() for reload in reloads],
+            "replaced": self.replaced(),
         }
+
+
+class Records(NamedTuple):
+    """The runs of all servers, under the same traffic."""
+
+    unguarded: Record
+    guarded: Record
+    isolated: Record
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float | None:
@@ -115,10 +132,11 @@ def percentile(ordered: Sequence[float], percent: float) -> float | None:
     return ordered[math.ceil(len(ordered) * percent / 100) - 1] if ordered else None
 
 
-def differing(left: Record, right: Record) -> int:
-    """How many requests both servers answered, but not alike."""
-    answered = {outcome.due: outcome.digest for outcome in left.outcomes if outcome.error is None}
+def differing(first: Record, *others: Record) -> int:
+    """How many answers of the others differ from what the first server answered to the same request."""
+    answered = {outcome.due: outcome.digest for outcome in first.outcomes if outcome.error is None}
     return sum(
         outcome.error is None and answered.get(outcome.due, outcome.digest) != outcome.digest
-        for outcome in right.outcomes
+        for other in others
+        for outcome in other.outcomes
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from examples._driver import megabytes
 from examples.demo import plot, traffic
-from examples.demo.record import Record, differing
+from examples.demo.record import Record, Records, differing
 
 Row = tuple[str, ...]
 
@@ -19,14 +19,17 @@ _PACKAGES = ("spacy", "ja-ginza", "fastapi", "uvicorn")
 _REPORT = """\
 # modelguard demo
 
-Two uvicorn servers, each with a FastAPI service around ja_ginza. One of them guards the model, with
-`MemoryGrowth("{growth}")`. Both got the same requests at the same moments for {seconds:.0f} seconds.
+Three uvicorn servers, each with a FastAPI service around ja_ginza. One guards the model, with
+`MemoryGrowth("{growth}")`; one isolates it as well, so that the same policy replaces a worker process. All got the
+same requests at the same moments for {seconds:.0f} seconds.
 
 {comparison}
 
 {reloads}
 
-![Private memory of both servers, and latency around each reload](demo.png)
+{replaced}
+
+![Private memory of the servers, and latency around each reload](demo.png)
 
 {answers}
 
@@ -38,39 +41,39 @@ Two uvicorn servers, each with a FastAPI service around ja_ginza. One of them gu
 - Requests go to `/tokens`, which runs only the tokenizer, as in the report of a growing service that this demo follows.
   That is where the growth comes from: the whole pipeline keeps the same words, and takes far longer over each.
 - The steps in the curves are hash tables of spaCy that double when they are full.
-- Traffic comes in bursts: {burst:g} s with a request every {spacing:.0f} ms, then {gap:g} s of quiet. A due reload
-  waits for a quiet moment, at most 5 s. One that begins late in a gap meets the next burst, whose first requests wait.
-- Private memory is what the process alone holds and has written to. It leaves out what it shares with other processes.
+- A request comes every {spacing:.0f} ms, without any pause. The guarded server has the one copy of its model replaced
+  in place, and requests that come meanwhile wait. Traffic with pauses would hide that: a due reload waits for one, at
+  most 5 s. The isolated server forks a fresh worker beside the old one, and nothing waits.
+- Private memory is what a server's processes have written to; what they share among themselves counts once.
 - Latency counts from the moment a request was due, so a server that stalls is charged for all that it kept waiting.
 
 {machine}
 """
 
 
-def write(folder: Path, growth: str, guarded: Record, unguarded: Record) -> None:
+def write(folder: Path, growth: str, records: Records) -> None:
     """Write all three files into ``folder``, which is made if need be."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(as_dict(growth, guarded, unguarded), indent=1)
+    text = json.dumps(as_dict(growth, records), indent=1)
     (folder / "demo.json").write_text(text + "\n", encoding="utf-8")
-    plot.draw(guarded, unguarded, folder / "demo.png", growth=growth)
-    figures, different = unguarded.figures(), differing(guarded, unguarded)
+    plot.draw(records, folder / "demo.png", growth=growth)
+    figures, different = records.unguarded.figures(), differing(*records)
     text = _REPORT.format(
         growth=growth,
-        seconds=guarded.samples[-1].time,
-        comparison=comparison(guarded, unguarded),
-        reloads=reloads(guarded),
-        answers=f"**{different} answers differ.**" if different else "Both servers gave the same answers.",
+        seconds=records.guarded.samples[-1].time,
+        comparison=comparison(records),
+        reloads=reloads(records.guarded),
+        replaced=replaced(records.isolated),
+        answers=f"**{different} answers differ.**" if different else "All servers gave the same answers.",
         words=traffic.WORDS,
         per_word=figures["growth"] / 1e3 / max(1, figures["requests"] * traffic.WORDS),
-        burst=traffic.BURST,
-        gap=traffic.GAP,
         spacing=traffic.SPACING * 1e3,
         machine=", ".join(f"{name} {version}" for name, version in machine().items()),
     )
     (folder / "report.md").write_text(text, encoding="utf-8")
 
 
-def as_dict(growth: str, guarded: Record, unguarded: Record) -> dict[str, Any]:
+def as_dict(growth: str, records: Records) -> dict[str, Any]:
     """Everything that was seen, fit for JSON: bytes and seconds."""
     servers = {
         record.name: record.figures()
@@ -80,9 +83,9 @@ def as_dict(growth: str, guarded: Record, unguarded: Record) -> dict[str, Any]:
             "latency_over_time": sorted((round(one.due, 3), round(one.latency, 6)) for one in record.outcomes),
             "events": record.events,
         }
-        for record in (guarded, unguarded)
+        for record in records
     }
-    different = differing(guarded, unguarded)
+    different = differing(*records)
     return {"growth": growth, "machine": machine(), "differing_answers": different, "servers": servers}
 
 
@@ -93,7 +96,7 @@ def machine() -> dict[str, str]:
     return {"python": platform.python_version(), "system": system} | packages
 
 
-def comparison(*records: Record) -> str:
+def comparison(records: Records) -> str:
     """A table with a column for each server."""
     every = [record.figures() for record in records]
     rows = [(title, *(show(figures[name]) for figures in every)) for title, (name, show) in _ROWS.items()]
@@ -115,6 +118,14 @@ def reloads(record: Record) -> str:
         for number, reload in enumerate(record.reloads(), start=1)
     ]
     return markdown([heading, *rows]) if rows else "There was no reload: the guard had no reason for one yet."
+
+
+def replaced(record: Record) -> str:
+    """A sentence on the workers that were replaced."""
+    times = record.replaced()
+    if not times:
+        return "No worker was replaced: no policy was due in one yet."
+    return f"Workers were replaced at {', '.join(f'{time:.1f} s' for time in times)}."
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -142,4 +153,5 @@ _ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "latency, 99th percentile": ("p99", milliseconds),
     "latency, slowest": ("slowest", milliseconds),
     "reloads": ("reloads", lambda found: str(len(found))),
+    "workers replaced": ("replaced", lambda found: str(len(found))),
 }

@@ -1,6 +1,6 @@
 """The traffic: made-up words, sent to every server at the same moments.
 
-Requests come in bursts with quiet gaps between them, as they do to a small service. Every request carries words that
+Requests come at a steady pace without any pause, so that nothing can be done unseen. Every request carries words that
 no server has seen before. That compresses days into minutes: real texts bring a new word now and then, these bring
 nothing else.
 """
@@ -18,13 +18,10 @@ from typing import NamedTuple
 
 PATH = "/tokens"
 
-#: Seconds of one burst, and of the gap after it. A reload that waits for a quiet moment finds it in the gap.
-BURST = 0.8
-GAP = 1.7
-#: Seconds from one request of a burst to the next.
+#: Seconds from one request to the next.
 SPACING = 0.04
 #: Words in one text.
-WORDS = 250
+WORDS = 80
 #: Connections to one server, each used by one request at a time.
 CONNECTIONS = 3
 #: Seconds after which a request counts as lost.
@@ -73,10 +70,8 @@ class Outcome(NamedTuple):
 
 def shots(seed: int = 0, words: int = WORDS) -> Iterator[Shot]:
     """All requests to come, without end."""
-    per_burst = round(BURST / SPACING)
     for index in itertools.count():
-        burst, number = divmod(index, per_burst)
-        yield Shot(burst * (BURST + GAP) + number * SPACING, _body(made_up_text(seed, index, words)))
+        yield Shot(index * SPACING, _body(made_up_text(seed, index, words)))
 
 
 class Clients:

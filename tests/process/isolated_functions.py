@@ -78,6 +78,21 @@ def ends(_: Model, how: str) -> str:
     return how
 
 
+@isolate(workers=3, timeout="1s", breaker=Breaker(failures=100))
+@guard(load, reload_on=MemoryGrowth("60 MB"), backoff=QUICK)
+def storm(loaded: Model, how: str, token: str) -> tuple[str, str]:
+    """End the worker, hang, take memory, or only answer."""
+    if how in {"exit", "segfault", "hang"} or how.startswith("SIG"):
+        ends.isolated_function(how)
+    if how == "slow":
+        time.sleep(0.3)
+    if how == "balloon":
+        loaded.leak.append(bytearray(os.urandom(1024)) * 40_000)
+    if how == "bubble":
+        bytearray(os.urandom(1024)) * 200_000
+    return how, token
+
+
 @isolate(workers=1, retry=True)
 @guard(load, reload_on=None, backoff=QUICK)
 def crashes_once(_: Model, marker: str) -> int:

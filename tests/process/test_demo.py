@@ -52,10 +52,10 @@ DIES = "os._exit(3) if asked > 25 else await reply(send, 200)"
 FAILS = "await reply(send, 500 if asked == 25 else 200)"
 
 
-def services(folder: Path, *, guarded: str = GOOD) -> Path:
-    """Write two services that need no model, one of them with its own behaviour."""
-    (folder / "unguarded.py").write_text(APP.format(answer=GOOD), encoding="utf-8")
-    (folder / "app.py").write_text(APP.format(answer=guarded), encoding="utf-8")
+def services(folder: Path, *, guarded: str = GOOD, isolated: str = GOOD) -> Path:
+    """Write three services that need no model, with a behaviour each."""
+    for name, answer in (("unguarded.py", GOOD), ("app.py", guarded), ("isolated.py", isolated)):
+        (folder / name).write_text(APP.format(answer=answer), encoding="utf-8")
     return folder
 
 
@@ -108,11 +108,13 @@ def test_the_real_demo(tmp_path: Path) -> None:
     assert "](demo.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
     told = figures(tmp_path)
-    guarded, unguarded = told["servers"]["guarded"], told["servers"]["unguarded"]
-    assert min(guarded["requests"], unguarded["requests"]) > 0  # on a busy machine the slower one gets a few less
-    assert [] == guarded["errors"]
+    unguarded, guarded, isolated = (told["servers"][name] for name in ("unguarded", "guarded", "isolated"))
+    # On a busy machine the slower ones get a few less.
+    assert min(server["requests"] for server in (unguarded, guarded, isolated)) > 0
+    assert [[], []] == [guarded["errors"], isolated["errors"]]
     assert 0 == told["differing_answers"]
-    assert [] == unguarded["reloads"]
+    assert [[], []] == [unguarded["reloads"], isolated["reloads"]]
+    assert isolated["replaced"]
     assert unguarded["growth"] > 2_000_000
     assert "MemoryGrowth" in guarded["reloads"][0]["reasons"][0]
     assert guarded["reloads"][0]["freed"] > 100_000_000
@@ -143,20 +145,21 @@ def test_a_server_that_dies_under_way(tmp_path: Path) -> None:
     assert "The guarded server died with status 3" in done.stderr
 
 
-def test_a_request_that_fails(tmp_path: Path) -> None:
-    """One failed request of the guarded server is a failed demo, and the figures are there to look into."""
-    done = demo(services(tmp_path, guarded=FAILS), tmp_path / "out")
+@pytest.mark.parametrize("name", ["guarded", "isolated"])
+def test_a_request_that_fails(tmp_path: Path, name: str) -> None:
+    """One failed request of a server with modelguard is a failed demo, and the figures are there to look into."""
+    done = demo(services(tmp_path, **{name: FAILS}), tmp_path / "out")
     assert 1 == done.returncode
-    guarded = figures(tmp_path / "out")["servers"]["guarded"]
-    assert f"failed 1 of {guarded['requests']} requests" in done.stderr
-    assert 1 == len(guarded["errors"])
+    server = figures(tmp_path / "out")["servers"][name]
+    assert f"The {name} server failed 1 of {server['requests']} requests" in done.stderr
+    assert 1 == len(server["errors"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
-    """A Ctrl-C, or a request to end, stops both servers before the demo itself ends."""
+    """A Ctrl-C, or a request to end, stops all servers before the demo itself ends."""
     with running(services(tmp_path), tmp_path / "out") as (process, children):
-        assert 2 == len(children)
+        assert 3 == len(children)
         process.send_signal(number)
         assert process.stderr is not None
         assert "Interrupted" in process.stderr.read()
@@ -167,6 +170,6 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
 def test_killed(tmp_path: Path) -> None:
     """Even a demo that is given no chance to clean up leaves no server behind."""
     with running(services(tmp_path), tmp_path / "out") as (process, children):
-        assert 2 == len(children)
+        assert 3 == len(children)
         process.kill()
         assert [] == survivors(children)

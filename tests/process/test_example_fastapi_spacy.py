@@ -28,7 +28,7 @@ pytestmark = [
 
 @contextlib.contextmanager
 def serving(app: str) -> Iterator[Server]:
-    """One of the example's two services under uvicorn."""
+    """One of the example's services under uvicorn."""
     with Server(FOLDER, "-m", "uvicorn", app, "--port", "0") as server:
         server.wait_until_serving("/openapi.json")
         yield server
@@ -67,11 +67,12 @@ def test_many_at_once(guarded: Server) -> None:
     assert 1 == len(answers)
 
 
-def test_the_same_without_a_guard(guarded: Server) -> None:
-    """The unguarded service is the same service: its answers are."""
-    with serving("unguarded:app") as unguarded:
+@pytest.mark.parametrize("app", ["unguarded:app", "isolated:app"])
+def test_another_way_is_the_same_service(guarded: Server, app: str) -> None:
+    """Unguarded or isolated, it gives the same answers."""
+    with serving(app) as other:
         for path in ("/entities", "/tokens"):
-            assert ask(guarded, path, SENTENCE) == ask(unguarded, path, SENTENCE)
+            assert ask(guarded, path, SENTENCE) == ask(other, path, SENTENCE)
 
 
 def test_ends_in_order() -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,14 @@ from modelguard.errors import (
     LoadFailed,
     LoadTimeout,
     NotSupported,
+    Overloaded,
     QueueFull,
     RemoteError,
     TransferRefused,
     WorkerCrashed,
     WouldDeadlock,
 )
+from modelguard.isolation import _molds
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -95,6 +97,25 @@ class TestCalls:
         """Callers and tools see the function without its model."""
         assert "(delay: 'float' = 0.0) -> 'tuple[int, int]'" == str(inspect.signature(functions.where))
         assert "where" == functions.where.__name__  # type: ignore[attr-defined]
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Litestar's, of parameters that are found by their names
+    def test_litestar_serves_isolated_handlers(self) -> None:
+        """Plain and coroutine functions: it reads the hints of the function, and awaits what has to be awaited."""
+        litestar = pytest.importorskip("litestar")
+        from litestar.testing import TestClient
+
+        handlers = [
+            litestar.get("/where", sync_to_thread=True)(functions.where),
+            litestar.get("/next/{value:int}")(functions.coroutine),
+        ]
+        assert asyncio.iscoroutinefunction(functions.coroutine)
+        with (
+            using(functions.where) as where,
+            functions.coroutine,
+            TestClient(litestar.Litestar(handlers)) as client,
+        ):
+            assert where.status().mold == client.get("/where").json()[0]
+            assert 4 == client.get("/next/3").json()
 
     def test_several_calls_run_at_once(self) -> None:
         """Two workers take two calls at a time."""
@@ -302,6 +323,23 @@ class TestDeaths:
             first = where.status().mold
             os.kill(first, signal.SIGKILL)
             wait_until(lambda: where.status().mold not in (first, None), "the next mold")
+            assert where()[0] != first
+
+    def test_a_mold_that_hangs_is_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One that is stopped forks no more: when a worker is missing too long, another mold takes its place."""
+        monkeypatch.setattr(_molds, "_START", 1.0)
+        with using(functions.where) as where:
+            first, workers = where.status().mold, where.status().workers
+            os.kill(first, signal.SIGSTOP)
+            for worker in workers:
+                os.kill(worker.pid, signal.SIGKILL)
+
+            def is_replaced() -> bool:
+                with suppress(WorkerCrashed, DeadlineExceeded, LoadFailed, Overloaded):
+                    where()
+                return where.status().mold not in (first, None)
+
+            wait_until(is_replaced, "the next mold")
             assert where()[0] != first
 
 

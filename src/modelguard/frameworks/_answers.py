@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from modelguard import _units
 from modelguard.errors import (
@@ -25,8 +25,8 @@ from modelguard.lifecycle.guard import guards
 from modelguard.serving import _registry
 
 #: The status that nginx logs for a client that has disconnected; no client gets it.
-_CLIENT_GONE = 499
-_TOO_LARGE = 413  # its name in HTTPStatus changed in Python 3.13
+CLIENT_GONE = 499
+TOO_LARGE = 413  # its name in HTTPStatus changed in Python 3.13
 #: The longest timeout header that is accepted, in characters, and the longest timeout from it, in seconds: one day.
 _LONGEST_NUMBER = 20
 _LONGEST = 86_400.0
@@ -34,8 +34,8 @@ _LONGEST = 86_400.0
 _DETAILS: dict[int, str] = {
     HTTPStatus.SERVICE_UNAVAILABLE: "The service cannot take this request now. Try again later.",
     HTTPStatus.GATEWAY_TIMEOUT: "The answer was not ready in time.",
-    _TOO_LARGE: "The request is too large.",
-    _CLIENT_GONE: "The client has closed the connection.",
+    TOO_LARGE: "The request is too large.",
+    CLIENT_GONE: "The client has closed the connection.",
 }
 
 #: The errors that are turned into responses, for frameworks that need a handler for each.
@@ -64,11 +64,13 @@ class Answer:
         status: The HTTP status.
         headers: Names and values.
         body: JSON.
+        detail: What the body says to a person; empty for a probe.
     """
 
     status: int
     headers: tuple[tuple[str, str], ...]
     body: bytes
+    detail: str = ""
 
     @property
     def status_line(self) -> str:
@@ -117,20 +119,6 @@ class WebOptions:
             raise InvalidOption("timeout_header", header, why=why, fix="Write 'Request-Timeout'.")
         if self.guards is not None:
             object.__setattr__(self, "guards", _check_guards(self.guards))
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> Self:
-        """Make them of a middleware's keyword arguments.
-
-        Raises:
-            TypeError: There is no such option.
-            InvalidOption: One of them is invalid.
-        """
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise TypeError(f"ModelGuardMiddleware has no option {name!r}. Its options are {', '.join(known)}.")
-        return cls(**options)
 
     def probe(self, method: str, path: str) -> Answer | None:
         """The answer to a probe; None if the request is not a probe."""
@@ -182,9 +170,9 @@ class WebOptions:
         elif isinstance(error, DeadlineExceeded):
             status = int(HTTPStatus.GATEWAY_TIMEOUT)
         elif isinstance(error, ItemTooHeavy):
-            status = _TOO_LARGE
+            status = TOO_LARGE
         elif isinstance(error, CallerGone):
-            status = _CLIENT_GONE
+            status = CLIENT_GONE
         else:
             return None
         headers = () if retry is None else (("retry-after", str(max(math.ceil(retry), 1))),)
@@ -208,7 +196,7 @@ def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:
 def problem(status: int, detail: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
     """Make a problem document."""
     content = {"type": "about:blank", "title": _title(status), "status": int(status), "detail": detail}
-    return _answer(status, content, "application/problem+json", headers)
+    return replace(_answer(status, content, "application/problem+json", headers), detail=detail)
 
 
 def _answer(status: int, content: object, media_type: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
@@ -218,7 +206,7 @@ def _answer(status: int, content: object, media_type: str, headers: tuple[tuple[
 
 
 def _title(status: int) -> str:
-    return "Client Closed Request" if status == _CLIENT_GONE else HTTPStatus(status).phrase
+    return "Client Closed Request" if status == CLIENT_GONE else HTTPStatus(status).phrase
 
 
 def _all_of_process() -> tuple[Ready, ...]:

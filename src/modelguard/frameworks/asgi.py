@@ -13,24 +13,58 @@ applications without the middleware.
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from http import HTTPStatus
-from typing import Any
+import functools
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 from modelguard import _units
-from modelguard.errors import ModelGuardError
+from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, Ready, WebOptions
-from modelguard.serving.deadlines import WebRequest, on_behalf_of
+from modelguard.frameworks._asgi_answers import HeldResponse, Response, Scope, Send, WebsocketEnd
+from modelguard.frameworks._asgi_client import Receive, client_of
+from modelguard.frameworks._option_names import check_names
+from modelguard.serving.deadlines import on_behalf_of
 
 __all__ = ["ModelGuardMiddleware", "exception_handlers"]
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+Init = TypeVar("Init", bound=Callable[..., None])
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+#: How many callers up a framework is looked for that makes its middleware at the first connection.
+_NEAR = 6
+
+
+def _check_options(init: Init) -> Init:
+    """Have the constructor of the middleware leave an invalid option to :meth:`__call__` where it has to."""
+    named = check_names(init)
+
+    @functools.wraps(init)
+    def checked(self: ModelGuardMiddleware, *args: Any, **options: Any) -> None:
+        try:
+            named(self, *args, **options)
+        except InvalidOption as error:
+            if not _made_at_first_connection():
+                raise
+            self.invalid = error
+
+    return cast("Init", checked)
+
+
+def _made_at_first_connection() -> bool:
+    """Whether the middleware is being made while its application is called, as Starlette does it.
+
+    The first connection is that of the lifespan protocol, and servers take an error there for a lack of support.
+    """
+    frame = sys._getframe(3)  # noqa: SLF001 - the public one may return None
+    for _ in range(_NEAR):
+        scope = frame.f_locals.get("scope")
+        if isinstance(scope, Mapping) and scope.get("type") in {"lifespan", "http", "websocket"}:
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
 
 
 class ModelGuardMiddleware:
@@ -45,7 +79,13 @@ class ModelGuardMiddleware:
     * ``/livez`` responds 200 while the process can respond at all; ``/readyz`` responds 200 while every guard has a
       model and no batched function is being closed.
 
-    Websocket and lifespan connections are not changed.
+    On a websocket the errors above end the connection: with the same response where it was not accepted yet and the
+    server allows that, else with close code 1013 (try again later), or 1009 for ``ItemTooHeavy``. A disconnect cancels
+    what is being computed. ``deadline`` and the header do not apply: write ``with deadline(...):`` around the work for
+    a message.
+
+    Starlette and FastAPI make their middleware when the server starts the application, so an invalid option stops the
+    start, with the message in the server's log. Where lifespan is off, it is raised at each connection.
 
     Args:
         app: The application.
@@ -57,9 +97,12 @@ class ModelGuardMiddleware:
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
 
     Raises:
-        InvalidOption: An option is invalid.
+        InvalidOption: An option is invalid, or there is no such option.
     """
 
+    invalid: InvalidOption | None = None  #: What is wrong with its options, if it was made at the first connection.
+
+    @_check_options
     def __init__(
         self,
         app: App,
@@ -85,19 +128,26 @@ class ModelGuardMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if scope["type"] != "http":
+        if self.invalid is not None:
+            await _stop_start(self.invalid, scope, receive, send)
+        elif scope["type"] == "http":
+            await self._serve_http(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await self._serve_websocket(scope, receive, send)
+        else:
             await self.app(scope, receive, send)
-            return
+
+    async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path") or "")
         timeout = self._options.probe(scope["method"], path) or self._options.timeout(self._timeout_header(scope))
         if isinstance(timeout, Answer):
-            await _Response(timeout)(scope, receive, send)
+            await Response(timeout)(scope, receive, send)
         else:
-            await self._serve(scope, receive, send, timeout)
+            await self._serve_request(scope, receive, send, timeout)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, timeout: float | None) -> None:
-        client = _client(receive, timeout)
-        response = _Held(client, send)
+    async def _serve_request(self, scope: Scope, receive: Receive, send: Send, timeout: float | None) -> None:
+        client = client_of(receive, timeout)
+        response = HeldResponse(client, send)
         try:
             with on_behalf_of(client.request):
                 await self.app(scope, client.receive, response.send)
@@ -107,10 +157,25 @@ class ModelGuardMiddleware:
             if answer is None or response.begun:
                 await response.release()
                 raise
-            await _Response(answer)(scope, receive, send)  # the server drops it if the client has disconnected
+            await Response(answer)(scope, receive, send)  # the server drops it if the client has disconnected
         except BaseException:
             await response.release()
             raise
+        finally:
+            client.answered()
+
+    async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = client_of(receive, None)
+        end = WebsocketEnd(scope, send, answered=client.answered)
+        try:
+            with on_behalf_of(client.request):
+                await self.app(scope, client.receive, end.send)
+        except (ModelGuardError, ExceptionGroup) as error:
+            answer = self._options.answer(error)
+            if answer is None or end.ended:
+                raise
+            if not client.disconnected:
+                await end.refuse(answer)
         finally:
             client.answered()
 
@@ -129,155 +194,26 @@ def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callabl
     """
     options = WebOptions(detail=detail)
 
-    async def handle(_request: Any, error: Exception) -> _Response:  # async, or Starlette would run it in a thread
+    async def handle(connection: Any, error: Exception) -> Response | None:  # async: Starlette would start a thread
         answer = options.answer(error)
         if answer is None:  # registered for an error that it does not handle
             raise error
-        return _Response(answer)
+        if getattr(connection, "scope", {}).get("type") != "websocket":
+            return Response(answer)
+        accepted = connection.application_state.name != "CONNECTING"
+        await WebsocketEnd(connection.scope, connection.send, accepted=accepted).refuse(answer)
+        return None
 
     return dict.fromkeys(ANSWERED, handle)
 
 
-class _Response:
-    """An answer as an ASGI application."""
+async def _stop_start(error: InvalidOption, scope: Scope, receive: Receive, send: Send) -> None:
+    """Have the server end: by the lifespan protocol a failed start is not mistaken for anything else.
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - as ASGI calls it
-        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._answer.headers]
-        await send({"type": "http.response.start", "status": self._answer.status, "headers": headers})
-        body = b"" if scope["method"] == "HEAD" else self._answer.body
-        await send({"type": "http.response.body", "body": body})
-
-
-class _Held:
-    """The response of an application. An error page is held back until it is known what it stands for.
-
-    A mounted Starlette or FastAPI application answers 500 to every error before it raises it again. If that is an error
-    of modelguard, its own answer is sent instead.
+    Raises:
+        InvalidOption: Always, for servers and test clients that look at the application's errors.
     """
-
-    def __init__(self, client: _PlainClient, send: Send) -> None:
-        self._client = client
-        self._send = send
-        self._held: list[Message] = []
-        self.begun = False
-
-    async def send(self, message: Message) -> None:
-        """Send a message, or hold it back."""
-        kind = message["type"]
-        if kind == "http.response.body" and not message.get("more_body"):
-            self._client.answered()  # background tasks do not belong to the request
-        error_page = kind == "http.response.start" and message["status"] == HTTPStatus.INTERNAL_SERVER_ERROR
-        if error_page or (len(self._held) == 1 and kind == "http.response.body" and not message.get("more_body")):
-            self._held.append(message)
-            return
-        await self.release()
-        self.begun = self.begun or kind == "http.response.start"
-        await self._send(message)
-
-    async def release(self) -> None:
-        """Send what was held back."""
-        held, self._held = self._held, []
-        self.begun = self.begun or bool(held)
-        for message in held:
-            await self._send(message)
-
-
-class _PlainClient:
-    """A client that is not watched: the event loop is not asyncio's, as under Hypercorn with Trio."""
-
-    def __init__(self, receive: Receive, timeout: float | None) -> None:
-        self.receive = receive
-        self.request = WebRequest(timeout)
-
-    def answered(self) -> None:
-        """Note that the request has been answered."""
-        self.request.answered()
-
-
-def _client(receive: Receive, timeout: float | None) -> _PlainClient:
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return _PlainClient(receive, timeout)
-    return _Client(receive, timeout, loop)
-
-
-class _Client(_PlainClient):
-    """The messages of a client, shared between the application and a task that watches for the disconnect.
-
-    The task starts with the first batched call of the request, so it costs other requests nothing. While the
-    application is still reading the body, the task does not read ahead of it.
-    """
-
-    def __init__(self, receive: Receive, timeout: float | None, loop: asyncio.AbstractEventLoop) -> None:
-        self._receive = receive
-        self._loop = loop
-        self.receive = self._receive_next
-        self._buffer: deque[Message] = deque()  # what the watcher received, for the application
-        self._buffered = asyncio.Event()
-        self._app_receives = False
-        self._watch_wanted = False
-        self._answered = False
-        self._watcher: asyncio.Task[None] | None = None
-        self.request = WebRequest(timeout, lambda: self._loop.call_soon_threadsafe(self._start_watching))
-
-    async def _receive_next(self) -> Message:
-        """Receive the next message, for the application."""
-        while not self._buffer:
-            if self.request.disconnected:
-                return {"type": "http.disconnect"}
-            if self._watching:
-                self._buffered.clear()
-                await self._buffered.wait()
-                continue
-            self._app_receives = True
-            try:
-                message = await self._receive()
-            finally:
-                self._app_receives = False
-                if self._watch_wanted:
-                    self._loop.call_soon(self._start_watching)
-            self._check_disconnect(message)
-            return message
-        if self._watch_wanted:
-            self._loop.call_soon(self._start_watching)
-        return self._buffer.popleft()
-
-    def answered(self) -> None:
-        """Note that the request has been answered."""
-        self.request.answered()
-        self._answered = True
-        if self._watcher is not None:
-            self._watcher.cancel()
-
-    @property
-    def _watching(self) -> bool:
-        return self._watcher is not None and not self._watcher.done()
-
-    def _start_watching(self) -> None:
-        self._watch_wanted = True
-        body_ahead = self._buffer and self._buffer[-1].get("more_body")  # the application has to read it first
-        ended = self._answered or self.request.disconnected
-        if not (ended or self._app_receives or self._watching or body_ahead):
-            self._watcher = self._loop.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        try:
-            while not self.request.disconnected:
-                message = await self._receive()
-                self._buffer.append(message)
-                self._buffered.set()
-                self._check_disconnect(message)
-                if message.get("more_body"):
-                    return
-        except Exception:  # noqa: BLE001 - the application gets the same error when it reads
-            return
-        finally:
-            self._buffered.set()
-
-    def _check_disconnect(self, message: Message) -> None:
-        if message["type"] == "http.disconnect":
-            self.request.disconnect()
+    if scope["type"] == "lifespan":
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": f"modelguard: {error}"})
+    raise error

@@ -18,6 +18,7 @@ from typing import Any
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, Ready, WebOptions
+from modelguard.frameworks._option_names import check_names
 from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
 __all__ = ["ModelGuardMiddleware", "install"]
@@ -41,9 +42,10 @@ class ModelGuardMiddleware:
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
 
     Raises:
-        InvalidOption: An option is invalid.
+        InvalidOption: An option is invalid, or there is no such option.
     """
 
+    @check_names
     def __init__(
         self,
         app: App,
@@ -183,7 +185,7 @@ def install(app: Any, **options: Any) -> None:
         options: Those of :class:`ModelGuardMiddleware`.
 
     Raises:
-        InvalidOption: It is not a Flask application, or an option is invalid.
+        InvalidOption: It is not a Flask application, an option is invalid, or there is no such option.
     """
     if not hasattr(app, "wsgi_app") or not hasattr(app, "register_error_handler"):
         why = f"must be a Flask application, not {_units.kind_of(app)}"
@@ -192,7 +194,8 @@ def install(app: Any, **options: Any) -> None:
             "need modelguard.frameworks.asgi."
         )
         raise InvalidOption("app", app, why=why, fix=fix)
-    web = WebOptions.read(options)
+    middleware = ModelGuardMiddleware(app.wsgi_app, **options)  # checks the options before anything is changed
+    web = middleware._options  # noqa: SLF001 - of this module
 
     def handle(error: ModelGuardError) -> tuple[bytes, int, list[tuple[str, str]]]:
         answer = web.answer(error)
@@ -200,7 +203,7 @@ def install(app: Any, **options: Any) -> None:
             raise error
         return answer.body, answer.status, list(answer.headers)
 
-    app.wsgi_app = ModelGuardMiddleware(app.wsgi_app, **options)
+    app.wsgi_app = middleware
     for kind in ANSWERED:
         app.register_error_handler(kind, handle)
 

@@ -180,7 +180,7 @@ class Mold:
         self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
             launched.control.send(("fork", number), [theirs.fileno()])
-        self._supervisor.later(_START, functools.partial(_check_started, weakref.ref(worker), weakref.ref(self.roster)))
+        self._supervisor.later(_START, functools.partial(_check_started, weakref.ref(worker), weakref.ref(self)))
 
     def _hear_first(self, worker: Worker) -> None:
         """A worker is ready; from now on its channel belongs to its callers. Or it has died."""
@@ -256,6 +256,15 @@ class Mold:
         self._supervisor.later(1.0, lambda: _processes.reap(worker.pid for worker in running if worker.pid))
         self._die(how)
 
+    def end_late(self, worker: Worker) -> None:
+        """End a worker that has not come up in time. If it was not even forked, the mold is what hangs."""
+        if not self.roster.is_starting(worker):
+            return
+        if worker.pid:
+            worker.kill()
+        else:
+            self._die(f"it has not forked a worker within {_START:.0f} s")
+
     def _die(self, how: str) -> None:
         self.roster.mold_ended(how)
         self._fail(RuntimeError(how))
@@ -276,11 +285,10 @@ class Mold:
             _processes.kill_group(launched.process.pid)
 
 
-def _check_started(worker: weakref.ref[Worker], roster: weakref.ref[Roster]) -> None:
-    """Kill a worker that hangs in its warm-up."""
-    one, all_of_them = worker(), roster()
-    if one is not None and all_of_them is not None and all_of_them.is_starting(one):
-        one.kill()
+def _check_started(worker: weakref.ref[Worker], mold: weakref.ref[Mold]) -> None:
+    one, its_mold = worker(), mold()
+    if one is not None and its_mold is not None:
+        its_mold.end_late(one)
 
 
 class RemoteTraceback(Exception):

@@ -54,9 +54,9 @@ class Submitted:
             if len(self._queue) >= self._max_queue:
                 raise QueueFull(self._name, queued=len(self._queue), retry_after=_RETRY)
             self._queue.append((future, work, until))
-            if self._idle:
-                self._filled.notify()
-            elif self._threads < self._most:
+            self._filled.notify()
+            # Threads are idle until they have taken a call: one that was woken for another call does not count.
+            if len(self._queue) > self._idle and self._threads < self._most:
                 self._threads += 1
                 threading.Thread(target=self._run, name="modelguard-isolated-call", daemon=True).start()
         return future
@@ -89,8 +89,7 @@ class Submitted:
     def _next(self) -> tuple[Future[Any], Callable[[], Any], float] | None:
         with self._lock:
             self._idle += 1
-            if not self._queue and not self._closed:
-                self._filled.wait(_IDLE)
+            self._filled.wait_for(lambda: self._queue or self._closed, _IDLE)  # another thread may have been quicker
             self._idle -= 1
             if self._queue:
                 return self._queue.popleft()

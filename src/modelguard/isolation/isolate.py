@@ -15,7 +15,7 @@ from typing import Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
-from modelguard.isolation import _processes, _registry, _role
+from modelguard.isolation import _handler, _processes, _registry, _role
 from modelguard.isolation._calls import Arguments, Caller, Limits
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._options import IsolationOptions, StartMethod, check_function, parse
@@ -49,6 +49,7 @@ class Isolated(Generic[P, R]):
         self._source = source
         self._finalizer: Any = None
         self._start()
+        _handler.mark(self, coroutine=options.kind == "coroutine")
         _registry.add(self)
 
     def _start(self) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from modelguard.errors import InvalidOption
 
+#: A method's first parameter.
+_RECEIVERS = frozenset({"self", "cls", "mcs"})
 #: Objects of web frameworks that hold the functions which they call: the module and name of each class.
 _HOLDERS = (("starlette.routing", "Route"), ("flask", "Flask"), ("flask", "Blueprint"))
 
@@ -34,6 +36,12 @@ def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, k
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # many built-in functions have none
         return None
+    first = next(iter(signature.parameters), None)
+    if first in kwargs and first in _RECEIVERS:  # a method that is called through its class: wrapt does not bind it
+        name = getattr(function, "__qualname__", repr(function))
+        return TypeError(
+            f"{name}() got its instance by name. Pass it by position: {name}(instance), not {first}=instance."
+        )
     seen_by_callers = signature.replace(parameters=list(signature.parameters.values())[1:])
     try:
         seen_by_callers.bind(*args, **kwargs)

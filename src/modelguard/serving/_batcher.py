@@ -24,6 +24,7 @@ from modelguard.serving._hung import items_in_hung
 from modelguard.serving._options import BatchOptions
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import FutureRequest, QueuedCall, Request, deliver
+from modelguard.serving._shared_threads import SharedThread, SharedWatch
 from modelguard.serving._wakeup import Wakeup
 from modelguard.serving._watch import Watch
 from modelguard.serving.breaker import Circuit
@@ -45,9 +46,11 @@ class Batcher:
     Args:
         run: Computes a batch.
         options: Bounds, and how to treat errors.
+        shared: Whether its threads go to other batchers as soon as it has no work, as for a method's instance.
     """
 
-    def __init__(self, run: BatchCallable, options: BatchOptions) -> None:
+    def __init__(self, run: BatchCallable, options: BatchOptions, *, shared: bool = False) -> None:
+        self._shared = shared
         self._limits = options.limits
         self._breaker = options.breaker
         self._function = BatchFunction(
@@ -78,7 +81,8 @@ class Batcher:
         self._wakeups: set[Wakeup] = set()  # of all threads that compute
         self._threads = 0
         self._nested = False  # whether a batch function has ever called this one
-        self._watch = Watch(self.name, self._lock, self._check_time, self._after_check)
+        watch = SharedWatch if self._shared else Watch
+        self._watch = watch(self.name, self._lock, self._check_time, self._after_check)
         self._hung = False  # whether a batch has overstayed since the events were last emitted
         self._drained = threading.Event()
         self._events = BatchEvents(self.name)
@@ -185,7 +189,12 @@ class Batcher:
         return None
 
     def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._run_thread, name=f"modelguard-batch-{self.name}", daemon=True)
+        name = f"modelguard-batch-{self.name}"
+        thread: threading.Thread | SharedThread
+        if self._shared:
+            thread = SharedThread(self._run_thread, name)
+        else:
+            thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
         self._threads += 1
         try:
             if sys.is_finalizing():  # start() would wait for a thread that never runs
@@ -220,7 +229,7 @@ class Batcher:
 
     def _run_once(self, queue: BatchQueue, wakeup: Wakeup) -> bool:
         """Compute a batch, or wait for one; false if this thread has to end."""
-        other = None
+        other, ends = None, False
         with self._lock:
             found = queue.next_batch(_clock())
             if isinstance(found, Batch):
@@ -228,9 +237,9 @@ class Batcher:
                     self._watch.schedule(found.started + self._limits.hang_after)
                 # The rest may be due before this batch has ended.
                 other = self._find_thread() if queue.waiting else None
-            elif found is None and queue.closed:
+            elif found is None and (queue.closed or self._shared):
                 self._threads -= 1
-                return False
+                ends = True
             else:
                 self._idle.append(wakeup)
         if other is not None:
@@ -238,7 +247,7 @@ class Batcher:
         if queue.undelivered or self._deferred:
             self._settle()
         if not isinstance(found, Batch):
-            return self._wait_for_work(wakeup, found)
+            return not ends and self._wait_for_work(wakeup, found)
         self._compute(found)
         return True
 

@@ -8,7 +8,7 @@ from typing import Literal
 from modelguard import telemetry
 from modelguard.serving._batches import Batch
 from modelguard.serving._execution import Computed
-from modelguard.serving._hung import items_in_hung
+from modelguard.serving._hung import count_hung, items_in_hung
 from modelguard.serving._outcomes import one_line
 from modelguard.serving._queue import BatchQueue
 
@@ -42,6 +42,7 @@ class BatchEvents:
             seconds: How long it ran, reruns included.
             change: What its verdict changed about the circuit.
         """
+        hung = count_hung(queue.running)
         if telemetry.listening():
             telemetry.emit(
                 telemetry.BatchFinished(
@@ -52,6 +53,7 @@ class BatchEvents:
                     run_seconds=seconds,
                     failed=computed.failed,
                     reruns=computed.reruns,
+                    hung=hung,
                 )
             )
         if computed.error is not None:
@@ -62,6 +64,7 @@ class BatchEvents:
                     failed=computed.failed,
                     error=one_line(computed.error),
                     reruns=computed.reruns,
+                    hung=hung,
                 )
             )
         if change is not None:
@@ -73,7 +76,12 @@ class BatchEvents:
         error = TimeoutError(f"a batch has been running for more than {hang_after:g} s")
         telemetry.emit(
             telemetry.BatchErrored(
-                guard=self._name, size=items_in_hung(queue.running), failed=0, error=one_line(error), reruns=0
+                guard=self._name,
+                size=items_in_hung(queue.running),
+                failed=0,
+                error=one_line(error),
+                reruns=0,
+                hung=count_hung(queue.running),
             )
         )
         if queue.circuit is not None:

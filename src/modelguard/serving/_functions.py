@@ -11,7 +11,15 @@ from typing import Annotated, Any
 from modelguard import _units
 from modelguard.errors import InvalidOption
 
-__all__ = ["ROUTE_FIX", "call_signature", "check_function", "function_name", "item_type_name", "passed_by_guard"]
+__all__ = [
+    "ROUTE_FIX",
+    "NotAHandler",
+    "call_signature",
+    "check_function",
+    "function_name",
+    "item_type_name",
+    "passed_by_guard",
+]
 
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -184,9 +192,30 @@ class NotFromRequest:
             InvalidOption: Always.
         """
         del source, handler
-        why = "a batched function takes one item by position, so it cannot be a route or a dependency"
-        fix = ROUTE_FIX.format(name=self._name.rpartition(".")[2])
-        raise InvalidOption("route", self._name, why=why, fix=fix)
+        raise not_a_route(self._name)
+
+
+class NotAHandler:
+    """Marks a batched function, which cannot be a handler of Litestar. Called like the function itself.
+
+    Litestar reads the hints of ``__call__`` when the route is defined, and would fail with a ``NameError``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return type(function).__call__(function, *args, **kwargs)
+
+    @property
+    def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise not_a_route(self._name)
+
+
+def not_a_route(name: str) -> InvalidOption:
+    """The error for a batched function that a web framework is given as a route."""
+    why = "a batched function takes one item by position, so it cannot be a route or a dependency"
+    return InvalidOption("route", name, why=why, fix=ROUTE_FIX.format(name=name.rpartition(".")[2]))
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from modelguard.serving._batches import Batch
 
-__all__ = ["items_in_hung", "mark_hung", "next_hang"]
+__all__ = ["count_hung", "items_in_hung", "mark_hung", "next_hang"]
 
 
 def mark_hung(running: Iterable[Batch], hang_after: float, now: float) -> bool:
@@ -21,6 +21,11 @@ def mark_hung(running: Iterable[Batch], hang_after: float, now: float) -> bool:
 def next_hang(running: Iterable[Batch], hang_after: float) -> float:
     """When :func:`mark_hung` may have something to do; infinity for never."""
     return min((batch.started + hang_after for batch in running if not batch.hung), default=math.inf)
+
+
+def count_hung(running: Iterable[Batch]) -> int:
+    """How many batches hang."""
+    return sum(batch.hung for batch in running)
 
 
 def items_in_hung(running: Iterable[Batch]) -> int:

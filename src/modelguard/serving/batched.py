@@ -10,16 +10,17 @@ from asyncio import get_running_loop
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Self, TypeVar, overload
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, InvalidOption, Overloaded, WouldDeadlock
+from modelguard.serving import _trio
 from modelguard.serving._arguments import Arguments
 from modelguard.serving._batcher import Batcher
 from modelguard.serving._batches import Limits
 from modelguard.serving._bound_methods import BoundMethods
-from modelguard.serving._functions import call_signature, check_function, function_name
+from modelguard.serving._functions import NotAHandler, call_signature, check_function, function_name
 from modelguard.serving._options import BatchOptions, OnError, check_options
 from modelguard.serving._requests import FutureRequest, LoopRequest, Request, ThreadRequest
 from modelguard.serving.breaker import Breaker
@@ -47,12 +48,12 @@ class Batched(Generic[X, Y]):
     It is a context manager, for ``with`` and ``async with``, and closes on exit.
     """
 
-    def __init__(self, function: Callable[..., Any], options: BatchOptions) -> None:
+    def __init__(self, function: Callable[..., Any], options: BatchOptions, *, instance: object = None) -> None:
         functools.update_wrapper(self, function)
         self.__signature__ = call_signature(function, options.limits.name)
         self._function = function
         self._options = options
-        self._batcher = Batcher(function, options)
+        self._batcher = Batcher(function, options, shared=instance is not None)
         self._arguments = Arguments(function, options)
         self._always_checked = self._arguments.always_checked
         self._methods: BoundMethods[Batched[X, Y]] | None = None
@@ -105,9 +106,14 @@ class Batched(Generic[X, Y]):
     async def aio(self, item: X, /, *others: Never, timeout: _units.Duration | None = None, **extras: Any) -> Y:
         """Compute one item without blocking the event loop. Cancelling the task takes the item out of the queue.
 
-        Arguments and errors are those of a call.
+        It works on asyncio and on Trio. Arguments and errors are those of a call.
         """
-        request = LoopRequest(item, get_running_loop())
+        try:
+            loop = get_running_loop()
+        except RuntimeError:
+            put = functools.partial(self._put, timeout=timeout, extras=extras, others=others)
+            return await _trio.call(_trio.TrioRequest(item), put, self._batcher.cancel)  # type: ignore[no-any-return]
+        request = LoopRequest(item, loop)
         if extras or others or timeout is not None or self._always_checked or type(item) is list:
             self._put(request, timeout, extras, others)
         else:  # what _put would do, without its call
@@ -237,7 +243,8 @@ class Batched(Generic[X, Y]):
 
     async def aclose(self, timeout: _units.Duration = _CLOSE_TIMEOUT) -> None:
         """:meth:`close` for coroutines; does not block the event loop."""
-        await asyncio.to_thread(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
+        close = functools.partial(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
+        await (_trio.run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
 
     def __enter__(self) -> Self:
         return self
@@ -271,7 +278,8 @@ class Batched(Generic[X, Y]):
         return self._methods.get(instance)
 
     def _bind(self, name: str, instance: Any) -> Batched[X, Y]:
-        bound: Batched[X, Y] = Batched(self._function.__get__(instance, type(instance)), self._options)
+        method = self._function.__get__(instance, type(instance))
+        bound: Batched[X, Y] = Batched(method, self._options, instance=instance)
         bound._method_of = instance, name
         return bound
 
@@ -387,6 +395,8 @@ def batched(
             fix = "Use @batched(...) once, with all its options."
             raise InvalidOption("function", function, why="it is batched already", fix=fix)
         check_function(function, sys._getframe(1).f_locals)  # noqa: SLF001 - the public one may return None
-        return Batched(function, options.named(function_name(function) if name is None else name))
+        made: Any = Batched(function, options.named(function_name(function) if name is None else name))
+        made.__call__ = MethodType(NotAHandler(made.name), made)  # for frameworks; calls look it up in the class
+        return made
 
     return decorate

@@ -160,6 +160,9 @@ def _of_batches() -> Iterator[Metric]:
     yield Metric("batch.wait", "histogram", "Wait of a batch's first item.", "function", "s", buckets=_SHORT)
     yield Metric("batch.run", "histogram", "Time of a batch, with reruns.", "function", "s", buckets=_SHORT)
     yield counter("batches.failed", "Batches in which the function raised.")
+    yield Metric(
+        "batches.hung", "gauge", "Batches that run for longer than hang_after.", "function", "{batch}", mode="livesum"
+    )
     yield counter("batches.bisected", "Batches that were run again in parts, to find the failing items.")
     yield counter("batch.reruns", "Calls to find the failing items.")
     yield counter("items.failed", "Items that got an error as their result.")
@@ -231,6 +234,7 @@ def _of_a_batch(event: events.BatchFinished) -> tuple[Measure, ...]:
         Measure("batch.run", event.run_seconds),
         Measure("items.failed", event.failed),
         Measure("queue.depth", event.waiting),
+        Measure("batches.hung", event.hung),
         *again,
     )
 
@@ -262,7 +266,7 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.GenerationAbandoned: lambda _: (Measure("generations.abandoned", 1),),
     events.MemoryTrimmed: _of_a_trim,
     events.BatchFinished: _of_a_batch,
-    events.BatchErrored: lambda _: (Measure("batches.failed", 1),),
+    events.BatchErrored: lambda event: (Measure("batches.failed", 1), Measure("batches.hung", event.hung)),
     events.RequestsRefused: _of_refusals,
     events.CircuitOpened: lambda _: (Measure("circuit.open", 1), Measure("circuit.openings", 1)),
     events.CircuitClosed: lambda _: (Measure("circuit.open", 0),),

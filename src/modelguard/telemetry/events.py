@@ -291,6 +291,7 @@ class BatchFinished(Event):
         run_seconds: How long it ran, including reruns.
         failed: The number of items that got an error.
         reruns: How often the function was called again to find the failing items.
+        hung: How many other batches have been running for longer than ``hang_after``.
     """
 
     size: int
@@ -299,23 +300,26 @@ class BatchFinished(Event):
     run_seconds: float
     failed: int
     reruns: int
+    hung: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchErrored(Event):
-    """The batch function raised, or did not return one result for each item.
+    """The batch function raised, did not return one result for each item, or has been running for too long.
 
     Attributes:
         size: The number of items in the batch.
         failed: The number of items that got an error; the others succeeded when they were run again.
         error: The error that the function raised for the whole batch.
         reruns: How often it was called again to find the failing items.
+        hung: How many batches have been running for longer than ``hang_after``.
     """
 
     size: int
     failed: int
     error: str
     reruns: int
+    hung: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

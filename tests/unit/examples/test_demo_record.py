@@ -123,4 +123,6 @@ def test_differing_answers() -> None:
         "left", outcomes=[outcome(0.0, digest=1), outcome(1.0, digest=2), outcome(2.0, digest=None, error="lost")]
     )
     right = Record("right", outcomes=[outcome(1.0, digest=3), outcome(0.0, digest=1), outcome(2.0, digest=4)])
+    third = Record("third", outcomes=[outcome(0.0, digest=5), outcome(1.0, digest=2)])
     assert 1 == differing(left, right)
+    assert 2 == differing(left, right, third)

@@ -31,19 +31,37 @@ if TYPE_CHECKING:
     from tests.unit.serving.gated import Gated
 
 
-@pytest.mark.parametrize("body", ["unread", "read", "in pieces"])
-def test_a_disconnect_cancels_what_waits(model: Gated, body: str) -> None:
-    """The item is not computed, whether the application has read the body or not."""
+PIECES = [piece(b"a" * 10_000, more=True) for _ in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("body", "pieces"),
+    [
+        ("read", [piece()]),
+        ("read", [*PIECES, piece()]),
+        ("unread", [piece()]),
+        ("unread", [*PIECES, piece()]),
+        ("unread", PIECES),
+    ],
+    ids=["read", "read in pieces", "unread", "unread in pieces", "unread and incomplete"],
+)
+def test_a_disconnect_cancels_what_waits(model: Gated, body: str, pieces: list[Any]) -> None:
+    """The item is not computed, whether the application has read the body or not, and it can still read it."""
     f = batched(max_size=1)(model)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if body != "unread":
             await read(receive)
-        await f.aio(1)
+            await f.aio(1)
+        try:
+            await f.aio(1)
+        except CallerGone:
+            received = [await receive() for _ in range(len(pieces) + 2)]
+            assert [*pieces, DISCONNECT, DISCONNECT] == received
+            raise
 
     async def main() -> None:
         await behind(f, model)
-        pieces = [piece(b"a", more=True), piece(b"b", more=True), piece()] if body == "in pieces" else [piece()]
         await disconnect(ModelGuardMiddleware(app), Client(*pieces), f)
 
     asyncio.run(main())
@@ -93,24 +111,26 @@ def test_each_call_on_the_way_through_a_body_can_be_cancelled(model: Gated) -> N
     assert [["first"]] == model.batches
 
 
-def test_a_body_is_not_read_ahead_of_the_application(model: Gated) -> None:
-    """At most one piece is held that the application has not read: a slow application still slows its client."""
+@pytest.mark.parametrize("size", [1, 10_000, 1_000_000])
+def test_a_body_is_read_ahead_of_the_application_within_bounds(model: Gated, size: int) -> None:
+    """At most 256 KiB and one piece are kept that the application has not read: a slow one still slows its client."""
     f = batched(max_size=64)(model)
-    client = Client(*(piece(b"x", more=True) for _ in range(50)), piece())
+    pieces = max(2, 1_000_000 // size) if size > 1 else 2000
+    client = Client(*(piece(b"x" * size, more=True) for _ in range(pieces)), piece())
     ahead: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        for asked in range(51):
+        for asked in range(pieces + 1):
             await f.aio(asked)
             await a_turn()
             ahead.append(len(client.received) - asked)
-            assert (asked < 50) == (await receive())["more_body"]
+            assert (asked < pieces) == (await receive())["more_body"]
         await fine(scope, receive, send)
 
     model.gate.set()
     asyncio.run(serve(ModelGuardMiddleware(app), client))
     assert 200 == client.status
-    assert max(ahead) <= 1
+    assert 1 <= max(ahead) <= 1 + 256 * 1024 // (size + 512)
 
 
 @pytest.mark.parametrize("pieces", [1, 3])

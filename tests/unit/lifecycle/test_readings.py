@@ -130,7 +130,7 @@ class TestMemory:
             guard.check()
         assert gap == pytest.approx(read[1] - read[0], abs=0.02)
 
-    def test_the_keeper_is_told_when_to_come_again(self, world: World, guard: ModelGuard[Any]) -> None:
+    def test_the_ticker_learns_when_to_check_again(self, world: World, guard: ModelGuard[Any]) -> None:
         """A guard in use is checked when its next reading is due, an idle one each second."""
         use(guard)
         guard.check()

@@ -148,7 +148,7 @@ def test_a_child_starts_its_own(ticker: Ticker) -> None:
     assert guard.is_asked()
 
 
-def test_a_keeper_that_is_dismissed_keeps_its_guards_for_its_children(ticker: Ticker) -> None:
+def test_a_stopped_ticker_keeps_its_guards_for_its_children(ticker: Ticker) -> None:
     """A process that forks has no such thread from then on; its children have one, and check its guards."""
     before = threads()
     first, second = Ticked(), Ticked()

@@ -54,7 +54,7 @@ class TestAnInterval:
             guard.check()
         assert 1 == trims(world)
 
-    def test_is_told_to_the_keeper(self, world: World) -> None:
+    def test_is_passed_to_the_ticker(self, world: World) -> None:
         """The ticker wakes when the next trim is due."""
         guard = world.guard(trim_every="30s")
         call(guard)

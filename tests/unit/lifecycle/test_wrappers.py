@@ -107,6 +107,13 @@ class TestTheModelIsInjected:
         args = (Service(),) if name == "method" else ()
         assert ["service", "model", "a"] == run(getattr(Service, name)(*args, "a"))
 
+    def test_an_instance_by_name_is_rejected_with_what_to_write(self) -> None:
+        """The wrapper does not bind it, and a way around would cost every call."""
+        with pytest.raises(
+            TypeError, match=r"Service\.method\(\) got its instance by name.*: Service\.method\(instance\)"
+        ):
+            Service.method(self=Service(), text="a")
+
     def test_where_python_binds_by_itself(self) -> None:
         """A ``classmethod`` around a guarded function hands in its class like any argument since Python 3.13."""
         function = Service.__dict__["under_classmethod"].__func__

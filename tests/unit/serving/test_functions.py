@@ -193,6 +193,15 @@ def test_a_batched_function_as_a_route_of_fastapi_is_rejected() -> None:
         FastAPI().post("/")(depending)
 
 
+def test_a_batched_function_as_a_handler_of_litestar_is_rejected() -> None:
+    """When the application is made, with what to write; it was a ``NameError`` about a name inside modelguard."""
+    litestar = pytest.importorskip("litestar")
+    f = batched(max_size=4)(double)
+    with pytest.raises(InvalidOption, match=r"cannot be a route or a dependency.*return await double\.aio\(text\)"):
+        litestar.Litestar([litestar.get("/", sync_to_thread=True)(f)])
+    assert 4 == f.__call__(2) == f(2)
+
+
 # What it looks like
 
 

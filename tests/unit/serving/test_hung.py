@@ -56,8 +56,10 @@ def test_a_hung_model_makes_a_service_unready(model: Gated, events: list[telemet
     until(lambda: any(isinstance(event, telemetry.BatchErrored) for event in events))
     (errored,) = (event for event in events if isinstance(event, telemetry.BatchErrored))
     assert "running for more than 0.01 s" in errored.error
+    assert 1 == errored.hung
     model.gate.set()
-    until(lambda: f.ready)
+    until(lambda: f.ready and any(isinstance(event, telemetry.BatchFinished) for event in events))
+    assert [0] == [event.hung for event in events if isinstance(event, telemetry.BatchFinished)]
     assert {"status": "ready"} == json.loads(ask(never, path="/readyz", options={"guards": [f]}).body)
 
 

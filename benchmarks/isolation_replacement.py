@@ -1,0 +1,164 @@
+"""What calls notice while ja_ginza is replaced under a real uvicorn, with eight threads that call without a pause.
+
+The longest call during each replacement over the p99 of all calls outside of one, and how many calls failed. The ways:
+a worker of an isolated function (which a policy has asked for), its mold (``TTL``, ``reload()``), a guard in the
+server's process, and one of gunicorn's dirty workers, which is replaced by ending it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import _common
+import _isolation_peers
+from examples._driver import Server
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+THREADS = 8
+HERE = Path(__file__).parent
+#: Seconds of traffic before the first order and after each.
+STEADY = 5.0
+#: Seconds after a replacement that still belong to it: the old mold's end, the old model's release.
+MARGIN = 0.5
+NAMES = {
+    "worker": "isolate, a worker",
+    "mold": "isolate, the mold",
+    "here": "a guard in the server's process",
+    "dirty": "gunicorn, a dirty worker",
+}
+TARGET = 1.5
+
+
+class Call(NamedTuple):
+    """One call: when it began and ended, on the monotonic clock, and whether it was answered."""
+
+    began: float
+    ended: float
+    answered: bool
+
+
+class Callers:
+    """Threads that call one after the other without a pause."""
+
+    def __init__(self, port: int) -> None:
+        self.calls: list[Call] = []
+        self._port = port
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(THREADS)]
+
+    def _ask(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        while not self._stop.is_set():
+            began = time.monotonic()
+            connection.request("GET", "/")
+            answer = connection.getresponse()
+            answer.read()
+            self.calls.append(Call(began, time.monotonic(), answer.status == http.HTTPStatus.OK))
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+class Found(NamedTuple):
+    """What calls have noticed of each replacement, by the side.
+
+    Attributes:
+        ratios: The longest call during each replacement, over ``p99``.
+        p99: Seconds, of the calls outside of replacements.
+        seconds: How long each replacement took.
+        failed: Calls that failed during each.
+    """
+
+    ratios: list[float]
+    p99: float
+    seconds: list[float]
+    failed: list[float]
+
+
+@contextlib.contextmanager
+def serving(side: str) -> Iterator[Server]:
+    """The server, which has answered on all of its workers."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        environment = {"MODELGUARD_RUNTIME_DIR": folder, "SIDE": side}
+        if side == "dirty":
+            environment["DIRTY_SOCKET"] = stack.enter_context(_isolation_peers.arbiter(_isolation_peers.SPACY, 2))
+        command = [sys.executable, "-m", "uvicorn", "--port", "0", "--no-access-log", "--app-dir", str(HERE)]
+        server = Server([*command, "_replaced:app"], folder=Path(folder), environment=environment, name=side)
+        stack.callback(server.stop)
+        server.wait_until_serving("/", 120.0)
+        server.wait_until(lambda: server.ask("/").status == http.HTTPStatus.OK and count(server) == 0, "its workers")
+        yield server
+
+
+def count(server: Server) -> int:
+    return int(server.ask("/count", timeout=120).text)
+
+
+def replace(side: str, times: int) -> Found:
+    """Replace the model so often under traffic."""
+    spans = []
+    with serving(side) as server:
+        assert server.port is not None
+        with Callers(server.port) as callers:
+            time.sleep(STEADY)
+            for number in range(1, times + 1):
+                began = time.monotonic()
+                server.ask("/replace", timeout=120)
+                while count(server) < number:
+                    time.sleep(0.02)
+                spans.append((began, time.monotonic()))
+                time.sleep(STEADY)
+    calls = callers.calls[THREADS * 5 :]
+    steady = [one.ended - one.began for one in calls if all(one.ended < a or one.began > b + MARGIN for a, b in spans)]
+    p99 = _common.quantile(steady, 0.99)
+    within = [[one for one in calls if one.ended > a and one.began < b] for a, b in spans]
+    return Found(
+        ratios=[max(one.ended - one.began for one in some) / p99 for some in within],
+        p99=p99,
+        seconds=[b - a for a, b in spans],
+        failed=[float(sum(not one.answered for one in some)) for some in within],
+    )
+
+
+def main() -> None:
+    benchmark = _common.Benchmark("isolation_replacement", "What calls notice while ja_ginza is replaced")
+    sides = [side for side in NAMES if side != "dirty" or _isolation_peers.has_dirty_workers()]
+    found = {side: replace(side, 1 if benchmark.quick else 3) for side in sides}
+    rows = []
+    for side, one in found.items():
+        name, ours = NAMES[side], side in {"worker", "mold"}
+        target = TARGET if ours else None
+        rows.append(_common.Row(f"longest call during a replacement / p99: {name}", one.ratios, "x", target, ours=ours))
+        rows.append(_common.Row(f"  p99 without one: {name}", [1e3 * one.p99], "ms", ours=ours))
+        rows.append(_common.Row(f"  a replacement takes: {name}", one.seconds, "s", ours=ours))
+        rows.append(_common.Row(f"  calls that fail in a replacement: {name}", one.failed, "", ours=ours))
+
+    def draw(figure: Figure) -> None:
+        shown = [row for row in rows if row.name.startswith("longest")]
+        title = "The longest call while ja_ginza is replaced under uvicorn, 8 threads without a pause"
+        prefix = "longest call during a replacement / p99: "
+        _common.bars(figure.subplots(), shown, title, axis="x p99 of the other calls", prefix=prefix)
+
+    benchmark.finish(rows, draw, size=(11, 3), found={side: one._asdict() for side, one in found.items()})
+
+
+if __name__ == "__main__":
+    main()

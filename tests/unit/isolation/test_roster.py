@@ -1,0 +1,221 @@
+"""The workers of a function over several molds, without processes: calls, deaths, replacements, new molds, an end."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from modelguard import Backoff, Breaker, telemetry
+from modelguard.errors import CircuitOpen, DeadlineExceeded
+from modelguard.isolation import _roster
+from modelguard.isolation._crew import Crew
+from modelguard.isolation._roster import MoldGone, Roster, Worker
+
+SIZE = 2
+
+
+class FakeChannel:
+    """Can be closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeTime:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class FakeMold:
+    """Takes the orders of its roster, whose workers it makes when it is told to go on."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        crew = Crew(SIZE, spare=1, breaker=Breaker(failures=4, cooldown=5, max_cooldown=20), backoff=Backoff(1, 60))
+        self.roster = Roster("f", crew, self, generation=generation, max_queue=10)
+        self.made: dict[int, Worker] = {}
+        self.starting: set[int] = set()
+        self.gave_up = False
+        self.closed = False
+        self.roster.settle()
+
+    def start_worker(self, number: int) -> None:
+        assert not self.closed
+        channel: Any = FakeChannel()
+        worker = Worker(number, channel)
+        worker.pid = 1000 * self.generation + number
+        self.made[number] = worker
+        self.starting.add(number)
+
+    def give_up(self) -> None:
+        self.gave_up = True
+
+    def settle_later(self, seconds: float) -> None:
+        assert seconds > 0
+
+    def add_all(self) -> None:
+        """What the supervisor does in its own thread: a worker is known before it comes up."""
+        known = {worker.number for worker, *_ in self.roster.listed()}
+        for number in self.starting - known:
+            self.roster.add(self.made[number])
+
+    def alive(self) -> list[Worker]:
+        """The workers whose channel is open."""
+        return [worker for worker in self.made.values() if not getattr(worker.channel, "closed", False)]
+
+
+class RosterMachine(RuleBasedStateMachine):
+    """Calls come and go while workers start, wear out, crash and hang, and molds die and are replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeTime()
+        self.patching = patch.object(_roster, "time", self.clock)
+        self.patching.start()
+        self.ended: list[telemetry.WorkerEnded] = []
+        self.remove = telemetry.add_hook(self.note)
+        self.molds = [FakeMold(1)]
+        self.molds[0].add_all()
+        self.calls: list[tuple[FakeMold, Worker]] = []
+
+    def teardown(self) -> None:
+        for mold in self.molds:
+            mold.roster.close()
+        for mold, worker in self.calls:
+            mold.roster.release(worker, worn=False)
+        for mold in self.molds:
+            assert [] == [one for one, state, *_ in mold.roster.listed() if state != "starting"]
+            assert [] == [one for one in mold.alive() if one.number not in mold.starting]
+        self.remove()
+        self.patching.stop()
+
+    def note(self, event: telemetry.Event) -> None:
+        if isinstance(event, telemetry.WorkerEnded):
+            self.ended.append(event)
+
+    @property
+    def current(self) -> FakeMold:
+        return self.molds[-1]
+
+    def settle(self) -> None:
+        for mold in self.molds:
+            mold.add_all()
+
+    @rule(seconds=st.floats(0, 30))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+        for mold in self.molds:
+            mold.roster.settle()
+        self.settle()
+
+    @precondition(lambda self: any(mold.starting for mold in self.molds))
+    @rule(comes_up=st.booleans(), pick=st.integers(0, 10))
+    def start_ends(self, comes_up: bool, pick: int) -> None:  # noqa: FBT001 - hypothesis passes it
+        waiting = [(mold, number) for mold in self.molds for number in sorted(mold.starting)]
+        mold, number = waiting[pick % len(waiting)]
+        mold.starting.discard(number)
+        worker = mold.made[number]
+        if comes_up:
+            mold.roster.ready(worker)
+        elif pick % 2:
+            mold.roster.not_started(number, "no memory")
+        else:
+            mold.roster.exited(worker, "SIGKILL")
+        self.settle()
+
+    @rule(pick=st.integers(0, 10))
+    def call_begins(self, pick: int) -> None:
+        """On the current mold most of the time; a call that has just met an old one is sent on."""
+        mold = self.molds[pick] if pick < len(self.molds) else self.current
+        try:
+            worker = mold.roster.take(0.0, self.clock.now, self.clock.now)
+        except MoldGone:
+            assert mold.closed
+        except (DeadlineExceeded, CircuitOpen):
+            assert not mold.closed
+        else:
+            assert not mold.closed
+            assert worker not in [taken for _, taken in self.calls]
+            assert worker in mold.alive()
+            self.calls.append((mold, worker))
+
+    @precondition(lambda self: self.calls)
+    @rule(
+        outcome=st.sampled_from(["answer", "answer", "worn", "crashed", "timeout", "cancelled"]),
+        pick=st.integers(0, 10),
+    )
+    def call_ends(self, outcome: str, pick: int) -> None:
+        mold, worker = self.calls.pop(pick % len(self.calls))
+        if outcome in {"answer", "worn"}:
+            mold.roster.release(worker, worn=outcome == "worn")
+        else:
+            worker.has_exited("SIGSEGV")
+            mold.roster.lose(worker, outcome)  # type: ignore[arg-type]
+            mold.roster.exited(worker, "SIGSEGV")  # the mold reports it too
+            assert worker not in mold.alive()
+        self.settle()
+
+    @rule(pick=st.integers(0, 10))
+    def idle_worker_dies(self, pick: int) -> None:
+        mold = self.current
+        idle = [worker for worker, state, *_ in mold.roster.listed() if state == "idle"]
+        if idle:
+            mold.roster.exited(idle[pick % len(idle)], "SIGKILL")
+            self.settle()
+
+    @precondition(lambda self: len(self.molds) < 4)
+    @rule(dies=st.booleans())
+    def new_mold(self, dies: bool) -> None:  # noqa: FBT001 - hypothesis passes it
+        """The old one has died with all of its workers, or serves its last calls beside the new one."""
+        old = self.current
+        old.closed = True
+        if dies:
+            old.roster.mold_ended("SIGKILL")
+            for number in old.starting:  # the supervisor reads the end of their channels
+                old.made[number].channel.close()
+            old.starting.clear()
+            lost, self.calls = [one for one in self.calls if one[0] is old], [c for c in self.calls if c[0] is not old]
+            for mold, worker in lost:
+                assert worker.exit is not None
+                mold.roster.lose(worker, "crashed")
+        else:
+            old.roster.close()
+        self.molds.append(FakeMold(len(self.molds) + 1))
+        self.settle()
+
+    @invariant()
+    def as_many_calls_as_workers(self) -> None:
+        for mold in self.molds:
+            assert sum(one is mold for one, _ in self.calls) <= SIZE
+            assert len(mold.roster.listed()) <= SIZE + 1
+
+    @invariant()
+    def every_end_is_told_once(self) -> None:
+        told = [event.worker for event in self.ended if event.worker]
+        assert len(set(told)) == len(told)
+        assert len(self.ended) == sum(sum(mold.roster.counts.values()) for mold in self.molds)
+
+    @invariant()
+    def what_is_open_is_known(self) -> None:
+        """A worker that is neither listed nor in a call has its channel closed: no process is forgotten."""
+        for mold in self.molds:
+            listed = {worker for worker, *_ in mold.roster.listed()}
+            in_calls = {worker for one, worker in self.calls if one is mold}
+            starting = {mold.made[number] for number in mold.starting}
+            assert set(mold.alive()) <= listed | in_calls | starting
+
+
+RosterMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestRosterMachine = RosterMachine.TestCase
