@@ -39,7 +39,7 @@ _TYPES = {
 
 
 def count() -> dict[str, int]:
-    """Count objects by kind, and what libraries say of themselves. Takes 0.2 s for a million objects."""
+    """Count objects by kind, and what libraries say of themselves. Takes 0.4 s of CPU time for a million objects."""
     found: Counter[str] = Counter({"threads": threading.active_count(), "blocks": sys.getallocatedblocks()})
     for thing in gc.get_objects():
         kind = type(thing)  # and not isinstance, which asks proxies for what they stand for
