@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,27 +89,36 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> GrowthReport:
+    progress = _Progress() if sys.stderr.isatty() else lambda _: None
+    return _of_function(options, progress) if options.pid is None else _of_process(options, progress)
+
+
+def _of_process(options: argparse.Namespace, progress: Callable[[Mapping[str, Any]], None]) -> GrowthReport:
     from modelguard import _units, diagnosis
 
-    if options.pid is None and options.target is None:
-        why = "must be given, unless --pid is"
-        raise InvalidOption("MODULE:FUNCTION", "", why=why, fix="Write for example app:predict.")
-    if options.pid is not None and options.target is not None:
+    if options.target is not None:
         why = "must be given alone: a running process gets its own requests"
         raise InvalidOption("--pid", options.pid, why=why, fix=f"Remove {options.target}.")
-    progress = _Progress() if sys.stderr.isatty() else lambda _: None
-    seconds = None if options.time is None else _units.seconds(options.time, "--time")
-    if options.pid is not None:
-        for name in ("inputs", "generate", "calls", "load"):
-            if getattr(options, name) is not None:
-                why = "is for a function that is called, and a running process gets its own requests"
-                raise InvalidOption(f"--{name}", getattr(options, name), why=why, fix="Remove it.")
-        return diagnosis.diagnose_process(options.pid, seconds=seconds or PROCESS_SECONDS, progress=progress)
+    for name in ("inputs", "generate", "calls", "load"):
+        if getattr(options, name) is not None:
+            why = "is for a function that is called, and a running process gets its own requests"
+            raise InvalidOption(f"--{name}", getattr(options, name), why=why, fix="Remove it.")
+    seconds = PROCESS_SECONDS if options.time is None else _units.seconds(options.time, "--time")
+    return diagnosis.diagnose_process(options.pid, seconds=seconds, progress=progress)
+
+
+def _of_function(options: argparse.Namespace, progress: Callable[[Mapping[str, Any]], None]) -> GrowthReport:
+    from modelguard import _units, diagnosis
+
+    target: str | None = options.target
+    if target is None:
+        why = "must be given, unless --pid is"
+        raise InvalidOption("MODULE:FUNCTION", "", why=why, fix="Write for example app:predict.")
     return diagnosis.diagnose(
-        options.target,
+        target,
         inputs=options.inputs,
         generate=options.generate,
-        seconds=seconds or SECONDS,
+        seconds=SECONDS if options.time is None else _units.seconds(options.time, "--time"),
         calls=None if options.calls is None else _whole_number(options.calls),
         trial_seconds=0.0 if options.trial == "0" else _units.seconds(options.trial, "--try", zero=True),
         bucketed=options.bucketed,
