@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modelguard import _units
 from modelguard.diagnosis import _child, _trial_results
 from modelguard.diagnosis._candidates import AGAINST, Candidate, Declared, candidates
 from modelguard.diagnosis._child import Progress, Said
@@ -20,6 +21,8 @@ _ROUNDS = 3
 #: Bytes by which memory is to grow in one run without a remedy: several times what it moves by without any leak, and
 #: not so much that it endangers the machine.
 _GROWTH, _MOST_GROWTH = 100_000_000, 150_000_000
+#: The share of that growth with which runs are long enough.
+_ENOUGH = 0.3
 #: Calls before the readings begin, as a share of the calls between them.
 _WARM = 0.2
 #: Of a run: the fewest calls, so that there is a p99, and the shortest and the longest time in seconds.
@@ -81,6 +84,8 @@ def try_remedies(
         words = _child.command("_tried")
         return follow(words, {**given, **own}, variables, cwd, progress=lambda _: None, silence=silence, limit=limit)
 
+    if found and (needed := seconds_needed(measured, calls)):
+        left_out.append(f"longer runs: with these, what a remedy leaves is overstated; --try {needed} is long enough")
     rounds = _Rounds(run, progress, clock)
     if found:
         rounds.run(Candidate(_NOTHING, "variables", (), environ, {}), found, seconds)
@@ -94,6 +99,15 @@ def calls_of_a_run(measured: Measured, seconds: float) -> int:
     wanted = min(max(_GROWTH / growth, _SHORTEST / each), _MOST_GROWTH / growth)
     longest = min(_LONGEST, max(_SHORTEST, seconds / _RUNS - measured.imported))
     return int(max(_FEWEST_CALLS, min(wanted, longest / each)))
+
+
+def seconds_needed(measured: Measured, calls: int) -> str:
+    """The time that trials need so that memory grows by enough in each run; empty if these many calls are enough."""
+    wanted = _GROWTH / max(1.0, measured.per_call)
+    if calls >= _ENOUGH * wanted:
+        return ""
+    each = measured.seconds / max(1, measured.calls[-1])
+    return _units.format_seconds(_RUNS * (measured.imported + min(_LONGEST, wanted * each)))
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ from modelguard.diagnosis._candidates import Declared, candidates
 from modelguard.diagnosis._child import End, Said
 from modelguard.diagnosis._growth import Cause, CauseName, GrowthReport, Measured
 from modelguard.diagnosis._trial_results import Round, Trial, Trials, front, recommend, trial
-from modelguard.diagnosis._trials import calls_of_a_run, try_remedies
+from modelguard.diagnosis._trials import calls_of_a_run, seconds_needed, try_remedies
 
 MB = 10**6
 NOTHING = Round(growth=1e5, cpu=1e-3, p99=1e-3, held=500 * MB)
@@ -152,6 +152,12 @@ def test_calls_of_a_run() -> None:
     assert 1000 == calls_of_a_run(measured(), 1000)
     slow = Measured(calls=(0, 100), private=(0, 1 * MB), seconds=100.0)
     assert 48 == calls_of_a_run(slow, 60)
+
+
+def test_runs_that_are_too_short_say_how_long_they_need() -> None:
+    """Where memory grows by less than 30 MB in a run, the report names the time that is enough."""
+    assert "" == seconds_needed(measured(), 1000)
+    assert "16s" == seconds_needed(measured(), 100)
 
 
 REPORT = GrowthReport(
