@@ -43,6 +43,18 @@ def one_worker(nlp: Any, text: str) -> tuple[int, list[str]]:
     return find_entities(nlp, text)
 
 
+@isolate(workers=1, timeout="60s", start="spawn")
+@spacy_model
+def one_spawned(nlp: Any, text: str) -> tuple[int, list[str]]:
+    return find_entities(nlp, text)
+
+
+@isolate(workers=2, timeout="60s", start="spawn")
+@spacy_model
+def spawned(nlp: Any, text: str) -> tuple[int, list[str]]:
+    return find_entities(nlp, text)
+
+
 _one_at_a_time = threading.Lock()
 
 
@@ -72,30 +84,36 @@ def leaking(model: Leaking, number: int) -> int:
 
 
 @isolate(workers=1)
+@guard(Leaking, reload_on=None)
+def leaking_on(model: Leaking, number: int) -> int:
+    model.kept.append(os.urandom(LEAK))
+    return number
+
+
+@isolate(workers=1)
 @guard(Leaking, reload_on=MemoryGrowth("50 MB"))
 def sound(model: Leaking, number: int) -> int:
     model.kept[:] = [os.urandom(LEAK)]
     return number
 
 
+SIDES: dict[str, Any] = {"isolated": entities, "spawned": spawned, "here": in_process}
+
+
 async def app(scope: Any, _receive: Any, send: Any) -> None:
-    """``/isolated`` and ``/here`` analyse a text, with ``/reload`` behind them they order a reload."""
+    """``/isolated``, ``/spawned`` and ``/here`` analyse a text, with ``/reload`` behind them they order a reload."""
     if scope["type"] != "http":
         return
     _, side, *reload = scope["path"].split("/")
     body = b"ok"
     if reload:
-        if side == "isolated":
-            entities.reload(wait=False)
-        else:
-            in_process.reload(wait=False)
-    elif side == "isolated":
-        await entities.aio(TEXT)
+        SIDES[side].reload(wait=False)
     elif side == "here":
         await asyncio.to_thread(entities_here, TEXT)
+    elif side in SIDES:
+        await SIDES[side].aio(TEXT)
     else:
-        state = entities.status() if "isolated" in scope["query_string"].decode() else in_process.status()
-        body = f"{state.generation}".encode()
+        body = f"{SIDES[scope['query_string'].decode()].status().generation}".encode()
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -34,6 +34,7 @@ class Arrival:
         weight: Its weight.
         group: Its keyword arguments.
         bad: Whether the model raises for it.
+        key: Whose it is.
     """
 
     at: float
@@ -42,6 +43,7 @@ class Arrival:
     weight: float = 1
     group: Any = None
     bad: bool = False
+    key: Any = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Arrival) and self.item == other.item
@@ -90,6 +92,7 @@ class _Simulated(Request):
         self.deadline = arrival.at + arrival.timeout
         self.weight = arrival.weight
         self.group = arrival.group
+        self.key = arrival.key
         self._simulation = simulation
 
     def deliver(self, outcome: Any) -> None:

@@ -5,6 +5,7 @@
   it knows how long each batch takes, and of many sizes to aim at the best one counts.
 * **Kinds of models**: items of unequal weight, items in many groups, models that change their speed or stall.
   Compared with the least of what arrives and what the model can compute.
+* **Callers**: 400 greedy ones, and 5 that send half of their share, in turns (``fair_by``) and in the order of arrival.
 * **Bad items** that make their batch raise, which costs a whole run: unique ones, and the same ones sent again and
   again. Compared with a batcher that knows the bad items beforehand and leaves them out. For unique ones that is out of
   reach for any batcher: see docs/serving.md.
@@ -15,6 +16,7 @@ Nothing sleeps, so the figures are the same on every machine. The lowest figure 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ import _common
 from _simulation import Arrival, Outcome, Simulation, clairvoyant, poisson
 
 from modelguard.serving import Limits
+from modelguard.serving._requests import Failure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -164,6 +167,23 @@ def stalling(load: float, seconds: float) -> float:
     return _ratio(load * capacity, capacity, seconds, cost, _plain(0.4))
 
 
+def padded(load: float, seconds: float, *, alike: bool = True) -> float:
+    """Texts of 5 to 500 tokens, evenly over their logarithm, each of which costs as much as the longest of its batch.
+
+    In batches of eight without any padding the model would compute 34 a second. ``alike`` is the option ``padded``.
+    """
+    fixed, unit, mean = 0.005, 0.00027, 495 / math.log(100)
+    capacity = 1 / (fixed / 8 + unit * mean)
+
+    def make(at: float, dice: random.Random) -> Arrival:
+        return Arrival(at, None, 3.0, weight=round(5 * 100 ** dice.random()))
+
+    def cost(items: list[Arrival], _now: float, _extras: dict[str, Any]) -> float:
+        return fixed + unit * len(items) * max(item.weight for item in items)
+
+    return _ratio(load * capacity, capacity, seconds, cost, make, weighed=True, padded=alike)
+
+
 def _plain(timeout: float) -> Callable[[float, random.Random], Arrival]:
     return lambda at, _dice: Arrival(at, None, timeout)
 
@@ -189,7 +209,34 @@ KINDS: dict[str, Callable[[float, float], float]] = {
     "fast, then slow": fast_then_slow,
     "noisy": noisy,
     "stalling": stalling,
+    "padded, 5 to 500 tokens": padded,
 }
+
+
+# Callers
+
+
+def fairness(load: float, seconds: float, *, fair: bool) -> float:
+    """400 greedy callers and 5 polite ones, which send half of their share: how many of theirs are answered in time."""
+    greedy, polite, capacity = 400, 5, SIZE / (0.03 + 0.0005 * SIZE)
+    rate = load * capacity
+    courtesy = min(0.5 * capacity, rate) / (greedy + polite) * polite / rate
+
+    def make(at: float, dice: random.Random) -> Arrival:
+        kind, count = ("polite", polite) if dice.random() < courtesy else ("greedy", greedy)
+        return Arrival(at, kind, 1.0, key=(kind, dice.randrange(count)))
+
+    arrivals = poisson(rate, seconds, make)
+    simulation = Simulation(limits(fair=fair), linear(0.03, 0.0005), arrivals)
+    polites: list[bool] = []
+
+    def note(arrival: Arrival, outcome: Any) -> None:
+        if arrival.item == "polite" and arrival.at > seconds / 4:
+            polites.append(not isinstance(outcome, Failure))
+
+    simulation.note = note  # type: ignore[method-assign]
+    simulation.run()
+    return sum(polites) / len(polites)
 
 
 # Bad items
@@ -261,6 +308,17 @@ def main() -> None:
         f"{name}: {ratio:.2f} of clairvoyance, {outcome.goodput:.0f} answers/s, {outcome.harmed} healthy ones harmed"
         for name, (ratio, outcome) in bad.items()
     ]
+    for load in LOADS:
+        polite = ", ".join(
+            f"{fairness(load, 2 * seconds, fair=fair):.2f} {how}"
+            for fair, how in ((True, "in turns"), (False, "in order of arrival"))
+        )
+        texts = ", ".join(
+            f"{padded(load, seconds, alike=alike):.2f} {how}"
+            for alike, how in ((True, "by like length"), (False, "in order of arrival"))
+        )
+        notes.append(f"texts that are padded, {load:g} x: {texts}")
+        notes.append(f"5 polite callers beside 400 greedy ones, {load:g} x, answered in time: {polite}")
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)

@@ -5,11 +5,13 @@
   gunicorn's dirty workers where they are installed.
 * Replacement of ja_ginza: seconds from the order to the first answer of a fresh worker, over those of a reload in this
   process. The private memory of the fresh worker after its first answer, over the model's size.
+  The same with spawned workers, which load for themselves.
 * The stall: a real uvicorn, eight clients without gaps. The longest request during a replacement of the mold over the
-  p99 of the others; beside it the same with the model in the server's process.
+  p99 of the others; beside it the same with spawned workers, with the model in the server's process, and in windows of
+  the same length without a reload, which shows how much of it is chance.
 * Slopes: proportional memory (PSS) of the whole tree over 50 replacements of workers and 20 of molds.
 * A leak of 4 KB a call: 100,000 calls under ``MemoryGrowth("50 MB")``, the largest private memory of a worker, and the
-  rate of the same model without the leak over that with it.
+  rate of the same model without the leak over that with it; beside it the rate of the same leak that nobody stops.
 """
 
 from __future__ import annotations
@@ -111,10 +113,10 @@ def transport(rounds: int) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def replacement(rounds: int) -> dict[str, Any]:
+def replacement(start: str, rounds: int) -> dict[str, Any]:
     """Seconds to the first answer of a fresh worker, and of a reload; private memory of a fresh worker."""
     worker, reload, private = [], [], []
-    here, isolated = _isolated.in_process, _isolated.one_worker
+    here, isolated = _isolated.in_process, {"fork": _isolated.one_worker, "spawn": _isolated.one_spawned}[start]
     here.load()
     isolated.load()
     for _ in range(rounds):
@@ -166,8 +168,8 @@ class Traffic:
             thread.join()
 
 
-def stall(side: str, reloads: int) -> list[float]:
-    """The longest request during each reload over the p99 of the others."""
+def stall(side: str, reloads: int) -> dict[str, list[float]]:
+    """The longest request during each reload over the p99 of the others, and that of a window without one."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "uvicorn", "--port", "0", "--app-dir", str(HERE), "_isolated:app"]
         server = Server(command, folder=Path(folder), environment={"MODELGUARD_RUNTIME_DIR": folder}, name=side)
@@ -175,7 +177,7 @@ def stall(side: str, reloads: int) -> list[float]:
             server.wait_until(lambda: server.port is not None, "its port", 120.0)
             assert server.port is not None
             server.ask(f"/{side}", timeout=120)
-            spans = []
+            spans, calm = [], []
             with Traffic(server.port, f"/{side}") as traffic:
                 time.sleep(STEADY)
                 for number in range(reloads):
@@ -184,13 +186,19 @@ def stall(side: str, reloads: int) -> list[float]:
                     while int(server.ask(f"/status?{side}", timeout=120).text) < number + 2:
                         time.sleep(0.05)
                     spans.append((started, time.monotonic()))
-                    time.sleep(STEADY)
+                    time.sleep(1.0)  # the old mold's end
+                    calm.append((time.monotonic(), time.monotonic() + spans[-1][1] - started))
+                    time.sleep(max(STEADY, spans[-1][1] - started))
         finally:
             server.stop()
     margin = 0.5  # the old mold's end, the old model's release
     steady = [end - start for start, end in traffic.calls if all(end < a or start > b + margin for a, b in spans)]
     p99 = _common.quantile(steady[CLIENTS * 5 :], 0.99)
-    return [max(end - start for start, end in traffic.calls if end > a and start < b) / p99 for a, b in spans]
+
+    def longest(windows: list[tuple[float, float]]) -> list[float]:
+        return [max(end - start for start, end in traffic.calls if end > a and start < b) / p99 for a, b in windows]
+
+    return {"reload": longest(spans), "calm": longest(calm)}
 
 
 def tree_pss() -> float:
@@ -232,12 +240,13 @@ def slopes(workers: int, molds: int) -> dict[str, list[float]]:
 
 def leak(calls: int) -> dict[str, Any]:
     """Seconds for so many calls with and without the leak, taking turns; the largest private memory of a worker."""
-    seconds: dict[str, list[float]] = {"leaking": [], "sound": []}
+    functions = {"sound": _isolated.sound, "leaking": _isolated.leaking, "leaking on": _isolated.leaking_on}
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
     largest = 0
     share = 10
-    with _isolated.leaking, _isolated.sound:
+    with _isolated.leaking, _isolated.sound, _isolated.leaking_on:
         for _ in range(share):
-            for name, function in (("sound", _isolated.sound), ("leaking", _isolated.leaking)):
+            for name, function in functions.items():
                 started = time.perf_counter()
                 for number in range(calls // share):
                     function(number)
@@ -250,10 +259,18 @@ def leak(calls: int) -> dict[str, Any]:
 
 JOBS: dict[str, Callable[..., Any]] = {
     "transport": lambda rounds: transport(int(rounds)),
-    "replacement": lambda rounds: replacement(int(rounds)),
+    "replacement": lambda start, rounds: replacement(start, int(rounds)),
     "slopes": lambda workers, molds: slopes(int(workers), int(molds)),
     "leak": lambda calls: leak(int(calls)),
 }
+
+
+def over_reload(renewed: dict[str, Any]) -> list[float]:
+    return [fresh / load for fresh, load in zip(renewed["worker"], renewed["reload"], strict=True)]
+
+
+def own_share(renewed: dict[str, Any]) -> list[float]:
+    return [100 * one / renewed["model"] for one in renewed["private"]]
 
 
 def main() -> None:
@@ -261,8 +278,9 @@ def main() -> None:
     quick = benchmark.quick
     row = _common.Row
     costs = _common.fresh(__file__, "transport", "2" if quick else "9")
-    renewed = _common.fresh(__file__, "replacement", "2" if quick else "9")
-    stalls = {side: stall(side, 1 if quick else 3) for side in ("isolated", "here")}
+    renewed = _common.fresh(__file__, "replacement", "fork", "2" if quick else "9")
+    spawned = _common.fresh(__file__, "replacement", "spawn", "1" if quick else "3")
+    stalls = {side: stall(side, 1 if quick else 3) for side in ("isolated", "spawned", "here")}
     trends = _common.fresh(__file__, "slopes", *(("6", "3") if quick else ("50", "20")))
     leaked = _common.fresh(__file__, "leak", "5000" if quick else "100000")
 
@@ -277,15 +295,19 @@ def main() -> None:
                 rows.append(
                     row(f"{text}: {way} / Connection", over(what, way), "x", target if ours else None, ours=ours)
                 )
-    ratios = [fork / load for fork, load in zip(renewed["worker"], renewed["reload"], strict=True)]
-    shares = [100 * one / renewed["model"] for one in renewed["private"]]
+    ratios, shares = over_reload(renewed), own_share(renewed)
     rows += [
         row("fresh worker / reload, to the first answer", ratios, "x", 0.05, ours=True),
         row("  fresh worker", [1000 * one for one in renewed["worker"]], "ms", ours=True),
         row("  reload in the process", [1000 * one for one in renewed["reload"]], "ms"),
         row("private memory of a fresh worker / model", shares, "%", 5.0, ours=True),
-        row("longest request during a reload / p99: isolated", stalls["isolated"], "x", 1.5, ours=True),
-        row("longest request during a reload / p99: in the process", stalls["here"], "x"),
+        row("  spawned: fresh worker / reload, to the first answer", over_reload(spawned), "x", ours=True),
+        row("  spawned: private memory of a fresh worker / model", own_share(spawned), "%", ours=True),
+        row("longest request during a reload / p99: isolated", stalls["isolated"]["reload"], "x", 1.5, ours=True),
+        row("  as long without a reload", stalls["isolated"]["calm"], "x", ours=True),
+        row("  spawned workers", stalls["spawned"]["reload"], "x", ours=True),
+        row("longest request during a reload / p99: in the process", stalls["here"]["reload"], "x"),
+        row("  as long without a reload, in the process", stalls["here"]["calm"], "x"),
     ]
     notes = [""]
     for what, values in trends.items():
@@ -295,6 +317,10 @@ def main() -> None:
     rates = [without / leak for without, leak in zip(leaked["sound"], leaked["leaking"], strict=True)]
     rows.append(row("rate with a leak / without", [statistics.median(rates)], "x", ours=True))
     rows.append(row("rate without a leak / with", [1 / statistics.median(rates)], "x", 1 / 0.95, ours=True))
+    kept = [on / bounded for on, bounded in zip(leaked["leaking on"], leaked["leaking"], strict=True)]
+    rows.append(
+        row("rate with a leak that is bounded / with one that goes on", [statistics.median(kept)], "x", ours=True)
+    )
     rows.append(row("largest private memory of a leaking worker", [leaked["largest"] / 1e6], "MB", ours=True))
     notes.append(f"the leaking worker was replaced {leaked['recycled']} times; without, it would have grown by 400 MB")
 
@@ -312,7 +338,16 @@ def main() -> None:
         right.legend(frameon=False)
 
     benchmark.finish(
-        rows, draw, size=(13, 4), notes=notes, costs=costs, renewed=renewed, stalls=stalls, trends=trends, leaked=leaked
+        rows,
+        draw,
+        size=(13, 4),
+        notes=notes,
+        costs=costs,
+        renewed=renewed,
+        spawned=spawned,
+        stalls=stalls,
+        trends=trends,
+        leaked=leaked,
     )
 
 

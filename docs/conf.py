@@ -44,9 +44,9 @@ napoleon_use_ivar = True  # the attributes of a dataclass stand in its docstring
 # variables, and the words that stand for a union or a literal. The text says what they are; nothing links to them.
 nitpick_ignore_regex = [
     ("py:obj", r"typing\.~P"),
-    ("py:class", r"(.*\.)?(IsolationOptions|Source)"),
+    ("py:class", r"(.*\.)?(IsolationOptions|PoolSource|Source)"),
     ("py:class", r"(abc|collections\.abc|datetime|os|pathlib|pytest|spacy|torch)\..*"),
-    ("py:(class|obj)", r"(.*\.)?[A-Z]"),  # type variables
+    ("py:(class|obj)", r"(.*\.)?[A-Z](_co)?"),  # type variables
     ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|SmallObjects"),
     (
         "py:class",
@@ -54,6 +54,7 @@ nitpick_ignore_regex = [
     ),
     ("py:class", r"(.*\.)?(Engine|ForkingProcess|GuardOptions|PoolEngine|ProcessHistory|ReasonKind|SwapMode)"),
     ("py:class", r"(.*\.)?(Bound|Decorator|Generation|Hook|Ready|Reloadable|State)"),
+    ("py:class", r"(.*\.)?(Decorated|Request|StreamRequest)"),
     ("py:class", r"CollectorRegistry|MeterProvider|TracerProvider"),  # of the libraries for metrics
     ("py:class", r"concurrent\.futures\..*|tuple\[int|Path"),
 ]

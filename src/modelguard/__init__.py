@@ -26,6 +26,7 @@ if typing.TYPE_CHECKING:
         Uses,
     )
     from modelguard.lifecycle.pool import ModelPool, pool
+    from modelguard.lifecycle.replicas import ModelReplicas, replicas
     from modelguard.serving import Batched, BatchStatus, Breaker, deadline
     from modelguard.serving.batched import batched
 
@@ -43,6 +44,7 @@ __all__ = [
     "MemoryLimit",
     "ModelGuard",
     "ModelPool",
+    "ModelReplicas",
     "Modified",
     "Policy",
     "Snapshot",
@@ -58,6 +60,7 @@ __all__ = [
     "pool",
     "prefork",
     "presets",
+    "replicas",
     "serving",
     "sharing",
     "telemetry",
@@ -81,6 +84,7 @@ _NAMES = {
         "Uses",
     ),
     "modelguard.lifecycle.pool": ("ModelPool", "pool"),
+    "modelguard.lifecycle.replicas": ("ModelReplicas", "replicas"),
     "modelguard.serving": ("BatchStatus", "Batched", "Breaker", "batched", "deadline"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

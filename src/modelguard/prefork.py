@@ -5,7 +5,8 @@ from __future__ import annotations
 from modelguard import _public
 from modelguard.sharing._hazards import Hazard, HazardKind, find_hazards
 from modelguard.sharing._immortal import ImmortalReport, Mortal, Skipped, immortalize, immortalize_unsupported
-from modelguard.sharing._prefork import ForkReport, in_child, prepare
+from modelguard.sharing._prefork import ForkReport, prepare
+from modelguard.sharing._prepared import in_child
 
 __all__ = [
     "ForkReport",

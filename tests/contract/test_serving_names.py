@@ -13,11 +13,11 @@ import pytest
 
 import modelguard
 from modelguard import Batched, BatchStatus, Breaker, batched, deadline, serving
-from modelguard.serving import Limits, Quantiles, left
+from modelguard.serving import BatchedStream, Limits, Quantiles, Stream, left
 
 HOMES = {
     **dict.fromkeys((Batched, BatchStatus, Breaker, batched, deadline), "modelguard"),
-    **dict.fromkeys((Limits, Quantiles, left), "modelguard.serving"),
+    **dict.fromkeys((BatchedStream, Limits, Quantiles, Stream, left), "modelguard.serving"),
 }
 
 VALUES = [
@@ -37,11 +37,13 @@ def test_tracebacks_show_where_to_import_it(public: Any, home: str) -> None:
 
 def test_the_names_of_serving_are_these() -> None:
     """`modelguard.serving.__all__` is this list, no more and no less."""
-    names = ["BatchStatus", "Batched", "Breaker", "Limits", "Quantiles", "batched", "deadline", "left"]
-    assert names == serving.__all__
+    values = ["BatchStatus", "Batched", "BatchedStream", "Breaker", "Limits", "Quantiles", "Stream"]
+    assert [*values, "batched", "caller", "deadline", "left"] == serving.__all__
 
 
-@pytest.mark.parametrize("public", [*HOMES, Batched.aio, Batched.close, Batched.submit], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "public", [*HOMES, Batched.aio, Batched.close, Batched.submit, BatchedStream.stream], ids=lambda one: one.__name__
+)
 def test_type_hints_can_be_resolved(public: Any) -> None:
     """`typing.get_type_hints` works, as frameworks use it."""
     typing.get_type_hints(public)

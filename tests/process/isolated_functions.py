@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from modelguard import Backoff, Breaker, Errors, Idle, MemoryGrowth, Modified, Uses, guard, isolate
+from modelguard import Backoff, Breaker, Errors, Idle, MemoryGrowth, Modified, Uses, guard, isolate, pool
 
 if "ISOLATION_WEIGHTS" not in os.environ:  # molds inherit the environment of the process that has made the file
     with tempfile.NamedTemporaryFile(prefix="isolation-weights-", delete=False) as file:
@@ -75,7 +75,20 @@ def ends(_: Model, how: str) -> str:
         ctypes.string_at(0)
     if how == "hang":
         time.sleep(600)
+    if how == "leaves a child":
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(3)
     return how
+
+
+@isolate(workers=3, timeout="5s", breaker=Breaker(failures=100))
+@guard(load, reload_on=None, backoff=QUICK)
+def notes(_: Model, path: str, number: int) -> int:
+    """Write down that the call has run."""
+    with Path(path).open("ab", buffering=0) as file:
+        file.write(b"%d\n" % number)
+    return number
 
 
 @isolate(workers=3, timeout="1s", breaker=Breaker(failures=100))
@@ -212,6 +225,17 @@ def plain() -> int:
     return os.getpid()
 
 
+class Service:
+    """Has functions that belong to it."""
+
+    @isolate(workers=1)
+    @guard(load, reload_on=None)
+    @staticmethod
+    def static(loaded: Model, value: int) -> tuple[int, int]:
+        """Be called by way of the class, or of an object."""
+        return loaded.pid, value
+
+
 @isolate(workers=2)
 @guard(load, reload_on=None)
 async def coroutine(_: Model, value: int, delay: float = 0.0) -> int:
@@ -247,6 +271,26 @@ def doubled(_: Model, numbers: list[int]) -> list[int]:
     return [2 * number for number in numbers]
 
 
+@isolate(workers=2, timeout="5s")
+@guard(load, reload_on=None)
+async def adoubled(_: Model, numbers: list[int]) -> list[int]:
+    return [2 * number for number in numbers]
+
+
+@isolate(workers=1, timeout="5s")
+@guard(load, reload_on=None)
+def counted_up(_: Model, numbers: list[int]) -> Iterator[list[int]]:
+    for step in range(3):
+        yield [number + step for number in numbers]
+
+
+@isolate(workers=1, timeout="5s")
+@guard(load, reload_on=None)
+async def acounted_up(_: Model, numbers: list[int]) -> AsyncIterator[list[int]]:
+    for step in range(3):
+        yield [number + step for number in numbers]
+
+
 @isolate(workers=2, timeout="2s", start="spawn")
 @guard(load, reload_on=Uses(20), backoff=QUICK)
 def spawned(loaded: Model, how: str = "") -> tuple[int, int]:
@@ -256,3 +300,94 @@ def spawned(loaded: Model, how: str = "") -> tuple[int, int]:
     if how == "hang":
         time.sleep(600)
     return loaded.pid, os.getpid()
+
+
+class Caching:
+    """Fills with traffic."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.seen: dict[int, bytes] = {}
+
+
+@isolate(workers=2, timeout="5s", refork_after=20)
+@guard(Caching, reload_on=Uses(200), backoff=QUICK, warmup=lambda _: None, unload=lambda _: note_unload())
+def caching(loaded: Caching, key: int, do: str = "") -> tuple[bool, int, int, int]:
+    """Tell whether this worker knew the key, what loaded the model, its parent and itself."""
+    if do == "thread":
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    if do == "hang":
+        time.sleep(600)
+    known = key in loaded.seen
+    loaded.seen[key] = os.urandom(64)
+    return known, loaded.pid, os.getppid(), os.getpid()
+
+
+def note_unload() -> None:
+    """Write down that a model was unloaded."""
+    path = os.environ.get("ISOLATION_UNLOADED")
+    if path is not None:
+        with Path(path).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Voice(Model):
+    """The model of one key."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        if name == "broken":
+            raise OSError("no such voice")
+        self.name = name
+
+
+voices = pool(Voice, max_memory="2 GB", max_models=2, backoff=QUICK, unload=lambda _: note_unload())
+
+
+@isolate(workers=2, timeout="5s", recycle_on=Uses(30))
+@voices(key="voice")
+def speak(loaded: Voice, voice: str, do: str = "") -> tuple[str, int, int]:
+    """Tell which model computes, where it was loaded, and where this is."""
+    if do == "crash":
+        os._exit(3)
+    if do == "hang":
+        time.sleep(600)
+    if do == "same":
+        return speak(voice)
+    if do == "other":
+        return speak(voice + "!")
+    return loaded.name, loaded.pid, os.getpid()
+
+
+@isolate(workers=1)
+@guard(load, reload_on=None, backoff=QUICK, warmup=lambda _: os._exit(7))
+def dies_warming(_: Model) -> None:
+    """Never be called."""
+
+
+@isolate(workers=1, timeout="100ms", breaker=Breaker(failures=2))
+@guard(load, reload_on=None, backoff=QUICK)
+def hopeless(_: Model) -> None:
+    """Take longer than the timeout."""
+    time.sleep(1.0)
+
+
+def load_with_few_forks() -> Model:
+    """Have this process fork no more once the file names it, as where the system has no process left."""
+    fork = os.fork
+
+    def limited() -> int:
+        path = Path(os.environ["ISOLATION_NO_FORKS"])
+        if path.exists() and path.read_text() == str(os.getpid()):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    os.fork = limited
+    return Model()
+
+
+@isolate(workers=1)
+@guard(load_with_few_forks, reload_on=None, backoff=QUICK)
+def forks(loaded: Model) -> int:
+    """Tell the mold."""
+    return loaded.pid

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import ray_services
 from examples._driver import ask, free_port
@@ -156,6 +157,39 @@ def replaced() -> dict[str, Any]:
     }
 
 
+def isolated() -> dict[str, Any]:
+    """A deployment whose function runs in worker processes of its replica."""
+    handle = served.run(
+        ray_services.apart, app_name="apart", route_prefix="/apart", ray_actor_options=ACTOR, health_check_period_s=0.3
+    )
+    failed: list[str] = []
+    seen: set[tuple[int, int]] = set()
+    for place in range(300):
+        try:
+            length, worker, mold = handle.remote("x" * (place % 7)).result(timeout_s=60)
+            assert length == place % 7
+            seen.add((worker, mold))
+        except Exception as error:  # noqa: BLE001 - told
+            failed.append(repr(error))
+    crash = error_of(lambda: handle.remote("crash").result(timeout_s=60))
+    after = handle.remote("xyz").result(timeout_s=60)[0]
+    status = handle.status.remote().result()
+    pids = [*{pid for pair in seen for pid in pair}, *(one["pid"] for one in status["isolated"]["workers"])]
+    serve.delete("apart")
+    end = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.1)
+    return {
+        "failed": failed,
+        "workers": len({worker for worker, _ in seen}),
+        "molds": len({mold for _, mold in seen}),
+        "crash": crash,
+        "after": after,
+        "state": status["isolated"]["state"],
+        "left": [pid for pid in pids if psutil.pid_exists(pid)],
+    }
+
+
 def overloaded() -> dict[str, Any]:
     handle = served.run(ray_services.slow, app_name="slow", route_prefix="/slow", ray_actor_options=ACTOR)
     handle.remote("a").result()
@@ -266,7 +300,7 @@ def main() -> None:
         told["refused_options"] = refused_options()
         told["carried_over"] = carried_over()
         with local():
-            for scenario in (overloaded, behind_an_ingress, bounded, replaced):
+            for scenario in (overloaded, behind_an_ingress, bounded, isolated, replaced):
                 began = time.monotonic()
                 told[scenario.__name__] = scenario()
                 told[scenario.__name__]["seconds"] = time.monotonic() - began

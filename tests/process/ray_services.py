@@ -11,7 +11,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
-from modelguard import Uses, batched, guard, weights
+from modelguard import Uses, batched, guard, isolate, weights
 
 plain = guard(dict, reload_on=None, name="plain")
 worn = guard(dict, reload_on=Uses(40), name="worn")
@@ -37,6 +37,15 @@ def slow(model: dict[str, int], texts: list[str]) -> list[str]:
 def late(model: dict[str, int], texts: list[float]) -> list[float]:
     time.sleep(texts[0])
     return texts
+
+
+@batched(max_size=4, threads=2, deadline="20s")
+@isolate(workers=2, timeout="10s", recycle_on=Uses(40))
+def apart(texts: list[str]) -> list[tuple[int, int, int]]:
+    """The length of a text, who has counted, and whose child that is."""
+    if "crash" in texts:
+        os._exit(3)
+    return [(len(text), os.getpid(), os.getppid()) for text in texts]
 
 
 web = FastAPI()

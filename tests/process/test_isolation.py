@@ -175,6 +175,11 @@ class TestCalls:
             pids = set()
             wait_until(lambda: pids.add(plain()) or len(pids) > 2, "replaced workers")
 
+    def test_a_static_method(self) -> None:
+        """It is found in its class, and called like any other."""
+        with using(functions.Service.static) as static:
+            assert (static.status().mold, 5) == functions.Service.static(5) == functions.Service().static(5)
+
 
 class TestDoors:
     def test_aio_and_submit(self) -> None:
@@ -220,6 +225,18 @@ class TestDoors:
             with pytest.raises(TypeError, match="iterate"):
                 items.submit(1)
 
+    def test_a_stream_whose_worker_dies_between_two_items_fails(self) -> None:
+        """It does not begin anew behind the items that the caller has already."""
+        with using(functions.items) as items:
+            stream = items(10)
+            assert [0, 1] == [next(stream), next(stream)]
+            (busy,) = (one.pid for one in items.status().workers if one.state == "busy")
+            os.kill(busy, signal.SIGKILL)
+            wait_until(lambda: not psutil.pid_exists(busy), "its end")
+            with pytest.raises(WorkerCrashed, match="SIGKILL"):
+                next(stream)
+            assert [0] == list(items(1))
+
     def test_async_generators_are_streamed(self) -> None:
         """They keep their kind too."""
         with using(functions.aitems) as aitems:
@@ -232,6 +249,21 @@ class TestDoors:
     def test_batches_go_to_workers(self) -> None:
         """@batched over @isolate sends whole batches."""
         with using(functions.doubled), batched(max_size=8, threads=2)(functions.doubled) as one:
+            assert [0, 2, 4, 6] == list(one.map(range(4)))
+
+    @pytest.mark.parametrize("function", [functions.counted_up, functions.acounted_up], ids=["plain", "async"])
+    def test_batches_of_streams_go_to_workers(self, function: Any) -> None:
+        """@batched over @isolate streams parts; who leaves gives the worker back for the next batch."""
+        with using(function), batched(max_size=8)(function) as stream:
+            for _ in range(2):
+                left = stream.stream(10)
+                assert 10 == next(left)
+                left.close()
+                assert [20, 21, 22] == list(stream.stream(20))
+
+    def test_batches_of_coroutines_go_to_workers(self) -> None:
+        """@batched over @isolate keeps the kind of the function."""
+        with using(functions.adoubled), batched(max_size=8, threads=2)(functions.adoubled) as one:
             assert [0, 2, 4, 6] == list(one.map(range(4)))
 
     def test_the_queue_is_bounded(self) -> None:
@@ -308,14 +340,38 @@ class TestDeaths:
             wait_until(lambda: breaks.ready, "readiness")
 
     def test_an_idle_worker_that_is_killed_is_replaced(self) -> None:
-        """Once its death is seen, no call notices it; a call in that very moment may fail, as in any crash."""
+        """No call notices it, and soon there are as many workers as before."""
         with using(functions.where) as where:
-            victim = where.status().workers[0].pid
-            os.kill(victim, signal.SIGKILL)
-            wait_until(lambda: victim not in {one.pid for one in where.status().workers}, "its death is seen")
             for _ in range(20):
+                idle = [one.pid for one in where.status().workers if one.state == "idle"]
+                for pid in idle:
+                    os.kill(pid, signal.SIGKILL)
                 assert where()
-            wait_until(lambda: 3 == sum(one.state == "idle" for one in where.status().workers), "the replacement")
+            wait_until(lambda: 3 == sum(one.state == "idle" for one in where.status().workers), "the replacements")
+
+    def test_a_call_that_its_worker_has_not_read_is_sent_to_another_one(self, tmp_path: Path) -> None:
+        """A worker that dies in the moment of a call costs nothing: the call runs once, and has its answer."""
+        path = tmp_path / "ran"
+        with using(functions.notes) as notes:
+            workers = {one.pid for one in notes.status().workers}
+            for pid in workers:
+                os.kill(pid, signal.SIGSTOP)  # so that the request stays in its socket
+            call = notes.submit(str(path), 7)
+            wait_until(lambda: "busy" in {one.state for one in notes.status().workers}, "the call has a worker")
+            (taken,) = (one.pid for one in notes.status().workers if one.state == "busy")
+            time.sleep(0.1)  # in which the request is written
+            os.kill(taken, signal.SIGKILL)
+            for pid in workers - {taken}:
+                os.kill(pid, signal.SIGCONT)
+            assert 7 == call.result(30)
+        assert "7\n" == path.read_text()
+
+    def test_a_dead_worker_is_noticed_though_its_child_lives(self) -> None:
+        """A process that the model has forked holds the worker's socket open; the call ends at once all the same."""
+        with using(functions.ends) as ends:
+            with pytest.raises(WorkerCrashed, match="exit status 3"):
+                ends("leaves a child")
+            assert "x" == ends("x")
 
     def test_a_mold_that_is_killed_is_replaced(self) -> None:
         """Calls wait for the next one, and get their answers."""

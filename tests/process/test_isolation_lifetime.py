@@ -211,6 +211,27 @@ def test_a_forked_owner_has_molds_of_its_own(tmp_path: Path) -> None:
     assert [True, True, 0] == run_python(program, 60)
 
 
+def test_the_exit_of_a_forked_child_ends_no_mold_of_its_parent(tmp_path: Path) -> None:
+    """Whether the child has used the function or not, and though it runs the exit handlers that it has inherited."""
+    (tmp_path / "app.py").write_text(MODEL)
+    program = f"""
+        import json, os, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import app
+        app.predict()
+        mold = app.predict.status().mold
+        for uses in (False, True):
+            if os.fork() == 0:
+                if uses:
+                    app.predict()
+                sys.exit(0)
+            os.wait()
+        app.predict()
+        print(json.dumps(mold == app.predict.status().mold))
+    """
+    assert run_python(program, 60) is True
+
+
 def test_a_redefined_function_leaves_no_mold(tmp_path: Path) -> None:
     """An automatic reload of the module makes a new function; the old one's processes end."""
     (tmp_path / "app.py").write_text(MODEL)

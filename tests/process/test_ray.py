@@ -95,6 +95,17 @@ def test_bounds_are_carried_over(local: Any) -> None:
     assert {"name": "count", "ongoing": 520, "queued": 520, "grace": 25.0, "replicas": 2} == local["carried_over"]
 
 
+def test_a_deployment_may_isolate(local: Any) -> None:
+    """Its workers are replaced inside of the replica: no request fails, a crash costs one, and nothing is left over."""
+    told = local["isolated"]
+    assert [] == told["failed"]
+    assert told["workers"] >= 4
+    assert 1 == told["molds"]
+    assert "WorkerCrashed" in told["crash"]
+    assert (3, "ready") == (told["after"], told["state"])
+    assert [] == told["left"]
+
+
 def test_overload_is_rays_own_back_pressure(local: Any) -> None:
     """Of too many calls at once those that fit are answered, and the others refused as Ray itself refuses."""
     told = local["overloaded"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, assert_type
@@ -18,6 +18,7 @@ from modelguard import (
     MemoryGrowth,
     ModelGuard,
     ModelPool,
+    ModelReplicas,
     Policy,
     Snapshot,
     Uses,
@@ -29,6 +30,7 @@ from modelguard import (
     pool,
     prefork,
     presets,
+    replicas,
     sharing,
     telemetry,
     weights,
@@ -36,6 +38,7 @@ from modelguard import (
 from modelguard.adapters.spacy import IndexGrowth, Zoned, zoned
 from modelguard.adapters.torch import bucketed, pad_to_bucket
 from modelguard.frameworks.asgi import ModelGuardMiddleware
+from modelguard.serving import BatchedStream, Stream, caller
 
 
 class Model:
@@ -334,6 +337,108 @@ assert_type(Scaling().scale("a"), float)
 with deadline("1s"):
     assert_type(lengths("a"), int)
 
+
+@batched(max_size=8, weight=len, padded=True, fair_by=lambda text: text[0], shares={"a": 2}, quota=4, ageing="5s")
+def sizes(texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+assert_type(sizes("a", priority=1), int)
+assert_type(sizes.submit("a", priority=1), Future[int])
+assert_type(sizes.status().padding, float)
+with caller(("tenant", 7), priority=1):
+    assert_type(sizes("a"), int)
+
+
+# Replicas: what a guard decorates, they decorate.
+
+pair = replicas(guard(Model, reload_on=None), 2)
+
+
+@pair
+def predicted(model: Model, text: str) -> list[str]:
+    return model.predict(text)
+
+
+@pair
+async def predicted_later(model: Model, text: str) -> list[str]:
+    return model.predict(text)
+
+
+assert_type(pair, ModelReplicas[Model])
+assert_type(predicted("a"), list[str])
+assert_type(pair.status()[0].generation, int)
+with pair.lease() as one_of_them:
+    assert_type(one_of_them, Model)
+
+
+async def predictions_later() -> None:
+    assert_type(await predicted_later("a"), list[str])
+
+
+# Streams: a generator function yields the parts of each item's result. Async functions are called as others are.
+
+
+@batched(max_size=8, max_buffer=16, slow_after="500ms")
+@model
+def spell(model: Model, texts: list[str]) -> Iterator[list[str]]:
+    yield texts
+
+
+@batched(max_size=8)
+def spell_some(texts: list[str]) -> Generator[list[str | type[StopIteration]], list[bool], None]:
+    still_there = yield [text or StopIteration for text in texts]
+    assert_type(still_there, list[bool])
+
+
+@batched(max_size=8)
+@model
+async def spell_later(model: Model, texts: list[str]) -> AsyncIterator[list[str]]:
+    yield texts
+
+
+@batched(max_size=8, loop="caller")
+@model
+async def lengths_later(model: Model, texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+assert_type(spell, BatchedStream[str, str])
+assert_type(spell.stream("a", timeout="1s"), Stream[str])
+assert_type(spell_some, BatchedStream[str, str])
+assert_type(spell_later, BatchedStream[str, str])
+assert_type(lengths_later, Batched[str, int])
+assert_type(lengths_later("a"), int)
+assert_type([*spell.stream("a")], list[str])
+assert_type(spell.status().running, int)
+
+
+async def streams_later() -> None:
+    assert_type([part async for part in spell.stream("a")], list[str])
+    assert_type(await lengths_later.aio("a"), int)
+    async with spell.stream("a") as parts:
+        assert_type(parts, Stream[str])
+    await parts.aclose()
+
+
+class Spelling:
+    @batched(max_size=8)
+    def spell(self, texts: list[str]) -> Iterator[list[str]]:
+        yield texts
+
+    @batched(max_size=8)
+    async def spell_later(self, texts: list[str]) -> AsyncIterator[list[str]]:
+        yield texts
+
+    @batched(max_size=8)
+    async def lengths(self, texts: list[str]) -> list[int]:
+        return [len(text) for text in texts]
+
+
+assert_type(Spelling().spell, BatchedStream[str, str])
+assert_type(Spelling().spell_later, BatchedStream[str, str])
+assert_type(Spelling().lengths, Batched[str, int])
+
 # Buckets: the function stays what it was.
 
 
@@ -359,6 +464,36 @@ def isolated(model: Model, text: str) -> list[str]:
 assert_type(isolated("a"), list[str])
 assert_type(isolated.submit("a"), Future[Any])
 assert_type(isolated.ready, bool)
+
+
+class Isolating:
+    @isolate(refork_after=1_000)
+    @model
+    @staticmethod
+    def static(model: Model, text: str) -> list[str]:
+        return [text]
+
+
+@isolate(recycle_on=Uses(1_000))
+@voices(key="voice")
+def spoken(model: Model, voice: str) -> bytes:
+    return voice.encode()
+
+
+assert_type(Isolating.static("a"), list[str])
+assert_type(Isolating().static("a"), list[str])
+assert_type(spoken("anna"), bytes)
+
+
+@isolate(scope="host", version="2026-10")
+@guard(Model, reload_on=None)
+def shared_by_the_host(model: Model, text: str) -> list[str]:
+    return [text]
+
+
+assert_type(shared_by_the_host("a"), list[str])
+assert_type(shared_by_the_host.status().broker, int | None)
+assert_type(shared_by_the_host.status().clients, tuple[int, ...])
 
 # Presets and sharing.
 

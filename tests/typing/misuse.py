@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from modelguard import TTL, Uses, batched, guard, pool
 
 
@@ -82,3 +84,16 @@ batched(4)  # WRONG
 batched(max_size="4")  # WRONG
 batched(max_size=4, workers=2)  # WRONG
 batched(max_size=4, on_error="ignore")  # WRONG
+batched(max_size=4, loop="mine")  # WRONG
+lengths.stream("a")  # WRONG
+
+
+@batched(max_size=4)
+def spell(texts: list[str]) -> Iterator[list[str]]:
+    yield texts
+
+
+spell("a")  # WRONG
+spell.aio("a")  # WRONG
+spell.stream(3)  # WRONG
+spell.stream("a", "b")  # WRONG

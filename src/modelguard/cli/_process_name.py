@@ -74,7 +74,7 @@ def _behind_program(python: str, program: str = "", *arguments: str) -> str:
     if "spawn_main" in program:  # multiprocessing, and with it uvicorn, starts workers like this
         return "python (spawned worker)"
     if "modelguard.isolation" in program and arguments:  # a mold, or a worker, which has its mold's command line
-        return f"isolated {arguments[-1]}"
+        return f"{'broker' if arguments[0] == 'broker' else 'isolated'} {arguments[-1]}"
     return f"{python} -c"
 
 

@@ -15,10 +15,12 @@
     ├── Overloaded (RuntimeError)         no capacity now: try again later
     │   ├── Reloading (TimeoutError)      the call timed out while the model was being loaded or replaced
     │   ├── QueueFull                     the queue has reached its limit
+    │   ├── QuotaExceeded                 one key has as many requests in the queue as its quota allows
     │   ├── DeadlineUnreachable           at the measured rate the answer would come too late
     │   └── CircuitOpen                   the model has failed several times in a row
     ├── DeadlineExceeded (TimeoutError)   the request was accepted, but not answered in time
     ├── CallerGone (RuntimeError)         the caller no longer waits for the answer
+    ├── ConsumerTooSlow (RuntimeError)    a stream's consumer did not take its parts, and others had to wait
     ├── ItemRefused (ValueError)          an item that cannot be put into a batch
     │   └── ItemTooHeavy                  an item that weighs more than a whole batch may
     ├── BatchFailed (RuntimeError)        a whole batch failed, and no single item is known to be the cause
@@ -72,11 +74,13 @@ from modelguard.errors._serving import (
     BatchFailed,
     CallerGone,
     CircuitOpen,
+    ConsumerTooSlow,
     DeadlineExceeded,
     DeadlineUnreachable,
     ItemRefused,
     ItemTooHeavy,
     QueueFull,
+    QuotaExceeded,
     WrongResults,
 )
 from modelguard.errors._sharing import (
@@ -94,6 +98,7 @@ __all__ = [
     "CallerGone",
     "CannotRun",
     "CircuitOpen",
+    "ConsumerTooSlow",
     "DeadlineExceeded",
     "DeadlineUnreachable",
     "EscapedResult",
@@ -116,6 +121,7 @@ __all__ = [
     "PolicyNeverFires",
     "PublishFailed",
     "QueueFull",
+    "QuotaExceeded",
     "Reloading",
     "RemoteError",
     "TransferRefused",

@@ -2,33 +2,59 @@
 
 from __future__ import annotations
 
-from modelguard.errors._base import ModelGuardError, Overloaded
+from modelguard.errors._base import ModelGuardError, Overloaded, shortened
 
 __all__ = [
     "BatchFailed",
     "CallerGone",
     "CircuitOpen",
+    "ConsumerTooSlow",
     "DeadlineExceeded",
     "DeadlineUnreachable",
     "ItemRefused",
     "ItemTooHeavy",
     "QueueFull",
+    "QuotaExceeded",
     "WrongResults",
 ]
 
 
 class QueueFull(Overloaded):
-    """The queue has reached its limit, so the request was rejected immediately.
+    """The queue has reached its limit, so the request was rejected: immediately, or when another one took its place.
 
     Attributes:
         function: The batched function's name.
         queued: The number of requests in the queue.
+        displaced: Whether it was in the queue, and a request whose turn is earlier took its place.
     """
 
-    def __init__(self, function: str, *, queued: int, retry_after: float) -> None:
-        super().__init__(f"{function}(): the queue is full, with {queued} requests", retry_after=retry_after)
+    def __init__(self, function: str, *, queued: int, retry_after: float, displaced: bool = False) -> None:
+        why = ", and one whose turn is earlier took the place of this one" if displaced else ""
+        super().__init__(f"{function}(): the queue is full, with {queued} requests{why}", retry_after=retry_after)
         self.function = function
         self.queued = queued
+        self.displaced = displaced
+
+
+class QuotaExceeded(Overloaded):
+    """As many requests with this key wait as its quota allows; a web service answers 429.
+
+    Attributes:
+        function: The batched function's name.
+        key: ``repr`` of the key, shortened to at most 200 characters.
+        queued: How many of its requests wait.
+        quota: How many may.
+    """
+
+    def __init__(self, function: str, key: object, *, queued: int, quota: int, retry_after: float) -> None:
+        self.key = shortened(key)
+        super().__init__(
+            f"{function}(): {queued} requests with the key {self.key} wait, and the quota of a key is {quota}",
+            retry_after=retry_after,
+        )
+        self.function = function
+        self.queued = queued
+        self.quota = quota
 
 
 class DeadlineUnreachable(Overloaded):
@@ -90,6 +116,21 @@ class CallerGone(ModelGuardError, RuntimeError):
 
     def __init__(self, function: str) -> None:
         super().__init__(f"{function}(): the caller no longer waits, so the request was dropped")
+        self.function = function
+
+
+class ConsumerTooSlow(ModelGuardError, RuntimeError):
+    """A stream's consumer took its parts so slowly that others had to wait for it, so it gets no more of them.
+
+    Attributes:
+        function: The batched function's name.
+    """
+
+    def __init__(self, function: str) -> None:
+        super().__init__(
+            f"{function}(): the consumer kept others waiting, because it did not take its parts; the rest was dropped. "
+            "max_buffer= and slow_after= allow more"
+        )
         self.function = function
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -19,10 +19,12 @@ from modelguard.errors import (
     ItemTooHeavy,
     LoadFailed,
     Overloaded,
+    QuotaExceeded,
 )
 from modelguard.isolation import _registry as _isolated
 from modelguard.lifecycle.guard import guards
 from modelguard.serving import _registry
+from modelguard.serving.deadlines import check_key, check_priority
 
 #: The status that nginx logs for a client that has disconnected; no client gets it.
 CLIENT_GONE = 499
@@ -35,6 +37,7 @@ _DETAILS: dict[int, str] = {
     HTTPStatus.SERVICE_UNAVAILABLE: "The service cannot take this request now. Try again later.",
     HTTPStatus.GATEWAY_TIMEOUT: "The answer was not ready in time.",
     TOO_LARGE: "The request is too large.",
+    HTTPStatus.TOO_MANY_REQUESTS: "Too many of your requests are waiting. Try again later.",
     CLIENT_GONE: "The client has closed the connection.",
 }
 
@@ -89,6 +92,9 @@ class WebOptions:
         readyz: Path of the readiness probe; None to leave it to the application.
         guards: What ``readyz`` checks. Default: all guards, batched and isolated functions of the process.
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
+        fair_by: Whose a request is: the name of a header, or a function of the ASGI scope or WSGI environment. None:
+            nobody's.
+        priority: How urgent a request is: a function of the same.
 
     Raises:
         InvalidOption: An option is invalid.
@@ -100,6 +106,8 @@ class WebOptions:
     readyz: str | None = "/readyz"
     guards: Iterable[Ready] | None = None
     detail: bool = False
+    fair_by: str | Callable[[Any], Hashable] | None = None
+    priority: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
         if self.deadline is not None:
@@ -111,14 +119,36 @@ class WebOptions:
             if path is not None and not (isinstance(path, str) and path.startswith("/")):
                 why = "must be a path that begins with '/'"
                 raise InvalidOption(name, path, why=why, fix=f"Write {name}='/{name}', or None.")
-        header = self.timeout_header
-        if header is not None and not (
-            isinstance(header, str) and header.isascii() and header.replace("-", "").isalnum()
-        ):
+        if self.timeout_header is not None and not _is_header(self.timeout_header):
             why = "must be the name of an HTTP header"
-            raise InvalidOption("timeout_header", header, why=why, fix="Write 'Request-Timeout'.")
+            raise InvalidOption("timeout_header", self.timeout_header, why=why, fix="Write 'Request-Timeout'.")
+        if not (self.fair_by is None or callable(self.fair_by) or _is_header(self.fair_by)):
+            why = "must be the name of an HTTP header, or a function of the request"
+            fix = "Write fair_by='X-Tenant', for a header that your proxy sets."
+            raise InvalidOption("fair_by", self.fair_by, why=why, fix=fix)
+        if not (self.priority is None or callable(self.priority)):
+            why = "must be a function of the request"
+            fix = "Write priority=lambda request: 1 if request['path'] == '/chat' else 0 (ASGI; 'PATH_INFO' in WSGI)."
+            raise InvalidOption("priority", self.priority, why=why, fix=fix)
         if self.guards is not None:
             object.__setattr__(self, "guards", _check_guards(self.guards))
+
+    def identify(self, request: Any, header: str | None) -> tuple[Hashable, int]:
+        """Whose a request is, and how urgent.
+
+        Args:
+            request: The ASGI scope, or the WSGI environment.
+            header: The value of the header that ``fair_by`` names; None if there is none.
+
+        Raises:
+            InvalidOption: ``fair_by`` returned a key that is not hashable, or ``priority`` no priority.
+            Exception: What these functions raised.
+        """
+        key: Hashable = header
+        if callable(self.fair_by):
+            key = self.fair_by(request)
+            check_key(key, "fair_by")
+        return key, 0 if self.priority is None else check_priority(self.priority(request))
 
     def probe(self, method: str, path: str) -> Answer | None:
         """The answer to a probe; None if the request is not a probe."""
@@ -165,7 +195,8 @@ class WebOptions:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
         if isinstance(error, Overloaded | LoadFailed | GuardClosed):
-            status = int(HTTPStatus.SERVICE_UNAVAILABLE)
+            too_many = isinstance(error, QuotaExceeded)
+            status = int(HTTPStatus.TOO_MANY_REQUESTS if too_many else HTTPStatus.SERVICE_UNAVAILABLE)
             retry = getattr(error, "retry_after", 1.0) * (1 + random() / 2)
         elif isinstance(error, DeadlineExceeded):
             status = int(HTTPStatus.GATEWAY_TIMEOUT)
@@ -177,6 +208,10 @@ class WebOptions:
             return None
         headers = () if retry is None else (("retry-after", str(max(math.ceil(retry), 1))),)
         return problem(status, str(error) if self.detail else _DETAILS[status], headers)
+
+
+def _is_header(name: object) -> bool:
+    return isinstance(name, str) and name.isascii() and name.replace("-", "").isalnum()
 
 
 def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from modelguard import _units
@@ -71,8 +71,9 @@ class ModelGuardMiddleware:
     """Turns modelguard's errors into responses, and limits the time of the batched calls of each request.
 
     * ``Overloaded`` (a full queue, an open circuit, a model that is being loaded), ``LoadFailed`` and ``GuardClosed``
-      become 503 with ``Retry-After`` in whole seconds. ``DeadlineExceeded`` becomes 504, ``ItemTooHeavy`` 413. Each
-      response is ``application/problem+json``. Other errors, and errors after the response has begun, propagate.
+      become 503 with ``Retry-After`` in whole seconds, and ``QuotaExceeded`` becomes 429 with it. ``DeadlineExceeded``
+      becomes 504, ``ItemTooHeavy`` 413. Each response is ``application/problem+json``. Other errors, and errors after
+      the response has begun, propagate.
     * ``deadline`` limits the time of the batched calls of each request; a client can shorten it with a header.
     * When the client disconnects, the batched calls of its request are cancelled: waiting items are not computed, and
       the handler gets ``CallerGone``. Nothing else in the handler is cancelled.
@@ -95,6 +96,12 @@ class ModelGuardMiddleware:
         readyz: Path of the readiness probe; None to leave it to the application.
         guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
+        fair_by: Whose a request is, so that callers share every batched function fairly: the name of a header, or a
+            function of the ASGI scope that gives a key, anything hashable. Requests without the header share one key.
+            Whoever can set the header can choose any key, so name one that your proxy sets. Default: nobody's; no
+            header is read.
+        priority: How urgent a request is, compared with others under the same key: a function of the ASGI scope that
+            gives a whole number from 0 to 1,000. Default: 0.
 
     Raises:
         InvalidOption: An option is invalid, or there is no such option.
@@ -113,6 +120,8 @@ class ModelGuardMiddleware:
         readyz: str | None = "/readyz",
         guards: Iterable[Ready] | None = None,
         detail: bool = False,
+        fair_by: str | Callable[[Scope], Hashable] | None = None,
+        priority: Callable[[Scope], int] | None = None,
     ) -> None:
         self.app = app
         self._options = WebOptions(
@@ -122,9 +131,11 @@ class ModelGuardMiddleware:
             readyz=readyz,
             guards=guards,
             detail=detail,
+            fair_by=fair_by,
+            priority=priority,
         )
-        header = self._options.timeout_header
-        self._header = None if header is None else header.lower().encode("latin-1")
+        self._timeout_header = _header_name(timeout_header)
+        self._key_header = _header_name(fair_by if isinstance(fair_by, str) else None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -139,7 +150,9 @@ class ModelGuardMiddleware:
 
     async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path") or "")
-        timeout = self._options.probe(scope["method"], path) or self._options.timeout(self._timeout_header(scope))
+        timeout = self._options.probe(scope["method"], path) or self._options.timeout(
+            _header(scope, self._timeout_header)
+        )
         if isinstance(timeout, Answer):
             await Response(timeout)(scope, receive, send)
         else:
@@ -149,7 +162,8 @@ class ModelGuardMiddleware:
         client = client_of(receive, timeout)
         response = HeldResponse(client, send)
         try:
-            with on_behalf_of(client.request):
+            key, priority = self._options.identify(scope, _header(scope, self._key_header))
+            with on_behalf_of(client.request, key, priority):
                 await self.app(scope, client.receive, response.send)
             await response.release()
         except (ModelGuardError, ExceptionGroup) as error:
@@ -168,7 +182,8 @@ class ModelGuardMiddleware:
         client = client_of(receive, None)
         end = WebsocketEnd(scope, send, answered=client.answered)
         try:
-            with on_behalf_of(client.request):
+            key, priority = self._options.identify(scope, _header(scope, self._key_header))
+            with on_behalf_of(client.request, key, priority):
                 await self.app(scope, client.receive, end.send)
         except (ModelGuardError, ExceptionGroup) as error:
             answer = self._options.answer(error)
@@ -179,11 +194,17 @@ class ModelGuardMiddleware:
         finally:
             client.answered()
 
-    def _timeout_header(self, scope: Scope) -> str | None:
-        if self._header is None:
-            return None
-        values = [value.decode("latin-1") for name, value in scope["headers"] if name.lower() == self._header]
-        return ", ".join(values) if values else None  # several are not a number, as if a proxy had joined them
+
+def _header_name(name: str | None) -> bytes | None:
+    return None if name is None else name.lower().encode("latin-1")
+
+
+def _header(scope: Scope, wanted: bytes | None) -> str | None:
+    """The value of a header; several are joined, as a proxy would."""
+    if wanted is None:
+        return None
+    values = [value.decode("latin-1") for name, value in scope["headers"] if name.lower() == wanted]
+    return ", ".join(values) if values else None
 
 
 def exception_handlers(*, detail: bool = False) -> dict[type[Exception], Callable[[Any, Exception], Awaitable[Any]]]:

@@ -21,19 +21,17 @@ import time
 from dataclasses import asdict
 from http import HTTPStatus
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Overloaded
 from modelguard.frameworks._answers import Answer, WebOptions, problem
 from modelguard.frameworks._replacement_lock import ReplacementLock
-from modelguard.lifecycle.guard import guard_of
-from modelguard.serving import Batched, Limits
+from modelguard.isolation.isolate import Isolated
+from modelguard.lifecycle.guard import ModelGuard, guard_of
+from modelguard.serving import Batched, BatchedStream, Limits
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
-
-if TYPE_CHECKING:
-    from modelguard.lifecycle.guard import ModelGuard
 
 __all__ = ["Replica", "deployment", "run"]
 
@@ -60,6 +58,9 @@ def deployment(
     its running requests, and starts another replica. Replicas are replaced one at a time. If there is only one replica,
     requests wait at their callers until its replacement has started.
 
+    Over an isolated function (``@batched`` above ``@isolate``) a replica has a mold and workers of its own, which
+    ``isolate`` replaces when a policy is due; so the replica stays.
+
     The limits are those of ``batched``. A replica accepts more requests than its queue holds, so that the queue can
     refuse them immediately, with a time to try again: callers of a handle get
     ``ray.serve.exceptions.BackPressureError``, HTTP clients get 503 with ``Retry-After``. While there is no replica,
@@ -69,7 +70,8 @@ def deployment(
     clients get 504.
 
     Args:
-        function: Made by ``batched`` over a guard's decorator, at the top of a module that the replicas can import.
+        function: Made by ``batched`` over a guard's decorator or over ``isolate``, at the top of a module that the
+            replicas can import.
         name: The deployment's name. Default: the function's name.
         min_lifetime: The minimum age at which a replica is replaced.
         replace_timeout: How long to wait for the replacement of a replica before the next one may be replaced.
@@ -148,16 +150,17 @@ class Replica:
         self._started = time.monotonic()
         self._name = context.replica_tag
         self._function: Batched[Any, Any] = resolve_name(self.reference)
-        self._guard = _guard(self._function)
+        self._model = _model(self._function)
         self._due: tuple[int, tuple[Reason, ...]] | None = None
         self._web = WebOptions()
         self._request: type[Any] = importlib.import_module("starlette.requests").Request
         self._replacement = ReplacementLock(
             _Store(), f"{context.app_name}/{context.deployment}", context.replica_tag, timeout=self.replace_timeout
         )
-        self._guard.recycle_here(self._policy_due)
+        if isinstance(self._model, ModelGuard):
+            self._model.recycle_here(self._policy_due)
         self._checks = 0
-        await self._guard.aload()
+        await self._model.aload()
 
     async def __call__(self, item: Any, *, timeout: _units.Duration | None = None, **extras: Any) -> Any:
         """Compute one item.
@@ -180,10 +183,13 @@ class Replica:
             raise self._back_pressure(error) from error
 
     def status(self) -> dict[str, Any]:
-        """This replica's name, the status of its guard and its queue, and why it should be replaced."""
+        """This replica's name, the status of its guard and of its queue, and why it should be replaced.
+
+        With an isolated function, ``"isolated"`` has its status instead of ``"guard"``.
+        """
         return {
             "replica": self._name,
-            "guard": asdict(self._guard.status()),
+            "guard" if isinstance(self._model, ModelGuard) else "isolated": asdict(self._model.status()),
             "queue": asdict(self._function.status()),
             "due": tuple(map(str, self._reasons())),
         }
@@ -216,12 +222,12 @@ class Replica:
             logger.exception("modelguard: replica %s could not release the replacement lock", self._name)
 
     def _policy_due(self, reasons: tuple[Reason, ...]) -> None:
-        self._due = (self._guard.status().generation, reasons)
+        self._due = (self._model.status().generation, reasons)
 
     def _reasons(self) -> tuple[Reason, ...]:
         """Why it should be replaced; empty if the model was reloaded since."""
         due = self._due
-        return due[1] if due is not None and due[0] == self._guard.status().generation else ()
+        return due[1] if due is not None and due[0] == self._model.status().generation else ()
 
     def _back_pressure(self, error: Overloaded) -> Exception:
         status, limit = self._function.status(), self._function.limits.max_queue
@@ -281,18 +287,24 @@ def _response(answer: Answer) -> Any:
     return kind(answer.body, status_code=answer.status, headers=dict(answer.headers))
 
 
-def _guard(function: Any) -> ModelGuard[Any]:
-    return guard_of(function.__wrapped__)
+def _model(function: Any) -> ModelGuard[Any] | Isolated[..., Any]:
+    """What lends the model of a batched function, and replaces it."""
+    below = function.__wrapped__
+    return below if isinstance(below, Isolated) else guard_of(below)
 
 
 def _reference(function: Any) -> str:
     """Where replicas find the function."""
+    if isinstance(function, BatchedStream):
+        why = "yields its results in parts, and a deployment returns whole ones"
+        fix = "Write a class for @serve.deployment with a method that iterates over f.stream(item)."
+        raise InvalidOption("function", function, why=why, fix=fix)
     if not isinstance(function, Batched):
         why = f"must be a batched function, not {_units.kind_of(function)}"
         fix = "Put @batched(max_size=...) above the guard's decorator, and pass the decorated function."
         raise InvalidOption("function", function, why=why, fix=fix)
     try:
-        _guard(function)
+        _model(function)
     except InvalidOption:
         why = "is not decorated by a guard, so its replicas would never be replaced"
         fix = "Put the guard's decorator between @batched(...) and the function, or use @serve.deployment alone."

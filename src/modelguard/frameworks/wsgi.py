@@ -12,7 +12,7 @@ WSGI does not report when a client disconnects, so calls for clients that have d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 from modelguard import _units
@@ -40,6 +40,12 @@ class ModelGuardMiddleware:
         readyz: Path of the readiness probe; None to leave it to the application.
         guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
+        fair_by: Whose a request is, so that callers share every batched function fairly: the name of a header, or a
+            function of the WSGI environment that gives a key, anything hashable. Requests without the header share one
+            key. Whoever can set the header can choose any key, so name one that your proxy sets. Default: nobody's; no
+            header is read.
+        priority: How urgent a request is, compared with others under the same key: a function of the WSGI environment
+            that gives a whole number from 0 to 1,000. Default: 0.
 
     Raises:
         InvalidOption: An option is invalid, or there is no such option.
@@ -56,6 +62,8 @@ class ModelGuardMiddleware:
         readyz: str | None = "/readyz",
         guards: Iterable[Ready] | None = None,
         detail: bool = False,
+        fair_by: str | Callable[[dict[str, Any]], Hashable] | None = None,
+        priority: Callable[[dict[str, Any]], int] | None = None,
     ) -> None:
         self.app = app
         self._options = WebOptions(
@@ -65,13 +73,15 @@ class ModelGuardMiddleware:
             readyz=readyz,
             guards=guards,
             detail=detail,
+            fair_by=fair_by,
+            priority=priority,
         )
-        header = self._options.timeout_header
-        self._variable = None if header is None else f"HTTP_{header.upper().replace('-', '_')}"
+        self._timeout_variable = _variable(timeout_header)
+        self._key_variable = _variable(fair_by if isinstance(fair_by, str) else None)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Serve one request."""
-        header = None if self._variable is None else environ.get(self._variable)
+        header = None if self._timeout_variable is None else environ.get(self._timeout_variable)
         probe = self._options.probe(environ["REQUEST_METHOD"], environ.get("PATH_INFO", ""))
         timeout = probe or self._options.timeout(header)
         if isinstance(timeout, Answer):
@@ -81,7 +91,8 @@ class ModelGuardMiddleware:
     def _serve(
         self, environ: dict[str, Any], start_response: Callable[..., Any], timeout: float | None
     ) -> Iterable[bytes]:
-        body = _Body(WebRequest(timeout), start_response)
+        header = None if self._key_variable is None else environ.get(self._key_variable)
+        body = _Body(WebRequest(timeout), start_response, *self._options.identify(environ, header))
         try:
             return body.begin(self.app, environ)
         except (ModelGuardError, ExceptionGroup) as error:
@@ -101,8 +112,9 @@ class _Body:
     The response begins with the first bytes: an error before them can still be answered.
     """
 
-    def __init__(self, request: WebRequest, start_response: Callable[..., Any]) -> None:
+    def __init__(self, request: WebRequest, start_response: Callable[..., Any], key: Hashable, priority: int) -> None:
         self._request = request
+        self._caller = key, priority
         self._start_response = start_response
         self._start: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._result: Any = ()
@@ -117,7 +129,7 @@ class _Body:
         Raises:
             BaseException: What the application raised.
         """
-        with on_behalf_of(self._request):
+        with on_behalf_of(self._request, *self._caller):
             self._result = app(environ, self._note_start)
             if _is_ready(self._result, environ):
                 self._begin()
@@ -138,7 +150,7 @@ class _Body:
     def __next__(self) -> bytes:
         if self._first:
             return self._first.pop(0)
-        with on_behalf_of(self._request):
+        with on_behalf_of(self._request, *self._caller):
             return next(self._chunks)
 
     def close(self) -> None:
@@ -169,6 +181,11 @@ class _Body:
             args, kwargs = self._start
             self._start, self.begun = None, True
             self._start_response(*args, **kwargs)
+
+
+def _variable(header: str | None) -> str | None:
+    """Where the environment has a header."""
+    return None if header is None else f"HTTP_{header.upper().replace('-', '_')}"
 
 
 def _is_ready(result: Any, environ: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from modelguard.isolation import _pickling
@@ -34,6 +35,9 @@ SHARED_FROM = 256 * 1024
 _CHUNK = 65_536
 _MOST_FDS = 8
 _FDS_SPACE = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+
+#: Descriptors are received so that no program inherits them.
+_NOT_INHERITED = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 #: From Python 3.13 on, a mapping need not keep a descriptor.
 _WITHOUT_FD: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -56,12 +60,13 @@ class Channel:
 
     Args:
         connected: A connected stream socket, which belongs to the channel from now on.
+        used_before: Whether other processes use the same end, one after the other, and may have set its timeout.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, *, used_before: bool = False) -> None:
         connected.settimeout(None)
         self._socket = connected
-        self._timeout = 0.0
+        self._timeout = -1.0 if used_before else 0.0
         self._rest = b""
         self._fds: deque[int] = deque()
 
@@ -79,6 +84,14 @@ class Channel:
         self._socket.close()
         while self._fds:
             os.close(self._fds.popleft())
+
+    def hang_up(self) -> None:
+        """End both directions, so that whoever waits here wakes. What has arrived can still be read.
+
+        For another thread than the one that uses the channel.
+        """
+        with suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def set_timeout(self, seconds: float) -> None:
         """Let each read and write fail with ``BlockingIOError`` after so many seconds; 0 for no limit.
@@ -106,8 +119,12 @@ class Channel:
 
     def send_pickled(self, body: bytes, buffers: _pickling.Buffers, fds: Sequence[int] = ()) -> None:
         """Send a message that :func:`._pickling.dumps` has made."""
-        if not buffers and not fds and len(body) < SHARED_FROM:
-            self._socket.sendall(_HEADER.pack(len(body), 0, 0, 0) + body)
+        if not buffers and len(body) < SHARED_FROM:
+            whole = _HEADER.pack(len(body), 0, len(fds), 0) + body
+            if fds:
+                self._write([whole], fds)
+            else:
+                self._socket.sendall(whole)
             return
         parts = [memoryview(body), *buffers]
         table = b"".join(_SIZE.pack(part.nbytes) for part in parts)
@@ -136,7 +153,8 @@ class Channel:
 
         Raises:
             EOFError: The other side has closed the channel, or has died.
-            OSError: The same, or the time is over.
+            ConnectionResetError: The same, and it has not read all that was sent to it.
+            OSError: The time is over.
             Unreadable: Its content could not be received or unpickled.
         """
         data = self._rest or self._chunk()
@@ -175,13 +193,11 @@ class Channel:
         return self._fds.popleft()
 
     def _chunk(self) -> bytes:
-        data, ancillary, _, _ = self._socket.recvmsg(_CHUNK, _FDS_SPACE)
+        data, ancillary, _, _ = self._socket.recvmsg(_CHUNK, _FDS_SPACE, _NOT_INHERITED)
         for _, _, rights in ancillary:
             received = array.array("i")
             received.frombytes(rights[: len(rights) - len(rights) % received.itemsize])
-            for fd in received:
-                os.set_inheritable(fd, False)  # noqa: FBT003 - it takes no keywords
-                self._fds.append(fd)
+            self._fds.extend(received)
         if not data:
             raise EOFError
         return data

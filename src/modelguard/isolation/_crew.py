@@ -12,10 +12,10 @@ from typing import Literal
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.serving.breaker import Breaker, Circuit
 
-__all__ = ["Crew", "End", "Member", "Order", "ReplaceMold", "Start", "WorkerState"]
+__all__ = ["Crew", "End", "Member", "Order", "Promote", "ReplaceMold", "Start", "WorkerState"]
 
-#: ``starting``: it is being forked or loads; ``retiring``: its call is its last one.
-WorkerState = Literal["starting", "idle", "busy", "retiring"]
+#: ``starting``: it is being forked or loads; ``retiring``: its call is its last one; ``promoted``: it becomes a mold.
+WorkerState = Literal["starting", "idle", "busy", "retiring", "promoted"]
 
 #: A mold is replaced when so many of its workers in a row have not come up.
 FAILED_STARTS = 2
@@ -36,11 +36,18 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Promote:
+    """Let this worker take the mold's place."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplaceMold:
     """Make a new mold: this one gives no working workers."""
 
 
-Order = Start | End | ReplaceMold
+Order = Start | End | Promote | ReplaceMold
 
 
 @dataclass(slots=True)
@@ -74,11 +81,16 @@ class Crew:
         spare: How many more are kept ready.
         breaker: When calls are refused, because workers keep dying.
         backoff: Waits before a start after the second and each further failure in a row.
+        refork_after: After how many calls a worker takes the mold's place, once; None for never.
     """
 
-    def __init__(self, size: int, *, breaker: Breaker, backoff: Backoff, spare: int = 0) -> None:
+    def __init__(
+        self, size: int, *, breaker: Breaker, backoff: Backoff, spare: int = 0, refork_after: int | None = None
+    ) -> None:
         self._size = size
         self._spare = spare
+        self._refork_after = refork_after
+        self._heir: int | None = None
         self._busy = 0
         self._backoff = backoff
         self._idle: list[Member] = []
@@ -109,6 +121,11 @@ class Crew:
         """Whether the breaker is not closed."""
         return self.circuit.state != "closed"
 
+    @property
+    def has_heir(self) -> bool:
+        """Whether a worker waits for the order to become the mold."""
+        return self._heir is not None
+
     def refusal(self, now: float) -> float | None:
         """Seconds after which a caller should try again if the breaker refuses calls now; else None."""
         return self.circuit.retry_after(now)
@@ -119,7 +136,7 @@ class Crew:
         """Start the workers that are missing and end those that have been replaced, as far as it is time for it."""
         if self._closed or self._asked:
             return []
-        return [*self._end_replaced(), *self._start_missing(now)]
+        return [*self._promote(), *self._end_replaced(), *self._start_missing(now)]
 
     def take(self) -> Member | None:
         """Take an idle worker for a call, the one that was used last: its caches are warm. None if there is none."""
@@ -174,9 +191,25 @@ class Crew:
         if member.state == "retiring" or self._closed:
             del self.members[number]
             return True
+        if self._may_become_mold(member):
+            member.state, self._heir, self._refork_after = "promoted", number, None
+            return False
         member.state = "idle"
         self._idle.append(member)
         return False
+
+    def has_become_mold(self, number: int) -> None:
+        """A worker forks from now on. The others are replaced by its children, one at a time."""
+        self.members.pop(number, None)
+        for member in self.members.values():
+            member.worn = True
+
+    def cannot_become_mold(self, number: int) -> None:
+        """It takes calls again. No other one is asked."""
+        member = self.members.get(number)
+        if member is not None and member.state == "promoted":
+            member.state = "idle"
+            self._idle.append(member)
 
     def lost(self, number: int, now: float, *, draw: float, blame: bool = True) -> None:
         """A worker has ended by itself, or was killed at its deadline.
@@ -207,6 +240,17 @@ class Crew:
             self.circuit.failed(now, probe=member.probe)
 
     # Decisions
+
+    def _may_become_mold(self, member: Member) -> bool:
+        if self._refork_after is None or member.calls < self._refork_after or member.worn or self.troubled:
+            return False
+        others = sum(one.state in {"idle", "busy"} for one in self.members.values()) - 1
+        return others >= self._size  # calls must not miss it
+
+    def _promote(self) -> Iterator[Order]:
+        if self._heir is not None:
+            yield Promote(self._heir)
+            self._heir = None
 
     def _start_missing(self, now: float) -> Iterator[Order]:
         if self._failed_starts >= FAILED_STARTS:

@@ -5,6 +5,7 @@ It has one thread while it serves, and never runs a call. Its owner starts it, a
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
@@ -19,12 +20,13 @@ from typing import NoReturn
 
 from modelguard import prefork
 from modelguard.errors import LoadFailed
-from modelguard.isolation import _news, _processes, _role, _target
+from modelguard.isolation import _code, _guardian, _news, _processes, _role, _target
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._instructions import Instructions
 from modelguard.isolation._worker import Serving, leave, portable
 from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle.runtime import Runtime
+from modelguard.sharing._prefork import prepare_again
 
 __all__ = ["main"]
 
@@ -37,6 +39,8 @@ def main(control: int, news: int) -> NoReturn:
         news: Descriptor for records and events.
     """
     os.register_at_fork(after_in_child=_end_with_parent)
+    for fd in (control, news):  # the owner waits for their end, so no program that the model starts may have them
+        os.set_inheritable(fd, False)  # noqa: FBT003 - it takes no keywords
     channel = Channel(socket.socket(fileno=control))
     try:
         instructions: Instructions = channel.receive()
@@ -54,9 +58,9 @@ def main(control: int, news: int) -> NoReturn:
         if type(error) is LoadFailed and error.__cause__ is not None:
             error = error.__cause__  # the owner's guard makes a LoadFailed of it
         with suppress(OSError):
-            channel.send(("failed", portable(error, instructions["name"]), text))
+            channel.send(("failed", portable(error, instructions["name"], plain=instructions["shared"]), text))
         leave(1)
-    channel.send(("ready", time.monotonic() - started))
+    channel.send(("ready", time.monotonic() - started, _code.files() if instructions["shared"] else None))
     if instructions["forks"]:
         mold.serve()
     mold.become_spawned_worker()
@@ -83,6 +87,7 @@ class _Mold:
         self._owner = instructions["owner"]
         self._max_bytes = instructions["max_bytes"]
         self._name = instructions["name"]
+        self._oom_score, self._priority = _processes.oom_score(), _processes.priority()
         self._children: dict[int, int] = {}
         self._worn = False
         # prepare() has looked for threads by its own, better means.
@@ -92,10 +97,10 @@ class _Mold:
         _target.become_like(instructions["preparation"])
         isolated = _target.find(instructions["function"], lambda found: hasattr(found, "isolated_function"))
         reporter.take_over()  # from what the imported modules have set up
-        self._function = isolated.isolated_function
-        self._kind: _target.FunctionKind = _target.kind_of(self._function)
-        self._guard = isolated.model_guard
-        _role.enter("mold", self._function)
+        _code.check_unchanged(instructions["code"])
+        self._kind = isolated.function_kind
+        self._function, self._guard = isolated.source_for(instructions["key"])
+        _role.enter("mold", isolated.isolated_function, self._function)
         engine = self._guard.engine
         start_thread = _start_behind_others if instructions["beside_calls"] else THREADS.start
         engine.move_to(Runtime(ticks=False, start_thread=start_thread))  # no ticks: workers ask the policies themselves
@@ -140,11 +145,16 @@ class _Mold:
             os._exit(0)
 
     def _obey(self) -> None:
-        order, number = self._control.receive()
+        order, number, *beside_calls = self._control.receive()
         if order == "end":
             self._unload()
             leave(0)
-        self._fork(number, self._control.take_fd())
+        if order == "retire":
+            self._retire()
+            return
+        # What a fresh worker does before its first call must not take the time of calls.
+        with _processes.standing_back() if beside_calls == [True] else nullcontext():
+            self._fork(number, self._control.take_fd())
 
     def _fork(self, number: int, fd: int) -> None:
         sys.stdout.flush()  # otherwise the content of the buffers is written twice
@@ -176,6 +186,14 @@ class _Mold:
                 number = self._children.pop(pid)
                 self._control.send(("exit", number, os.waitstatus_to_exitcode(status)))
 
+    def _retire(self) -> None:
+        """A worker has taken this mold's place, and no other one is left."""
+        self._reap()
+        if len(self._children) != 1:  # the heir has ended, and the owner hears that
+            return
+        with suppress(OSError):  # then this process keeps its memory, and waits as it is
+            _guardian.become(*self._children, owner=self._owner, name=self._name)
+
     def _unload(self) -> None:
         unload, generation = self._guard.engine.guard.options.unload, self._guard.engine.state.current
         if unload is not None and generation is not None:
@@ -200,10 +218,36 @@ class _Mold:
                 end.close()
             prefork.in_child()
             self._work(fd)
+            _processes.stay_back()  # to give back the memory takes a while
             leave(0)
         except BaseException:  # noqa: BLE001 - above this are frames of the mold, which must not run here
             traceback.print_exc()
         leave(1)
+
+    def _take_over(self, channel: Channel, fd: int) -> None:
+        """Become the next mold, unless calls have left something in this process that does not survive a fork.
+
+        Args:
+            channel: To the callers, who do not need it any more then.
+            fd: Of the channel to the owner.
+        """
+        control = Channel(socket.socket(fileno=fd))
+        started = time.monotonic()
+        try:
+            with _processes.standing_back():
+                prepare_again(self._guard)
+        except BaseException as error:  # noqa: BLE001 - it serves on, and the owner reports it
+            text = "".join(traceback.format_exception(error))
+            control.send(("failed", portable(error, self._name), text))
+            control.close()
+            return
+        channel.close()
+        self._control, self._owner = control, os.getppid()
+        self._children, self._worn = {}, False
+        _processes.set_oom_score(self._oom_score)
+        _role.enter("mold")
+        control.send(("ready", time.monotonic() - started))
+        self.serve()
 
     def become_spawned_worker(self) -> NoReturn:
         """Take calls in this process, which no fork made. It dies with its owner, by SIGKILL as while it loads."""
@@ -219,15 +263,18 @@ class _Mold:
 
     def _work(self, fd: int) -> None:
         _processes.prefer_as_oom_victim()
+        _processes.step_forward(self._priority)
         _role.enter("worker")
+        channel = Channel(socket.socket(fileno=fd))
         Serving(
             self._name,
-            Channel(socket.socket(fileno=fd)),
+            channel,
             self._function,
             self._kind,
             is_worn=lambda: self._worn,
             between_calls=None if self._guard.engine.guard.options.reload_on is None else self._guard.check,
             max_bytes=self._max_bytes,
+            become_mold=functools.partial(self._take_over, channel),
         ).run()
 
 

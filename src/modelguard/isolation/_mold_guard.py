@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from modelguard.environment import _proc
 from modelguard.errors import GuardClosed, ModelRejected, NotSupported
 from modelguard.isolation import _news, _target
+from modelguard.isolation._code import Files
+from modelguard.isolation._instructions import Origin
 from modelguard.isolation._molds import Mold, MoldOptions, molds
 from modelguard.isolation._spawned import SpawnedWorkers
 from modelguard.isolation._supervisor import supervisor
@@ -29,7 +31,7 @@ from modelguard.lifecycle.guard import ModelGuard, hide
 if TYPE_CHECKING:
     from modelguard.isolation._options import IsolationOptions
 
-__all__ = ["MoldGuard"]
+__all__ = ["MoldGuard", "end_all"]
 
 #: Seconds. A mold that has lived this long was no part of a series of failures.
 _SOUND = 60.0
@@ -49,14 +51,29 @@ class MoldGuard:
     Args:
         options: Of the isolated function.
         source: The options of the guard that lends the model in the mold.
+        origin: The process that calls the function. Default: this one.
+        key: Of the pool's model that the molds load.
+        retries: Whether a load that has failed is tried again though nobody asks for it.
 
     Attributes:
         guard: Its model is the current mold.
+        code: With ``origin``, the files of the first mold's modules; later molds must have the same.
     """
 
-    def __init__(self, options: IsolationOptions, source: GuardOptions[Any]) -> None:
+    def __init__(
+        self,
+        options: IsolationOptions,
+        source: GuardOptions[Any],
+        origin: Origin | None = None,
+        *,
+        key: Any = None,
+        retries: bool = True,
+    ) -> None:
         self._options = options
         self._source = source
+        self._origin = origin
+        self._key = key
+        self.code: Files | None = None
         self._deaths = 0
         self._current: Mold | None = None
         world = runtime.Runtime(
@@ -64,6 +81,7 @@ class MoldGuard:
             headroom=self._headroom,
             trim=_nothing_to_trim,
             in_use=lambda: None,
+            ticks=retries,
         )
         mine: GuardOptions[Mold] = replace(
             source,
@@ -98,24 +116,29 @@ class MoldGuard:
     def _load(self) -> Mold:
         global _exit_registered
         if not _exit_registered:
-            atexit.register(_end_all)
+            atexit.register(end_all)
             _exit_registered = True
         limit = self._source.load_timeout
+        origin = Origin(_target.preparation(), _news.levels()) if self._origin is None else self._origin
         options = MoldOptions(
             instructions={
                 "owner": os.getpid(),
-                "preparation": _target.preparation(),
+                "preparation": origin.preparation,
                 "function": self._options.function,
-                "levels": _news.levels(),
+                "key": self._key,
+                "levels": origin.levels,
                 "name": self._options.name,
                 "max_bytes": self._options.max_transfer,
                 "beside_calls": self.current is not None,
                 "forks": self._options.start == "fork",
+                "code": self.code,
+                "shared": self._origin is not None,
             },
             workers=self._options.workers,
             max_queue=self._options.max_queue,
             breaker=self._options.breaker,
             backoff=self._source.backoff,
+            refork_after=self._options.refork_after,
             load_timeout=None if limit is None else limit + _MARGIN,
         )
         number = self.guard.engine.state.generations + 1
@@ -126,6 +149,7 @@ class MoldGuard:
         except ModelRejected as error:
             raise Rejected(error.reason) from error.__cause__
         self._current = mold
+        self.code = mold.code
         return mold
 
     def _end(self, mold: Mold) -> None:
@@ -173,7 +197,7 @@ def _nothing_to_trim() -> NoReturn:
     raise NotSupported("trim", reason="a mold's memory comes back when its processes end")
 
 
-def _end_all() -> None:
+def end_all() -> None:
     """At the exit of this process: leave no process behind."""
     running = [mold for mold in molds() if mold.pids()]
     for mold in running:

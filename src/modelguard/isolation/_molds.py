@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from subprocess import TimeoutExpired
 from typing import Any
 
@@ -19,12 +20,15 @@ from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._crew import Crew
 from modelguard.isolation._instructions import Instructions
 from modelguard.isolation._launch import Launched, launch
-from modelguard.isolation._roster import Roster, Worker
+from modelguard.isolation._refork import FormerMold, Promotion
+from modelguard.isolation._roster import Roster
 from modelguard.isolation._supervisor import Supervisor
+from modelguard.isolation._worker_process import Worker
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.serving.breaker import Breaker
+from modelguard.telemetry import logger
 
-__all__ = ["Mold", "MoldOptions", "molds", "with_remote_traceback"]
+__all__ = ["Mold", "MoldOptions", "RemoteTraceback", "molds", "with_remote_traceback"]
 
 #: Seconds that a worker may take from its fork to its first call; the warm-up runs in it.
 _START = 60.0
@@ -44,6 +48,7 @@ class MoldOptions:
     max_queue: int
     breaker: Breaker
     backoff: Backoff
+    refork_after: int | None
     load_timeout: float | None
 
 
@@ -60,6 +65,8 @@ class Mold:
         options: What it was made with.
         roster: Its workers.
         died: When it ended by itself, on the monotonic clock; None while it lives.
+        heir: The worker that has taken its place; None if none has.
+        code: The files of its modules, if it was asked for them.
     """
 
     #: A fork of a mold costs little memory, and saves the time that a new worker needs.
@@ -70,15 +77,25 @@ class Mold:
     ) -> None:
         self.born = time.monotonic()
         self.died: float | None = None
+        self.code = options.instructions["code"]
         self.options = options
         self._supervisor = supervisor
         self._on_death = on_death
         self._loaded: Future[None] = Future()
         self._launched: Launched | None = None
+        self._promotion: Promotion | None = None
+        self._former: FormerMold | None = None
+        self.heir: Worker | None = None
         self._ending = False
         self._ended = threading.Event()
         self._running: dict[int, Worker] = {}  # until the mold has reported their ends
-        crew = Crew(options.workers, breaker=options.breaker, backoff=options.backoff, spare=self.SPARE)
+        crew = Crew(
+            options.workers,
+            breaker=options.breaker,
+            backoff=options.backoff,
+            spare=self.SPARE,
+            refork_after=options.refork_after,
+        )
         name = options.instructions["name"]
         self.roster = Roster(name, crew, self, generation=generation, max_queue=options.max_queue)
         _molds.add(self)
@@ -99,6 +116,8 @@ class Mold:
 
     def end(self) -> None:
         """End it and its workers: nicely, and after some seconds by force. Blocks."""
+        if not self.belongs_here:
+            return
         self._ending = True
         self.roster.close()
         self._supervisor.call(self._ask_to_end)
@@ -110,6 +129,8 @@ class Mold:
 
     def end_at_once(self) -> None:
         """Kill it and its workers. For the end of this process."""
+        if not self.belongs_here:
+            return
         self._ending = True
         self._kill()
 
@@ -122,24 +143,45 @@ class Mold:
         if self._launched is not None:
             self._launched.control.close()
             self._launched.news.close()
+        if self._former is not None:
+            self._former.control.close()
         for worker, *_ in self.roster.listed():
             worker.channel.close()
 
+    def replay_news(self) -> None:
+        """Replay what its processes have reported so far. In the supervisor's thread."""
+        if self._launched is not None:
+            _news.replay_all(self._launched.news)
+
+    @property
+    def belongs_here(self) -> bool:
+        """Whether this process has started it, and not the one that forked this process."""
+        return self.options.instructions["owner"] == os.getpid()
+
     @property
     def pid(self) -> int | None:
-        """Its process id, None before it was started."""
+        """The id of the process that forks workers, None before it was started."""
+        if self.heir is not None:
+            return self.heir.pid
         return None if self._launched is None else self._launched.process.pid
 
     def pids(self) -> list[int]:
         """The processes of it and of its workers."""
         workers = [worker.pid for worker in list(self._running.values()) if worker.pid]
-        return [] if self.pid is None or self._ended.is_set() else [self.pid, *workers]
+        return [] if self._launched is None or self._ended.is_set() else [self._launched.process.pid, *workers]
 
     # What the roster asks for
 
     def start_worker(self, number: int) -> None:
         """Have a worker forked."""
         self._supervisor.call(lambda: self._start(number))
+
+    def promote_worker(self, worker: Worker) -> None:
+        """Let an idle worker take the place of the mold."""
+        on_ready = functools.partial(self._inherit, worker)
+        on_refused = functools.partial(self._not_promoted, worker)
+        self._promotion = Promotion(worker, self._supervisor, on_ready=on_ready, on_refused=on_refused)
+        self._supervisor.call(self._promotion.begin)
 
     def give_up(self) -> None:
         """Workers of this mold do not come up."""
@@ -158,7 +200,8 @@ class Mold:
         except Exception as error:  # noqa: BLE001 - it is the load's failure
             self._loaded.set_exception(error)
             return
-        self._supervisor.watch(self._launched.control.fileno(), self._hear)
+        control = self._launched.control
+        self._supervisor.watch(control.fileno(), lambda: self._hear(control))
         self._supervisor.watch(self._launched.news.fileno(), self._read_news)
 
     def _ask_to_end(self) -> None:
@@ -179,7 +222,8 @@ class Mold:
         self.roster.add(worker)
         self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
-            launched.control.send(("fork", number), [theirs.fileno()])
+            beside_calls = self._loaded.done() or self.options.instructions["beside_calls"]
+            launched.control.send(("fork", number, beside_calls), [theirs.fileno()])
         self._supervisor.later(_START, functools.partial(_check_started, weakref.ref(worker), weakref.ref(self)))
 
     def _hear_first(self, worker: Worker) -> None:
@@ -194,33 +238,52 @@ class Mold:
         if self.roster.is_complete and not self._loaded.done():
             self._loaded.set_result(None)
 
-    def _hear(self) -> None:
-        assert self._launched is not None  # noqa: S101 - for the checkers
-        control = self._launched.control
+    def _inherit(self, worker: Worker, control: Channel) -> None:
+        """A worker has taken the place of the mold."""
+        if self._launched is None or self._ended.is_set():
+            control.close()
+            return
+        self.heir, self._promotion = worker, None
+        self._former = FormerMold(self._launched.control, set(self._running) - {worker.number})
+        self._launched = replace(self._launched, control=control)
+        self._supervisor.watch(control.fileno(), lambda: self._hear(control))
+        self.roster.has_become_mold(worker)
+
+    def _not_promoted(self, worker: Worker, why: str) -> None:
+        name = self.options.instructions["name"]
+        logger.warning("%s: a worker cannot take the place of its mold, and workers share less: %s", name, why)
+        self._promotion = None
+        self.roster.cannot_become_mold(worker)
+
+    def _hear(self, control: Channel) -> None:
         try:
             while True:
-                self._heed(*control.receive())
+                self._heed(control, *control.receive())
                 if not control.has_unread:
                     return
         except (EOFError, OSError):
-            self._gone()
+            if self._former is None or control is not self._former.control or not self._former.may_close:
+                self._gone()
+                return
+            self._supervisor.forget(control.fileno())
+            control.close()
 
-    def _heed(self, what: str, *details: Any) -> None:
+    def _heed(self, control: Channel, what: str, *details: Any) -> None:
         if what == "ready":
+            _, self.code = details
             self.roster.settle()
         elif what == "failed":
             error, text = details
             self._fail(with_remote_traceback(error, text))
         else:
-            self._heed_worker(what, *details)
+            self._heed_worker(control, what, *details)
 
-    def _heed_worker(self, what: str, number: int, *details: Any) -> None:
+    def _heed_worker(self, control: Channel, what: str, number: int, *details: Any) -> None:
         worker = self._running[number]
         if what == "born":
             worker.pid, has_pidfd = details
             if has_pidfd:
-                assert self._launched is not None  # noqa: S101 - for the checkers
-                worker.pidfd = self._launched.control.take_fd()
+                worker.pidfd = control.take_fd()
             return
         del self._running[number]
         self._supervisor.forget(worker.channel.fileno())  # it is closed next, and may be watched still
@@ -228,6 +291,8 @@ class Mold:
             self.roster.exited(worker, _processes.describe_exit(*details))
         else:
             self.roster.not_started(number, *details)
+        if self._former is not None:
+            self._former.worker_ended(number)
 
     def _read_news(self) -> None:
         assert self._launched is not None  # noqa: S101 - for the checkers
@@ -240,6 +305,8 @@ class Mold:
     def _gone(self) -> None:
         """The mold has closed its channel: it has ended, or is ending."""
         assert self._launched is not None  # noqa: S101 - for the checkers
+        if self._ended.is_set():  # the other channel has ended too
+            return
         process = self._launched.process
         self._supervisor.forget(self._launched.control.fileno())
         with suppress(TimeoutExpired):  # it may be on its way out, with an exit status that tells more
@@ -248,12 +315,18 @@ class Mold:
         how = f"its mold ended: {_processes.describe_exit(process.wait())}"
         self._ended.set()
         self._launched.control.close()
+        if self._promotion is not None:
+            self._promotion.cancel()
+            self._promotion = None
+        if self._former is not None:
+            self._supervisor.forget(self._former.control.fileno())
+            self._former.control.close()
         self._supervisor.forget(self._launched.news.fileno())
         self._launched.news.close()
         running, self._running = list(self._running.values()), {}
         for worker in running:
             worker.has_exited(how)
-        self._supervisor.later(1.0, lambda: _processes.reap(worker.pid for worker in running if worker.pid))
+        self._supervisor.later(1.0, lambda: _processes.reap_group(process.pid))
         self._die(how)
 
     def end_late(self, worker: Worker) -> None:
@@ -306,5 +379,5 @@ def with_remote_traceback(error: BaseException, text: str | None) -> BaseExcepti
 
 
 def molds() -> list[Mold]:
-    """The molds of this process that have not been dropped."""
-    return list(_molds)
+    """The molds of this process that have not been dropped. Those of its parent, if it was forked, are not its own."""
+    return [mold for mold in _molds if mold.belongs_here]

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import socket
 import struct
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from modelguard import telemetry
 from modelguard.telemetry import Event
 
-__all__ = ["Reporter", "levels", "pair", "replay"]
+__all__ = ["Reporter", "hand_on", "levels", "pair", "replay", "replay_all", "sender"]
 
 #: Bytes of one report; the socket's buffer takes several of them.
 _LONGEST = 60_000
 
 #: Seconds that a worker waits for room in the socket before it drops a report.
 _PATIENCE = 0.1
+
+#: Before each report: the process id of its sender.
+_SENDER = struct.Struct("<I")
+
+_receiver: Callable[[bytes], object] | None = None
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -79,15 +87,36 @@ class Reporter(logging.Handler):
             body = pickle.dumps(report)
             if len(body) > _LONGEST:
                 return False
-            self._socket.send(body)
+            self._socket.send(_SENDER.pack(os.getpid()) + body)
         except Exception:  # noqa: BLE001 - no room, no owner, or a field that cannot be pickled
             return False
         return True
 
 
+def sender(report: bytes) -> int:
+    """The process id of who sent a report."""
+    return int(_SENDER.unpack_from(report)[0])
+
+
+def hand_on(receiver: Callable[[bytes], object]) -> None:
+    """Give the reports to ``receiver`` instead, in a process that stands between the workers and their callers."""
+    global _receiver
+    _receiver = receiver
+
+
+def replay_all(connected: socket.socket) -> None:
+    """In the owner: :func:`replay` what has been received so far."""
+    with suppress(OSError):
+        while report := connected.recv(1 << 17, socket.MSG_DONTWAIT):
+            replay(report)
+
+
 def replay(report: bytes) -> None:
     """In the owner: hand a record or an event to this process's loggers or hooks."""
-    received: Any = pickle.loads(report)  # noqa: S301 - from this program's own processes
+    if _receiver is not None:
+        _receiver(report)
+        return
+    received: Any = pickle.loads(memoryview(report)[_SENDER.size :])  # noqa: S301 - from this program's own processes
     if isinstance(received, Event):
         telemetry.emit(received)
         return

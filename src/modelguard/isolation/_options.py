@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from modelguard import _units
+from modelguard._function_kinds import FunctionKind, kind_of
 from modelguard.errors import InvalidOption
-from modelguard.isolation._target import FunctionKind, Reference, check_importable, kind_of, reference
+from modelguard.isolation._target import Reference, check_importable, reference
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._options import check_policy
-from modelguard.lifecycle._wrappers import Guarded, owner_of
+from modelguard.lifecycle._policy import Policy, subset
+from modelguard.lifecycle._pool_leases import PooledFunction
+from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.policies import Policy
+from modelguard.lifecycle.replicas import ModelReplicas
 from modelguard.serving.breaker import Breaker
 
-__all__ = ["IsolationOptions", "StartMethod", "check_function", "parse"]
+__all__ = ["IsolationOptions", "ScopeName", "StartMethod", "check_function", "parse"]
 
 #: How workers come into being: forked from a mold, or each as a fresh interpreter.
 StartMethod = Literal["fork", "spawn"]
+
+
+#: Which processes share a mold: each has its own, or all of the host have one.
+ScopeName = Literal["process", "host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +44,9 @@ class IsolationOptions:
     retry: bool
     breaker: Breaker
     max_transfer: int
+    refork_after: int | None
+    scope: ScopeName
+    version: str | None
 
 
 def parse(
@@ -48,6 +59,9 @@ def parse(
     retry: bool,
     breaker: Breaker | None,
     max_transfer: int | str,
+    refork_after: int | None,
+    scope: ScopeName,
+    version: str | None,
     name: str | None,
 ) -> IsolationOptions:
     """Check and parse the options.
@@ -59,16 +73,30 @@ def parse(
         raise InvalidOption("retry", retry, why="must be True or False", fix="Write retry=True.")
     if start not in get_args(StartMethod):
         raise InvalidOption("start", start, why="must be 'fork' or 'spawn'", fix="'fork' is right for most models.")
+    if scope not in get_args(ScopeName):
+        fix = "'host' lets all processes of this host share one mold."
+        raise InvalidOption("scope", scope, why="must be 'process' or 'host'", fix=fix)
+    if version is not None and scope == "process":
+        fix = "Leave it out, or write scope='host'."
+        raise InvalidOption("version", version, why="needs scope='host': other molds are not shared", fix=fix)
+    if version is not None and not isinstance(version, str):
+        why = f"must be text, not {_units.kind_of(version)}"
+        raise InvalidOption("version", version, why=why, fix="Write for example version='2026-10'.")
     if breaker is not None and not isinstance(breaker, Breaker):
         raise InvalidOption("breaker", breaker, why="must be a Breaker", fix="Write Breaker(failures=5).")
     if name is not None and (not isinstance(name, str) or not name.strip()):
         why = "must be text that is not empty"
         raise InvalidOption("name", name, why=why, fix="Give a short name, or leave it out.")
-    where = reference(function)
+    if scope == "host" and isinstance(owner_of(function), PooledFunction):
+        why = "cannot hold the molds of a pool's keys, which its budget ends"
+        raise InvalidOption("scope", scope, why=why, fix="Leave it out, or give each model a guard of its own.")
+    where, kind = reference(function), kind_of(inspect.unwrap(function))
+    if refork_after is not None:
+        _check_refork(refork_after, start, kind)
     return IsolationOptions(
         name=".".join(where) if name is None else name,
         function=where,
-        kind=kind_of(function),
+        kind=kind,
         workers=_units.whole_number(workers, "workers"),
         timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
         start=start,
@@ -76,7 +104,21 @@ def parse(
         retry=retry,
         breaker=Breaker() if breaker is None else breaker,
         max_transfer=_units.size(max_transfer, "max_transfer"),
+        refork_after=refork_after,
+        scope=scope,
+        version=version,
     )
+
+
+def _check_refork(refork_after: int, start: StartMethod, kind: FunctionKind) -> None:
+    _units.whole_number(refork_after, "refork_after")
+    why = ""
+    if start == "spawn":
+        why = "needs workers that are forked, and start='spawn' forks none"
+    elif kind in {"coroutine", "async generator"}:
+        why = "is not for coroutines: the event loop of a worker does not survive a fork"
+    if why:
+        raise InvalidOption("refork_after", refork_after, why=why, fix="Leave it out.")
 
 
 def check_function(function: Any, recycle_on: Policy | None) -> None:
@@ -91,15 +133,19 @@ def check_function(function: Any, recycle_on: Policy | None) -> None:
         raise InvalidOption("function", function, why=why, fix=fix)
     check_importable(function)
     owner = owner_of(function)
-    if isinstance(function, Guarded) and not isinstance(owner, ModelGuard):
-        why = "takes its model from a pool, and isolate needs a guard"
-        raise InvalidOption("function", function, why=why, fix="Give each model a guard and a function of its own.")
+    if isinstance(owner, ModelReplicas):
+        why = "takes its model from replicas, and a worker runs one call at a time"
+        raise InvalidOption("function", function, why=why, fix="Decorate it with a guard, and give workers=.")
     if recycle_on is None:
         return
-    if owner is not None:
+    if isinstance(owner, ModelGuard):
         why = "is for functions without a guard"
         raise InvalidOption("recycle_on", recycle_on, why=why, fix="The guard's reload_on decides here.")
     if not isinstance(recycle_on, Policy):
         why = f"must be a policy or None, not {_units.kind_of(recycle_on)}"
         raise InvalidOption("recycle_on", recycle_on, why=why, fix="Write for example Uses(10_000).")
+    if owner is not None and subset(recycle_on, renews=True, unloads=True) is not None:
+        why = "would renew or unload a pool's models, which the pool does"
+        fix = "Give the pool a ttl, and leave TTL, Modified and Idle out."
+        raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
     check_policy(recycle_on, runtime.default().limit)

@@ -19,11 +19,17 @@ __all__ = [
     "describe_exit",
     "die_with_parent",
     "kill_group",
+    "may_step_forward",
+    "oom_score",
     "prefer_as_oom_victim",
+    "priority",
     "reap",
+    "reap_group",
     "send_kill",
+    "set_oom_score",
     "standing_back",
     "stay_back",
+    "step_forward",
 ]
 
 _PR_SET_PDEATHSIG = 1
@@ -37,6 +43,7 @@ _LOWEST = 19
 #: A worker's ``oom_score_adj``, in thousandths of all memory: when memory runs out, the kernel kills a worker and
 #: neither the mold nor the server.
 _OOM_SCORE = 500
+_OOM_FILE = Path("/proc/self/oom_score_adj")
 
 
 def check_supported() -> None:
@@ -63,10 +70,22 @@ def die_with_parent(parent: int, number: int) -> None:
         os._exit(1)
 
 
+def oom_score() -> int:
+    """What was added to this process's place among those that the kernel kills when memory runs out."""
+    with suppress(OSError, ValueError):
+        return int(_OOM_FILE.read_text(encoding="ascii"))
+    return 0
+
+
+def set_oom_score(score: int) -> None:
+    """Set what :func:`oom_score` returns, if this process may."""
+    with suppress(OSError):
+        _OOM_FILE.write_text(str(score), encoding="ascii")
+
+
 def prefer_as_oom_victim() -> None:
     """Let the kernel kill this process first when memory runs out."""
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
+    set_oom_score(_OOM_SCORE)
 
 
 def stay_back() -> None:
@@ -75,20 +94,36 @@ def stay_back() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICE, _LOWEST))
 
 
+def may_step_forward() -> bool:
+    """Whether this process can take back :func:`stay_back`."""
+    capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
+    room = resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - priority()
+    return bool(capabilities >> _CAP_SYS_NICE & 1) or room
+
+
+def priority() -> int:
+    """This thread's nice value."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def step_forward(before: int) -> None:
+    """Take back :func:`stay_back`, if this process may."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, before)
+
+
 @contextmanager
 def standing_back() -> Iterator[None]:
     """:func:`stay_back` for a block, if this process has the right to step forward again."""
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
-    if not capabilities >> _CAP_SYS_NICE & 1 and resource.getrlimit(resource.RLIMIT_NICE)[0] < _LOWEST + 1 - before:
+    if not may_step_forward():
         yield
         return
+    before = priority()
     stay_back()
     try:
         yield
     finally:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, before)
+        step_forward(before)
 
 
 def send_kill(pidfd: int) -> None:
@@ -118,3 +153,10 @@ def reap(pids: Iterable[int]) -> None:
     for pid in pids:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
+
+
+def reap_group(group: int) -> None:
+    """:func:`reap` for a whole process group: a mold that was killed may not have reported its latest child."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass

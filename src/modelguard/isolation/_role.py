@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
-__all__ = ["current", "enter", "target"]
+__all__ = ["current", "enter", "here", "target"]
 
 Role = Literal["owner", "importing", "mold", "worker"]
 
 _role: Role = "owner"
 _target: object = None
+_here: Callable[..., Any] | None = None
 
 
 def current() -> Role:
@@ -22,8 +24,15 @@ def target() -> object:
     return _target
 
 
-def enter(role: Role, isolates: object = None) -> None:
+def here() -> Callable[..., Any]:
+    """In a mold or worker, what computes a call of its function here."""
+    assert _here is not None  # noqa: S101 - it has a target
+    return _here
+
+
+def enter(role: Role, isolates: object = None, here: Callable[..., Any] | None = None) -> None:
     """Set this process's role."""
-    global _role, _target
+    global _role, _target, _here
     _role = role
     _target = isolates if isolates is not None else _target
+    _here = here if here is not None else _here

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, DeadlineExceeded, QueueFull
-from modelguard.isolation import _processes
-from modelguard.isolation._channel import Channel
-from modelguard.isolation._crew import Crew, End, Order, Start, WorkerState
+from modelguard.isolation._crew import Crew, End, Order, Promote, Start, WorkerState
+from modelguard.isolation._waiting import ThreadWaiter, Waiter, WaitingLine
+from modelguard.isolation._worker_process import Worker
 from modelguard.telemetry import Event, WorkerEndCause
 
-__all__ = ["MoldGone", "Roster", "Worker"]
-
-#: Seconds that a call waits for the mold's report of how its worker ended.
-_REPORT = 1.0
+__all__ = ["MoldGone", "Roster"]
 
 #: Seconds of ``retry_after`` where no rate is known.
 _RETRY = 1.0
@@ -37,6 +30,10 @@ class MoldOrders(Protocol):
 
     def start_worker(self, number: int) -> None:
         """Start a worker. Does not block."""
+        ...
+
+    def promote_worker(self, worker: Worker) -> None:
+        """Let an idle worker take the mold's place. Does not block."""
         ...
 
     def give_up(self) -> None:
@@ -54,62 +51,14 @@ class _NoMold:
     def start_worker(self, number: int) -> None:
         pass
 
+    def promote_worker(self, worker: Worker) -> None:
+        pass
+
     def give_up(self) -> None:
         pass
 
     def settle_later(self, seconds: float) -> None:
         pass
-
-
-class Worker:
-    """One worker process.
-
-    Attributes:
-        number: Its number.
-        channel: To the worker. Whoever has taken the worker may use it.
-        pid: Its process id; 0 until the mold has reported it.
-        pidfd: A descriptor of the process; None if the system has none.
-        born: When it was started, on the monotonic clock.
-        exit: How it ended, for people; None until that is known.
-    """
-
-    def __init__(self, number: int, channel: Channel) -> None:
-        self.number = number
-        self.channel = channel
-        self.pid = 0
-        self.pidfd: int | None = None
-        self.born = time.monotonic()
-        self.exit: str | None = None
-        self._exited = threading.Event()
-
-    def kill(self) -> None:
-        """End it now, whatever it does."""
-        if self.pidfd is not None:
-            _processes.send_kill(self.pidfd)
-        elif self.pid and self.exit is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def has_exited(self, how: str) -> None:
-        """Record how it ended."""
-        self.exit = self.exit or how
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
-        self._exited.set()
-
-    def how_it_ended(self) -> str:
-        """Wait shortly for the report of how it ended."""
-        self._exited.wait(_REPORT)
-        return self.exit or "unknown"
-
-
-class _Waiter:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.lock.acquire()
-        self.worker: Worker | None = None
-        self.error: Exception | None = None
 
 
 class Roster:
@@ -132,12 +81,11 @@ class Roster:
         # Reentrant: the garbage collector may close a dropped generator at any point, also under this lock.
         self._lock = threading.RLock()
         self._workers: dict[int, Worker] = {}
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters = WaitingLine[Worker]()
         self._gone = False
+        self._last_of_former_mold = 0
         self._events: list[Event] = []
-        self.counts: dict[WorkerEndCause, int] = dict.fromkeys(
-            ("recycled", "crashed", "timeout", "closed", "cancelled"), 0
-        )
+        self.counts: dict[WorkerEndCause, int] = dict.fromkeys(get_args(WorkerEndCause), 0)
 
     # Calls
 
@@ -153,6 +101,31 @@ class Roster:
             MoldGone: Ask the next mold.
             QueueFull, CircuitOpen, DeadlineExceeded: There is no worker for this call.
         """
+        waiter = ThreadWaiter[Worker]()
+        worker = self.request(waiter)
+        if worker is not None:
+            return worker
+        try:
+            patience = min(patience, max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
+            waiter.woken.acquire(timeout=patience)
+        except BaseException:  # Ctrl-C
+            if not self.withdraw(waiter) and waiter.worker is not None:
+                self.release(waiter.worker, worn=False, counts=False)
+            raise
+        if waiter.worker is None and waiter.error is None and self.withdraw(waiter):
+            raise DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
+        if waiter.error is not None:
+            raise waiter.error
+        assert waiter.worker is not None  # noqa: S101 - for the checkers
+        return waiter.worker
+
+    def request(self, waiter: Waiter[Worker]) -> Worker | None:
+        """Take a free worker, or have ``waiter`` woken when there is one. Does not block.
+
+        Raises:
+            MoldGone: Ask the next mold.
+            QueueFull, CircuitOpen: There is no worker for this call.
+        """
         with self._lock:
             if self._gone or self._crew.troubled:
                 self._raise_if_refusing()
@@ -161,21 +134,13 @@ class Roster:
                 return self._workers[member.number]
             if len(self._waiters) >= self._max_queue:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=_RETRY)
-            waiter = _Waiter()
             self._waiters.append(waiter)
-        try:
-            patience = min(patience, max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
-            waiter.lock.acquire(timeout=patience)
-        except BaseException:  # Ctrl-C
-            if not self._stop_waiting(waiter) and waiter.worker is not None:
-                self.release(waiter.worker, worn=False, counts=False)
-            raise
-        if waiter.worker is None and waiter.error is None and self._stop_waiting(waiter):
-            raise DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
-        if waiter.error is not None:
-            raise waiter.error
-        assert waiter.worker is not None  # noqa: S101 - for the checkers
-        return waiter.worker
+            return None
+
+    def withdraw(self, waiter: Waiter[Worker]) -> bool:
+        """Stop waiting; false if ``waiter`` has its worker or its error already."""
+        with self._lock:
+            return self._waiters.remove(waiter)
 
     def release(self, worker: Worker, *, worn: bool, counts: bool = True) -> None:
         """Give a worker back after its call."""
@@ -184,10 +149,10 @@ class Roster:
             troubled = crew.troubled
             ended = crew.answered(worker.number, worn=worn, counts=counts)
             if ended:
-                self._dismiss(worker, "closed" if self._gone else "recycled")
+                self._dismiss(worker)
             if troubled and crew.circuit.state == "closed":
                 self._events.append(telemetry.CircuitClosed(guard=self._name))
-            if worn or ended or troubled:
+            if worn or ended or troubled or crew.has_heir:
                 self._act(crew.settle(time.monotonic()))
             if self._waiters:
                 self._hand_over()
@@ -243,24 +208,44 @@ class Roster:
 
     def exited(self, worker: Worker, how: str) -> None:
         """A worker's process has ended. If it runs a call, its caller finds out by itself."""
+        worker.channel.hang_up()  # a program that the model has started may hold the other end open
         worker.has_exited(how)
-        member = self._crew.members.get(worker.number)
-        if member is not None and member.state in {"starting", "idle"}:
-            self._remove(worker.number, worker, "crashed", how, blame=True)
+        with self._lock:  # one look: no call may take it in between
+            member = self._crew.members.get(worker.number)
+            if member is None or member.state not in {"starting", "idle", "promoted"}:
+                return
+            delay = self._take_out(worker.number, worker, "crashed", how, blame=True)
             worker.channel.close()
+        self._emit_all(then_settle_in=delay)
+
+    def has_become_mold(self, worker: Worker) -> None:
+        """A worker has taken the mold's place. From now on, :meth:`MoldOrders.start_worker` means its children."""
+        with self._lock:
+            self._last_of_former_mold = max(self._workers)
+            self._workers.pop(worker.number, None)
+            worker.channel.close()
+            self._crew.has_become_mold(worker.number)
+            self._act(self._crew.settle(time.monotonic()))
+        self._emit_all()
+
+    def cannot_become_mold(self, worker: Worker) -> None:
+        """A worker takes calls again."""
+        with self._lock:
+            self._crew.cannot_become_mold(worker.number)
+            self._hand_over()
 
     def mold_ended(self, how: str) -> None:
         """The mold has ended. Its workers end with it."""
         with self._lock:
             self._gone = True
-            waiters, self._waiters = list(self._waiters), deque()
+            waiters, self._waiters = list(self._waiters), WaitingLine[Worker]()
             workers = list(self._workers.values())
             for order in self._crew.close():
                 if isinstance(order, End):
                     self._workers.pop(order.number).channel.close()
         for waiter in waiters:
             waiter.error = MoldGone()
-            waiter.lock.release()
+            waiter.wake()
         for worker in workers:
             worker.has_exited(how)
 
@@ -302,11 +287,6 @@ class Roster:
             member = self._crew.members.get(worker.number)
             return member is not None and member.state == "starting"
 
-    @property
-    def waiting(self) -> int:
-        """Calls that wait for a worker."""
-        return len(self._waiters)
-
     def listed(self) -> list[tuple[Worker, WorkerState, bool, int]]:
         """Each worker, what it does, whether it is to be replaced, and its calls."""
         with self._lock:
@@ -334,50 +314,44 @@ class Roster:
             else:
                 assert member is not None  # noqa: S101 - for the checkers
                 waiter.worker = self._workers[member.number]
-            waiter.lock.release()
-
-    def _stop_waiting(self, waiter: _Waiter) -> bool:
-        """Remove a waiter; false if it has its worker. A worker that nobody waits for any more is given back."""
-        with self._lock:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-                return True
-            return False
+            waiter.wake()
 
     def _act(self, orders: Iterable[Order]) -> None:
         for order in orders:
             if isinstance(order, Start):
                 self._mold.start_worker(order.number)
+            elif isinstance(order, Promote):
+                self._mold.promote_worker(self._workers[order.number])
             elif isinstance(order, End):
-                self._dismiss(self._workers[order.number], "closed" if self._gone else "recycled")
+                self._dismiss(self._workers[order.number])
             else:
                 self._mold.give_up()
 
-    def _dismiss(self, worker: Worker, cause: WorkerEndCause) -> None:
+    def _dismiss(self, worker: Worker) -> None:
         """Let an idle worker end: it reads the end of its channel."""
+        cause: WorkerEndCause = "reforked" if worker.number <= self._last_of_former_mold else "recycled"
+        if self._gone:
+            cause = "closed"
         self._workers.pop(worker.number, None)
         worker.channel.close()
         self._count(worker, cause, "")
 
-    def _remove(self, number: int, worker: Worker | None, cause: WorkerEndCause, how: str, *, blame: bool) -> None:
-        with self._lock:
-            now = time.monotonic()
-            was_open = self._crew.circuit.state == "open"
-            if self._workers.pop(number, None) is not None and worker is not None:
-                self._count(worker, cause, how)
-            self._crew.lost(number, now, draw=random.random(), blame=blame)  # noqa: S311 - jitter
-            circuit = self._crew.circuit
-            if circuit.state == "open" and not was_open:
-                retry = circuit.retry_after(now) or 0.0
-                self._events.append(
-                    telemetry.CircuitOpened(guard=self._name, failures=circuit.failures, retry_after=retry, error=how)
-                )
-            self._act(self._crew.settle(now))
-            delay = self._crew.start_at - now
-            self._hand_over()
-        self._emit_all()
-        if delay > 0:
-            self._mold.settle_later(delay)
+    def _take_out(self, number: int, worker: Worker | None, cause: WorkerEndCause, how: str, *, blame: bool) -> float:
+        """Forget a worker that has ended, and start others; returns after how many seconds to look again."""
+        now = time.monotonic()
+        was_open = self._crew.circuit.state == "open"
+        if self._workers.pop(number, None) is not None and worker is not None:
+            self._count(worker, cause, how)
+        self._crew.lost(number, now, draw=random.random(), blame=blame)  # noqa: S311 - jitter
+        circuit = self._crew.circuit
+        if circuit.state == "open" and not was_open:
+            retry = circuit.retry_after(now) or 0.0
+            self._events.append(
+                telemetry.CircuitOpened(guard=self._name, failures=circuit.failures, retry_after=retry, error=how)
+            )
+        self._act(self._crew.settle(now))
+        self._hand_over()
+        return self._crew.start_at - now
 
     def _count(self, worker: Worker, cause: WorkerEndCause, how: str) -> None:
         self.counts[cause] += 1
@@ -390,9 +364,16 @@ class Roster:
 
     # Outside of it
 
-    def _emit_all(self) -> None:
+    def _remove(self, number: int, worker: Worker | None, cause: WorkerEndCause, how: str, *, blame: bool) -> None:
+        with self._lock:
+            delay = self._take_out(number, worker, cause, how, blame=blame)
+        self._emit_all(then_settle_in=delay)
+
+    def _emit_all(self, then_settle_in: float = 0.0) -> None:
         """Emit what has happened: hooks never run while the lock is held."""
         with self._lock:
             events, self._events = self._events, []
         for event in events:
             telemetry.emit(event)
+        if then_settle_in > 0:
+            self._mold.settle_later(then_settle_in)

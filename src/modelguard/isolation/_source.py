@@ -1,10 +1,15 @@
-"""Where an isolated function gets its model: from its guard, or from none."""
+"""Where an isolated function gets its model: from its guard, from a pool, or from none."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from modelguard.errors import NotSupported
+from modelguard.lifecycle import runtime
+from modelguard.lifecycle._options import GuardOptions
+from modelguard.lifecycle._pool_leases import PooledFunction
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard, guard, hide
 
@@ -12,7 +17,7 @@ if TYPE_CHECKING:
     from modelguard.isolation._options import IsolationOptions
     from modelguard.lifecycle.policies import Policy
 
-__all__ = ["Source", "source_of"]
+__all__ = ["PoolSource", "Source", "source_of"]
 
 
 class Source(NamedTuple):
@@ -26,14 +31,54 @@ class Source(NamedTuple):
     function: Callable[..., Any]
     guard: ModelGuard[Any]
 
+    def for_key(self, key: Any) -> Source:
+        """It has one model, which needs no key."""
+        del key
+        return self
+
+
+class PoolSource(NamedTuple):
+    """What runs in the workers of a pool's keys.
+
+    Attributes:
+        function: The function, as its callers see it.
+        pooled: What its pool knows of it.
+        recycle_on: When a worker is replaced.
+    """
+
+    function: Callable[..., Any]
+    pooled: PooledFunction
+    recycle_on: Policy | None
+
+    def options_for(self, key: Any) -> GuardOptions[Any]:
+        """The options of the guard that lends the model of one key."""
+        return replace(self.pooled.options_for(key), reload_on=self.recycle_on)
+
+    def for_key(self, key: Any) -> Source:
+        """What runs in the workers of one key: the same function, on one model that is not a pool's."""
+        model: ModelGuard[Any] = ModelGuard(self.options_for(key), runtime.default())
+        hide(model)
+        keyed: Callable[..., Any] = model(self.pooled.function)
+        key_of, name = self.pooled.key_of, self.pooled.options.name
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if key_of(args, kwargs) != key:  # the function calls itself, else its owner has looked
+                reason = f"this worker has the model of key {key!r} of pool {name!r} alone"
+                raise NotSupported("a call with another key inside an isolated function", reason=reason)
+            return keyed(*args, **kwargs)
+
+        return Source(call, model)
+
 
 class _NoModel:
     """The model of functions that have none."""
 
 
-def source_of(function: Any, options: IsolationOptions, recycle_on: Policy | None) -> Source:
-    """Find the guard of a function. One without a guard gets one that only counts."""
+def source_of(function: Any, options: IsolationOptions, recycle_on: Policy | None) -> Source | PoolSource:
+    """Find the guard or the pool of a function. One without gets a guard that only counts."""
     owner = owner_of(function)
+    if isinstance(owner, PooledFunction):
+        return PoolSource(function, owner, recycle_on)
     if isinstance(owner, ModelGuard):
         hide(owner)
         return Source(function, owner)

@@ -11,7 +11,7 @@ from modelguard.isolation import _news, _processes
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._launch import Launched, launch
 from modelguard.isolation._molds import Mold, with_remote_traceback
-from modelguard.isolation._roster import Worker
+from modelguard.isolation._worker_process import Worker
 from modelguard.telemetry import logger
 
 __all__ = ["SpawnedWorkers"]
@@ -36,6 +36,11 @@ class SpawnedWorkers(Mold):
     def pids(self) -> list[int]:
         """The processes of the workers, those that load included."""
         return [launched.process.pid for launched, _ in list(self._launched_workers.values())]
+
+    def replay_news(self) -> None:
+        """Replay what the workers have reported so far. In the supervisor's thread."""
+        for launched, _ in list(self._launched_workers.values()):
+            _news.replay_all(launched.news)
 
     def abandon(self) -> None:
         """In a forked child of the owner: close the copies of the descriptors."""
@@ -95,6 +100,8 @@ class SpawnedWorkers(Mold):
                 what, *details = launched.control.receive()
                 if what == "failed":
                     self._not_loaded(*details)
+                elif what == "ready":
+                    _, self.code = details
                 if not launched.control.has_unread:
                     return
         except (EOFError, OSError):

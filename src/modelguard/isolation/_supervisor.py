@@ -80,9 +80,10 @@ class Supervisor:
     def _run(self) -> None:
         while True:
             left = None if not self._timers else max(0.0, self._timers[0][0] - time.monotonic())
-            for ready in self._selector.select(left):
-                self._attempt(ready[0].data)
-                del ready  # while it waits, the thread keeps nothing alive
+            for key, _ in self._selector.select(left):
+                if self._selector.get_map().get(key.fd) is key:  # else the work before has closed it
+                    self._attempt(key.data)
+                del key  # while it waits, the thread keeps nothing alive
             while self._timers and self._timers[0][0] <= time.monotonic():
                 self._attempt(heapq.heappop(self._timers)[2])
             while self._work:

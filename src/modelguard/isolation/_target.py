@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from multiprocessing import spawn
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
 
 __all__ = [
-    "FunctionKind",
     "Reference",
     "become_like",
     "check_importable",
     "find",
-    "kind_of",
     "preparation",
     "reference",
 ]
 
 #: Module and qualified name.
 Reference = tuple[str, str]
-FunctionKind = Literal["function", "coroutine", "generator", "async generator"]
 
 #: Of multiprocessing's data, what makes an interpreter resemble its owner; the rest concerns multiprocessing itself.
 _KEYS = ("dir", "init_main_from_name", "init_main_from_path", "orig_dir", "sys_argv", "sys_path")
@@ -41,16 +37,6 @@ def reference(function: Any) -> Reference:
     return function.__module__, function.__qualname__
 
 
-def kind_of(function: Any) -> FunctionKind:
-    """What a call of the function returns."""
-    plain = inspect.unwrap(function)
-    if inspect.isasyncgenfunction(plain):
-        return "async generator"
-    if inspect.iscoroutinefunction(plain):
-        return "coroutine"
-    return "generator" if inspect.isgeneratorfunction(plain) else "function"
-
-
 def check_importable(function: Any) -> None:
     """Check that another interpreter can find the function.
 
@@ -59,16 +45,18 @@ def check_importable(function: Any) -> None:
     """
     why, fix = "", _IMPORT_FIX
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if isinstance(function, classmethod | staticmethod | type) or not callable(function):
+    in_class = name is not None and "." in name and "<" not in name and not isinstance(function, staticmethod)
+    if isinstance(function, type) or not (callable(function) or isinstance(function, classmethod)):
         why, fix = f"must be a function, not {_units.kind_of(function)}", "Decorate: def predict(model, text): ..."
+    elif isinstance(function, classmethod) or in_class:
+        why = "is a method, and a change of its object or class in a worker would be lost"
+        fix = "Isolate a function, and call it in the method; or a static method, with @staticmethod next to the def."
     elif module is None or name is None:
         why = "has no module and name by which a worker process could import it"
     elif "<lambda>" in name:
         why = "is a lambda, which a worker process cannot import by name"
     elif "<locals>" in name:
         why = "is defined inside another function, where a worker process cannot import it"
-    elif "." in name:
-        why, fix = "is a method, and only functions can be isolated", "Isolate a function, and call it in the method."
     elif module == "__main__" and not _has_main_file():
         why = "is defined in a notebook or an interactive session, which a worker process cannot import"
         fix = "Write it to a file, as with %%writefile predict.py, and import it from there."
@@ -90,9 +78,19 @@ def preparation() -> dict[str, Any]:
     data: Mapping[str, Any] = spawn.get_preparation_data("modelguard")
     chosen = {key: data[key] for key in _KEYS if key in data}
     main = chosen.get("init_main_from_path")
-    if main is not None and os.path.dirname(os.path.abspath(main)) == sysconfig.get_path("scripts"):  # noqa: PTH100, PTH120
-        del chosen["init_main_from_path"]  # a server's console script, with nothing of the application in it
+    if main is not None and _is_of_a_server(os.path.abspath(main)):  # noqa: PTH100
+        del chosen["init_main_from_path"]
     return chosen
+
+
+def _is_of_a_server(main: str) -> bool:
+    """Whether the main script is a console script, or belongs to an installed program that runs one's functions.
+
+    There is nothing of the application in it. To import Ray's again would take a second.
+    """
+    if os.path.dirname(main) == sysconfig.get_path("scripts"):  # noqa: PTH120
+        return True
+    return main.endswith(os.path.join("ray", "_private", "workers", "default_worker.py"))  # noqa: PTH118
 
 
 # In the fresh interpreter

@@ -13,16 +13,20 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NoReturn
 
+from modelguard._function_kinds import FunctionKind
 from modelguard.errors import ModelGuardError, RemoteError, TransferRefused
 from modelguard.isolation import _pickling, _trace
 from modelguard.isolation._channel import Channel, Unreadable
-from modelguard.isolation._target import FunctionKind
 
-__all__ = ["AnswerKind", "Serving", "StreamStep", "leave", "portable"]
+__all__ = ["BECOME_MOLD", "AnswerKind", "Serving", "StreamStep", "leave", "portable"]
 
 
 #: Seconds between two looks at what policies read besides the calls themselves, such as memory.
 _LOOK = 0.05
+
+
+#: Instead of a call: take the place of the mold. A descriptor comes with it, the channel of a mold.
+BECOME_MOLD = "become mold"
 
 
 class AnswerKind(IntEnum):
@@ -53,6 +57,7 @@ class Serving:
         is_worn: Whether this worker asks for its replacement. Read before each answer.
         between_calls: Runs after an answer, when nobody waits, twenty times a second at most.
         max_bytes: The largest answer.
+        become_mold: Makes a mold of this process. Returns if that is not possible, and then calls go on.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Serving:
         is_worn: Callable[[], bool],
         between_calls: Callable[[], object] | None,
         max_bytes: int,
+        become_mold: Callable[[int], object],
     ) -> None:
         self._name = name
         self._channel = channel
@@ -73,6 +79,7 @@ class Serving:
         self._is_worn = is_worn
         self._between_calls = between_calls
         self._max_bytes = max_bytes
+        self._become_mold = become_mold
         self._pid = os.getpid()
         self._look_again = 0.0
         self._streams = kind in {"generator", "async generator"}
@@ -92,10 +99,14 @@ class Serving:
 
     def _serve_one(self) -> None:
         try:
-            args, kwargs, carrier = self._channel.receive()
+            message = self._channel.receive()
         except Unreadable as error:
             self._refuse("arguments", f"the worker cannot rebuild them: {error}")
             return
+        if message == BECOME_MOLD:
+            self._become_mold(self._channel.take_fd())
+            return
+        args, kwargs, carrier = message
         leave_trace = None if carrier is None else _trace.attach(carrier)
         try:
             if self._streams:
@@ -174,10 +185,17 @@ class Serving:
             os._exit(0)
 
 
-def portable(error: BaseException, name: str) -> BaseException:
-    """The error itself if it survives pickling, else a :class:`~modelguard.errors.RemoteError` that describes it."""
+def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseException:
+    """The error itself if it survives pickling, else a :class:`~modelguard.errors.RemoteError` that describes it.
+
+    Args:
+        error: What was raised.
+        name: The isolated function's name.
+        plain: Whether only errors of Python and of modelguard will do, since others would need their modules.
+    """
+    is_known = type(error).__module__.partition(".")[0] in {"builtins", "modelguard"}
     with suppress(Exception):
-        if type(_pickling.loads(_pickling.dumps(error)[0], ())) is type(error):
+        if (is_known or not plain) and type(_pickling.loads(_pickling.dumps(error)[0], ())) is type(error):
             return error
     kind = type(error)
     text = str(error) if isinstance(error, ModelGuardError) else _text_of(error)

@@ -9,20 +9,22 @@ import time
 import weakref
 from asyncio import get_running_loop
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Generic, Never, ParamSpec, Protocol, Self, TypeVar
 
 from modelguard import _public, _units
+from modelguard._function_kinds import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _handler, _processes, _registry, _role
-from modelguard.isolation._calls import Arguments, Caller, Limits
+from modelguard.isolation._calls import Arguments, Caller
 from modelguard.isolation._mold_guard import MoldGuard
-from modelguard.isolation._options import IsolationOptions, StartMethod, check_function, parse
-from modelguard.isolation._source import Source, source_of
+from modelguard.isolation._options import IsolationOptions, ScopeName, StartMethod, check_function, parse
+from modelguard.isolation._process_scope import ProcessScope
+from modelguard.isolation._scope import Limits, Scope
+from modelguard.isolation._source import PoolSource, Source, source_of
 from modelguard.isolation._submitted import Submitted
-from modelguard.isolation.status import IsolationStatus, WorkerStatus
-from modelguard.lifecycle.guard import ModelGuard
+from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle.policies import Policy
 from modelguard.serving import deadlines
 from modelguard.serving.breaker import Breaker
@@ -34,6 +36,9 @@ R = TypeVar("R")
 
 _NO_ITEM = object()
 
+#: Threads for submitted calls, one for each worker, where it is not known how many keys have workers.
+_POOL_THREADS = 32
+
 
 class Isolated(Generic[P, R]):
     """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
@@ -43,7 +48,7 @@ class Isolated(Generic[P, R]):
     :meth:`load`. It is a context manager, for ``with`` and ``async with``: it loads on entry and closes on exit.
     """
 
-    def __init__(self, function: Callable[P, R], options: IsolationOptions, source: Source) -> None:
+    def __init__(self, function: Callable[P, R], options: IsolationOptions, source: Source | PoolSource) -> None:
         functools.update_wrapper(self, function)
         self._options = options
         self._source = source
@@ -53,13 +58,14 @@ class Isolated(Generic[P, R]):
         _registry.add(self)
 
     def _start(self) -> None:
-        self._molds = MoldGuard(self._options, self._source.guard.engine.guard.options)
-        self._engine = self._molds.guard.engine
-        self._caller = Caller(self._options, self._molds)
-        limits = self._options
-        self._submitted = Submitted(limits.name, threads=limits.workers, max_queue=limits.max_queue)
+        self._scope = _scope_of(self._options, self._source)
+        limits, source = self._options, self._source
+        key_of = source.pooled.key_of if isinstance(source, PoolSource) else None
+        self._caller = Caller(limits, self._scope, key_of)
+        threads = limits.workers if key_of is None else max(_POOL_THREADS, limits.workers)
+        self._submitted = Submitted(limits.name, threads=threads, max_queue=limits.max_queue)
         # Without anybody who could call it, as after a module was reloaded, its processes have no purpose.
-        self._finalizer = weakref.finalize(self, self._molds.end_at_once)
+        self._finalizer = weakref.finalize(self, self._scope.end_at_once)
 
     # Calls
 
@@ -122,6 +128,7 @@ class Isolated(Generic[P, R]):
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
         limits = _limits()
         items = self._caller.stream(arguments, limits)
+        step: Future[Any] | None = None
         try:
             while True:
                 step = self._submitted.submit(functools.partial(next, items, _NO_ITEM), limits.until)
@@ -130,7 +137,7 @@ class Isolated(Generic[P, R]):
                     return
                 yield item
         finally:
-            await asyncio.to_thread(items.close)  # type: ignore[attr-defined]
+            await asyncio.to_thread(_close_after, step, items)
 
     def _refuse_streams(self) -> None:
         if "generator" in self._options.kind:
@@ -144,7 +151,7 @@ class Isolated(Generic[P, R]):
             fix = "Put the calls of a script under: if __name__ == '__main__':"
             raise WouldDeadlock(self.name, why=why, fix=fix)
         if _role.target() is self.isolated_function:
-            return self.isolated_function(*args, **kwargs)
+            return _role.here()(*args, **kwargs)
         raise self._refused_inside()
 
     def _refused_inside(self) -> NotSupported:
@@ -159,14 +166,18 @@ class Isolated(Generic[P, R]):
         return self._options.name
 
     @property
+    def function_kind(self) -> FunctionKind:
+        """What a call gives: ``"function"``, ``"coroutine"``, ``"generator"`` or ``"async generator"``."""
+        return self._options.kind
+
+    @property
     def isolated_function(self) -> Callable[P, R]:
         """What runs in the workers: the function below ``@isolate``."""
         return self._source.function
 
-    @property
-    def model_guard(self) -> ModelGuard[Any]:
-        """The guard that lends the model in the workers. In this process it has no model."""
-        return self._source.guard
+    def source_for(self, key: Any) -> Source:
+        """In a mold: what its workers run, and the guard that lends the model, or the pool's model of ``key``."""
+        return self._source.for_key(key)
 
     @property
     def ready(self) -> bool:
@@ -174,35 +185,11 @@ class Isolated(Generic[P, R]):
 
         This is what a readiness probe should report.
         """
-        mold = self._molds.current
-        return self._molds.guard.ready if mold is None else mold.roster.is_ready
+        return self._scope.ready
 
     def status(self) -> IsolationStatus:
         """Its state, its processes and its counts."""
-        molds, mold = self._molds.guard.status(), self._molds.current
-        now = time.monotonic()
-        listed = [] if mold is None else mold.roster.listed()
-        counts: dict[Any, int] = {} if mold is None else dict(mold.roster.counts)
-        return IsolationStatus(
-            name=self.name,
-            state=molds.state,
-            ready=self.ready,
-            generation=molds.generation,
-            age=molds.age,
-            mold=None if mold is None or mold.died is not None else mold.pid,
-            workers=tuple(
-                WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
-                for one, state, worn, calls in listed
-            ),
-            in_flight=molds.in_flight,
-            queued=self._submitted.waiting,
-            reloads=molds.reloads,
-            failures=molds.failures,
-            last_error=molds.last_error,
-            recycled=counts.get("recycled", 0),
-            crashed=counts.get("crashed", 0),
-            timed_out=counts.get("timeout", 0),
-        )
+        return self._scope.status(self._submitted.waiting)
 
     def __repr__(self) -> str:
         return f"<Isolated {self.name!r}>"
@@ -217,11 +204,11 @@ class Isolated(Generic[P, R]):
             Reloading: ``timeout`` has passed.
             GuardClosed: After :meth:`close`.
         """
-        self._molds.guard.load(timeout)
+        self._scope.load(timeout)
 
     async def aload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`load` for coroutines; does not block the event loop."""
-        await self._molds.guard.aload(timeout)
+        await self._scope.aload(timeout)
 
     def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
         """Make a new mold. The old one serves until the new one and its workers are ready, and ends then.
@@ -235,25 +222,29 @@ class Isolated(Generic[P, R]):
             Reloading: ``timeout`` has passed. The reload goes on.
             GuardClosed: After :meth:`close`.
         """
-        self._molds.guard.reload(wait=wait, timeout=timeout)
+        self._scope.reload(wait=wait, timeout=timeout)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for coroutines; does not block the event loop."""
-        await self._molds.guard.areload(timeout)
+        await self._scope.areload(timeout)
 
     def close(self) -> None:
         """Refuse further calls, wait for those that run up to the guard's ``drain_timeout``, end all processes."""
         self._submitted.close()
-        self._molds.guard.close()
+        self._scope.close()
 
     async def aclose(self) -> None:
         """:meth:`close` for coroutines; does not block the event loop."""
         self._submitted.close()
-        await self._molds.guard.aclose()
+        await self._scope.aclose()
+
+    def _reopen(self) -> None:
+        self._submitted.reopen()
+        self._scope.reopen()
 
     def __enter__(self) -> Self:
-        self._submitted.reopen()
-        self._molds.guard.__enter__()
+        self._reopen()
+        self.load()
         return self
 
     def __exit__(
@@ -262,8 +253,8 @@ class Isolated(Generic[P, R]):
         self.close()
 
     async def __aenter__(self) -> Self:
-        self._submitted.reopen()
-        await self._molds.guard.__aenter__()
+        self._reopen()
+        await self.aload()
         return self
 
     async def __aexit__(
@@ -276,8 +267,7 @@ class Isolated(Generic[P, R]):
     def renew_in_child(self) -> None:
         """In a forked child of this process: start again, since the parent's workers answer the parent."""
         self._finalizer.detach()
-        if self._molds.current is not None:
-            self._molds.current.abandon()
+        self._scope.abandon()
         self._start()
 
     # By reference, as functions are pickled and copied.
@@ -289,6 +279,13 @@ class Isolated(Generic[P, R]):
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
+
+
+def _close_after(step: Future[Any] | None, items: Any) -> None:
+    """Close a stream. A task that was cancelled may have left a step behind that still runs, which ends first."""
+    if step is not None:
+        wait([step])
+    items.close()
 
 
 class Decorator(Protocol):
@@ -307,6 +304,9 @@ def isolate(
     max_queue: int = 256,
     max_transfer: int | str = "1 GB",
     breaker: Breaker | None = None,
+    refork_after: int | None = None,
+    scope: ScopeName = "process",
+    version: str | None = None,
     name: str | None = None,
 ) -> Decorator:
     """Run a guarded function in worker processes, so that no load, leak, hang or crash of its model reaches this one.
@@ -343,6 +343,14 @@ def isolate(
         max_transfer: The largest arguments or result, in bytes or as text such as ``"100 MB"``.
         breaker: When calls are refused because workers crash or exceed ``timeout`` one after the other. Default:
             ``Breaker()``. Of its options, ``ignore`` and ``reload`` do not apply here.
+        refork_after: After so many calls of one worker, that worker takes the place of the mold, once for each load:
+            what its calls have filled is then shared by all workers. For models whose caches fill with traffic. None:
+            never.
+        scope: ``"process"``: the mold and the workers belong to this process, and end with it. ``"host"``: all
+            processes of this user on this host that run the same code share them, under any server; they end with the
+            last one.
+        version: With ``scope="host"``: text that processes must have in common to share, beside code and options. For
+            models that are chosen by an environment variable.
         name: For events, logs and errors. Default: the function's module and name.
 
     Raises:
@@ -366,11 +374,27 @@ def isolate(
             retry=retry,
             breaker=breaker,
             max_transfer=max_transfer,
+            refork_after=refork_after,
+            scope=scope,
+            version=version,
             name=name,
         )
         return Isolated(function, options, source_of(function, options, recycle_on))
 
     return decorate
+
+
+def _scope_of(options: IsolationOptions, source: Source | PoolSource) -> Scope:
+    if isinstance(source, PoolSource):
+        from modelguard.isolation._pool_scope import PoolScope
+
+        return PoolScope(options, source)
+    guard_options = source.guard.engine.guard.options
+    if options.scope == "process":
+        return ProcessScope(options, MoldGuard(options, guard_options))
+    from modelguard.isolation._host_scope import HostScope
+
+    return HostScope(options, guard_options)
 
 
 def _limits() -> Limits:

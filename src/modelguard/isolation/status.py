@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from modelguard import _public
 from modelguard.isolation._crew import WorkerState
-from modelguard.lifecycle.status import State
+from modelguard.lifecycle.status import PoolStatus, State
 
 __all__ = ["IsolationStatus", "WorkerStatus"]
 
@@ -17,7 +18,8 @@ class WorkerStatus:
 
     Attributes:
         pid: Its process id.
-        state: ``starting``, ``idle``, ``busy``, or ``retiring`` (its call is its last one).
+        state: ``starting``, ``idle``, ``busy``, ``retiring`` (its call is its last one), or ``promoted`` (it becomes
+            the mold).
         worn: Whether a policy asked for its replacement, which has not come up yet.
         calls: Calls that it has answered.
         age: Seconds since it was started.
@@ -42,6 +44,7 @@ class IsolationStatus:
         generation: Number of the current mold, 0 if there is none.
         age: Seconds since it took its first call.
         mold: Its process id; None if there is none.
+        reforked: Whether the mold is a worker that has taken the place of the process that loaded.
         workers: The workers of the current mold.
         in_flight: Calls that run now or wait for a worker.
         queued: Submitted calls that no thread has begun.
@@ -51,23 +54,31 @@ class IsolationStatus:
         recycled: Workers of the current mold that a policy has replaced.
         crashed: Those that have ended by themselves.
         timed_out: Those that were killed at the timeout.
+        broker: With ``scope="host"``, the process id of the broker, which owns the mold; None if there is none.
+        clients: The processes that the broker serves.
+        pool: Over a pool, its figures: a mold with its workers counts as the model of its key. ``mold`` is None then,
+            and ``workers`` are those of all keys.
     """
 
     name: str
     state: State
-    ready: bool
-    generation: int
-    age: float
-    mold: int | None
-    workers: tuple[WorkerStatus, ...]
-    in_flight: int
-    queued: int
-    reloads: int
-    failures: int
-    last_error: str | None
-    recycled: int
-    crashed: int
-    timed_out: int
+    ready: bool = False
+    generation: int = 0
+    age: float = 0.0
+    mold: int | None = None
+    reforked: bool = False
+    workers: tuple[WorkerStatus, ...] = ()
+    in_flight: int = 0
+    queued: int = 0
+    reloads: int = 0
+    failures: int = 0
+    last_error: str | None = None
+    recycled: int = 0
+    crashed: int = 0
+    timed_out: int = 0
+    broker: int | None = None
+    clients: tuple[int, ...] = ()
+    pool: PoolStatus[Any] | None = None
 
 
 _public.set_module(globals(), "modelguard.isolation.status")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
@@ -87,6 +87,16 @@ class GuardOptions(Generic[M]):
         """Whether the guard counts as ready while ``Idle`` has released its model."""
         idle = [part for part in self.reload_on.parts() if isinstance(part, Idle)] if self.reload_on is not None else []
         return bool(idle) and all(part.ready for part in idle)
+
+
+class PoolOptions(NamedTuple):
+    """Options of a pool, parsed. Durations are seconds, sizes bytes; infinity stands for no bound."""
+
+    name: str
+    max_memory: int
+    max_models: float
+    ttl: float
+    wait_timeout: float
 
 
 _HOW = ("a function without arguments", "a function of one argument")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cachetools import LRUCache
 
@@ -20,6 +20,7 @@ from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded
 from modelguard.lifecycle import _deadlocks, _fork, _in_thread
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
+from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_lru import PooledModel, PoolLRU, RoomQueue
 
 if TYPE_CHECKING:
@@ -33,16 +34,6 @@ M = TypeVar("M")
 _REMEMBERED = 256
 _POLL = 0.02
 _JITTER = 0.1
-
-
-class PoolOptions(NamedTuple):
-    """Options of a pool, parsed. Durations are seconds, sizes bytes; infinity stands for no bound."""
-
-    name: str
-    max_memory: int
-    max_models: float
-    ttl: float
-    wait_timeout: float
 
 
 _pool_engines: weakref.WeakSet[PoolEngine[Any, Any]] = weakref.WeakSet()

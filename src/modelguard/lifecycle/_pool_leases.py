@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle._engine import Wrapper
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from modelguard.lifecycle._leases import Lease
+    from modelguard.lifecycle._options import GuardOptions, PoolOptions
 
 M = TypeVar("M")
 S = TypeVar("S")
@@ -60,10 +61,32 @@ class PoolLease(Generic[M]):
         self._entered = True
 
 
+class PooledFunction(NamedTuple):
+    """What there is to know of a function that a pool decorates, for who runs it elsewhere.
+
+    Attributes:
+        function: What was decorated: it takes the model as its first argument.
+        options: The pool's.
+        options_for: The options of the guard of one key's model.
+        key_of: The key that a call with these arguments needs.
+    """
+
+    function: Callable[..., Any]
+    options: PoolOptions
+    options_for: Callable[[Any], GuardOptions[Any]]
+    key_of: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
 class Keyed(Generic[M]):
     """The decorator that calling a :class:`~modelguard.ModelPool` returns."""
 
-    def __init__(self, lease: Callable[[Any], PoolLease[M]], key: str | Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        lease: Callable[[Any], PoolLease[M]],
+        key: str | Callable[..., Any],
+        options: PoolOptions,
+        options_for: Callable[[Any], GuardOptions[M]],
+    ) -> None:
         if not isinstance(key, str) and not callable(key):
             raise InvalidOption(
                 "key",
@@ -73,6 +96,8 @@ class Keyed(Generic[M]):
             )
         self._lease = lease
         self._key = key
+        self._options = options
+        self._options_for = options_for
 
     @overload
     def __call__(self, function: classmethod[S, Concatenate[M, P], R], /) -> classmethod[S, P, R]: ...
@@ -85,20 +110,24 @@ class Keyed(Generic[M]):
     def __call__(self, function: Any, /) -> Any:
         """Decorate ``function``: functions, methods, coroutines and generators alike."""
         check_function(plain_function(function), None)
-        lease_for = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call(function)
+        key_of = self._by_name(function, self._key) if isinstance(self._key, str) else self._by_call(function)
+
+        def lease_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolLease[M]:
+            return self._lease(key_of(args, kwargs))
+
         return wrap(
             function,
-            call=_function(lease_for),
+            call=call_on(lambda args, kwargs: lease_for(args, kwargs).take()),
             take=lambda args, kwargs: lease_for(args, kwargs).take(),
             atake=lambda args, kwargs: lease_for(args, kwargs).atake(),
-            owner=None,
+            owner=PooledFunction(function, self._options, self._options_for, key_of),
         )
 
-    def _by_call(self, function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], PoolLease[M]]:
+    def _by_call(self, function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         signature, key = _signature(self._key), self._key
         assert callable(key)  # noqa: S101 - names go to _by_name
 
-        def lease_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolLease[M]:
+        def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if signature is not None:
                 try:
                     signature.bind(*args, **kwargs)
@@ -107,11 +136,12 @@ class Keyed(Generic[M]):
                     raise TypeError(
                         f"{name}(): its pool's key function{signature} gets all of the call's arguments: {misfit}"
                     ) from None
-            return self._lease(key(*args, **kwargs))
+            return key(*args, **kwargs)
 
-        return lease_for
+        return key_of
 
-    def _by_name(self, function: Any, name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], PoolLease[M]]:
+    @staticmethod
+    def _by_name(function: Any, name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         signature = call_parameters(function)
         title = plain_function(function).__qualname__
         if name not in signature.parameters:
@@ -123,7 +153,7 @@ class Keyed(Generic[M]):
                 fix=f"Choose one of {names}, or give a function." if names else f"Give {title}() that parameter.",
             )
 
-        def lease_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolLease[M]:
+        def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError as misfit:
@@ -131,9 +161,9 @@ class Keyed(Generic[M]):
                     f"{title}{signature}: {misfit}. The pool passes the model as the first argument: leave it out"
                 ) from None
             bound.apply_defaults()
-            return self._lease(bound.arguments[name])
+            return bound.arguments[name]
 
-        return lease_for
+        return key_of
 
 
 def _signature(key: Any) -> inspect.Signature | None:
@@ -143,12 +173,11 @@ def _signature(key: Any) -> inspect.Signature | None:
         return None
 
 
-_LeaseFor = Callable[[tuple[Any, ...], dict[str, Any]], PoolLease[Any]]
+def call_on(take: Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]]) -> Wrapper:
+    """Make the body of a decorated plain function, which runs on the lease that ``take`` takes for its arguments."""
 
-
-def _function(lease_for: _LeaseFor) -> Wrapper:
     def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        lease = lease_for(args, kwargs).take()
+        lease = take(args, kwargs)
         try:
             result = lease.step(partial(wrapped, lease.model, *args, **kwargs))
         except BaseException as error:

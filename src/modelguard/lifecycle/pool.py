@@ -11,11 +11,13 @@ from modelguard import _public, _units
 from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._pool_engine import PoolEngine, PoolOptions
+from modelguard.lifecycle._options import PoolOptions
+from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_leases import Keyed, PoolLease
 from modelguard.lifecycle.backoff import Backoff
 
 if TYPE_CHECKING:
+    from modelguard.lifecycle._options import GuardOptions
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
 
@@ -34,8 +36,9 @@ class ModelPool(Generic[K, M]):
             _misuse.check_made_by("pool(load, max_memory=...)", cls, args, kwargs)
             return super().__new__(cls)
 
-    def __init__(self, engine: PoolEngine[K, M]) -> None:
+    def __init__(self, engine: PoolEngine[K, M], options_for: Callable[[Any], GuardOptions[M]]) -> None:
         self._engine = engine
+        self._options_for = options_for
 
     @property
     def name(self) -> str:
@@ -91,7 +94,7 @@ class ModelPool(Generic[K, M]):
                 raise InvalidOption(
                     "key", others[0], why=why, fix="Write @pool(key='voice'), with the name of a parameter."
                 )
-            return Keyed(self.lease, key)
+            return Keyed(self.lease, key, self._engine.options, self._options_for)
 
     def status(self) -> PoolStatus[K]:
         """The pool's figures at this moment."""
@@ -187,10 +190,13 @@ def pool(
         name=title,
     )
 
+    def options_for(key: Any) -> GuardOptions[M]:
+        return replace(common, load=partial(load, key), name=f"{title}[{key!r}]")
+
     def make(key: Any, runtime: Runtime) -> Engine[M]:
         # Without ticks: a key whose load failed is tried again when somebody asks for it.
         runtime = replace(runtime, ticks=False) if runtime.ticks else runtime
-        return Engine(replace(common, load=partial(load, key), name=f"{title}[{key!r}]"), runtime)
+        return Engine(options_for(key), runtime)
 
     options = PoolOptions(
         name=title,
@@ -199,7 +205,7 @@ def pool(
         ttl=math.inf if ttl is None else _units.seconds(ttl, "ttl"),
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
     )
-    return ModelPool(PoolEngine(make, options, world))
+    return ModelPool(PoolEngine(make, options, world), options_for)
 
 
 _public.set_module(globals(), "modelguard")

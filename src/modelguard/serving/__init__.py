@@ -5,13 +5,26 @@ from __future__ import annotations
 from modelguard.serving._batches import Limits
 from modelguard.serving.batched import Batched, batched
 from modelguard.serving.breaker import Breaker
-from modelguard.serving.deadlines import deadline, left
+from modelguard.serving.deadlines import caller, deadline, left
 from modelguard.serving.status import BatchStatus, Quantiles
+from modelguard.serving.streams import BatchedStream, Stream
 
-__all__ = ["BatchStatus", "Batched", "Breaker", "Limits", "Quantiles", "batched", "deadline", "left"]
+__all__ = [
+    "BatchStatus",
+    "Batched",
+    "BatchedStream",
+    "Breaker",
+    "Limits",
+    "Quantiles",
+    "Stream",
+    "batched",
+    "caller",
+    "deadline",
+    "left",
+]
 
 # Tracebacks, repr() and the documentation show where users import these from, which is not where they are written.
 for _of_modelguard in (BatchStatus, Batched, Breaker, batched, deadline):
     _of_modelguard.__module__ = "modelguard"
-for _of_serving in (Limits, Quantiles, left):
+for _of_serving in (BatchedStream, Limits, Quantiles, Stream, caller, left):
     _of_serving.__module__ = "modelguard.serving"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from modelguard.errors import ItemRefused, ItemTooHeavy
-from modelguard.serving._functions import ROUTE_FIX, item_type_name, passed_by_guard
+from modelguard.serving._functions import item_type_name, passed_by_guard, route_fix
 from modelguard.serving._options import BatchOptions
 from modelguard.serving._requests import Group, Request
 
@@ -31,6 +31,7 @@ class Arguments:
         self._name = options.limits.name
         self._weigh = options.weight
         self._max_weight = options.limits.max_weight
+        self._fair_by = options.fair_by
         self._item_type = item_type_name(function)
         self._accepted: set[tuple[str, ...]] = set()
         self._incomplete = self._unbound() or self._mismatch({})  # why a call without keyword arguments fails
@@ -38,18 +39,19 @@ class Arguments:
     @property
     def always_checked(self) -> bool:
         """Whether even a call with nothing but an item has to be checked, whatever the item is."""
-        return self._incomplete is not None or self._weigh is not None
+        return self._incomplete is not None or self._weigh is not None or self._fair_by is not None
 
     def refuse_all(self, why: str) -> None:
         """Fail every call from now on."""
         self._incomplete = why
 
     def fill_in(self, request: Request, extras: dict[str, Any]) -> None:
-        """Check the arguments of one call, and set the request's group and weight.
+        """Check the arguments of one call, and set the request's group, weight and key.
 
         Raises:
             TypeError: The function does not accept these keyword arguments, or needs others.
-            ItemRefused: The item is a list by mistake, cannot be weighed, or a keyword argument is not hashable.
+            ItemRefused: The item is a list by mistake, cannot be weighed or has no key, or a keyword argument is not
+                hashable.
             ItemTooHeavy: It weighs more than a batch may.
         """
         if type(request.item) is list and self._item_type is not None:
@@ -59,6 +61,8 @@ class Arguments:
             request.group = self._group(extras)
         if self._weigh is not None:
             request.weight = self._weight(self._weigh, request.item)
+        if self._fair_by is not None:
+            request.key = self._key(self._fair_by, request.item)
 
     def wrong_count(self, count: int) -> TypeError:
         """The error for a call that does not have exactly one positional argument."""
@@ -68,8 +72,7 @@ class Arguments:
         if count > 1:
             hints += ["Pass everything else by keyword", *self._guard_hint()]
         if count in (0, _ASGI_ARGUMENTS):  # as Flask and Starlette call their routes
-            fix = ROUTE_FIX.format(name=self._name.rpartition(".")[2])
-            hints.append(f"If a web framework called it: {fix}")
+            hints.append(f"If a web framework called it: {route_fix(self._function, self._name)}")
         return TypeError(". ".join(hints))
 
     def _guard_hint(self) -> list[str]:
@@ -133,3 +136,15 @@ class Arguments:
         if weight > self._max_weight:
             raise ItemTooHeavy(self._name, weight=weight, max_weight=self._max_weight)
         return weight
+
+    def _key(self, fair_by: Callable[[Any], Hashable], item: Any) -> Hashable:
+        try:
+            key = fair_by(item)
+        except Exception as error:
+            raise ItemRefused(self._name, why=f"fair_by failed: {type(error).__name__}: {error}") from error
+        try:
+            hash(key)
+        except Exception as error:  # noqa: BLE001 - whatever the key's own code raises
+            why = f"the key from fair_by must be hashable: {type(error).__name__}: {error}"
+            raise ItemRefused(self._name, why=why) from None
+        return key

@@ -19,11 +19,12 @@ from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overload
 from modelguard.serving import _inline, _registry
 from modelguard.serving._batches import Batch
 from modelguard.serving._events import BatchEvents
-from modelguard.serving._execution import BatchCallable, BatchFunction, compute, compute_one
+from modelguard.serving._execution import BatchCallable, BatchFunction
 from modelguard.serving._hung import items_in_hung
 from modelguard.serving._options import BatchOptions
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import FutureRequest, QueuedCall, Request, deliver
+from modelguard.serving._runners import runner_of
 from modelguard.serving._shared_threads import SharedThread, SharedWatch
 from modelguard.serving._wakeup import Wakeup
 from modelguard.serving._watch import Watch
@@ -59,8 +60,10 @@ class Batcher:
             isolate=options.on_error == "isolate",
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
+        self._runner = runner_of(self._function, options.function, options.own_loop, lambda: self._queue.waiting > 0)
         self._most_threads = options.limits.threads
         self._bounded = options.limits.deadline != math.inf
+        self._own_keys = options.fair_by is not None
         self._reset()
         _registry.add(self)
 
@@ -145,7 +148,17 @@ class Batcher:
             if scope.enclosing:
                 request.enclosing = scope.enclosing
                 self._nested = True
+            if scope.key is not None or scope.priority:
+                request.priority = max(request.priority, scope.priority)
+                request.key = request.key if self._own_keys else scope.key
+                self.order()
         request.deadline = deadline
+
+    def order(self) -> None:
+        """From now on, requests have keys or priorities."""
+        if not self._queue.ordered:
+            with self._lock:
+                self._queue.order()
 
     def _refuse_own_call(self, scope: Scope) -> None:
         if self in scope.enclosing:
@@ -160,10 +173,9 @@ class Batcher:
             raise GuardClosed(self.name)
         token = current_scope.set(Scope(enclosing=scope.enclosing | {self}))
         try:
-            outcome = compute_one(self._function, request)
+            self._runner.inline(request)
         finally:
             current_scope.reset(token)
-        request.deliver(outcome)
 
     def cancel(self, request: Request, *, notify: bool = False) -> None:
         """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
@@ -268,16 +280,17 @@ class Batcher:
             enclosing = enclosing.union(*(request.enclosing for request in batch.requests))
         started = _clock()
         token = current_scope.set(Scope(enclosing=enclosing))
-        computed = compute(self._function, batch.requests, batch.extras, self._answer)
+        computed = self._runner.batch(batch.requests, batch.extras, self._answer)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
         now = _clock()
+        seconds = now - started - computed.stalled
         queue = self._queue
         with self._lock:
             if computed.error is None and computed.whole:
-                queue.record_run(batch, now - started, now)
+                queue.record_run(batch, seconds, now)
             for part in computed.parts:
                 queue.record_part(batch, *part, now)
-            queue.record_end(batch, now - started, now, reruns=computed.reruns, bad=computed.bad)
+            queue.record_end(batch, seconds, now, reruns=computed.reruns, bad=computed.bad)
             queue.counters.bisected += bool(computed.reruns)
             requests, outcomes = queue.finish(batch, computed.outcomes, computed.failed)
             change = queue.record_verdict(batch, computed.verdict, now)
@@ -286,7 +299,7 @@ class Batcher:
         if queue.undelivered or queue.closed or self._deferred:
             self._settle()
         try:
-            self._events.batch_ended(batch, computed, queue, seconds=now - started, change=change)
+            self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
             if change == "opened" and self._breaker is not None and self._breaker.reload is not None:
                 self._breaker.reload.reload(wait=False)
         except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread

@@ -27,7 +27,7 @@ class BatchEvents:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._reported = (0, 0, 0, 0, 0)
+        self._reported = (0, 0, 0, 0, 0, 0)
         self._reported_at = -math.inf
 
     def batch_ended(
@@ -53,6 +53,8 @@ class BatchEvents:
                     run_seconds=seconds,
                     failed=computed.failed,
                     reruns=computed.reruns,
+                    weight=batch.weight,
+                    padding=batch.padding,
                     hung=hung,
                 )
             )
@@ -111,12 +113,15 @@ class BatchEvents:
             counters.refused_full,
             counters.refused_late,
             counters.refused_open,
+            counters.refused_quota,
             counters.expired,
             counters.cancelled,
         )
         if counts == self._reported or now - self._reported_at < _REPORT_INTERVAL:
             return
-        full, late, opened, expired, cancelled = (new - old for new, old in zip(counts, self._reported, strict=True))
+        full, late, opened, quota, expired, cancelled = (
+            new - old for new, old in zip(counts, self._reported, strict=True)
+        )
         self._reported, self._reported_at = counts, now
         telemetry.emit(
             telemetry.RequestsRefused(
@@ -124,6 +129,7 @@ class BatchEvents:
                 full=full,
                 late=late,
                 open=opened,
+                quota=quota,
                 expired=expired,
                 cancelled=cancelled,
                 waiting=queue.waiting,

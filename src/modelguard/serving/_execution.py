@@ -22,6 +22,7 @@ from modelguard.errors import (
     WrongResults,
 )
 from modelguard.serving._batches import Verdict
+from modelguard.serving._callers import AllLeft
 from modelguard.serving._isolation import Isolation
 from modelguard.serving._outcomes import (
     batch_failed,
@@ -37,12 +38,12 @@ from modelguard.serving._outcomes import (
 from modelguard.serving._requests import Failure, Request
 from modelguard.serving._suspects import Known, Suspects
 
-__all__ = ["Answer", "BatchCallable", "BatchFunction", "Computed", "compute", "compute_one"]
+__all__ = ["Answer", "BatchCallable", "BatchFunction", "Computed", "compute", "compute_one", "verdict_of"]
 
 #: Errors that say nothing about the model.
-_NOT_THE_MODEL = (Overloaded, ItemRefused)
+_NOT_THE_MODEL = (Overloaded, ItemRefused, AllLeft)
 #: Errors that every part of the batch would get as well, so the batch is not bisected.
-_WHOLE_BATCH = (Overloaded, LoadFailed, GuardClosed, WouldDeadlock, NotSupported, WrongResults)
+_WHOLE_BATCH = (Overloaded, LoadFailed, GuardClosed, WouldDeadlock, NotSupported, WrongResults, AllLeft)
 
 
 class BatchCallable(Protocol):
@@ -96,6 +97,7 @@ class Computed:
         parts: Count, weight and seconds of each run of a part that succeeded.
         bad: The share of items that made the batch raise, of those that were told apart.
         whole: Whether the first run was of all its items.
+        stalled: Seconds in which it waited for its callers, of which the model knows nothing.
     """
 
     outcomes: list[Any]
@@ -106,6 +108,7 @@ class Computed:
     parts: list[tuple[int, float, float]] = field(default_factory=list)
     bad: float = 0.0
     whole: bool = True
+    stalled: float = 0.0
 
 
 #: Called with requests of a batch that is still being computed, and their outcomes.
@@ -160,12 +163,14 @@ def _compute(
     items = [request.item for request in requests]
     try:
         results = function(list(items), extras)
+    except AllLeft:
+        return Computed([None] * len(requests), 0, "inconclusive", whole=False)
     except BaseException as error:  # noqa: BLE001 - not even sys.exit() in a model may end the thread
         if function.isolate and len(requests) > 1 and not isinstance(error, _WHOLE_BATCH):
             batch = _Items(function, requests, extras, answer)
             return batch.computed(error, _isolate(function, batch, [*range(len(requests))], error))
         failures = [Failure(error_for_caller(error, function.name, items)) for _ in requests]
-        return Computed(failures, len(requests), _verdict([error], function.ignore), error)
+        return Computed(failures, len(requests), verdict_of([error], function.ignore), error)
     if any(issubclass(kind, BaseException) for kind in {*map(type, results)}):
         results = wrap_errors(results, function.name, items)
         failed = count_failures(results)
@@ -290,7 +295,7 @@ class _Items:
         """
         verdict: Verdict = "succeeded"
         if not self.succeeded and (first is not None or errors):
-            verdict = _verdict(errors or [cast("BaseException", first)], self._function.ignore)
+            verdict = verdict_of(errors or [cast("BaseException", first)], self._function.ignore)
         elif not self.succeeded:
             verdict = "inconclusive"
         failed = count_failures(self.outcomes)
@@ -300,6 +305,7 @@ class _Items:
         return Computed(self.outcomes, failed, verdict, first, total, self.parts, bad, whole=False)
 
 
-def _verdict(errors: list[BaseException], ignore: tuple[type[BaseException], ...]) -> Verdict:
+def verdict_of(errors: list[BaseException], ignore: tuple[type[BaseException], ...]) -> Verdict:
+    """What errors say about the model."""
     blameless = all(isinstance(error, (*_NOT_THE_MODEL, *ignore)) for error in errors)
     return "inconclusive" if blameless else "failed"

@@ -9,16 +9,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from typing import Annotated, Any
 
 from modelguard import _units
+from modelguard._function_kinds import kind_of
 from modelguard.errors import InvalidOption
 
 __all__ = [
-    "ROUTE_FIX",
     "NotAHandler",
     "call_signature",
     "check_function",
     "function_name",
     "item_type_name",
     "passed_by_guard",
+    "route_fix",
 ]
 
 _POSITIONAL = (
@@ -27,15 +28,14 @@ _POSITIONAL = (
     inspect.Parameter.VAR_POSITIONAL,
 )
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+#: Keyword arguments of every batched call, and what they do.
+_TAKEN = {"timeout": "bounds the call", "priority": "says how urgent it is"}
 #: Annotations that a list satisfies.
 _LISTS = (list, Sequence, MutableSequence, Collection, Iterable)
 #: Types of items for which a list is certainly a mistake. Others may accept a list in place of an array, say.
 _SCALARS = (str, bytes, int, float, complex, bool, dict)
 #: Web frameworks whose applications know their handlers.
 _WEB_FRAMEWORKS = frozenset({"fastapi", "flask", "starlette"})
-
-#: For web frameworks; its ``name`` is the batched function's.
-ROUTE_FIX = "Write a function for the route: async def route(text: str): return await {name}.aio(text)"
 
 
 # At definition
@@ -57,21 +57,8 @@ def check_function(function: Any, caller: Mapping[str, Any]) -> None:
     if not callable(function) or isinstance(function, type):
         why = f"it must be a function or a method, not {_units.kind_of(function)}"
         raise _rejected(function, why=why, fix="Decorate: def predict(items): return [...]")
-    _check_kind(function)
     _check_parameters(function)
     _check_no_route(function, caller)
-
-
-def _check_kind(function: Any) -> None:
-    kinds = {
-        "a coroutine function": inspect.iscoroutinefunction(function),
-        "a generator function": inspect.isgeneratorfunction(function),
-        "an asynchronous generator function": inspect.isasyncgenfunction(function),
-    }
-    for kind, found in kinds.items():
-        if found:
-            fix = "Write: def predict(items): return [...]; callers on an event loop use await predict.aio(item)."
-            raise _rejected(function, why=f"it is {kind}, and batches run on a thread of their own", fix=fix)
 
 
 def _check_parameters(function: Any) -> None:
@@ -83,9 +70,10 @@ def _check_parameters(function: Any) -> None:
         why = "it has no positional parameter for the items"
         fix = "Make its first parameter (after self) the list of items: def predict(items): ..."
         raise _rejected(function, why=why, fix=fix)
-    if any(parameter.name == "timeout" for parameter in parameters):
-        why = "its parameter 'timeout' could never be passed: f(item, timeout=...) bounds the call"
-        raise _rejected(function, why=why, fix="Give that parameter another name.")
+    for name, meaning in _TAKEN.items():
+        if any(parameter.name == name for parameter in parameters):
+            why = f"its parameter '{name}' could never be passed: f(item, {name}=...) {meaning}"
+            raise _rejected(function, why=why, fix="Give that parameter another name.")
     _check_first_parameter(function, *positional)
 
 
@@ -115,7 +103,7 @@ def _check_no_route(function: Any, caller: Mapping[str, Any]) -> None:
     for value in [*getattr(plain, "__globals__", {}).values(), *caller.values()]:
         if any(plain is handler or function is handler for handler in _handlers(value)):
             why = "it is a route of a web application already, which would call it without batches"
-            raise _rejected(function, why=why, fix=ROUTE_FIX.format(name=plain.__name__))
+            raise _rejected(function, why=why, fix=route_fix(function, plain.__name__))
 
 
 def _handlers(value: Any) -> Iterator[Any]:
@@ -141,6 +129,14 @@ def function_name(function: Any) -> str:
     return f"{getattr(function, '__module__', None) or '?'}.{qualified.replace('<locals>.', '')}"
 
 
+def route_fix(function: Any, name: str) -> str:
+    """What to write for a route of a web framework, in place of the batched function of this name."""
+    short = name.rpartition(".")[2]
+    streams = kind_of(function) in ("generator", "async generator")
+    answer = f"StreamingResponse({short}.stream(text))" if streams else f"await {short}.aio(text)"
+    return f"Write a function for the route: async def route(text: str): return {answer}"
+
+
 def passed_by_guard(function: Any) -> list[str]:
     """The parameters of the written function that its guard passes, such as ``model``."""
     written, visible = _parameters(inspect.unwrap(function)), _parameters(function)
@@ -163,12 +159,13 @@ def call_signature(function: Any, name: str) -> inspect.Signature | None:
         return None
     others = [each for each in _without_self(parameters)[1:] if each.kind is not inspect.Parameter.VAR_POSITIONAL]
     keywords = [each for each in parameters if each.kind not in _POSITIONAL]
-    item: Any = Annotated[_item_annotation(function), NotFromRequest(name)]
+    item: Any = Annotated[_item_annotation(function), NotFromRequest(function, name)]
     taken = {each.name for each in others + keywords}
     return inspect.Signature(
         [
             inspect.Parameter("item_" if "item" in taken else "item", _POSITIONAL[0], annotation=item),
             inspect.Parameter("timeout", _KEYWORD_ONLY, default=None, annotation=_units.Duration | None),
+            inspect.Parameter("priority", _KEYWORD_ONLY, default=0, annotation=int),
             *(each.replace(kind=_KEYWORD_ONLY) for each in others),
             *keywords,
         ]
@@ -182,8 +179,9 @@ class NotFromRequest:
     for a schema of each parameter when the route is defined, and pydantic asks this mark.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, function: Any, name: str) -> None:
         self._name = name
+        self._fix = route_fix(function, name)
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
         """Reject the route.
@@ -192,7 +190,7 @@ class NotFromRequest:
             InvalidOption: Always.
         """
         del source, handler
-        raise not_a_route(self._name)
+        raise not_a_route(self._name, self._fix)
 
 
 class NotAHandler:
@@ -201,21 +199,22 @@ class NotAHandler:
     Litestar reads the hints of ``__call__`` when the route is defined, and would fail with a ``NameError``.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, function: Any, name: str) -> None:
         self._name = name
+        self._fix = route_fix(function, name)
 
     def __call__(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         return type(function).__call__(function, *args, **kwargs)
 
     @property
     def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
-        raise not_a_route(self._name)
+        raise not_a_route(self._name, self._fix)
 
 
-def not_a_route(name: str) -> InvalidOption:
+def not_a_route(name: str, fix: str) -> InvalidOption:
     """The error for a batched function that a web framework is given as a route."""
     why = "a batched function takes one item by position, so it cannot be a route or a dependency"
-    return InvalidOption("route", name, why=why, fix=ROUTE_FIX.format(name=name.rpartition(".")[2]))
+    return InvalidOption("route", name, why=why, fix=fix)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:

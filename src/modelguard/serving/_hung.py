@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable
 
 from modelguard.serving._batches import Batch
+from modelguard.serving.breaker import Circuit
+from modelguard.serving.status import BatchState
 
-__all__ = ["count_hung", "items_in_hung", "mark_hung", "next_hang"]
+__all__ = ["count_hung", "items_in_hung", "mark_hung", "next_hang", "state_of"]
 
 
 def mark_hung(running: Iterable[Batch], hang_after: float, now: float) -> bool:
@@ -31,3 +33,14 @@ def count_hung(running: Iterable[Batch]) -> int:
 def items_in_hung(running: Iterable[Batch]) -> int:
     """How many items are in batches that hang."""
     return sum(len(batch.requests) for batch in running if batch.hung)
+
+
+def state_of(running: Iterable[Batch], circuit: Circuit | None, *, closed: bool) -> BatchState:
+    """The state of a queue, for its status."""
+    if closed:
+        return "closed"
+    if items_in_hung(running):
+        return "hung"
+    if circuit is None or circuit.state == "closed":
+        return "open"
+    return "circuit open" if circuit.state == "open" else "half-open"

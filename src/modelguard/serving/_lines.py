@@ -1,4 +1,4 @@
-"""The requests that wait: a line for each group of keyword arguments, and which line is next."""
+"""The requests that wait: a line for each group of keyword arguments, which line is next, and in which order."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from modelguard.serving._batches import Limits
+from modelguard.serving._fairness import Fairness
 from modelguard.serving._requests import Group, Request
 
 __all__ = ["Line", "Lines"]
+
+#: So many times the size of a batch is put in order: what the batch is chosen from, and the batches behind it.
+_LOOKED_AT = 8
 
 
 class Line:
@@ -52,16 +56,20 @@ class Line:
 
 
 class Lines:
-    """All lines. The next one is found without looking at the others.
+    """All lines. The next one is found without looking at the others, as long as requests go in the order of arrival.
 
     Args:
         limits: Bounds of the queue.
         takes: How long a batch of this line takes if it starts now, in seconds; None if that is unknown.
+
+    Attributes:
+        fairness: In which order requests go; None for the order of their arrival.
     """
 
     def __init__(self, limits: Limits, takes: Callable[[Line], float | None]) -> None:
         self._limits = limits
         self._takes = takes
+        self.fairness: Fairness | None = None
         self.ungrouped = Line(None)
         self._grouped: dict[Hashable, Line] = {}
         self._heap: list[tuple[float, int, Line]] = []  # the number makes entries comparable
@@ -83,6 +91,29 @@ class Lines:
         """The line of a group; None if nothing of it waits."""
         return self.ungrouped if group is None else self._grouped.get(group)
 
+    def order(self) -> None:
+        """From now on, requests go by the turns of their keys, and by priority."""
+        if self.fairness is None:
+            fairness = Fairness(self._limits.shares, self._limits.ageing)
+            fairness.recount(self.live())
+            self.fairness = fairness  # last: an exception may interrupt this at any point
+
+    def live(self) -> Iterator[Request]:
+        """The requests that wait, in all lines."""
+        return itertools.chain.from_iterable(line.live() for line in self)
+
+    def in_order(self, line: Line, most: int) -> list[Request]:
+        """The requests of a line that wait, in the order in which batches of at most ``most`` are made of them."""
+        if self.fairness is None:
+            return list(line.live())
+        return self.fairness.in_order(line.live(), _LOOKED_AT * most)
+
+    def ahead(self, request: Request, line: Line) -> tuple[int, float]:
+        """How many requests of a line are computed before a new one, and their weight."""
+        if self.fairness is None:
+            return line.waiting, line.weight
+        return self.fairness.ahead(request, line.live(), all_of_them=len(self) <= 1)
+
     def add(self, request: Request, now: float) -> None:
         """Put a request at the end of its line."""
         group = request.group
@@ -97,6 +128,8 @@ class Lines:
         if self._limits.weighed:
             line.weight += request.weight
         line.nearest = min(line.nearest, request.deadline)
+        if self.fairness is not None:
+            self.fairness.joined(request)
         if group is not None or self._limits.max_wait:
             self._note_due(line, now)
 
@@ -104,12 +137,16 @@ class Lines:
         """A request of a line does not wait any more."""
         line = request.line or self.ungrouped
         line.waiting -= 1
+        if self.fairness is not None:
+            self.fairness.left(request)
         if self._limits.weighed:
             line.weight = line.weight - request.weight if line.waiting else 0.0
 
     def taken(self, line: Line, requests: list[Request]) -> None:
         """These requests, a batch, were taken out of their line."""
         line.waiting -= len(requests)
+        if self.fairness is not None:
+            self.fairness.taken(requests)
         if self._limits.weighed:
             line.weight = math.fsum(request.weight for request in line.live())
         line.due = math.inf
@@ -125,6 +162,14 @@ class Lines:
         """
         if not self._limits.max_wait and not self._grouped:
             return self.ungrouped if self.ungrouped.oldest() is not None else None
+        found = self._next_by_arrival(now, closed=closed)
+        if self.fairness is None or not isinstance(found, Line):
+            return found
+        due = (line for line in self if closed or line.due <= now or not self._limits.max_wait)
+        first = self.fairness.first(request for line in due for request in line.live())
+        return found if first is None else first.line or self.ungrouped
+
+    def _next_by_arrival(self, now: float, *, closed: bool) -> Line | float | None:
         heap, later = self._heap, None
         while heap:
             due, _, line = heap[0]
@@ -149,6 +194,16 @@ class Lines:
             line.weight = math.fsum(request.weight for request in live) if self._limits.weighed else 0.0
             if not live:
                 self._remove(line)
+        if self.fairness is not None:
+            self.fairness.recount(self.live())
+
+    def take_out(self, line: Line, requests: Iterable[Request]) -> int:
+        """Take requests out of a line. Returns how many others were removed, because they are done."""
+        before, taken = len(line.requests), set(map(id, requests))
+        kept = [one for one in line.requests if one.state == "waiting" and id(one) not in taken]
+        line.requests.clear()
+        line.requests.extend(kept)
+        return before - len(taken) - len(kept)
 
     def _older(self, line: Line) -> Line:
         """This line, or the ungrouped one if its oldest request came first."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
 from modelguard.serving._batches import Limits
+from modelguard.serving._function_options import FunctionOptions
+from modelguard.serving._loops import OwnLoop
 from modelguard.serving.breaker import Breaker
 
 OnError = Literal["isolate", "fail"]
@@ -28,18 +30,25 @@ class BatchOptions:
     Attributes:
         limits: What bounds batches, queue and calls.
         weight: What an item counts for against ``limits.max_weight``; None if every item counts the same.
+        fair_by: The key of an item; None for that of the context.
         on_error: Whether a batch that raised is bisected, or fails as a whole.
         breaker: When to stop calling a failing model.
+        function: What depends on the kind of the function.
+        own_loop: The event loop on which it runs, if it is ``async`` and has one of its own. Methods share it.
     """
 
     limits: Limits
     weight: Callable[[Any], float] | None = None
+    fair_by: Callable[[Any], Hashable] | None = None
     on_error: OnError = "isolate"
     breaker: Breaker | None = None
+    function: FunctionOptions = field(default_factory=FunctionOptions)
+    own_loop: OwnLoop | None = None
 
-    def named(self, name: str) -> BatchOptions:
-        """The same options for a function of this name."""
-        return replace(self, limits=replace(self.limits, name=name))
+    def of(self, function: FunctionOptions, name: str) -> BatchOptions:
+        """The same options for such a function of this name."""
+        own_loop = OwnLoop(name) if function.is_async and function.loop == "own" else None
+        return replace(self, limits=replace(self.limits, name=name), function=function, own_loop=own_loop)
 
 
 def check_options(
@@ -51,6 +60,11 @@ def check_options(
     threads: int,
     weight: Callable[[Any], float] | None,
     max_weight: float | None,
+    padded: bool,
+    fair_by: Callable[[Any], Hashable] | None,
+    shares: Mapping[Hashable, float] | None,
+    quota: int | None,
+    ageing: _units.Duration,
     on_error: OnError,
     breaker: Breaker | None,
     hang_after: _units.Duration | None,
@@ -84,8 +98,17 @@ def check_options(
         if hang_after is None
         else _units.seconds(hang_after, "hang_after"),
         weighed=weight is not None,
+        padded=_check_padded(padded, weight),
+        fair=fair_by is not None,
+        shares=_check_shares(shares),
+        quota=_check_quota(quota, queue),
+        ageing=_units.seconds(ageing, "ageing"),
     )
-    return BatchOptions(limits=limits, weight=weight, on_error=on_error, breaker=breaker)
+    if fair_by is not None and not callable(fair_by):
+        why = f"must be a function of one item, not {_units.kind_of(fair_by)}"
+        fix = "Write fair_by=lambda item: item.tenant, or leave it out and name the header in the middleware."
+        raise InvalidOption("fair_by", fair_by, why=why, fix=fix)
+    return BatchOptions(limits=limits, weight=weight, fair_by=fair_by, on_error=on_error, breaker=breaker)
 
 
 def _check_name(name: str | None) -> str:
@@ -105,8 +128,47 @@ def _check_weight(max_weight: float | None, weight: Callable[[Any], float] | Non
     if weight is None:
         why = "needs weight= as well, which gives the weight of an item"
         raise InvalidOption("max_weight", max_weight, why=why, fix="Add for example weight=len.")
-    number = isinstance(max_weight, int | float) and not isinstance(max_weight, bool)
-    if not number or not 0 < max_weight <= sys.float_info.max:
+    if not _is_positive(max_weight):
         why = "must be a number above 0"
         raise InvalidOption("max_weight", max_weight, why=why, fix="Give the total weight of a full batch.")
     return float(max_weight)
+
+
+def _check_padded(padded: bool, weight: Callable[[Any], float] | None) -> bool:  # noqa: FBT001 - the value to check
+    if not isinstance(padded, bool):
+        raise InvalidOption("padded", padded, why="must be True or False", fix="Write padded=True.")
+    if padded and weight is None:
+        why = "needs weight= as well, which gives the length of an item"
+        raise InvalidOption("padded", padded, why=why, fix="Add for example weight=len.")
+    return padded
+
+
+def _check_shares(shares: Mapping[Hashable, float] | None) -> dict[Hashable, float]:
+    """The shares of keys, which share fairly."""
+    if shares is None:
+        return {}
+    if not isinstance(shares, Mapping):
+        why = f"must be a dict of keys and their shares, not {_units.kind_of(shares)}"
+        raise InvalidOption("shares", shares, why=why, fix='Write shares={"gold": 4}; all other keys have 1.')
+    for key, share in shares.items():
+        if not _is_positive(share):
+            why = f"the share of {key!r} must be a number above 0, not {share!r}"
+            raise InvalidOption("shares", shares, why=why, fix='Write shares={"gold": 4}; all other keys have 1.')
+    return dict(shares)
+
+
+def _check_quota(quota: int | None, max_queue: int) -> int | None:
+    """The most items of one key that wait."""
+    if quota is None:
+        return None
+    if _units.whole_number(quota, "quota") > max_queue:
+        why = f"must not be more than max_queue={max_queue}, or it would never be reached"
+        raise InvalidOption(
+            "quota", quota, why=why, fix=f"Give quota={max(max_queue // 8, 1)}, an eighth of the queue."
+        )
+    return quota
+
+
+def _is_positive(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= sys.float_info.max  # type: ignore[operator]

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, Literal
 
 from modelguard import _units
 from modelguard.errors import BatchFailed, ModelGuardError, Overloaded, WrongResults
@@ -31,8 +31,8 @@ _NOT_LISTS = (Mapping, AbstractSet, str, bytes, bytearray, memoryview)
 _LIST_ITEM = "The item of this call is a list. If many items were meant, write f.map(items)."
 
 
-def check_results(results: Any, name: str, count: int) -> list[Any]:
-    """The results as a list.
+def check_results(results: Any, name: str, count: int, how: Literal["returned", "yielded"] = "returned") -> list[Any]:
+    """The results, or the parts of results that were yielded, as a list.
 
     Raises:
         WrongResults: There is not one for each item.
@@ -40,15 +40,16 @@ def check_results(results: Any, name: str, count: int) -> list[Any]:
     kind = type(results)
     if kind is list and len(results) == count:
         return list(results)  # the function may keep its own list and change it
-    wanted = f"{count} result{'' if count == 1 else 's'}, one for each item in order"
+    noun = "result" if how == "returned" else "part"
+    wanted = f"{count} {noun}{'' if count == 1 else 's'}, one for each item in order"
     if results is None:
-        why = f"it returned None instead of a list of {wanted}; is its return statement missing?"
-        raise WrongResults(name, why, size=count)
+        hint = "; is its return statement missing?" if how == "returned" else ""
+        raise WrongResults(name, f"it {how} None instead of a list of {wanted}{hint}", size=count)
     if isinstance(results, _NOT_LISTS) or not (isinstance(results, Sequence) or _is_list_like(results)):
-        raise WrongResults(name, f"it returned {_units.kind_of(results)} instead of a list of {wanted}", size=count)
+        raise WrongResults(name, f"it {how} {_units.kind_of(results)} instead of a list of {wanted}", size=count)
     values = list(results)
     if len(values) != count:
-        raise WrongResults(name, f"it returned a list of {len(values)} instead of {wanted}", size=count)
+        raise WrongResults(name, f"it {how} a list of {len(values)} instead of {wanted}", size=count)
     return values
 
 

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable
 
 from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._lines import Line, Lines
+from modelguard.serving._padding import choose_alike
 from modelguard.serving._requests import Group, Request
 from modelguard.serving._times import BatchTimes, Curve
 
@@ -64,6 +65,7 @@ class Planner:
         self._rate = 0.0
         self._timeout = 0.0
         self._overhead = 1.0
+        self._padding = 1.0  # what a batch weighs over what its items weigh
         self._full = math.inf  # seconds of a full batch, for a quick look; infinity where that is not enough
         self.ended = -math.inf  # when the last batch ended
 
@@ -84,6 +86,9 @@ class Planner:
             bad: The share of items that made it raise.
         """
         self.ended = now
+        if batch.padding or self._padding > 1:
+            useful = batch.weight - batch.padding
+            self._padding += _STEP * ((batch.weight / useful if useful > 0 else 1.0) - self._padding)
         if reruns or self._overhead > 1:
             curve = self._times.curve(batch.group) if reruns else None
             expected = seconds if curve is None else curve.seconds(len(batch.requests), batch.weight)
@@ -109,6 +114,22 @@ class Planner:
             return False
         return not running or now - running[0].started <= self._full
 
+    def too_late(self, request: Request, lines: Lines, waiting: int, running: list[Batch], now: float) -> float | None:
+        """Seconds that the answer to a new request would take, if it would come after the deadline; None if not.
+
+        What finds a thread idle is in time whatever was measured: its run is a new measurement.
+        """
+        left = request.deadline - now
+        self.offered += 1
+        simple = request.group is None and not lines.several
+        if simple and self.surely_in_time(waiting, left, running, now):
+            return None
+        self.note_timeout(left)
+        if not waiting and len(running) < self._limits.threads:
+            return None
+        estimate = self.seconds_to_answer(request, lines, running, now)
+        return estimate if estimate is not None and estimate > left else None
+
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
         return math.inf if curve is None else curve.seconds(self._limits.max_size, 0.0) * self._overhead
@@ -124,10 +145,12 @@ class Planner:
         threads = self._limits.threads
         line = lines.find(request.group)
         busy = self._seconds_left(running, now) if len(running) >= threads else 0.0
-        ahead = self._seconds_in_front(line, lines) if lines.several else 0.0
+        ahead = self._seconds_in_front(request, line, lines) if lines.several else 0.0
         place, weight = 1, request.weight
         if line is not None:
-            place, weight = line.waiting + 1, line.weight + request.weight
+            in_front, heavy = lines.ahead(request, line)
+            place, weight = in_front + 1, heavy + request.weight
+        weight *= self._padding
         mean = weight / place if self._limits.weighed else 0.0
         crowd = self._crowd(request.group, curve, mean, len(lines))
         crowd = min(crowd, self.most)
@@ -151,7 +174,7 @@ class Planner:
         curve = self._times.curve(line.group)
         if curve is None:
             return None
-        seconds = curve.at_worst(line.waiting, line.weight)
+        seconds = curve.at_worst(line.waiting, line.weight * self._padding)
         return seconds + max(seconds * _EARLY_SHARE, _EARLY_SECONDS)
 
     def _seconds_left(self, running: Iterable[Batch], now: float) -> float:
@@ -163,8 +186,8 @@ class Planner:
             total += abs(batch.started + seconds - now)
         return total
 
-    def _seconds_in_front(self, line: Line | None, lines: Lines) -> float:
-        """How long the batches of other groups take that start before the one of this line."""
+    def _seconds_in_front(self, request: Request, line: Line | None, lines: Lines) -> float:
+        """How long the batches of other groups take that start before the one of this request."""
         oldest = None if line is None else line.oldest()
         arrived = math.inf if oldest is None else oldest.arrived
         seconds, looked_at = 0.0, 0
@@ -174,9 +197,12 @@ class Planner:
             looked_at += 1
             first = other.oldest()
             curve = self._times.curve(other.group)
-            if first is not None and first.arrived <= arrived and curve is not None:
-                batches = math.ceil(other.waiting / self._limits.max_size)
-                seconds += (batches - 1) * curve.fixed + curve.seconds(other.waiting, other.weight)
+            if first is None or curve is None or (first.arrived > arrived and lines.fairness is None):
+                continue
+            count, weight = lines.ahead(request, other)
+            if count:
+                batches = math.ceil(count / self._limits.max_size)
+                seconds += (batches - 1) * curve.fixed + curve.seconds(count, weight * self._padding)
         return seconds * max(1.0, len(lines) / (_LOOKED_AT + 1)) if looked_at else 0.0
 
     def _crowd(self, group: Group | None, curve: Curve, mean: float, lines: int) -> int:
@@ -226,12 +252,18 @@ class Planner:
     def choose(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
         """The requests of the next batch, and those that will be late in any case.
 
+        "Oldest" stands for those whose turn it is, where requests do not go in the order of their arrival.
+
         As many as can be computed by the earliest deadline among them. The oldest ones are left out only if they would
         make others late, and the batch without them computes more. Something is chosen if anything came while the
         thread was idle, even if it will be late: only a run shows whether the model has become faster.
         """
-        waiting = list(line.live())
+        waiting = lines.in_order(line, self.most)
         curve = self._times.curve(line.group)
+        if self._limits.padded:
+            return choose_alike(
+                waiting, curve, now, most=self.most, max_weight=self._limits.max_weight, ended=self.ended
+            )
         if curve is None:
             return self._fill(waiting, None, now), []
         first = self._fill(waiting, curve, now)
@@ -248,9 +280,10 @@ class Planner:
                 break
         if not first:
             alive = [one for one in waiting if not self._late(one, curve, now)]
-            if not alive and waiting[-1].arrived < self.ended:
+            newest = max(waiting, key=lambda request: request.arrived)
+            if not alive and newest.arrived < self.ended:
                 return [], waiting
-            first, start = self._fill(alive, curve, now) or alive[:1] or waiting[-1:], len(waiting)
+            first, start = self._fill(alive, curve, now) or alive[:1] or [newest], len(waiting)
         ends = now + curve.seconds(len(first), self._weight(first))
         chosen = set(map(id, first))
         return first, [one for one in waiting[:start] if id(one) not in chosen and self._late(one, curve, ends)]

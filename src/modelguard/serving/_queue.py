@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import deque
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -19,21 +18,21 @@ from modelguard.errors import (
     GuardClosed,
     ModelGuardError,
     QueueFull,
+    QuotaExceeded,
 )
 from modelguard.serving._batches import Batch, Counters, Limits, Verdict
 from modelguard.serving._expiry import Expiry
-from modelguard.serving._hung import items_in_hung, mark_hung, next_hang
+from modelguard.serving._hung import mark_hung, next_hang, state_of
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._planner import Planner
+from modelguard.serving._recent import Recent
 from modelguard.serving._requests import Failure, Request, caller_gone
 from modelguard.serving._times import BatchTimes
 from modelguard.serving.breaker import Circuit
-from modelguard.serving.status import BatchState, BatchStatus, Quantiles
+from modelguard.serving.status import BatchStatus
 
 #: This many requests that are done may stay in the lines before these are swept.
 _STALE = 64
-#: The quantiles are taken over this many batches.
-_REMEMBERED = 512
 
 
 class BatchQueue:
@@ -44,7 +43,6 @@ class BatchQueue:
         running: Batches under way.
         undelivered: Requests that failed out of turn, with their failures.
         closed: Nothing more is admitted.
-        recent: Size, longest wait and run time of the last batches.
         times: How long batches take.
     """
 
@@ -57,17 +55,31 @@ class BatchQueue:
         self._lines = Lines(limits, self._planner.latest_start)
         self._ungrouped = self._lines.ungrouped
         self._sorted = limits.weighed or limits.max_wait > 0  # whether a line has to know more than its requests
+        # Whether the next batch may be other requests than the first ones.
+        self._picky = limits.max_weight != math.inf or limits.padded
         self._expiry = Expiry()
         self.waiting = 0
         self.running: list[Batch] = []
         self.undelivered: list[tuple[Request, Failure]] = []
         self.closed = False
         self.counters = Counters()
-        self.recent: deque[tuple[int, float, float]] = deque(maxlen=_REMEMBERED)
-        self._may_refuse = circuit is not None  # for other reasons than a full queue
+        self._recent = Recent()
+        self._may_refuse = circuit is not None or limits.quota is not None  # for other reasons than a full queue
         self._stale = 0  # requests in the lines that are done
         self._abandoned = 0  # requests in running batches that are done
         self._probe: Request | None = None
+        if limits.fair or limits.quota is not None:
+            self.order()
+
+    @property
+    def ordered(self) -> bool:
+        """Whether requests go by their keys and priorities, and not in the order of their arrival."""
+        return self._lines.fairness is not None
+
+    def order(self) -> None:
+        """From now on, requests have keys and priorities."""
+        self._sorted = self._picky = True  # first: an exception may interrupt this at any point
+        self._lines.order()
 
     # In
 
@@ -75,16 +87,21 @@ class BatchQueue:
         """Queue a request whose deadline, weight and group are set.
 
         Raises:
-            GuardClosed, CircuitOpen, QueueFull, DeadlineUnreachable, DeadlineExceeded: It was not queued.
+            GuardClosed, CircuitOpen, QuotaExceeded, QueueFull, DeadlineUnreachable, DeadlineExceeded: It was not
+                queued.
         """
         if self._expiry and self._expiry.nearest <= now:
             self.expire(now)
+        request.arrived = now
+        displaced = None
         if self.waiting >= self._max_queue or self._may_refuse:
-            self._check_room(now)
+            displaced = self._check_room(request, now)
         bounded = request.deadline != math.inf
         if bounded:
             self._check_deadline(request, now)
-        request.arrived = now
+        if displaced is not None:
+            self.counters.refused_full += 1
+            self._drop(displaced, Failure(self._queue_full(now, displaced=True)))
         if request.group is not None or self._sorted:
             self._lines.add(request, now)
         else:  # what it would do, without its call
@@ -97,16 +114,29 @@ class BatchQueue:
         if self._may_refuse and self.circuit is not None and self.circuit.admitted():
             self._probe = request
 
-    def _check_room(self, now: float) -> None:
+    def _check_room(self, request: Request, now: float) -> Request | None:
+        """Returns the request that makes room for this one if it is admitted; None if none has to."""
         if self.closed:
             raise GuardClosed(self._limits.name)
         if self.circuit is not None and (pause := self.circuit.retry_after(now)) is not None:
             self.counters.refused_open += 1
             raise CircuitOpen(self._limits.name, failures=self.circuit.failures, retry_after=pause)
-        if self.waiting >= self._max_queue:
+        fairness, quota = self._lines.fairness, self._limits.quota
+        if fairness is not None and quota is not None and (waiting := fairness.waiting_of(request.key)) >= quota:
+            self.counters.refused_quota += 1
+            pause = self._planner.seconds_to_drain(waiting, now)
+            raise QuotaExceeded(self._limits.name, request.key, queued=waiting, quota=quota, retry_after=pause)
+        if self.waiting < self._max_queue:
+            return None
+        displaced = None if fairness is None else fairness.displaced_by(request, self._lines.live)
+        if displaced is None:
             self.counters.refused_full += 1
-            pause = self._planner.seconds_to_drain(self.waiting, now)
-            raise QueueFull(self._limits.name, queued=self.waiting, retry_after=pause)
+            raise self._queue_full(now)
+        return displaced
+
+    def _queue_full(self, now: float, *, displaced: bool = False) -> QueueFull:
+        pause = self._planner.seconds_to_drain(self.waiting, now)
+        return QueueFull(self._limits.name, queued=self.waiting, retry_after=pause, displaced=displaced)
 
     def _check_deadline(self, request: Request, now: float) -> None:
         """Raise if, by what was measured, the answer would come after the deadline."""
@@ -114,16 +144,8 @@ class BatchQueue:
         if left <= 0:
             self.counters.expired += 1
             raise DeadlineExceeded(self._limits.name, waited=0.0)
-        planner = self._planner
-        planner.offered += 1
-        simple = request.group is None and not self._lines.several
-        if simple and planner.surely_in_time(self.waiting, left, self.running, now):
-            return
-        planner.note_timeout(left)
-        if not self.waiting and len(self.running) < self._limits.threads:
-            return  # what finds a thread idle is admitted whatever was measured: its run is a new measurement
-        estimate = planner.seconds_to_answer(request, self._lines, self.running, now)
-        if estimate is not None and estimate > left:
+        estimate = self._planner.too_late(request, self._lines, self.waiting, self.running, now)
+        if estimate is not None:
             self.counters.refused_late += 1
             raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
 
@@ -152,7 +174,7 @@ class BatchQueue:
 
     def _take(self, line: Line, now: float) -> list[Request]:
         """Take the requests of the next batch out of their line. None if all of them would be late."""
-        if self._stale or self._expiry or self._limits.max_weight != math.inf:
+        if self._stale or self._expiry or self._picky:
             requests = self._choose(line, now)
         elif len(line.requests) <= (most := self._planner.most):  # the usual case: everything that waits
             requests = list(line.requests)
@@ -181,18 +203,15 @@ class BatchQueue:
             self._stale -= len(line.requests) - line.waiting
             line.requests.clear()
             return requests
-        chosen = set(map(id, requests))
-        kept = [one for one in line.requests if one.state == "waiting" and id(one) not in chosen]
-        self._stale -= len(line.requests) - len(requests) - len(kept)
-        line.requests.clear()
-        line.requests.extend(kept)
+        self._stale -= self._lines.take_out(line, requests)
         return requests
 
     def _start(self, requests: list[Request], now: float) -> Batch:
         batch = Batch(requests, 0.0, now)
-        if self._limits.weighed:
-            batch.weight = math.fsum(request.weight for request in requests)
-            requests.sort(key=lambda request: request.weight, reverse=True)
+        if self._sorted:
+            batch.oldest = min(request.arrived for request in requests)
+            if self._limits.weighed:
+                batch.weigh(padded=self._limits.padded)
         self.running.append(batch)
         return batch
 
@@ -214,7 +233,7 @@ class BatchQueue:
             self._abandoned -= len(requests) - len(pairs)
             requests, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             failed = sum(type(outcome) is Failure for outcome in outcomes)
-        for request in requests:  # what _end would do, without its call
+        for request in batch.requests:  # what _end would do, without its call
             request.state = "done"
             request.item = None
         if self._expiry:
@@ -260,7 +279,7 @@ class BatchQueue:
 
     def _refuse_because_open(self, circuit: Circuit, now: float) -> None:
         pause = circuit.retry_after(now) or 0.0
-        for request in self._waiting_requests():
+        for request in tuple(self._lines.live()):
             self.counters.refused_open += 1
             error = CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
             self._drop(request, Failure(error))
@@ -276,11 +295,13 @@ class BatchQueue:
     def record_run(self, batch: Batch, seconds: float, now: float) -> None:
         """Record that the function ran once over all of a batch, and for how many seconds."""
         self.times.record(len(batch.requests), batch.weight, batch.group, seconds, now)
-        self.recent.append((len(batch.requests), batch.started - batch.oldest, seconds))
+        self._recent.note(batch, seconds)
 
     def record_part(self, batch: Batch, count: int, weight: float, seconds: float, now: float) -> None:
         """Record one run of the function that succeeded, over so many items of a batch."""
-        self.times.record(count, weight if self._limits.weighed else 0.0, batch.group, seconds, now)
+        useful = batch.weight - batch.padding
+        padded = weight * batch.weight / useful if useful > 0 else weight
+        self.times.record(count, padded if self._limits.weighed else 0.0, batch.group, seconds, now)
 
     def record_end(self, batch: Batch, seconds: float, now: float, *, reruns: int = 0, bad: float = 0.0) -> None:
         """Record how long a batch kept its thread, how often it was run again, and the share of bad items."""
@@ -322,7 +343,7 @@ class BatchQueue:
 
     def refuse_waiting(self, error: ModelGuardError) -> None:
         """Fail everything that waits, each request with a copy of the error."""
-        for request in self._waiting_requests():
+        for request in tuple(self._lines.live()):
             self._drop(request, Failure(copy.copy(error)))
 
     def refuse_running(self, error: ModelGuardError) -> None:
@@ -339,36 +360,21 @@ class BatchQueue:
 
     def status(self, now: float) -> BatchStatus:
         """Its state, counters and times."""
-        sizes, waits, runs = zip(*self.recent, strict=True) if self.recent else ((), (), ())
         return BatchStatus(
             name=self._limits.name,
-            state=self._state(),
+            state=state_of(self.running, self.circuit, closed=self.closed),
             waiting=self.waiting,
             running=sum(len(batch.requests) for batch in self.running),
             running_seconds=max((now - batch.started for batch in self.running), default=0.0),
-            batch_size=Quantiles.of(sizes),
-            wait=Quantiles.of(waits),
-            run=Quantiles.of(runs),
             rate=self.times.rate(now),
+            **self._recent.summary(),
             **asdict(self.counters),
         )
-
-    def _state(self) -> BatchState:
-        if self.closed:
-            return "closed"
-        if items_in_hung(self.running):
-            return "hung"
-        if self.circuit is None or self.circuit.state == "closed":
-            return "open"
-        return "circuit open" if self.circuit.state == "open" else "half-open"
 
     # Bookkeeping
 
     def _deadline_exceeded(self, request: Request, now: float) -> DeadlineExceeded:
         return DeadlineExceeded(self._limits.name, waited=now - request.arrived)
-
-    def _waiting_requests(self) -> list[Request]:
-        return [request for line in self._lines for request in line.live()]
 
     def _drop(self, request: Request, failure: Failure | None) -> None:
         """End a request out of turn. A waiting one stays in its queue, done, until the queue is next looked through."""
@@ -378,6 +384,8 @@ class BatchQueue:
         else:
             self._abandoned += 1
             self._end(request, failure)
+            if request.departure is not None:
+                request.departure.set()
         if self._stale > _STALE and self._stale > self.waiting:
             self._lines.sweep()
             self._stale = 0
@@ -389,8 +397,9 @@ class BatchQueue:
         self._end(request, failure)
 
     def _end(self, request: Request, failure: Failure | None) -> None:
+        if request.state != "running":  # else the batch is about to read it, or has; finish() lets it go
+            request.item = None  # it may be large, and callers keep futures longer than they need them
         request.state = "done"
-        request.item = None  # it may be large, and callers keep futures longer than they need them
         if request.timer is not None:
             self._expiry.settle([request])
         if failure is not None:

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any, Literal, TypeAlias
 
 from modelguard.errors import CallerGone
+from modelguard.serving._wakeup import Wakeup
 from modelguard.telemetry import logger
 
 __all__ = [
@@ -59,6 +60,12 @@ class Request:
         loop: The event loop on which its caller waits, None for a thread.
         line: The line in which it waits; None for the line without keyword arguments. Set by the lines alone.
         timer: Its entry among the deadlines; None for no deadline. Set by the deadlines alone.
+        departure: Set when it is dropped while its batch runs; None if the batch could not be stopped anyway.
+        home: The event loop from which it was made, where that matters and ``loop`` does not say it.
+        key: Whose request it is: keys share fairly.
+        priority: Requests of the same key that have a higher one go first.
+        flow: The requests of its key that wait with it. Set by the fairness alone, as is ``rank``.
+        rank: When it would have come, in seconds, to be where its priority puts it.
     """
 
     arrived = 0.0
@@ -70,6 +77,12 @@ class Request:
     loop: asyncio.AbstractEventLoop | None = None
     line: Any = None
     timer: list[Any] | None = None
+    departure: Wakeup | None = None
+    home: asyncio.AbstractEventLoop | None = None
+    key: Hashable = None
+    priority: int = 0
+    flow: Any = None
+    rank = 0.0
 
     def __init__(self, item: Any) -> None:
         self.item = item

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from modelguard.errors import NotSupported
 from modelguard.serving._requests import Failure, Request
 
-__all__ = ["TrioRequest", "call", "run_in_thread"]
+__all__ = ["TrioRequest", "TrioWaiter", "call", "run_in_thread"]
 
 
 class TrioRequest(Request):
@@ -52,6 +53,29 @@ class TrioRequest(Request):
         return outcome
 
 
+class TrioWaiter:
+    """A coroutine on Trio that waits for a part of a stream.
+
+    Raises:
+        NotSupported: No event loop runs, or it is neither asyncio's nor Trio's.
+    """
+
+    def __init__(self) -> None:
+        trio = _running_trio("async for part in f.stream(item)", "Iterate in a thread, without async")
+        self._token = trio.lowlevel.current_trio_token()
+        self._run_finished: type[Exception] = trio.RunFinishedError
+        self._event = trio.Event()
+
+    def set(self) -> None:
+        """Wake the coroutine, from any thread."""
+        with contextlib.suppress(self._run_finished):
+            self._token.run_sync_soon(self._event.set)
+
+    async def wait(self) -> None:
+        """Wait until it is woken."""
+        await self._event.wait()
+
+
 async def call(request: TrioRequest, put: Callable[[Request], object], cancel: Callable[[Request], object]) -> Any:
     """Queue a request and await its outcome; nothing of it is left in the queue if that is interrupted."""
     put(request)
@@ -69,11 +93,10 @@ async def run_in_thread(function: Callable[[], Any]) -> None:
     await _running_trio().to_thread.run_sync(function)
 
 
-def _running_trio() -> Any:
+def _running_trio(call: str = "await f.aio(item)", instead: str = "Call the function without .aio, in a thread") -> Any:
     trio: Any = sys.modules.get("trio")
     try:
         trio.lowlevel.current_trio_token()
     except (AttributeError, RuntimeError):
-        reason = "neither asyncio nor Trio runs here. Call the function without .aio, in a thread"
-        raise NotSupported("await f.aio(item)", reason=reason) from None
+        raise NotSupported(call, reason=f"neither asyncio nor Trio runs here. {instead}") from None
     return trio

@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import sys
 from asyncio import get_running_loop
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from types import MethodType, TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Self, TypeVar, overload
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, TypeAlias, TypeVar, overload
 
 from modelguard import _units
-from modelguard.errors import GuardClosed, InvalidOption, Overloaded, WouldDeadlock
+from modelguard.errors import GuardClosed, InvalidOption, Overloaded
 from modelguard.serving import _trio
-from modelguard.serving._arguments import Arguments
-from modelguard.serving._batcher import Batcher
-from modelguard.serving._batches import Limits
-from modelguard.serving._bound_methods import BoundMethods
-from modelguard.serving._functions import NotAHandler, call_signature, check_function, function_name
-from modelguard.serving._options import BatchOptions, OnError, check_options
-from modelguard.serving._requests import FutureRequest, LoopRequest, Request, ThreadRequest
+from modelguard.serving._decorated import Decorated
+from modelguard.serving._function_options import LoopChoice, check_function_options
+from modelguard.serving._functions import NotAHandler, check_function, function_name
+from modelguard.serving._options import OnError, check_options
+from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest
 from modelguard.serving.breaker import Breaker
-from modelguard.serving.status import BatchStatus
+from modelguard.serving.streams import BatchedStream
 
-__all__ = ["Batched", "BatchedMethod", "Decorator", "batched"]
+__all__ = ["Batched", "BatchedMethod", "BatchedStreamMethod", "Decorator", "batched"]
 
 S = TypeVar("S")
 S_contra = TypeVar("S_contra", contravariant=True)
 X = TypeVar("X")
 Y = TypeVar("Y")
 
-_CLOSE_TIMEOUT = 30.0
+#: What a generator function yields for an item that has ended.
+End: TypeAlias = type[StopIteration] | type[StopAsyncIteration]
 
 _NO_ITEM: Any = object()
 
 
-class Batched(Generic[X, Y]):
+class Batched(Decorated, Generic[X, Y]):
     """A function of one item that is computed in batches. Made by :func:`batched`; see there for the options.
 
     ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future, and
@@ -48,27 +46,24 @@ class Batched(Generic[X, Y]):
     It is a context manager, for ``with`` and ``async with``, and closes on exit.
     """
 
-    def __init__(self, function: Callable[..., Any], options: BatchOptions, *, instance: object = None) -> None:
-        functools.update_wrapper(self, function)
-        self.__signature__ = call_signature(function, options.limits.name)
-        self._function = function
-        self._options = options
-        self._batcher = Batcher(function, options, shared=instance is not None)
-        self._arguments = Arguments(function, options)
-        self._always_checked = self._arguments.always_checked
-        self._methods: BoundMethods[Batched[X, Y]] | None = None
-        self._method_of: tuple[Any, str] | None = None
-
     # Calls
 
     if TYPE_CHECKING:
 
-        def __call__(self, item: X, /, *, timeout: _units.Duration | None = None, **extras: Any) -> Y: ...  # noqa: D102
+        def __call__(  # noqa: D102
+            self, item: X, /, *, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any
+        ) -> Y: ...
 
     else:  # accepts what type checkers reject, to say what is wrong with it
 
         def __call__(
-            self, item: X = _NO_ITEM, /, *others: Never, timeout: _units.Duration | None = None, **extras: Any
+            self,
+            item: X = _NO_ITEM,
+            /,
+            *others: Never,
+            timeout: _units.Duration | None = None,
+            priority: int = 0,
+            **extras: Any,
         ) -> Y:
             """Compute one item, as part of whichever batch is next. Blocks.
 
@@ -76,10 +71,13 @@ class Batched(Generic[X, Y]):
                 item: An element of the list that the batch function gets.
                 others: None; everything else is passed by keyword.
                 timeout: The longest this call may take; it can only shorten ``deadline``.
+                priority: How urgent it is, compared with other calls under the same key: a whole number from 0 to
+                    1,000. One of priority 2 goes before those that came up to twice ``ageing`` earlier.
                 extras: Further keyword arguments of the batch function.
 
             Raises:
-                QueueFull, DeadlineUnreachable, CircuitOpen: Refused at once; ``retry_after`` gives when to try again.
+                QueueFull, QuotaExceeded, DeadlineUnreachable, CircuitOpen: Refused; ``retry_after`` gives when to try
+                    again. At once, except for a ``QueueFull`` that gives a place to a caller below its share.
                 DeadlineExceeded: The time ran out.
                 ItemRefused: The item cannot be put into a batch.
                 BatchFailed: The batch failed, and no single item was at fault.
@@ -94,7 +92,7 @@ class Batched(Generic[X, Y]):
             if sys.is_finalizing():  # called by a finalizer, when threads do not run any more
                 raise GuardClosed(self.name)
             request = ThreadRequest(item)
-            self._put(request, timeout, extras)
+            self._put(request, timeout, priority, extras)
             try:
                 return request.wait()
             except BaseException:
@@ -103,7 +101,9 @@ class Batched(Generic[X, Y]):
             finally:
                 del request  # the error's traceback refers to this frame
 
-    async def aio(self, item: X, /, *others: Never, timeout: _units.Duration | None = None, **extras: Any) -> Y:
+    async def aio(
+        self, item: X, /, *others: Never, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any
+    ) -> Y:
         """Compute one item without blocking the event loop. Cancelling the task takes the item out of the queue.
 
         It works on asyncio and on Trio. Arguments and errors are those of a call.
@@ -111,11 +111,11 @@ class Batched(Generic[X, Y]):
         try:
             loop = get_running_loop()
         except RuntimeError:
-            put = functools.partial(self._put, timeout=timeout, extras=extras, others=others)
+            put = functools.partial(self._put, timeout=timeout, priority=priority, extras=extras, others=others)
             return await _trio.call(_trio.TrioRequest(item), put, self._batcher.cancel)  # type: ignore[no-any-return]
         request = LoopRequest(item, loop)
-        if extras or others or timeout is not None or self._always_checked or type(item) is list:
-            self._put(request, timeout, extras, others)
+        if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
+            self._put(request, timeout, priority, extras, others)
         else:  # what _put would do, without its call
             self._batcher.put(request)
         try:
@@ -126,18 +126,26 @@ class Batched(Generic[X, Y]):
         finally:
             del request  # as above
 
-    def submit(self, item: X, /, *others: Never, timeout: _units.Duration | None = None, **extras: Any) -> Future[Y]:
+    def submit(
+        self, item: X, /, *others: Never, timeout: _units.Duration | None = None, priority: int = 0, **extras: Any
+    ) -> Future[Y]:
         """Queue one item and return at once. Cancelling the future takes the item out of the queue.
 
         Arguments and errors are those of a call. Refusals are raised here, all other errors by the future.
         """
         request = FutureRequest(item)
         request.future.on_cancel = functools.partial(self._batcher.cancel, request)
-        self._put(request, timeout, extras, others)
+        self._put(request, timeout, priority, extras, others)
         return request.future
 
     def map(
-        self, items: Iterable[X], /, *others: Never, timeout: _units.Duration | None = None, **extras: Any
+        self,
+        items: Iterable[X],
+        /,
+        *others: Never,
+        timeout: _units.Duration | None = None,
+        priority: int = 0,
+        **extras: Any,
     ) -> Iterator[Y]:
         """Compute many items, and yield the results in the order of the items. Blocks.
 
@@ -148,6 +156,7 @@ class Batched(Generic[X, Y]):
             items: The items.
             others: None; everything else is passed by keyword.
             timeout: For each item, from when it is queued.
+            priority: As for a call.
             extras: Further keyword arguments of the batch function.
 
         Raises:
@@ -158,9 +167,16 @@ class Batched(Generic[X, Y]):
             raise self._arguments.wrong_count(1 + len(others))
         self._arguments.check_items(items)
         self._refuse_on_loop("map() would block", "await f.aio(item) for each item")
-        return self._map(items, timeout, extras)
+        return self._map(items, {"timeout": timeout, "priority": priority, **extras})
 
-    def _map(self, items: Iterable[X], timeout: _units.Duration | None, extras: dict[str, Any]) -> Iterator[Y]:
+    if not TYPE_CHECKING:  # as above
+
+        def stream(self, *_args: object, **_extras: object) -> Never:
+            """Reject the call: only a generator function yields parts."""
+            why = f"{self.name}() returns one result for each item, and yields no parts"
+            raise TypeError(f"{why}. Write: f(item), or await f.aio(item)")
+
+    def _map(self, items: Iterable[X], how: dict[str, Any]) -> Iterator[Y]:
         limits = self.limits
         window = min(limits.max_size * (limits.threads + 1), limits.max_queue)
         queued: deque[Future[Y]] = deque()
@@ -170,7 +186,7 @@ class Batched(Generic[X, Y]):
                     yield queued.popleft().result()
                 while True:
                     try:
-                        queued.append(self.submit(item, timeout=timeout, **extras))
+                        queued.append(self.submit(item, **how))
                         break
                     except Overloaded:
                         if not queued:
@@ -182,119 +198,6 @@ class Batched(Generic[X, Y]):
             for future in queued:
                 future.cancel()
 
-    def _refuse_on_loop(self, why: str, instead: str) -> None:
-        if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none
-            raise WouldDeadlock(self.name, why=f"{why} the running event loop", fix=f"Write: {instead}.")
-
-    def _put(
-        self,
-        request: Request,
-        timeout: _units.Duration | None,
-        extras: dict[str, Any],
-        others: tuple[object, ...] = (),
-    ) -> None:
-        if others:
-            raise self._arguments.wrong_count(1 + len(others))
-        if extras or self._always_checked or type(request.item) is list:
-            self._arguments.fill_in(request, extras)
-        self._batcher.put(request, None if timeout is None else _units.seconds(timeout, "timeout", zero=True))
-
-    # Its state
-
-    @property
-    def name(self) -> str:
-        """Its name in events and errors."""
-        return self._options.limits.name
-
-    @property
-    def limits(self) -> Limits:
-        """The bounds it was made with, in items and seconds."""
-        return self._options.limits
-
-    @property
-    def ready(self) -> bool:
-        """Whether it admits items: false once it is being closed, and while a batch hangs.
-
-        It is ready while the circuit is open: without traffic there would be no probe to close it.
-        """
-        return self._batcher.ready
-
-    def status(self) -> BatchStatus:
-        """Its state, counts and times."""
-        return self._batcher.status()
-
-    def __repr__(self) -> str:
-        return f"<Batched {self.name!r}>"
-
-    # Closing
-
-    def close(self, timeout: _units.Duration = _CLOSE_TIMEOUT) -> None:
-        """Admit nothing more, compute what waits, then end. Blocks. Closing twice does nothing.
-
-        Args:
-            timeout: How long that may take, 30 seconds by default; what still waits then is refused with
-                ``GuardClosed``.
-
-        Raises:
-            WouldDeadlock: On a running event loop (use :meth:`aclose`), or from inside the batch function.
-        """
-        self._refuse_on_loop("close() would block", "await f.aclose()")
-        self._batcher.close(_units.seconds(timeout, "timeout", zero=True))
-
-    async def aclose(self, timeout: _units.Duration = _CLOSE_TIMEOUT) -> None:
-        """:meth:`close` for coroutines; does not block the event loop."""
-        close = functools.partial(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
-        await (_trio.run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    # As a method
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        written = getattr(self._function, "__qualname__", "")
-        if written != f"{owner.__qualname__}.{name}":
-            return  # a function from elsewhere that is kept in a class
-        self._methods = BoundMethods(self._function, written, functools.partial(self._bind, name))
-        self._arguments.refuse_all(f"it is a method of {owner.__name__}: call it on an instance")
-        self._always_checked = True
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None or self._methods is None:
-            return self
-        return self._methods.get(instance)
-
-    def _bind(self, name: str, instance: Any) -> Batched[X, Y]:
-        method = self._function.__get__(instance, type(instance))
-        bound: Batched[X, Y] = Batched(method, self._options, instance=instance)
-        bound._method_of = instance, name
-        return bound
-
-    # Functions are pickled by reference; so is this, and a method by its instance.
-    def __reduce__(self) -> Any:
-        if self._method_of is not None:
-            return getattr, self._method_of
-        return str(self.__qualname__)  # type: ignore[attr-defined]
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        if self._method_of is None:
-            return self
-        instance, name = self._method_of
-        return getattr(copy.deepcopy(instance, memo), name)
-
 
 class BatchedMethod(Protocol[S_contra, X, Y]):
     """A batched function in a class, for type checkers: each instance has its own :class:`Batched`."""
@@ -305,9 +208,40 @@ class BatchedMethod(Protocol[S_contra, X, Y]):
     def __get__(self, instance: S_contra, owner: type | None = ...) -> Batched[X, Y]: ...
 
 
+class BatchedStreamMethod(Protocol[S_contra, X, Y]):
+    """A batched generator function in a class, for type checkers: each instance has its own :class:`BatchedStream`."""
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = ...) -> BatchedStreamMethod[S_contra, X, Y]: ...
+    @overload
+    def __get__(self, instance: S_contra, owner: type | None = ...) -> BatchedStream[X, Y]: ...
+
+
 class Decorator(Protocol):
     """What ``batched(...)`` returns."""
 
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[list[X], ...], AsyncIterator[Sequence[Y | End]]], /
+    ) -> BatchedStream[X, Y]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, list[X], ...], AsyncIterator[Sequence[Y | End]]], /
+    ) -> BatchedStreamMethod[S, X, Y]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[list[X], ...], Iterator[Sequence[Y | End]]], /
+    ) -> BatchedStream[X, Y]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, list[X], ...], Iterator[Sequence[Y | End]]], /
+    ) -> BatchedStreamMethod[S, X, Y]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[list[X], ...], Awaitable[Sequence[Y]]], /) -> Batched[X, Y]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, list[X], ...], Awaitable[Sequence[Y]]], /
+    ) -> BatchedMethod[S, X, Y]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[list[X], ...], Sequence[Y]], /) -> Batched[X, Y]: ...
     @overload
@@ -323,15 +257,25 @@ def batched(
     threads: int = 1,
     weight: Callable[[Any], float] | None = None,
     max_weight: float | None = None,
+    padded: bool = False,
+    fair_by: Callable[[Any], Hashable] | None = None,
+    shares: Mapping[Hashable, float] | None = None,
+    quota: int | None = None,
+    ageing: _units.Duration = 10.0,
     on_error: OnError = "isolate",
     breaker: Breaker | None = None,
     hang_after: _units.Duration | None = None,
+    loop: LoopChoice | None = None,
+    max_buffer: int | None = None,
+    slow_after: _units.Duration | None = None,
     name: str | None = None,
 ) -> Decorator:
     """Turn a function of a list, ``f(items) -> results``, into a function of one item that is computed in batches.
 
     A free thread takes everything that waits, up to the size of a batch. A single request never waits for others, and
-    batches grow with the load. The function runs on a thread of its own, so no event loop is blocked.
+    batches grow with the load. The function runs on a thread of its own, so no event loop is blocked; an ``async``
+    function runs on an event loop in a thread of its own. A generator function yields lists with one part for each
+    item, and makes a :class:`BatchedStream`; ``StopIteration`` in place of a part ends that item.
 
     * The queue is bounded. When it is full, a call is refused at once with ``QueueFull`` and a ``retry_after`` from the
       measured rate.
@@ -358,16 +302,33 @@ def batched(
         weight: What an item counts for against ``max_weight``: a function of the item, such as ``len``. The function
             gets the heaviest item first, which saves padding if it works in portions.
         max_weight: Most weight in a batch. Default: no bound.
+        padded: Whether the function pads all items of a batch to the heaviest one, so that each costs as much. Batches
+            are then made of items of like weight from all that waits, around the one whose turn it is, and
+            ``max_weight`` bounds the heaviest weight times the number of items. Needs ``weight``.
+        fair_by: Whose an item is: a function of the item that gives a key, anything hashable. Keys get equal shares of
+            what is computed, however much each of them sends; an item costs its weight, at least 1. When the queue is
+            full, an item whose turn is earlier takes the place of the last one. Default: the key of the context, which
+            the web middleware or ``serving.caller`` sets; calls without any key share one.
+        shares: The shares of keys, such as ``{"gold": 4}``; 1 for all others.
+        quota: Most items of one key that wait; further ones get ``QuotaExceeded``. Default: no bound.
+        ageing: How much waiting counts as much as one step of a call's ``priority=``, so that no item waits for ever.
+            Default: ten seconds.
         on_error: ``"isolate"``: run a batch that raised again in parts, so that only the items at fault fail; the
             function may then be called twice with the same item. ``"fail"``: all its items fail with ``BatchFailed``.
         breaker: When to stop calling a failing model. Default: never.
         hang_after: How long a batch may run. After that the function is not ready, its state is ``"hung"``, a
             ``BatchErrored`` is emitted, and a breaker opens; the batch itself cannot be stopped. Default: ten times
             ``deadline``, at least a minute; never without a deadline.
+        loop: Where an ``async`` function runs. ``"own"``: on an event loop in a thread of its own, which stays the same
+            one, so that what blocks it blocks nobody else. ``"caller"``: on that of its callers, who must be
+            coroutines, for functions that use what belongs to that loop. Default: ``"own"``.
+        max_buffer: For generator functions: most parts of an item that wait for its consumer. Default: 64.
+        slow_after: For generator functions: how long, in all, the consumer of one item may keep others waiting,
+            because its parts fill its buffer, before it gets ``ConsumerTooSlow``. Default: one second.
         name: For events and errors. Default: the function's module and name.
 
     Returns:
-        A decorator that makes a :class:`Batched`.
+        A decorator that makes a :class:`Batched`, or of a generator function a :class:`BatchedStream`.
 
     Raises:
         InvalidOption: An option is invalid, or the function cannot be batched; the message gives the fix.
@@ -384,19 +345,28 @@ def batched(
         threads=threads,
         weight=weight,
         max_weight=max_weight,
+        padded=padded,
+        fair_by=fair_by,
+        shares=shares,
+        quota=quota,
+        ageing=ageing,
         on_error=on_error,
         breaker=breaker,
         hang_after=hang_after,
         name=name,
     )
+    function_options = check_function_options(loop=loop, max_buffer=max_buffer, slow_after=slow_after)
 
     def decorate(function: Any) -> Any:
-        if isinstance(function, Batched):
+        if isinstance(function, Decorated):
             fix = "Use @batched(...) once, with all its options."
             raise InvalidOption("function", function, why="it is batched already", fix=fix)
         check_function(function, sys._getframe(1).f_locals)  # noqa: SLF001 - the public one may return None
-        made: Any = Batched(function, options.named(function_name(function) if name is None else name))
-        made.__call__ = MethodType(NotAHandler(made.name), made)  # for frameworks; calls look it up in the class
+        suited = function_options(function)
+        kind = BatchedStream if suited.streams else Batched
+        made: Any = kind(function, options.of(suited, function_name(function) if name is None else name))
+        # For frameworks; calls look it up in the class.
+        made.__call__ = MethodType(NotAHandler(function, made.name), made)
         return made
 
     return decorate

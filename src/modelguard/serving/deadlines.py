@@ -1,4 +1,4 @@
-"""What bounds batched calls: ``deadline()``, and the web request for which they are made."""
+"""What applies to the batched calls of a block: ``deadline()``, ``caller()``, the web request that they are for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
@@ -16,8 +16,21 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from modelguard import _units
 from modelguard.errors import InvalidOption
 
-__all__ = ["Call", "Scope", "WebRequest", "current_scope", "deadline", "left", "on_behalf_of"]
+__all__ = [
+    "Call",
+    "Scope",
+    "WebRequest",
+    "caller",
+    "check_key",
+    "check_priority",
+    "current_scope",
+    "deadline",
+    "left",
+    "on_behalf_of",
+]
 
+#: No priority is higher: ageing makes up for priorities in finite time.
+_HIGHEST = 1000
 #: A web request with more calls than this forgets those that have their answers.
 _MANY_CALLS = 64
 
@@ -104,11 +117,15 @@ class Scope:
         deadline: When they must have their answers, in seconds on the monotonic clock; infinity for no bound.
         web_request: The web request for which they are made.
         enclosing: The batchers whose batch functions run here, or wait for what runs here.
+        key: Whose calls they are; None if that is not known.
+        priority: The least that they have.
     """
 
     deadline: float = math.inf
     web_request: WebRequest | None = None
     enclosing: frozenset[object] = frozenset()
+    key: Hashable = None
+    priority: int = 0
 
     @property
     def nearest_deadline(self) -> float:
@@ -172,13 +189,75 @@ def deadline(timeout: _units.Duration) -> Bound:
 
 
 @contextmanager
-def on_behalf_of(web_request: WebRequest) -> Iterator[None]:
-    """Make the batched calls inside the block for a web request."""
-    token = current_scope.set(replace(current_scope.get() or _UNBOUNDED, web_request=web_request))
+def on_behalf_of(web_request: WebRequest, key: Hashable = None, priority: int = 0) -> Iterator[None]:
+    """Make the batched calls inside the block for a web request, under its key and with its priority."""
+    outer = current_scope.get() or _UNBOUNDED
+    inside = replace(
+        outer,
+        web_request=web_request,
+        key=outer.key if key is None else key,
+        priority=max(outer.priority, priority),
+    )
+    token = current_scope.set(inside)
     try:
         yield
     finally:
         current_scope.reset(token)
+
+
+@contextmanager
+def caller(key: Hashable, *, priority: int = 0) -> Iterator[None]:
+    """Say whose the batched calls inside the block are, so that callers share fairly.
+
+    The web middleware does the same with its option ``fair_by``. The key follows the context into tasks and into
+    threads that are started with it. An inner block counts before an outer one, and a function's own ``fair_by`` before
+    any block.
+
+    Args:
+        key: Who calls: anything hashable, such as the name of a tenant. It appears in errors, so it is no place for a
+            secret.
+        priority: How urgent the calls are, compared with others under the same key: a whole number from 0 to 1,000. If
+            a call has a ``priority=`` of its own, the higher one counts.
+
+    Raises:
+        InvalidOption: The key is not hashable, or the priority is not such a number.
+    """
+    check_key(key, "key")
+    outer = current_scope.get() or _UNBOUNDED
+    token = current_scope.set(replace(outer, key=key, priority=check_priority(priority)))
+    try:
+        yield
+    finally:
+        current_scope.reset(token)
+
+
+def check_key(key: Hashable, argument: str) -> None:
+    """Check a key.
+
+    Args:
+        key: Whose a call is.
+        argument: The argument that it came from, for the error.
+
+    Raises:
+        InvalidOption: It is not hashable.
+    """
+    try:
+        hash(key)
+    except Exception as error:  # noqa: BLE001 - whatever the key's own code raises
+        why = f"a key must be hashable: {type(error).__name__}: {error}"
+        raise InvalidOption(argument, key, why=why, fix="Give a text, a number or a tuple of them.") from None
+
+
+def check_priority(priority: int) -> int:
+    """Check a priority.
+
+    Raises:
+        InvalidOption: It is not a whole number from 0 to 1,000.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= _HIGHEST:
+        why = f"must be a whole number from 0, which is the default, to {_HIGHEST:,}; higher ones go first"
+        raise InvalidOption("priority", priority, why=why, fix="Write for example priority=1.")
+    return priority
 
 
 def left() -> float | None:

@@ -44,10 +44,11 @@ class BatchStatus:
         running: Items that are being computed.
         running_seconds: How long the oldest batch has been running; 0 if none is.
         answered: Items that got a result.
-        failed: Items that got an error from the function.
-        refused_full: Items refused because the queue was full.
+        failed: Items that got an error from the function, or whose consumer was too slow for its stream.
+        refused_full: Items refused because the queue was full, those that lost their place to another included.
         refused_late: Items refused because, by the measured run times, the answer would have come after the deadline.
         refused_open: Items refused because the circuit was open.
+        refused_quota: Items refused because as many with their key were waiting as the quota allows.
         expired: Items whose deadline passed before their answer.
         cancelled: Items whose callers stopped waiting.
         batches: Batches that were computed.
@@ -56,6 +57,7 @@ class BatchStatus:
         batch_size: Items per batch.
         wait: Seconds that the first item of a batch waited, the longest wait in the batch.
         run: Seconds that the function took for a batch, where it did not raise.
+        padding: Share of the computed weight that was padding, from 0 to 1; 0 unless ``padded`` is set.
         rate: Items per second that one thread computes, from the last batches; None if there were none in ten seconds.
     """
 
@@ -69,6 +71,7 @@ class BatchStatus:
     refused_full: int
     refused_late: int
     refused_open: int
+    refused_quota: int
     expired: int
     cancelled: int
     batches: int
@@ -77,4 +80,5 @@ class BatchStatus:
     batch_size: Quantiles
     wait: Quantiles
     run: Quantiles
+    padding: float
     rate: float | None

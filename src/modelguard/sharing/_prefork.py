@@ -1,14 +1,13 @@
-"""``prepare`` and ``in_child``: worker processes that share one copy of a model.
+"""``prepare``: worker processes that share one copy of a model.
 
 A forked child shares its parent's memory until one of them writes to it. So the parent loads the model, and its
 children must not write to it: neither by a warm-up at first use, nor by the collector's marks, nor by reference counts.
-:func:`prepare` prevents this in the parent just before it forks. :func:`in_child` repairs in each child what the fork
+:func:`prepare` prevents this in the parent just before it forks. :mod:`._prepared` repairs in each child what the fork
 broke.
 """
 
 import gc
 import os
-import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -23,21 +22,18 @@ from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import ModelGuard
 from modelguard.lifecycle.guard import guards as all_guards
-from modelguard.sharing import _graph, _hazards, _immortal, _loads, _restore, _signals, _trial
+from modelguard.sharing import _graph, _hazards, _immortal, _loads, _prepared, _trial
 from modelguard.sharing._hazards import Hazard
 from modelguard.sharing._immortal import ImmortalReport
+from modelguard.sharing._prepared import Prepared
 
-__all__ = ["ForkReport", "in_child", "prepare"]
+__all__ = ["ForkReport", "prepare", "prepare_again"]
 
 OnHazard = Literal["fix", "refuse", "warn"]
 Immortalize = Literal[True, False, "auto"]
 
 #: Bytes of models for which it is worth the time at start to make objects immortal.
 _IMMORTALIZE_FROM = 16_000_000
-
-#: Seconds that any fork of a prepared process waits for running loads. Short, because the forking thread may hold the
-#: lease that a release waits for.
-_FORK_WAIT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +76,6 @@ class ForkReport:
 
     def __str__(self) -> str:
         return "\n".join([*self.lines(), *map(str, self.hazards)])
-
-
-@dataclass
-class _State:
-    """What this process has prepared, and whether a child has repaired itself."""
-
-    pid: int
-    guards: tuple[ModelGuard[Any], ...]
-    generations: tuple[int, ...]
-    hazards: tuple[Hazard, ...]
-    fixes: bool
-    ready_pid: int = 0
-    failure: BaseException | None = None
-
-
-_state: _State | None = None
-_signal_mask = threading.local()  # of the thread that forks
-_trying = False
-_registered = False
 
 
 def prepare(
@@ -156,13 +133,8 @@ def prepare(
     THREADS.end_idle()
     found = _hazards.find_hazards(process)
     _enforce(on_hazard, found)
-    before = _state
-    _install(_State(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn"))
-    try:
-        tried, failed = _try_all(chosen, timeout, on_hazard)
-    except ForkUnsafe:
-        _install(before)  # a server that was prepared earlier continues to fork as before
-        raise
+    state = Prepared(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn")
+    tried, failed = _try_and_install(state, timeout, on_hazard)
     collected, frozen = _freeze(again=again) if freeze else (0, 0)
     made, why = _immortalize(chosen, immortalize)
     return ForkReport(
@@ -178,28 +150,30 @@ def prepare(
     )
 
 
-def in_child() -> None:
-    """Repair a forked worker: its threads, random seeds and allocator threads, and run each guard's warm-up.
+def prepare_again(guard: ModelGuard[Any], *, trial: float = 30.0) -> None:
+    """Prepare a forked child of a prepared process to fork children of its own, which share what its calls have filled.
 
-    Children of a prepared process do this by themselves when they are forked. In a server's hook, call this function as
-    well, because it raises the errors of the repair. Further calls have no effect.
+    Args:
+        guard: The guard that its parent was prepared for.
+        trial: Seconds that the warm-up may take in the trial child.
 
     Raises:
-        ForkOrder: The parent was never prepared, or this is the parent.
-        Exception: The error that a guard's ``warmup`` raised.
+        ForkUnsafe: Something does not survive a fork that its parent did not have: a thread, a connection, a pool of
+            native threads. Or the warm-up fails in a child. The process can continue to serve as before.
     """
-    if _state is None:
-        raise ForkOrder(
-            "in_child", why="the parent was not prepared", fix="Call prefork.prepare() in it before it forks."
-        )
-    if os.getpid() == _state.pid:
-        why = "this is the parent process"
-        raise ForkOrder(
-            "in_child", why=why, fix="Call it in the worker, as in gunicorn's post_fork or uWSGI's postfork."
-        )
-    _repair(_state)
-    if _state.failure is not None:
-        raise _state.failure
+    state = _prepared.current()
+    assert state is not None  # noqa: S101 - its parent was prepared
+    _wait_for_loads(trial)
+    THREADS.end_idle()
+    found = _hazards.find_hazards()
+    known = {(hazard.kind, hazard.owner) for hazard in state.hazards}
+    new = tuple(hazard for hazard in found if (hazard.kind, hazard.owner) not in known or hazard.severity == "fatal")
+    if new:
+        raise ForkUnsafe(new)
+    generations = (guard.status().generation,)
+    _try_and_install(Prepared(os.getpid(), (guard,), generations, found, fixes=True), trial, "fix")
+    _freeze(again=False)  # what was frozen before stays so: a look at it would copy its pages
+    _immortalize((guard,), "auto")
 
 
 def _check_options(freeze: object, immortalize: object, on_hazard: object) -> None:
@@ -247,12 +221,13 @@ def _wait_for_loads(timeout: float) -> None:
 
 def _check_order(chosen: tuple[ModelGuard[Any], ...], generations: tuple[int, ...]) -> bool:
     """Whether this process was already prepared, for models that have been replaced since."""
-    if _state is None:
+    before = _prepared.current()
+    if before is None:
         return False
-    if _state.pid != os.getpid():
+    if before.pid != os.getpid():
         why = "this is a child of the process that was prepared"
         raise ForkOrder("prepare", why=why, fix="Prepare in the parent; workers call in_child().")
-    if (_state.guards, _state.generations) == (chosen, generations):
+    if (before.guards, before.generations) == (chosen, generations):
         why = "this process is already prepared, and no model has been replaced since"
         raise ForkOrder("prepare", why=why, fix="Call it once, or again after a reload.")
     return True
@@ -265,6 +240,17 @@ def _enforce(on_hazard: OnHazard, found: tuple[Hazard, ...]) -> None:
     for hazard in found:
         if hazard.severity != "fixed" or on_hazard == "warn":
             warnings.warn(str(hazard), ForkHazard, stacklevel=3)
+
+
+def _try_and_install(state: Prepared, timeout: float, on_hazard: OnHazard) -> tuple[dict[str, float], list[Hazard]]:
+    """Have children repair themselves from now on, if the trials succeed."""
+    before = _prepared.current()
+    _prepared.install(state)
+    try:
+        return _try_all(state.guards, timeout, on_hazard)
+    except ForkUnsafe:
+        _prepared.install(before)  # a process that was prepared earlier continues as before
+        raise
 
 
 def _try_all(
@@ -296,12 +282,8 @@ def _failed_trial(guard: ModelGuard[Any], result: _trial.TrialResult, timeout: f
 
 
 def _try(guard: ModelGuard[Any], timeout: float) -> _trial.TrialResult:
-    global _trying
-    _trying = True  # the child warms up only this guard, and reports the result
-    try:
+    with _prepared.trying():
         return _trial.run(guard.engine.warm_up, timeout)
-    finally:
-        _trying = False
 
 
 def _freeze(*, again: bool) -> tuple[int, int]:
@@ -354,56 +336,3 @@ def _size(chosen: tuple[ModelGuard[Any], ...]) -> int:
     return (
         grown if grown >= _IMMORTALIZE_FROM else max(grown, _graph.measure(*_models(chosen), enough=_IMMORTALIZE_FROM))
     )
-
-
-# In the child
-
-
-def _install(state: _State | None) -> None:
-    global _state, _registered
-    _state = state
-    if not _registered:
-        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
-        _registered = True
-
-
-def _before_fork() -> None:
-    """Wait for loads in other threads, and hold back signals until the child can act on them."""
-    if _state is None or os.getpid() != _state.pid:
-        return
-    if not threading.current_thread().name.startswith(_hazards.OUR_THREADS):  # a loader may fork at any time
-        _loads.wait_for_loads(_FORK_WAIT)
-    _signal_mask.before = _signals.block()
-
-
-def _after_fork_in_parent() -> None:
-    mask = getattr(_signal_mask, "before", None)
-    if mask is not None:
-        _signal_mask.before = None
-        _signals.restore_mask(mask)
-
-
-def _after_fork() -> None:
-    state = _state
-    if state is None or os.getppid() != state.pid:  # the children of a worker are not ours
-        _after_fork_in_parent()
-        return
-    if _trying:
-        _after_fork_in_parent()
-        _restore.restore(state.hazards if state.fixes else ())
-        return
-    with _signals.default_actions():
-        _after_fork_in_parent()
-        _repair(state)
-
-
-def _repair(state: _State) -> None:
-    if state.ready_pid == os.getpid():
-        return
-    state.ready_pid = os.getpid()
-    try:
-        _restore.restore(state.hazards if state.fixes else ())
-        for guard in state.guards:
-            guard.engine.warm_up()
-    except BaseException as error:  # noqa: BLE001 - a fork hook cannot raise; in_child() does
-        state.failure = error

@@ -38,6 +38,7 @@ _DISCARDED: dict[events.DiscardCause, str] = {
 
 _ENDED: dict[events.WorkerEndCause, str] = {
     "recycled": "a policy was due",
+    "reforked": "another worker became its mold",
     "crashed": "it crashed",
     "timeout": "its call took longer than the timeout",
     "cancelled": "its caller was interrupted",
@@ -126,6 +127,7 @@ def _refused(event: events.RequestsRefused) -> str:
         "queue full": event.full,
         "too late": event.late,
         "circuit open": event.open,
+        "over the quota of their key": event.quota,
         "expired": event.expired,
         "cancelled": event.cancelled,
     }

@@ -35,7 +35,7 @@ _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 _SUFFIXES = {"s": "_seconds", "By": "_bytes"}
 #: Metrics with at most this many label values start at zero with their subject's first event, so that a first increase
 #: can be seen.
-_MAX_ZEROS = 3
+_MAX_ZEROS = 4
 
 
 class Metric(NamedTuple):
@@ -159,6 +159,8 @@ def _of_batches() -> Iterator[Metric]:
     yield Metric("batch.size", "histogram", "Items in a batch.", "function", "{item}", buckets=_SIZES)
     yield Metric("batch.wait", "histogram", "Wait of a batch's first item.", "function", "s", buckets=_SHORT)
     yield Metric("batch.run", "histogram", "Time of a batch, with reruns.", "function", "s", buckets=_SHORT)
+    yield Metric("batch.weight", "counter", "Weight of the batches, with padding.", "function", "{unit}")
+    yield Metric("batch.padding", "counter", "Weight of their padding.", "function", "{unit}")
     yield counter("batches.failed", "Batches in which the function raised.")
     yield Metric(
         "batches.hung", "gauge", "Batches that run for longer than hang_after.", "function", "{batch}", mode="livesum"
@@ -166,7 +168,9 @@ def _of_batches() -> Iterator[Metric]:
     yield counter("batches.bisected", "Batches that were run again in parts, to find the failing items.")
     yield counter("batch.reruns", "Calls to find the failing items.")
     yield counter("items.failed", "Items that got an error as their result.")
-    yield counter("requests.refused", "Requests refused immediately.", "reason", ("full", "late", "circuit_open"))
+    yield counter(
+        "requests.refused", "Requests refused immediately.", "reason", ("full", "late", "circuit_open", "quota")
+    )
     yield counter("requests.expired", "Requests dropped at their deadline.")
     yield counter("requests.cancelled", "Requests dropped because their caller no longer waits.")
     yield Metric("queue.depth", "gauge", "Items that are waiting.", "function", "{item}", mode="livesum")
@@ -228,6 +232,7 @@ def _of_a_trim(event: events.MemoryTrimmed) -> tuple[Measure, ...]:
 
 def _of_a_batch(event: events.BatchFinished) -> tuple[Measure, ...]:
     again = (Measure("batches.bisected", 1), Measure("batch.reruns", event.reruns)) if event.reruns else ()
+    weight = (Measure("batch.weight", event.weight), Measure("batch.padding", event.padding)) if event.weight else ()
     return (
         Measure("batch.size", event.size),
         Measure("batch.wait", event.wait_seconds),
@@ -235,6 +240,7 @@ def _of_a_batch(event: events.BatchFinished) -> tuple[Measure, ...]:
         Measure("items.failed", event.failed),
         Measure("queue.depth", event.waiting),
         Measure("batches.hung", event.hung),
+        *weight,
         *again,
     )
 
@@ -244,6 +250,7 @@ def _of_refusals(event: events.RequestsRefused) -> tuple[Measure, ...]:
         Measure("requests.refused", event.full, "full"),
         Measure("requests.refused", event.late, "late"),
         Measure("requests.refused", event.open, "circuit_open"),
+        Measure("requests.refused", event.quota, "quota"),
         Measure("requests.expired", event.expired),
         Measure("requests.cancelled", event.cancelled),
         Measure("queue.depth", event.waiting),

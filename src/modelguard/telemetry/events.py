@@ -25,9 +25,10 @@ DiscardCause = Literal["closed", "late", "rejected", "stale"]
 Callback = Literal["reload_on", "recycle", "release", "unload"]
 
 #: Why a worker of an isolated function ended. ``"recycled"``: a policy was due, and a fresh worker took its place;
+#: ``"reforked"``: one of the workers took the place of the mold, and a child of that one took this one's place;
 #: ``"crashed"``: it ended by itself, or was killed by somebody else; ``"timeout"``: killed because its call took too
 #: long; ``"cancelled"``: killed because its caller was interrupted; ``"closed"``: its mold ended.
-WorkerEndCause = Literal["recycled", "crashed", "timeout", "cancelled", "closed"]
+WorkerEndCause = Literal["recycled", "reforked", "crashed", "timeout", "cancelled", "closed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +292,8 @@ class BatchFinished(Event):
         run_seconds: How long it ran, including reruns.
         failed: The number of items that got an error.
         reruns: How often the function was called again to find the failing items.
+        weight: The weight of the batch, with padding; 0 if items have no weights.
+        padding: How much of it is padding; 0 unless the function was declared to pad.
         hung: How many other batches have been running for longer than ``hang_after``.
     """
 
@@ -300,6 +303,8 @@ class BatchFinished(Event):
     run_seconds: float
     failed: int
     reruns: int
+    weight: float = 0.0
+    padding: float = 0.0
     hung: int = 0
 
 
@@ -330,6 +335,7 @@ class RequestsRefused(Event):
         full: Refused because the queue was full.
         late: Refused because, at the measured rate, the deadline could not be met.
         open: Refused because the circuit was open.
+        quota: Refused because as many items with their key were waiting as the quota allows.
         expired: Dropped at their deadline.
         cancelled: Dropped because their caller no longer waits.
         waiting: Items that are waiting now.
@@ -338,6 +344,7 @@ class RequestsRefused(Event):
     full: int
     late: int
     open: int
+    quota: int
     expired: int
     cancelled: int
     waiting: int

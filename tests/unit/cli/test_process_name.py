@@ -45,6 +45,7 @@ def test_molds_and_their_workers() -> None:
     """The processes of an isolated function have its name."""
     program = "from modelguard.isolation._mold import main; main(5, 7)"
     assert "isolated app.predict" == process_name(["python", "-c", program, "mold", "app.predict"])
+    assert "broker app.predict" == process_name(["python", "-c", program, "broker", "app.predict"])
 
 
 def test_a_title_is_shown_as_it_is() -> None:

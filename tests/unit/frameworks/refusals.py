@@ -14,6 +14,7 @@ from modelguard.errors import (
     ModelRejected,
     Overloaded,
     QueueFull,
+    QuotaExceeded,
     Reloading,
 )
 
@@ -21,6 +22,7 @@ from modelguard.errors import (
 NAME, FIGURE = "secret.function", 777
 
 BUSY = {"type": "about:blank", "title": "Service Unavailable", "status": 503}
+MANY = {"type": "about:blank", "title": "Too Many Requests", "status": 429}
 LATE = {"type": "about:blank", "title": "Gateway Timeout", "status": 504}
 HEAVY = {"type": "about:blank", "status": 413}  # its title depends on the version of Python
 GONE = {"type": "about:blank", "title": "Client Closed Request", "status": 499}
@@ -30,6 +32,7 @@ ERRORS = [
     (Overloaded(f"{NAME} {FIGURE}", retry_after=3.0), BUSY, 3.0),
     (QueueFull(NAME, queued=FIGURE, retry_after=2.5), BUSY, 2.5),
     (QueueFull(NAME, queued=FIGURE, retry_after=0.001), BUSY, 0.001),
+    (QuotaExceeded(NAME, NAME, queued=FIGURE, quota=FIGURE, retry_after=2.5), MANY, 2.5),
     (DeadlineUnreachable(NAME, estimate=FIGURE, left=FIGURE, retry_after=40.0), BUSY, 40.0),
     (CircuitOpen(NAME, failures=FIGURE, retry_after=10.0), BUSY, 10.0),
     (Reloading(NAME, waited=FIGURE), BUSY, 1.0),

@@ -29,6 +29,8 @@ from modelguard.frameworks.asgi import ModelGuardMiddleware
         *(("timeout_header", value) for value in ("", "a b", "a:b", "Ø", "a\r\nb", 3, b"a")),
         *(("guards", value) for value in ([1], [None], 5, "ab")),
         ("detail", "yes"),
+        *(("fair_by", value) for value in ("", "a b", "a\r\nb", 3, b"X-Tenant", ["X-Tenant"])),
+        *(("priority", value) for value in ("X-Priority", 1)),
     ],
 )
 def test_an_invalid_option_is_rejected_by_name(option: str, value: Any) -> None:

@@ -50,6 +50,12 @@ def inner() -> Any:
     return nested
 
 
+@batched(max_size=4)
+@model
+def spelled(model: dict[str, int], texts: list[str]) -> Any:
+    yield texts
+
+
 hidden = inner()
 
 
@@ -70,13 +76,23 @@ def shadowed() -> Any:
     [
         (len, "must be a batched function, not a builtin_function_or_method"),
         (unbatched, "Put @batched"),
+        (spelled, "yields its results in parts"),
         (unguarded, "is not decorated by a guard"),
         (Counter().method, "at the top of a module"),
         (hidden, "at the top of a module"),
         (in_main(), "replicas cannot import"),
         (shadowed(), "is another object"),
     ],
-    ids=["a plain function", "not batched", "not guarded", "a method", "a closure", "of __main__", "shadowed"],
+    ids=[
+        "a plain function",
+        "not batched",
+        "a stream",
+        "not guarded",
+        "a method",
+        "a closure",
+        "of __main__",
+        "shadowed",
+    ],
 )
 def test_what_cannot_become_a_deployment_is_rejected_where_it_is_written(function: Any, message: str) -> None:
     """Each error has its fix, and comes before Ray is imported."""

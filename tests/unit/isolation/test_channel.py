@@ -123,6 +123,35 @@ def test_the_end_of_the_other_side_is_seen(ends: Ends) -> None:
         ends.other.receive()
 
 
+def test_an_end_with_something_unread_is_told_apart(ends: Ends) -> None:
+    """Whoever has sent it knows that nothing of it was begun."""
+    ends.one.send("never read")
+    ends.other.close()
+    with pytest.raises(ConnectionResetError):
+        ends.one.receive()
+
+
+def test_an_answer_that_has_arrived_outlives_a_hang_up(ends: Ends) -> None:
+    """A worker that dies after its answer has answered."""
+    ends.other.send("the answer")
+    ends.other.close()
+    ends.one.hang_up()
+    assert "the answer" == ends.one.receive()
+    with pytest.raises(EOFError):
+        ends.one.receive()
+    ends.one.close()
+    ends.one.hang_up()
+
+
+def test_a_hang_up_wakes_who_waits(ends: Ends) -> None:
+    """Though another process holds the other end open."""
+    waiting = threading.Timer(0.01, ends.one.hang_up)
+    waiting.start()
+    with pytest.raises(EOFError):
+        ends.one.receive()
+    waiting.join()
+
+
 def test_a_wait_ends_in_time(ends: Ends) -> None:
     """The kernel counts the time."""
     ends.other.set_timeout(0.01)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, Isolated, batched, guard, guard_of, isolate, pool
+from modelguard import TTL, Isolated, Uses, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import _registry
@@ -28,6 +28,11 @@ def plain(texts: list[str]) -> list[str]:
     return texts
 
 
+async def coroutine(text: str) -> str:
+    """Use an event loop."""
+    return text
+
+
 @many(key="text")
 def pooled(loaded: dict[str, int], text: str) -> str:
     """Use one of many."""
@@ -39,6 +44,15 @@ class Service:
 
     def method(self) -> None:
         """Do nothing."""
+
+    @classmethod
+    def of_class(cls, loaded: dict[str, int]) -> None:
+        """Do nothing."""
+
+    @staticmethod
+    def static(loaded: dict[str, int], text: str) -> str:
+        """Use the model."""
+        return text * len(loaded)
 
 
 def inner() -> Callable[[], None]:
@@ -54,17 +68,28 @@ def inner() -> Callable[[], None]:
     [
         (lambda: 1, "is a lambda"),
         (inner(), "is defined inside another function"),
-        (Service.method, "is a method"),
+        (Service.method, r"is a method.*@staticmethod next to the def"),
+        (Service.__dict__["of_class"], "is a method"),
+        (model(Service.__dict__["of_class"]), "is a method, and a change"),
         (Service, "must be a function"),
         ("text", "must be a function"),
         (batched(max_size=2)(plain), "is batched or isolated already"),
-        (pooled, "takes its model from a pool"),
     ],
 )
 def test_what_a_worker_could_not_import_is_refused(function: Any, why: str) -> None:
     """At the definition, with what to write instead, and not at the first call."""
     with pytest.raises(InvalidOption, match=why):
         isolate()(function)
+
+
+@pytest.mark.parametrize(
+    "function", [Service.__dict__["static"], model(Service.__dict__["static"])], ids=["plain", "guarded"]
+)
+def test_a_static_method_is_a_function(function: Any) -> None:
+    """With a guard or without one, and with the name by which a worker finds it."""
+    isolated = isolate()(function)
+    assert "Service.static" == isolated.__qualname__  # type: ignore[attr-defined]
+    assert f"{__name__}.Service.static" == isolated.name
 
 
 def test_a_notebook_cell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +120,13 @@ def test_a_notebook_cell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         {"breaker": 5},
         {"name": " "},
         {"recycle_on": 5},
+        {"refork_after": 0},
+        {"refork_after": "100", "start": "fork"},
+        {"refork_after": 100, "start": "spawn"},
+        {"scope": "cluster"},
+        {"scope": None},
+        {"version": "2"},
+        {"version": 2, "scope": "host"},
     ],
 )
 def test_invalid_options_are_named(options: dict[str, Any]) -> None:
@@ -103,10 +135,39 @@ def test_invalid_options_are_named(options: dict[str, Any]) -> None:
         isolate(**options)(plain)
 
 
+def test_a_coroutines_event_loop_cannot_be_reforked() -> None:
+    """What is bound to the loop of one worker would be broken in all of them."""
+    with pytest.raises(InvalidOption, match=r"refork_after=100: is not for coroutines"):
+        isolate(refork_after=100)(coroutine)
+
+
+def test_a_broker_takes_no_policy_of_the_application() -> None:
+    """It imports nothing of it, so such a policy could not be asked there."""
+
+    class OnSundays(TTL):
+        pass
+
+    with pytest.raises(InvalidOption, match=r"scope.*OnSundays.*Use TTL or Modified"):
+        isolate(scope="host", recycle_on=OnSundays("1h") | Uses(5))(plain)
+
+
 def test_a_guards_own_policy_decides() -> None:
     """recycle_on beside a guard would be a second answer to one question."""
     with pytest.raises(InvalidOption, match="recycle_on"):
         isolate(recycle_on=TTL("1h"))(predict)
+
+
+def test_a_pool_renews_its_own_models() -> None:
+    """Workers of its keys may be recycled; what renews models is the pool's ttl."""
+    assert isolate(recycle_on=Uses(5))(pooled)
+    with pytest.raises(InvalidOption, match=r"recycle_on.*Give the pool a ttl"):
+        isolate(recycle_on=TTL("1h") | Uses(5))(pooled)
+
+
+def test_a_pools_molds_belong_to_their_process() -> None:
+    """The budget of one process's pool cannot end molds that others use."""
+    with pytest.raises(InvalidOption, match=r"scope='host'.*pool"):
+        isolate(scope="host")(pooled)
 
 
 def test_the_decorator_needs_its_parentheses() -> None:

@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from modelguard import Backoff, Breaker, telemetry
 from modelguard.errors import CircuitOpen, DeadlineExceeded
-from modelguard.isolation import _roster
+from modelguard.isolation import _roster, _worker_process
 from modelguard.isolation._crew import Crew
-from modelguard.isolation._roster import MoldGone, Roster, Worker
+from modelguard.isolation._roster import MoldGone, Roster
+from modelguard.isolation._worker_process import Worker
 
 SIZE = 2
 
@@ -26,6 +27,9 @@ class FakeChannel:
 
     def close(self) -> None:
         self.closed = True
+
+    def hang_up(self) -> None:
+        pass
 
 
 class FakeTime:
@@ -59,6 +63,9 @@ class FakeMold:
         self.made[number] = worker
         self.starting.add(number)
 
+    def promote_worker(self, worker: Worker) -> None:
+        raise AssertionError(worker)
+
     def give_up(self) -> None:
         self.gave_up = True
 
@@ -82,8 +89,9 @@ class RosterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = FakeTime()
-        self.patching = patch.object(_roster, "time", self.clock)
-        self.patching.start()
+        self.patching = [patch.object(module, "time", self.clock) for module in (_roster, _worker_process)]
+        for one in self.patching:
+            one.start()
         self.ended: list[telemetry.WorkerEnded] = []
         self.remove = telemetry.add_hook(self.note)
         self.molds = [FakeMold(1)]
@@ -99,7 +107,8 @@ class RosterMachine(RuleBasedStateMachine):
             assert [] == [one for one, state, *_ in mold.roster.listed() if state != "starting"]
             assert [] == [one for one in mold.alive() if one.number not in mold.starting]
         self.remove()
-        self.patching.stop()
+        for one in self.patching:
+            one.stop()
 
     def note(self, event: telemetry.Event) -> None:
         if isinstance(event, telemetry.WorkerEnded):

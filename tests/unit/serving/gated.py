@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -40,6 +41,14 @@ def queued(f: Any, model: Gated, *items: Any, **options: Any) -> list[Future[Any
     f.submit("first")
     model.busy()
     return [f.submit(item, **options) for item in items]
+
+
+async def next_turn() -> None:
+    """Let the event loop do everything else that is due."""
+    loop = asyncio.get_running_loop()
+    turn = loop.create_future()
+    loop.call_soon(turn.set_result, None)
+    await turn
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -11,8 +11,17 @@ from modelguard.serving._requests import Request
 from modelguard.serving.breaker import Breaker, Circuit
 
 
-def request(item: object = 0, *, deadline: float = math.inf, weight: float = 1, group: Any = None) -> Request:
+def request(
+    item: object = 0,
+    *,
+    deadline: float = math.inf,
+    weight: float = 1,
+    group: Any = None,
+    key: Any = None,
+    priority: int = 0,
+) -> Request:
     made = Request(item)
+    made.key, made.priority = key, priority
     made.number = item  # type: ignore[attr-defined]  # the item itself is let go with the answer
     made.deadline, made.weight, made.group = deadline, weight, group
     return made

@@ -32,19 +32,6 @@ def rejection(function: Any) -> InvalidOption:
 # What is rejected
 
 
-async def coroutine(items: list[int]) -> list[int]:
-    return items
-
-
-def generator(items: list[int]) -> Any:
-    yield from items
-
-
-async def async_generator(items: list[int]) -> Any:
-    for item in items:
-        yield item
-
-
 def nothing() -> list[int]:
     return []
 
@@ -59,7 +46,7 @@ def bounded(items: list[int], timeout: float = 1.0) -> list[int]:
 
 @pytest.mark.parametrize(
     "function",
-    [coroutine, generator, async_generator, nothing, named, bounded, 3, None, "f", int, staticmethod(double)],
+    [nothing, named, bounded, 3, None, "f", int, staticmethod(double)],
 )
 def test_what_cannot_be_batched_is_rejected(function: Any) -> None:
     """When it is decorated, with what to write instead."""
@@ -220,12 +207,11 @@ def test_its_signature_is_that_of_a_call() -> None:
     def parameters(function: Any) -> list[tuple[str, str]]:
         return [(one.name, one.kind.description) for one in inspect.signature(function).parameters.values()]
 
-    assert [("item", "positional-only"), ("timeout", "keyword-only"), ("by", "keyword-only")] == parameters(
-        batched(max_size=4)(double)
-    )
-    names = ["item", "timeout", "language", "limit"]
+    keywords = [(name, "keyword-only") for name in ("timeout", "priority", "by")]
+    assert [("item", "positional-only"), *keywords] == parameters(batched(max_size=4)(double))
+    names = ["item", "timeout", "priority", "language", "limit"]
     assert names == [name for name, _ in parameters(batched(max_size=4)(with_more))]
-    assert ["item_", "timeout", "item"] == [name for name, _ in parameters(batched(max_size=4)(with_item))]
+    assert ["item_", "timeout", "priority", "item"] == [name for name, _ in parameters(batched(max_size=4)(with_item))]
     assert names == [name for name, _ in parameters(Service().with_more)]
     assert int is get_args(inspect.signature(batched(max_size=4)(double)).parameters["item"].annotation)[0]
 

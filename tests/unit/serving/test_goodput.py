@@ -41,6 +41,14 @@ def test_answers_come_in_time_from_models_of_all_kinds(kind: str, load: float) -
     assert goodput.KINDS[kind](load, 16.0) > 0.85
 
 
+@pytest.mark.parametrize("load", [0.5, 1.0, 2.0, 5.0])
+def test_polite_callers_have_their_answers_beside_400_greedy_ones(load: float) -> None:
+    """Callers that send less than their share are answered in time at any load; in order of arrival they are not."""
+    answered = {fair: goodput.fairness(load, 24.0, fair=fair) for fair in (True, False)}
+    assert answered[True] > 0.9
+    assert load < 1.5 or answered[False] < 0.65
+
+
 @pytest.mark.parametrize(("share", "least"), [(0.03, 0.9), (0.1, 0.75)])
 def test_bad_items_that_come_again_and_again_stop_nobody(share: float, least: float) -> None:
     """They make their batch raise; after a while they are known, and no healthy item fails because of them."""

@@ -32,6 +32,21 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_size": 4, "weight": len, "max_weight": math.inf}, "max_weight"),
     ({"max_size": 4, "on_error": "ignore"}, "on_error"),
     ({"max_size": 4, "breaker": 5}, "breaker"),
+    ({"max_size": 4, "padded": True}, "padded"),
+    ({"max_size": 4, "weight": len, "padded": 1}, "padded"),
+    ({"max_size": 4, "fair_by": "tenant"}, "fair_by"),
+    ({"max_size": 4, "shares": ["gold"]}, "shares"),
+    ({"max_size": 4, "shares": {"gold": 0}}, "shares"),
+    ({"max_size": 4, "shares": {"gold": -1}}, "shares"),
+    ({"max_size": 4, "shares": {"gold": math.nan}}, "shares"),
+    ({"max_size": 4, "shares": {"gold": math.inf}}, "shares"),
+    ({"max_size": 4, "shares": {"gold": True}}, "shares"),
+    ({"max_size": 4, "shares": {"gold": "4"}}, "shares"),
+    ({"max_size": 4, "quota": 0}, "quota"),
+    ({"max_size": 4, "quota": 2.5}, "quota"),
+    ({"max_size": 4, "max_queue": 8, "quota": 9}, "quota"),
+    ({"max_size": 4, "ageing": 0}, "ageing"),
+    ({"max_size": 4, "ageing": "soon"}, "ageing"),
 ]
 
 
@@ -46,7 +61,20 @@ def test_an_invalid_option_is_rejected(options: dict[str, Any], argument: str) -
 
 def test_the_limits_are_shown_in_base_units() -> None:
     """``limits`` gives the bounds of a batched function as it uses them, in items and seconds."""
-    f = batched(max_size=4, max_wait="10ms", deadline="2m", threads=2, weight=len, max_weight=50, name="f")(sorted)
+    f = batched(
+        max_size=4,
+        max_wait="10ms",
+        deadline="2m",
+        threads=2,
+        weight=len,
+        max_weight=50,
+        padded=True,
+        fair_by=len,
+        shares={1: 4},
+        quota=8,
+        ageing="1m",
+        name="f",
+    )(sorted)
     expected = Limits(
         name="f",
         max_size=4,
@@ -57,6 +85,11 @@ def test_the_limits_are_shown_in_base_units() -> None:
         threads=2,
         hang_after=1200,
         weighed=True,
+        padded=True,
+        fair=True,
+        shares={1: 4},
+        quota=8,
+        ageing=60,
     )
     assert expected == f.limits
     assert Limits(name="g", max_size=4, max_queue=256) == batched(max_size=4, name="g")(sorted).limits

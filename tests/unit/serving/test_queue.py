@@ -337,3 +337,14 @@ def test_the_next_group_is_found_without_looking_at_all_of_them() -> None:
     before = len(queue._lines._heap)
     assert [[0], [1], [2]] == [taken(queue, 5_000.0) for _ in range(3)]
     assert before - len(queue._lines._heap) <= 6
+
+
+def test_a_batch_that_begins_can_read_all_of_its_items() -> None:
+    """A caller that leaves in the moment between does not turn its item into None; at the end the item is let go."""
+    queue, (leaves, stays) = filled(2)
+    batch = queue.next_batch(0.0)
+    assert isinstance(batch, Batch)
+    queue.cancel(leaves)
+    assert [0, 1] == [one.item for one in batch.requests]
+    queue.finish(batch, ["late", "in time"])
+    assert [None, None] == [leaves.item, stays.item]

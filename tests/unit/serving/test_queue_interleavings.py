@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -38,6 +39,9 @@ class Interleavings(RuleBasedStateMachine):
         max_wait=st.sampled_from([0.0, 0.0, 2.0]),
         max_weight=st.sampled_from([math.inf, 6.0]),
         failures=st.sampled_from([None, 1, 3]),
+        fair=st.booleans(),
+        padded=st.booleans(),
+        quota=st.sampled_from([None, None, 3]),
     )
     def begin(
         self,
@@ -48,6 +52,9 @@ class Interleavings(RuleBasedStateMachine):
         max_wait: float,
         max_weight: float,
         failures: int | None,
+        fair: bool,
+        padded: bool,
+        quota: int | None,
     ) -> None:
         self.limits = Limits(
             name="f",
@@ -57,6 +64,10 @@ class Interleavings(RuleBasedStateMachine):
             max_wait=max_wait,
             max_weight=max_weight,
             weighed=max_weight != math.inf,
+            padded=padded and max_weight != math.inf,
+            fair=fair,
+            quota=quota,
+            shares={"a": 3.0},
         )
         circuit = None if failures is None else Circuit(Breaker(failures=failures, cooldown=3.0, max_cooldown=6.0))
         self.queue = BatchQueue(self.limits, circuit)
@@ -66,11 +77,15 @@ class Interleavings(RuleBasedStateMachine):
         bound=st.sampled_from([None, None, 0.0, 1.0, 3.0, 50.0]),
         weight=st.integers(1, 6),
         group=st.sampled_from([None, None, (("k", int, 1),)]),
+        key=st.sampled_from([None, "a", "b"]),
+        priority=st.sampled_from([0, 0, 0, 2]),
     )
-    def admit(self, bound: float | None, weight: int, group: Any) -> None:
+    def admit(self, bound: float | None, weight: int, group: Any, key: Any, priority: int) -> None:
         self.number += 1
         one = request(self.number, deadline=math.inf if bound is None else self.now + bound, group=group)
         one.weight = weight if self.limits.weighed else 1
+        if self.queue.ordered:
+            one.key, one.priority = key, priority
         try:
             self.queue.admit(one, self.now)
         except (Overloaded, DeadlineExceeded, GuardClosed):
@@ -100,9 +115,11 @@ class Interleavings(RuleBasedStateMachine):
         assert not {*numbers} & {*self.answers}
         assert not {*numbers} & self.cancelled
         assert len(numbers) <= self.limits.max_size
-        assert len(numbers) == 1 or sum(one.weight for one in batch.requests) <= self.limits.max_weight
+        assert len(numbers) == 1 or batch.weight <= self.limits.max_weight
         assert 1 == len({one.group for one in batch.requests})
         assert all(one.deadline > self.now for one in batch.requests)
+        if self.queue.ordered or self.limits.padded:
+            return
         if not self.limits.weighed:
             assert numbers == sorted(numbers), "in the order of arrival"
         same = [n for n, one in self.alive().items() if one.group == batch.requests[0].group and n not in numbers]
@@ -127,6 +144,12 @@ class Interleavings(RuleBasedStateMachine):
             self.answer(one, outcome)
         self.queue.record_verdict(batch, verdict, self.now)
         self.collect()
+
+    @precondition(lambda self: not self.queue.ordered)
+    @rule()
+    def order(self) -> None:
+        """A first call with a key or a priority."""
+        self.queue.order()
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data(), notify=st.booleans())
@@ -180,6 +203,12 @@ class Interleavings(RuleBasedStateMachine):
         waiting = [one for n, one in self.alive().items() if n not in running]
         assert len(waiting) == self.queue.waiting <= self.limits.max_queue
         assert all((one.state == "done") != (n in self.alive()) for n, one in self.admitted.items())
+        if self.queue.ordered:
+            fairness = self.queue._lines.fairness
+            counts = Counter(one.key for one in waiting)
+            assert all(counts[key] == fairness.waiting_of(key) for key in (None, "a", "b"))
+            assert self.limits.quota is None or max(counts.values(), default=0) <= self.limits.quota
+            assert waiting or not len(fairness), "a key was kept"
         if self.limits.weighed:
             assert sum(one.weight for one in waiting) == pytest.approx(sum(line.weight for line in self.queue._lines))
 

@@ -203,7 +203,7 @@ LINES: list[tuple[Event, str, str]] = [
         "a batch failed with ValueError: no; all 8 items fail",
     ),
     (
-        RequestsRefused(guard="nlp", full=3, late=0, open=0, expired=2, cancelled=0, waiting=7),
+        RequestsRefused(guard="nlp", full=3, late=0, open=0, quota=0, expired=2, cancelled=0, waiting=7),
         "WARNING",
         "requests without a result: 3 queue full, 2 expired; 7 waiting",
     ),
@@ -219,6 +219,7 @@ LINES: list[tuple[Event, str, str]] = [
         "worker 4711 takes calls after 0.045 s",
     ),
     (ended("recycled"), "INFO", "worker 4711 ended after 2.5 s: a policy was due"),
+    (ended("reforked"), "INFO", "worker 4711 ended after 2.5 s: another worker became its mold"),
     (ended("crashed"), "WARNING", "worker 4711 ended after 2.5 s: it crashed (SIGSEGV)"),
     (ended("timeout"), "WARNING", "worker 4711 ended after 2.5 s: its call took longer than the timeout"),
 ]

@@ -13,7 +13,7 @@ from modelguard.adapters.spacy import IndexGrowth
 from modelguard.telemetry import Event, _metrics
 from modelguard.telemetry._metrics import METRICS, REASONS, Metric, Recorder
 
-REFUSED = telemetry.RequestsRefused(guard="predict", full=1, late=0, open=0, expired=0, cancelled=0, waiting=0)
+REFUSED = telemetry.RequestsRefused(guard="predict", full=1, late=0, open=0, quota=0, expired=0, cancelled=0, waiting=0)
 
 
 class _Own(Policy):

@@ -1,0 +1,361 @@
+"""The program of a broker: it owns the molds of one isolated function for all processes of a host that call it.
+
+It imports nothing of the application. Its clients ask it for workers, and then talk to the workers themselves. It lives
+as long as it has clients, and some seconds more if the last one has ended without a word.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from modelguard import telemetry
+from modelguard.isolation import _code, _news, _rendezvous
+from modelguard.isolation._broker_connection import Connection
+from modelguard.isolation._channel import Channel
+from modelguard.isolation._host_messages import REPORT, STATE, BrokerOrders, Identity
+from modelguard.isolation._mold_guard import MoldGuard, end_all
+from modelguard.isolation._process_scope import ProcessScope
+from modelguard.isolation._rendezvous import Folder, ForeignPeer
+from modelguard.isolation._supervisor import supervisor
+from modelguard.isolation._worker_process import Worker
+from modelguard.isolation.status import IsolationStatus
+from modelguard.lifecycle._threads import THREADS
+from modelguard.telemetry import Event, logger
+
+__all__ = ["main"]
+
+#: Seconds without clients after which it ends, if the last one has ended without leaving, as when it was killed: a
+#: server that starts its only worker process again finds the model.
+_GRACE = 5.0
+
+#: Seconds that it waits for its first client, which has started it.
+_FIRST = 30.0
+
+#: Seconds between two attempts to report its state to a client that does not read, or to accept one.
+_AGAIN = 0.5
+
+#: Seconds beyond ``timeout`` that a client may keep a worker: one that is stopped, or whose GIL is held, must not hold
+#: up the others.
+_OVERTIME = 5.0
+
+#: Seconds between two looks at that.
+_LOOK = 1.0
+
+#: Seconds that its end waits for the lock, which a stopped process may hold; its own socket it may remove anyway.
+_LOCK = 5.0
+
+#: Descriptors that it may have: each thread of each client that has called takes one.
+_DESCRIPTORS = 65_536
+
+
+def main(starter: int, lock: int) -> NoReturn:
+    """Listen, tell the process that has started it, and serve until nobody is left.
+
+    Args:
+        starter: Descriptor of the channel to that process.
+        lock: Descriptor that holds the lock on the folder.
+    """
+    channel = Channel(socket.socket(fileno=starter))
+    try:
+        orders: BrokerOrders = channel.receive()
+        broker = _Broker(orders)
+    except (EOFError, OSError):  # the starter is gone already
+        os._exit(1)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the starter reports it
+        with suppress(OSError):
+            channel.send(("failed", "".join(traceback.format_exception(error))))
+        os._exit(1)
+    _allow_descriptors()
+    _rendezvous.unlock(lock)
+    os.close(lock)
+    with suppress(OSError):
+        channel.send(("listening", ""))
+    channel.close()
+    gc.freeze()
+    broker.serve()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _allow_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class _Client:
+    """A process that calls the function.
+
+    Attributes:
+        connection: Stands for the process: it ends with it.
+        connections: All of them.
+        reports: Where it reads reports and states.
+        state: What it was told last.
+    """
+
+    def __init__(self, connection: Connection, pid: int, reports: socket.socket) -> None:
+        self.connection = connection
+        self.connections = {connection}
+        self.pid = pid
+        self.reports = reports
+        self.state: bytes | None = None
+
+    def send(self, kind: bytes, content: bytes) -> bool:
+        """Send a message; false if there is no room, or no reader. Never blocks. From any thread."""
+        try:
+            self.reports.send(kind + content, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
+
+
+class _Scope(ProcessScope):
+    """The molds of the broker, whose status tells of its clients."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.clients: tuple[int, ...] = ()
+
+    def status(self, queued: int) -> IsolationStatus:
+        return replace(super().status(queued), broker=os.getpid(), clients=self.clients)
+
+
+class _Broker:
+    def __init__(self, orders: BrokerOrders) -> None:
+        self._orders = orders
+        self._folder = Folder(Path(orders.folder))
+        self._molds = MoldGuard(orders.options, orders.source, orders.origin)
+        self.scope = _Scope(orders.options, self._molds)
+        self.engine = self._molds.guard.engine
+        self.supervisor = supervisor()
+        self._clients: OrderedDict[bytes, _Client] = OrderedDict()
+        self._connections: set[Connection] = set()
+        self._holders: dict[int, bytes] = {}
+        self._loading: list[Connection] = []
+        self._ending = False
+        timeout = orders.options.timeout
+        streams = "generator" in orders.options.kind  # whose timeout counts for each step
+        self._may_keep = None if timeout is None or streams else timeout + _OVERTIME
+        self._looking = False
+        self._last_left = -math.inf
+        self._left = threading.Event()
+        self._listening = self._folder.listen(orders.socket)
+        self._inode = os.stat(orders.socket, dir_fd=self._folder.fileno()).st_ino
+        self._report()
+
+    def serve(self) -> None:
+        """Serve until nobody is left. In the main thread, which has nothing else to do than to take signals."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # A service manager sends it to all processes of a service. It is the clients who decide.
+            signal.signal(number, self._on_signal)
+        self.supervisor.call(self._listen)
+        self.supervisor.later(_FIRST, self._end_if_long_alone)
+        self._left.wait()
+        until = time.monotonic() + _LOCK
+        with self._folder.locked(lambda: time.monotonic() > until), suppress(OSError):
+            if os.stat(self._orders.socket, dir_fd=self._folder.fileno()).st_ino == self._inode:
+                self._folder.remove(self._orders.socket)
+        self.scope.close()
+        end_all()
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self.supervisor.call(self.end_if_alone)
+
+    # Clients. In the supervisor's thread
+
+    def _listen(self) -> None:
+        if not self._ending:
+            self.supervisor.watch(self._listening.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listening.accept()
+        except OSError:  # no descriptor is free
+            self.supervisor.forget(self._listening.fileno())
+            self.supervisor.later(_AGAIN, self._listen)
+            return
+        try:
+            pid = _rendezvous.check_peer(accepted)
+        except ForeignPeer as error:
+            logger.warning("%s: refused %s", self._orders.options.name, error)
+            accepted.close()
+            return
+        connection = Connection(Channel(accepted), self, pid)
+        self._connections.add(connection)
+        self.supervisor.watch(accepted.fileno(), connection.heed)
+
+    def join(self, connection: Connection, token: bytes, identity: Identity) -> None:
+        """Take a client, if it is one of the same code."""
+        reports = socket.socket(fileno=connection.channel.take_fd())
+        different = [word for word, value in self._orders.identity.items() if identity.get(word) != value]
+        path = None if self._molds.code is None else _code.changed(self._molds.code)
+        if different or path is not None:
+            reports.close()
+            if different:
+                connection.answer("unwelcome", "identity", ", ".join(different))
+            else:
+                connection.answer("unwelcome", "code", path)
+            raise EOFError
+        self._clients[token] = _Client(connection, connection.pid, reports)
+        self.scope.clients = tuple(client.pid for client in self._clients.values())
+        connection.answer("welcome", os.getpid())
+        self._tell_state()
+
+    def admit(self, connection: Connection, token: bytes) -> None:
+        """Take another connection of a client."""
+        client = self._clients.get(token)
+        if client is None:
+            raise EOFError
+        client.connections.add(connection)
+
+    def leave(self, connection: Connection) -> bool:
+        """A client leaves."""
+        last = len(self._clients) == 1 and connection.token in self._clients
+        self._forget(connection.token)
+        return last
+
+    def ended(self, connection: Connection) -> None:
+        """A connection has ended; maybe with its process."""
+        self._connections.discard(connection)
+        client = self._clients.get(connection.token)
+        if client is None:
+            return
+        client.connections.discard(connection)
+        if client.connection is connection:
+            self._forget(connection.token)
+            self.supervisor.later(_GRACE, self._end_if_long_alone)
+
+    def _forget(self, token: bytes) -> None:
+        client = self._clients.pop(token, None)
+        if client is None:
+            return
+        self._last_left = time.monotonic()
+        self.scope.clients = tuple(one.pid for one in self._clients.values())
+        for one in client.connections - {client.connection}:
+            one.end()
+        client.reports.close()
+
+    # Molds
+
+    def load_for(self, connection: Connection) -> None:
+        """Load once for all that wait."""
+        self._loading.append(connection)
+        if len(self._loading) == 1:
+            try:
+                THREADS.start(self._load, "modelguard-broker-load")
+            except RuntimeError as error:  # the system gives no thread
+                self._loaded(error)
+
+    def _load(self) -> None:
+        failure: BaseException | None = None
+        try:
+            self.engine.ensure_loaded()
+        except Exception as error:  # noqa: BLE001 - it is the callers'
+            failure = error
+        self.supervisor.call(lambda: self._loaded(failure))
+
+    def _loaded(self, error: BaseException | None) -> None:
+        waiting, self._loading = self._loading, []
+        for connection in waiting:
+            connection.loaded(error)
+
+    # Reports
+
+    def granted(self, connection: Connection, worker: Worker) -> None:
+        """Remember whose call a worker runs: its reports go there."""
+        if len(self._holders) > 1000:  # noqa: PLR2004 - most of these workers are gone
+            self._holders.clear()
+        self._holders[worker.pid] = connection.token
+        if self._may_keep is not None and not self._looking:
+            self._looking = True
+            self.supervisor.later(_LOOK, self._look)
+
+    def _look(self) -> None:
+        """Take workers back from clients that keep them for too long."""
+        assert self._may_keep is not None  # noqa: S101 - for the checkers
+        limit = time.monotonic() - self._may_keep
+        holding = [one for one in self._connections if one.granted_at is not None]
+        for connection in holding:
+            if connection.granted_at is not None and connection.granted_at < limit:
+                logger.warning("%s: process %d keeps a worker for too long", self._orders.options.name, connection.pid)
+                connection.end()
+        self._looking = bool(holding)
+        if holding:
+            self.supervisor.later(_LOOK, self._look)
+
+    def _report(self) -> None:
+        """Hand on what molds and workers report, and report what happens here."""
+        ours, theirs = _news.pair()
+        ours.setblocking(False)  # noqa: FBT003 - its only parameter
+        reporter = _news.Reporter(theirs)
+        reporter.install(self._orders.origin.levels)
+        telemetry.set_hooks([reporter.report_event, self._heed_event])
+        _news.hand_on(self._hand_on)
+
+        def read() -> None:
+            with suppress(BlockingIOError):
+                self._hand_on(ours.recv(1 << 17))
+
+        self.supervisor.call(lambda: self.supervisor.watch(ours.fileno(), read))
+
+    def _hand_on(self, report: bytes) -> None:
+        """A report of a worker goes to the process whose call it runs, or ran last; the others to the oldest client."""
+        client = self._clients.get(self._holders.get(_news.sender(report), b""))
+        if client is None:
+            client = next(iter(self._clients.values()), None)
+        if client is not None:
+            client.send(REPORT, report)
+
+    def _heed_event(self, _event: Event) -> None:
+        self.supervisor.call(self._tell_state)
+
+    def _tell_state(self) -> None:
+        """Tell the clients whether a worker can answer, and which processes there are."""
+        mold = self._molds.current
+        state = pickle.dumps((self.scope.ready, [] if mold is None else mold.pids()))
+        for client in self._clients.values():
+            if client.state != state:
+                if client.send(STATE, state):
+                    client.state = state
+                else:
+                    self.supervisor.later(_AGAIN, self._tell_state)
+
+    # The end
+
+    def end_if_alone(self) -> None:
+        """End, if nobody is left."""
+        if not self._clients:
+            self._end()
+
+    def _end_if_long_alone(self) -> None:
+        if time.monotonic() - self._last_left >= _GRACE:
+            self.end_if_alone()
+
+    def _end(self) -> None:
+        if self._ending:
+            return
+        self._ending = True
+        # First, because a process that holds the lock may wait for an answer of this one.
+        self.supervisor.forget(self._listening.fileno())
+        self._listening.close()
+        for connection in tuple(self._connections):
+            connection.end()
+        self._left.set()

@@ -1,0 +1,108 @@
+"""Start a broker: a fresh interpreter with a session of its own, which outlives the process that starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing import spawn
+from pathlib import Path
+
+from modelguard.isolation import _processes
+from modelguard.isolation._channel import Channel, pair
+from modelguard.isolation._host_messages import BrokerOrders
+
+__all__ = ["NotStarted", "reap", "start_broker"]
+
+#: Where this package is imported from.
+_PACKAGES = str(Path(__file__).parents[2])
+
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {packages!r}); "
+    "from modelguard.isolation._broker import main; main({starter}, {lock})"
+)
+
+#: Seconds for a broker that has hung up to end.
+_EXIT = 1.0
+
+#: Brokers that this process has started, until they have been waited for.
+_started: dict[int, subprocess.Popen[bytes]] = {}
+
+
+class NotStarted(Exception):
+    """A broker has ended before it served, or does not come up."""
+
+
+def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
+    """Start a broker and wait until it listens.
+
+    Args:
+        orders: What it is told.
+        lock: Holds the lock on the folder, and is passed on: the broker releases it.
+        timeout: Seconds to wait at most.
+
+    Raises:
+        NotStarted: It does not listen.
+        OSError: No process or no descriptor is left.
+    """
+    ours, theirs = pair()
+    channel = Channel(ours)
+    try:
+        with theirs:
+            process = _start(theirs.fileno(), lock, ".".join(orders.options.function))
+    except BaseException:
+        channel.close()
+        raise
+    try:
+        channel.set_timeout(timeout)
+        channel.send(orders)
+        outcome, text = channel.receive()
+    except BlockingIOError:
+        process.kill()
+        raise NotStarted(f"its broker does not come up within {timeout:.0f} s") from None
+    except (EOFError, OSError):
+        raise NotStarted(f"its broker ended: {_exit_of(process)}") from None
+    finally:
+        channel.close()
+    if outcome != "listening":
+        raise NotStarted(f"its broker could not start:\n{text}")
+
+
+def _start(starter: int, lock: int, name: str) -> subprocess.Popen[bytes]:
+    program = _PROGRAM.format(packages=_PACKAGES, starter=starter, lock=lock)
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing
+    executable = os.fsdecode(spawn.get_executable() or sys.executable)
+    process = subprocess.Popen(  # noqa: S603
+        [executable, *flags, "-c", program, "broker", name],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(starter, lock),
+        start_new_session=True,
+    )
+    _started[process.pid] = process
+    return process
+
+
+def _exit_of(process: subprocess.Popen[bytes]) -> str:
+    with suppress(subprocess.TimeoutExpired):
+        return _processes.describe_exit(process.wait(_EXIT))
+    process.kill()
+    return "it hung up"
+
+
+def reap() -> None:
+    """Collect the brokers that have ended. Those of a parent are not children of this process."""
+    for pid, process in list(_started.items()):
+        with suppress(OSError):
+            if process.poll() is not None:
+                _started.pop(pid, None)
+
+
+def _after_fork_in_child() -> None:
+    for process in _started.values():
+        process.returncode = 0  # it is no child of this process, and must not warn when it is dropped
+    _started.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

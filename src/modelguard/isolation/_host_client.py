@@ -1,0 +1,204 @@
+"""A process as the client of a broker, and its connections to it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from modelguard.isolation import _broker_launch, _news, _processes
+from modelguard.isolation._channel import Channel
+from modelguard.isolation._host_messages import REPORT, Request, unpacked
+from modelguard.isolation._rendezvous import Folder, ForeignPeer
+from modelguard.isolation._supervisor import supervisor
+
+__all__ = ["BrokerGone", "Membership"]
+
+#: Seconds in which a broker accepts a connection. It does nothing that takes long.
+_ANSWER = 5.0
+
+#: Seconds after the end of a broker at which its processes have ended too, and can be collected.
+_REAP = 1.0
+
+
+class BrokerGone(Exception):
+    """The broker has ended, or ends."""
+
+
+class Membership:
+    """This process among the clients of one broker.
+
+    Args:
+        folder: Where the broker listens; it is closed with the membership.
+        name: Of its socket.
+        channel: The connection that stands for this process.
+        reports: Receives reports and states.
+        token: Of this client.
+        pid: The broker's process id.
+
+    Attributes:
+        ready: Whether a worker can answer, as the broker has said last.
+        gone: Whether the broker has ended.
+        on_loss: Called, in the supervisor's thread, if the broker ends after a worker could answer.
+    """
+
+    def __init__(
+        self, folder: Folder, name: str, channel: Channel, reports: socket.socket, *, token: bytes, pid: int
+    ) -> None:
+        self.pid = pid
+        self.ready = False
+        self.gone = False
+        self.on_loss: Callable[[], object] | None = None
+        self._was_ready = False
+        self._folder = folder
+        self._name = name
+        self._channel = channel
+        self._token = token
+        self._reports = reports
+        self._idle: deque[Channel] = deque()
+        self._family: list[int] = []
+        supervisor().call(lambda: supervisor().watch(reports.fileno(), self._heed))
+
+    # Connections
+
+    def connection(self) -> Channel:
+        """A connection that no other call uses.
+
+        Raises:
+            BrokerGone: There is none any more.
+        """
+        with suppress(IndexError):
+            return self._idle.pop()
+        try:
+            connected = None if self.gone else self._folder.connect(self._name, _ANSWER)
+        except (OSError, ForeignPeer) as error:
+            raise BrokerGone from error
+        if connected is None:
+            raise BrokerGone
+        channel = Channel(connected, used_before=True)
+        self.say(channel, "call", self._token)
+        return channel
+
+    def give_back(self, channel: Channel) -> None:
+        """Keep a connection for another call."""
+        self._idle.append(channel)
+        if self.gone:
+            self._close_idle()
+
+    def say(self, channel: Channel, what: Request, *details: Any, limit: float = 0.0) -> None:
+        """Send a message; ``limit`` bounds this and what is received next, in seconds.
+
+        Raises:
+            BrokerGone: There is nobody to receive it.
+        """
+        try:
+            channel.set_timeout(limit)
+            channel.send((what, *details))
+        except OSError as error:
+            channel.close()
+            raise BrokerGone from error
+
+    def ask(self, what: Request, *details: Any, limit: float = 0.0) -> Any:
+        """Ask something, and wait for the answer.
+
+        Raises:
+            BrokerGone: There is no answer.
+            BlockingIOError: ``limit`` seconds have passed.
+            Exception: What the broker answers.
+        """
+        channel = self.connection()
+        self.say(channel, what, *details, limit=limit)
+        try:
+            kind, *answer = channel.receive()
+        except BlockingIOError:
+            channel.close()
+            raise
+        except (EOFError, OSError) as error:
+            channel.close()
+            raise BrokerGone from error
+        self.give_back(channel)
+        if kind == "failed":
+            raise unpacked(*answer)
+        return answer[0]
+
+    # The end
+
+    def leave(self, patience: float) -> None:
+        """Be a client no more. The last one waits until the broker has ended, at most so many seconds."""
+        with suppress(OSError, EOFError):
+            self._channel.set_timeout(max(patience, 0.001))
+            self._channel.send(("leave",))
+            if patience:
+                _, last = self._channel.receive()
+                if last:
+                    _wait_until_gone(self.pid, patience)
+        self._end()
+        _broker_launch.reap()
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the descriptors. The parent stays a client."""
+        self.gone = True
+        self._channel.close()
+        self._reports.close()
+        self._folder.close()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        while True:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                return
+
+    def _end(self) -> None:
+        self.gone, self.ready = True, False
+        self._close_idle()
+        supervisor().call(self._forget)
+
+    # In the supervisor's thread
+
+    def _heed(self) -> None:
+        try:
+            message = self._reports.recv(1 << 17)
+        except OSError:
+            message = b""
+        if not message:
+            self._broker_ended()
+        elif message[:1] == REPORT:
+            _news.replay(message[1:])
+        else:
+            self.ready, self._family = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
+            self._was_ready = self._was_ready or self.ready
+
+    def _broker_ended(self) -> None:
+        if not self.gone and self._was_ready and self.on_loss is not None:
+            self.on_loss()
+        self._end()
+        # Where this is a container's first process, the broker's processes have become its children.
+        pids = [self.pid, *self._family]
+        supervisor().later(_REAP, _broker_launch.reap)
+        supervisor().later(_REAP, lambda: _processes.reap(pids))
+
+    def _forget(self) -> None:
+        if self._reports.fileno() >= 0:
+            supervisor().forget(self._reports.fileno())
+        self._reports.close()
+        self._channel.close()
+        self._folder.close()
+
+
+def _wait_until_gone(pid: int, seconds: float) -> None:
+    """Wait until a process has ended, or is a zombie, at most so many seconds."""
+    try:
+        process = os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return
+    try:
+        select.select([process], [], [], seconds)
+    finally:
+        os.close(process)

@@ -1,0 +1,183 @@
+"""An isolated function over a pool: each key has a mold of its own with its workers, within the pool's budget.
+
+The pool is that of :mod:`modelguard.lifecycle`, with molds for models: it finds room, evicts the least recently used
+mold that nobody uses, and all memory of that one comes back, because its processes end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from modelguard import _units
+from modelguard.errors import DeadlineExceeded, NotSupported, Reloading
+from modelguard.isolation._channel import Channel
+from modelguard.isolation._mold_guard import MoldGuard
+from modelguard.isolation._molds import Mold
+from modelguard.isolation._options import IsolationOptions
+from modelguard.isolation._roster import MoldGone
+from modelguard.isolation._scope import Limits
+from modelguard.isolation._source import PoolSource
+from modelguard.isolation._worker_process import Worker
+from modelguard.isolation.status import IsolationStatus, WorkerStatus
+from modelguard.lifecycle import runtime
+from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._leases import Lease
+from modelguard.lifecycle._pool_engine import PoolEngine
+from modelguard.telemetry import WorkerEndCause
+
+if TYPE_CHECKING:
+    from modelguard.lifecycle.runtime import Runtime
+
+__all__ = ["PoolScope"]
+
+#: Seconds between looks for the next mold after one has died.
+_POLL = 0.005
+
+
+class _Taken:
+    """A worker, and a lease on its mold."""
+
+    def __init__(self, lease: Lease[Mold], worker: Worker) -> None:
+        self._lease = lease
+        self._roster = lease.model.roster
+        self._worker = worker
+        self.channel: Channel = worker.channel
+
+    @property
+    def pid(self) -> int:
+        return self._worker.pid
+
+    def release(self, *, worn: bool) -> None:
+        self._roster.release(self._worker, worn=worn)
+
+    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
+        return self._roster.lose(self._worker, cause, blame=blame)
+
+    def leave(self) -> None:
+        self._lease.end(failed=False)
+
+
+class PoolScope:
+    """Molds by key. See :class:`~modelguard.isolation._scope.Scope`.
+
+    Args:
+        options: Of the function.
+        source: Its pool.
+    """
+
+    def __init__(self, options: IsolationOptions, source: PoolSource) -> None:
+        self._options = options
+        self._source = source
+        self._timeout = math.inf if options.timeout is None else options.timeout
+        self._guards: weakref.WeakSet[MoldGuard] = weakref.WeakSet()
+        self._closed = False
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> PoolEngine[Any, Mold]:
+        bounds = self._source.pooled.options._replace(name=self._options.name)
+        return PoolEngine(self._engine_of, bounds, runtime.default())
+
+    def _engine_of(self, key: Any, _world: Runtime) -> Engine[Mold]:
+        options = replace(self._options, name=f"{self._options.name}[{key!r}]")
+        molds = MoldGuard(options, self._source.options_for(key), key=key, retries=False)
+        self._guards.add(molds)
+        return molds.guard.engine
+
+    def take(self, limits: Limits, key: Any = None) -> _Taken:
+        """Take a worker of the key's mold, and with it a lease on the mold."""
+        gone: Mold | None = None
+        since = 0.0
+        while True:
+            lease = self._pool.take(key, self._patience(limits))
+            mold = lease.model
+            try:
+                if mold is not gone:
+                    return _Taken(lease, mold.roster.take(self._timeout, limits.until, limits.arrived))
+            except MoldGone:
+                gone, since = mold, time.monotonic()
+            except BaseException:
+                lease.end(failed=False)
+                raise
+            lease.end(failed=False)
+            waited = time.monotonic() - since
+            if waited > self._pool.options.wait_timeout:
+                raise Reloading(self._options.name, waited=waited)
+            if time.monotonic() > limits.until:
+                raise DeadlineExceeded(self._options.name, waited=time.monotonic() - limits.arrived)
+            del lease, mold  # a mold that is drained is released, and must not be alive then
+            time.sleep(_POLL)
+
+    def _patience(self, limits: Limits) -> float:
+        return max(0.0, min(self._pool.options.wait_timeout, limits.until - time.monotonic()))
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes calls: the mold of a key is made when one needs it."""
+        return not self._closed
+
+    def status(self, queued: int) -> IsolationStatus:
+        """State, processes and counts of all keys together."""
+        pool, now = self._pool.status(), time.monotonic()
+        molds = [mold for one in list(self._guards) if (mold := one.current) is not None]
+        counts = [mold.roster.counts for mold in molds]
+        return IsolationStatus(
+            name=self._options.name,
+            state="closed" if self._closed else "ready" if pool.models else "new",
+            ready=self.ready,
+            workers=tuple(
+                WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
+                for mold in molds
+                for one, state, worn, calls in mold.roster.listed()
+            ),
+            in_flight=pool.in_flight,
+            queued=queued,
+            recycled=sum(one["recycled"] for one in counts),
+            crashed=sum(one["crashed"] for one in counts),
+            timed_out=sum(one["timeout"] for one in counts),
+            pool=pool,
+        )
+
+    def load(self, timeout: _units.Duration | None) -> None:
+        """Molds are made when a call needs their key."""
+
+    async def aload(self, timeout: _units.Duration | None) -> None:
+        """Molds are made when a call needs their key."""
+
+    def reload(self, *, wait: bool, timeout: _units.Duration | None) -> NoReturn:
+        """There is no one model to renew."""
+        del wait, timeout
+        raise NotSupported("reload", reason="each key of a pool has a mold of its own; the pool's ttl renews them")
+
+    async def areload(self, timeout: _units.Duration | None) -> NoReturn:
+        """There is no one model to renew."""
+        self.reload(wait=True, timeout=timeout)
+
+    def close(self) -> None:
+        """End all processes."""
+        self._closed = True
+        self._pool.close()
+
+    async def aclose(self) -> None:
+        """End all processes."""
+        self._closed = True
+        await self._pool.aclose()
+
+    def reopen(self) -> None:
+        """Admit calls again."""
+        if self._closed:
+            self._closed, self._pool = False, self._new_pool()
+
+    def end_at_once(self) -> None:
+        """Kill all processes."""
+        for molds in list(self._guards):
+            molds.end_at_once()
+
+    def abandon(self) -> None:
+        """Leave the parent's processes alone."""
+        for molds in list(self._guards):
+            if molds.current is not None:
+                molds.current.abandon()

@@ -1,0 +1,115 @@
+"""What a call needs of the processes that compute it, wherever these are: of this process, or of the whole host."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+from modelguard import _units
+from modelguard.isolation._channel import Channel
+from modelguard.isolation.status import IsolationStatus
+from modelguard.telemetry import WorkerEndCause
+
+__all__ = ["Limits", "Scope", "Taken"]
+
+
+class Limits(NamedTuple):
+    """The times of one call, on the monotonic clock.
+
+    Attributes:
+        arrived: When it was made.
+        until: When its caller's own deadline ends; infinity for none.
+    """
+
+    arrived: float
+    until: float = math.inf
+
+
+class Taken(Protocol):
+    """A worker that one call has for itself."""
+
+    @property
+    def channel(self) -> Channel:
+        """To the worker."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 while it is not known."""
+        ...
+
+    def release(self, *, worn: bool) -> None:
+        """Give the worker back after its answer; ``worn``: it asked for its replacement."""
+        ...
+
+    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
+        """Record that the worker has ended in its call, or end it; returns how it ended, for people.
+
+        Args:
+            cause: ``"crashed"`` if it has ended by itself; anything else ends it.
+            blame: Whether it may have been the call's fault.
+        """
+        ...
+
+    def leave(self) -> None:
+        """The call has ended, whatever came of it. After :meth:`release` or :meth:`lose`."""
+
+
+class Scope(Protocol):
+    """Where the mold and the workers of one isolated function are."""
+
+    def take(self, limits: Limits, key: Any = None) -> Taken:
+        """Take a worker; start what is missing. Blocks.
+
+        Args:
+            limits: Of the call.
+            key: Which of a pool's models it needs; None for a function that has no pool.
+
+        Raises:
+            GuardClosed, LoadFailed, Reloading, QueueFull, CircuitOpen, DeadlineExceeded: There is none.
+        """
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker can answer."""
+        ...
+
+    def status(self, queued: int) -> IsolationStatus:
+        """Its state, its processes and its counts, with so many calls that wait for a thread."""
+        ...
+
+    def load(self, timeout: _units.Duration | None) -> None:
+        """Start the mold and its workers unless they run. Blocks."""
+        ...
+
+    async def aload(self, timeout: _units.Duration | None) -> None:
+        """:meth:`load` for coroutines."""
+        ...
+
+    def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
+        """Make a new mold."""
+        ...
+
+    async def areload(self, timeout: _units.Duration | None) -> None:
+        """:meth:`reload` for coroutines."""
+        ...
+
+    def close(self) -> None:
+        """Refuse further calls, wait for those that run, and end what belongs to this process alone."""
+        ...
+
+    async def aclose(self) -> None:
+        """:meth:`close` for coroutines."""
+        ...
+
+    def reopen(self) -> None:
+        """Admit calls again after :meth:`close`."""
+        ...
+
+    def end_at_once(self) -> None:
+        """Nobody can call the function any more: end without waiting for anything."""
+        ...
+
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the parent's descriptors."""

@@ -1,0 +1,95 @@
+"""Calls that wait for a worker, in the order in which they get one."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["ThreadWaiter", "Waiter", "WaitingLine"]
+
+W = TypeVar("W")
+
+
+class Waiter(Generic[W]):
+    """A call that waits for a worker.
+
+    Attributes:
+        client: Whose call it is.
+        worker: The worker that it got.
+        error: Why it gets none.
+    """
+
+    def __init__(self, client: Hashable = None) -> None:
+        self.client = client
+        self.worker: W | None = None
+        self.error: Exception | None = None
+
+    def wake(self) -> None:
+        """It has its worker, or its error. Called under the roster's lock, so it must not block."""
+        raise NotImplementedError
+
+
+class ThreadWaiter(Waiter[W]):
+    """A thread that blocks.
+
+    Attributes:
+        woken: Released when it has its worker or its error.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.woken = threading.Lock()
+        self.woken.acquire()
+
+    def wake(self) -> None:
+        """Let the thread go on."""
+        self.woken.release()
+
+
+class WaitingLine(Generic[W]):
+    """Clients take turns, each with its oldest call: one with many calls does not hold up one with few.
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._by_client: OrderedDict[Hashable, deque[Waiter[W]]] = OrderedDict()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Waiter[W]]:
+        for waiters in self._by_client.values():
+            yield from waiters
+
+    def append(self, waiter: Waiter[W]) -> None:
+        """Add a call behind those of its client."""
+        self._by_client.setdefault(waiter.client, deque()).append(waiter)
+        self._length += 1
+
+    def popleft(self) -> Waiter[W]:
+        """Take the call whose turn it is. Its client is the last one from now on.
+
+        Raises:
+            KeyError: Nobody waits.
+        """
+        client, waiters = self._by_client.popitem(last=False)
+        waiter = waiters.popleft()
+        if waiters:
+            self._by_client[client] = waiters
+        self._length -= 1
+        return waiter
+
+    def remove(self, waiter: Waiter[W]) -> bool:
+        """Take a call out; false if it does not wait."""
+        waiters = self._by_client.get(waiter.client)
+        if waiters is None or waiter not in waiters:
+            return False
+        waiters.remove(waiter)
+        if not waiters:
+            del self._by_client[waiter.client]
+        self._length -= 1
+        return True

@@ -1,0 +1,179 @@
+"""Which replica takes a call: one that no other call uses, and that has its model if there is such a one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from modelguard.errors import Overloaded
+from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._leases import Lease
+
+__all__ = ["FreeReplicas"]
+
+M = TypeVar("M")
+
+#: Seconds after which a waiting call looks again while a free replica is being loaded.
+_LOOK = 0.05
+
+
+class FreeReplicas(Generic[M]):
+    """Hands replicas out, each to one call at a time.
+
+    Args:
+        name: Of the replicas.
+        engines: One for each replica.
+        wait: Seconds that a call waits for a free one.
+    """
+
+    def __init__(self, name: str, engines: Sequence[Engine[M]], wait: float) -> None:
+        self._name = name
+        self._engines = engines
+        self._wait = wait
+        self._start()
+
+    def _start(self) -> None:
+        # Reentrant: the garbage collector may end a lease in the middle of a change.
+        self._changed = threading.Condition(threading.RLock())
+        self._free = [*range(len(self._engines))]
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._process = os.getpid()
+
+    def take(self, timeout: float | None = None) -> Lease[M]:
+        """Take a lease on a free replica, inside a call on the one that this call uses.
+
+        Raises:
+            Overloaded: All are in use, and the time is over.
+            GuardClosed, LoadFailed, Reloading: It has no model.
+        """
+        engine = self._enclosing()
+        if engine is not None:
+            return Lease.take(engine)
+        at = self._wait_for_free(self._wait if timeout is None else timeout)
+        return self._lease(at, timeout)
+
+    def _lease(self, at: int, timeout: float | None) -> Lease[M]:
+        try:
+            lease = _ExclusiveLease.take(self._engines[at], timeout)
+        except BaseException:
+            self._give_back(at)
+            raise
+        return self._bound(lease, at)
+
+    async def atake(self, timeout: float | None = None) -> Lease[M]:
+        """:meth:`take` without blocking the event loop."""
+        engine = self._enclosing()
+        if engine is not None:
+            return await Lease.atake(engine)
+        at = await self._await_free(self._wait if timeout is None else timeout)
+        try:
+            lease = await _ExclusiveLease.atake(self._engines[at], timeout)
+        except BaseException:
+            self._give_back(at)
+            raise
+        return self._bound(lease, at)
+
+    def _bound(self, lease: Any, at: int) -> Lease[M]:
+        lease.replica, lease.replicas, lease.process = at, self, self._process
+        return lease  # type: ignore[no-any-return]
+
+    def _enclosing(self) -> Engine[M] | None:
+        return next((engine for engine in self._engines if engine.state.enclosing_generation() is not None), None)
+
+    def _free_now(self) -> int | None:
+        """Take a free replica: one that has its model, else one that could be loaded now; None if there is none."""
+        if self._process != os.getpid():
+            self._start()  # in a forked child, the other calls are the parent's
+        with self._changed:
+            ready = [at for at in self._free if self._engines[at].state.current is not None]
+            chosen = ready or [at for at in self._free if not self._engines[at].loading]
+            if not chosen:
+                return None
+            at: int = chosen[0]
+            self._free.remove(at)
+            return at
+
+    def _wait_for_free(self, wait: float) -> int:
+        until = time.monotonic() + wait
+        with self._changed:
+            while (at := self._free_now()) is None:
+                self._changed.wait(self._pause(until, wait))
+            return at
+
+    async def _await_free(self, wait: float) -> int:
+        until = time.monotonic() + wait
+        loop = asyncio.get_running_loop()
+        while True:
+            waiter: asyncio.Future[None] = loop.create_future()
+            with self._changed:
+                at = self._free_now()
+                if at is not None:
+                    return at
+                pause = self._pause(until, wait)
+                self._waiters.append((loop, waiter))
+            try:
+                await asyncio.wait_for(waiter, pause)
+            except TimeoutError:
+                pass
+            finally:
+                with self._changed, suppress(ValueError):
+                    self._waiters.remove((loop, waiter))
+
+    def _pause(self, until: float, wait: float) -> float:
+        """Seconds after which to look again, at the latest."""
+        left = until - time.monotonic()
+        if left <= 0:
+            raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s")
+        return min(left, _LOOK) if self._free else left
+
+    def _give_back(self, at: int) -> None:
+        with self._changed:
+            self._free.append(at)
+            self._changed.notify()
+            waiters, self._waiters = self._waiters, []
+        for loop, waiter in waiters:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_wake, waiter)
+
+    def ended(self, lease: _ExclusiveLease[Any]) -> None:
+        """Note that a lease has ended."""
+        if lease.process == os.getpid():  # else a fork lies between, and all are free here
+            self._give_back(lease.replica)
+
+    @property
+    def in_use(self) -> int:
+        """How many are used by a call."""
+        return len(self._engines) - len(self._free)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class _ExclusiveLease(Lease[M]):
+    """A lease that keeps other calls from its replica."""
+
+    __slots__ = ("process", "replica", "replicas")
+
+    replica: int
+    process: int
+    replicas: FreeReplicas[M] | None
+
+    def __init__(self, engine: Engine[M], timeout: float | None = None) -> None:
+        super().__init__(engine, timeout)
+        self.replicas = None
+
+    def end(self, *, failed: bool) -> None:
+        """Return the lease, once; the replica is free then."""
+        replicas, self.replicas = self.replicas, None
+        try:
+            super().end(failed=failed)
+        finally:
+            if replicas is not None:
+                replicas.ended(self)

@@ -1,0 +1,257 @@
+"""``replicas`` and ``ModelReplicas``: copies of a model that is not thread-safe, each for one call at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+
+from modelguard import _public, _units
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle import _misuse
+from modelguard.lifecycle._free_replicas import FreeReplicas
+from modelguard.lifecycle._pool_leases import PoolLease, call_on
+from modelguard.lifecycle._turns import Turns, in_turn
+from modelguard.lifecycle._wrappers import wrap
+from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.telemetry import logger
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from modelguard.lifecycle.status import Status
+
+__all__ = ["ModelReplicas", "replicas"]
+
+M = TypeVar("M")
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ModelReplicas(Generic[M]):
+    """Copies of one model in this process, each with a lifecycle of its own. Made by :func:`replicas`.
+
+    It is a decorator and a handle, as a guard is, and a context manager that loads on entry and closes on exit, for
+    ``with`` and ``async with``.
+    """
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: object, **kwargs: object) -> Self:  # noqa: D102 - Python's own
+            _misuse.check_made_by("replicas(guard(load, reload_on=...), 2)", cls, args, kwargs)
+            return super().__new__(cls)
+
+    def __init__(self, name: str, guards: tuple[ModelGuard[M], ...]) -> None:
+        self._name = name
+        self._guards = guards
+        engines = [guard.engine for guard in guards]
+        self._free = FreeReplicas(name, engines, engines[0].guard.options.wait_timeout)
+        self._rolling = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The name of the guard that they were made from. Their own have a number: ``name[0]``."""
+        return self._name
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls get a replica: one has its model, or its next call loads it."""
+        return any(guard.ready for guard in self._guards)
+
+    def __repr__(self) -> str:
+        return f"<ModelReplicas {self._name!r}, {len(self._guards)} of them>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"replicas {self._name!r} cannot be pickled: import the module that makes them")
+
+    # Use
+
+    @overload
+    def __call__(self, function: classmethod[S, Concatenate[M, P], R], /) -> classmethod[S, P, R]: ...
+    @overload
+    def __call__(self, function: staticmethod[Concatenate[M, P], R], /) -> staticmethod[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[M, P], R], /) -> Callable[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
+    def __call__(self, function: Any, /) -> Any:
+        """Decorate a function that takes the model as its first parameter, after ``self`` or ``cls`` in a class.
+
+        Each call has a replica for itself, from its start to its end: functions, methods, coroutines and generators.
+
+        Raises:
+            InvalidOption: It is not a function, or has no parameter to take the model.
+        """
+        return wrap(
+            function,
+            call=call_on(lambda _args, _kwargs: self._free.take()),
+            take=lambda _args, _kwargs: self._free.take(),
+            atake=lambda _args, _kwargs: self._free.atake(),
+            owner=self,
+        )
+
+    def lease(self, timeout: _units.Duration | None = None) -> PoolLease[M]:
+        """Use a replica for a block: ``with replicas.lease() as model:`` or ``async with``.
+
+        Args:
+            timeout: How long to wait for a free one. Default: the guard's ``wait_timeout``.
+
+        Raises:
+            Overloaded, LoadFailed, Reloading, GuardClosed: On entry.
+        """
+        wait = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
+        return PoolLease(partial(self._free.take, wait), partial(self._free.atake, wait))
+
+    # Lifecycle
+
+    def load(self) -> None:
+        """Load all replicas, one after another, unless they are loaded. Blocks.
+
+        Raises:
+            LoadFailed, GuardClosed, WouldDeadlock: As :meth:`ModelGuard.load`.
+        """
+        for guard in self._guards:
+            guard.load()
+
+    async def aload(self) -> None:
+        """:meth:`load` for a coroutine: does not block the event loop."""
+        for guard in self._guards:
+            await guard.aload()
+
+    def reload(self, *, wait: bool = True) -> None:
+        """Replace all replicas, one after another; the others take the calls meanwhile.
+
+        Args:
+            wait: Return when all are replaced; if False, return at once. A reload that is asked for while one runs
+                follows it.
+
+        Raises:
+            LoadFailed: A load failed; the replicas after it keep their models.
+            GuardClosed, WouldDeadlock: As :meth:`ModelGuard.reload`.
+        """
+        if wait:
+            self._roll()
+        else:
+            threading.Thread(target=self._roll_in_background, name=f"modelguard-roll-{self._name}", daemon=True).start()
+
+    async def areload(self) -> None:
+        """:meth:`reload` for a coroutine: does not block the event loop."""
+        await asyncio.to_thread(self._roll)
+
+    def unload(self) -> None:
+        """Release all models until their next use, which loads one again. Blocks.
+
+        Raises:
+            GuardClosed, WouldDeadlock: As :meth:`ModelGuard.unload`.
+        """
+        for guard in self._guards:
+            guard.unload()
+
+    async def aunload(self) -> None:
+        """:meth:`unload` for a coroutine: does not block the event loop."""
+        for guard in self._guards:
+            await guard.aunload()
+
+    def _roll(self) -> None:
+        with self._rolling:
+            for guard in self._guards:
+                guard.reload()
+
+    def _roll_in_background(self) -> None:
+        try:
+            self._roll()
+        except Exception:  # noqa: BLE001 - the failed load has its event
+            logger.exception("modelguard: replicas %r were not all replaced", self._name)
+
+    def status(self) -> tuple[Status, ...]:
+        """The figures of each replica at this moment."""
+        return tuple(guard.status() for guard in self._guards)
+
+    def close(self) -> None:
+        """Close all replicas, as :meth:`ModelGuard.close` does."""
+        for guard in self._guards:
+            guard.close()
+
+    async def aclose(self) -> None:
+        """:meth:`close` for a coroutine: does not block the event loop."""
+        for guard in self._guards:
+            await guard.aclose()
+
+    def __enter__(self) -> Self:
+        for guard in self._guards:
+            guard.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        for guard in self._guards:
+            await guard.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+def _has_model(guard: ModelGuard[Any]) -> bool:
+    return guard.engine.state.current is not None
+
+
+def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
+    """Keep copies of a model in this process, for a model that is not thread-safe and releases the GIL.
+
+    Each copy has a guard of its own with the options of ``model``. It takes one call at a time; a call gets a free one.
+    With ``@batched(threads=2)`` above it, one queue feeds all of them::
+
+        pair = replicas(guard(load, reload_on=TTL("1h")), 2)
+
+        @batched(max_size=16, threads=2)
+        @pair
+        def embed(model, texts: list[str]) -> list[list[float]]: ...
+
+    Reloads roll: one copy is replaced at a time, while the others take calls. Policies on memory read the whole
+    process: when they are due, the copy that has served longest is replaced, and growth counts from the copy that came
+    last.
+    All copies need their memory; several processes that share one copy need less.
+
+    Args:
+        model: A guard, whose options are used. It is not used itself.
+        count: How many copies, at least 2.
+
+    Raises:
+        InvalidOption: ``model`` is not a guard or is in use already, or ``count`` is invalid.
+    """
+    if not isinstance(model, ModelGuard):
+        why = f"must be a guard, not {_units.kind_of(model)}"
+        raise InvalidOption("model", model, why=why, fix="Write replicas(guard(load, reload_on=...), 2).")
+    _units.whole_number(count, "count", at_least=2)
+    if model.engine.state.generations:
+        why = "has loaded a model of its own already"
+        raise InvalidOption("model", model, why=why, fix="Make a guard for the replicas alone, and do not load it.")
+    options, runtime = model.engine.guard.options, model.engine.guard.runtime
+    hide(model)
+    loading: list[Callable[[], bool]] = []
+    loaded: list[Callable[[], bool]] = []
+    turns = Turns(loading, loaded, runtime.clock)
+    guards = tuple(
+        ModelGuard(
+            replace(options, name=f"{options.name}[{at}]", reload_on=in_turn(options.reload_on, at, turns)), runtime
+        )
+        for at in range(count)
+    )
+    for guard in guards:
+        loading.append(partial(getattr, guard.engine, "loading"))
+        loaded.append(partial(_has_model, guard))
+    return ModelReplicas(options.name, guards)
+
+
+_public.set_module(globals(), "modelguard")

@@ -1,0 +1,218 @@
+"""Where batch functions that are ``async`` run: on an event loop of their own, or on that of their callers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from modelguard.serving import _registry
+from modelguard.serving._callers import AllLeft, Callers
+
+__all__ = ["OwnLoop", "PrivateLoop", "run_on"]
+
+#: Seconds after which a thread that waits for an event loop looks whether that is still there.
+_LOOK = 1.0
+
+
+class OwnLoop:
+    """An event loop in a thread of its own. The thread starts with the first use, and ends when the object is dropped.
+
+    It stays while nothing runs on it: what a function keeps between its calls, such as a client with open connections,
+    belongs to one event loop.
+
+    Args:
+        name: Of the batched function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        _own_loops.add(self)
+
+    def get(self) -> asyncio.AbstractEventLoop:
+        """The running event loop.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        with self._lock:
+            if self._loop is None:
+                # In no context: a loop keeps the one in which it was made, and with it whose batch that was.
+                loop = self._loop = contextvars.Context().run(self._start)
+                self._finalizer = weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
+                self._finalizer.atexit = False  # batches that run at the end of the interpreter need it
+            return self._loop
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        try:
+            threading.Thread(target=_run, args=(loop,), name=f"modelguard-loop-{self._name}", daemon=True).start()
+        except BaseException:
+            loop.close()
+            raise
+        return loop
+
+    def renew_in_child(self) -> None:
+        """In a forked child: the loop's thread is the parent's."""
+        self._lock = threading.Lock()
+        if self._loop is not None:
+            _of_parents.append(self._loop)
+            self._loop = None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+
+_own_loops: weakref.WeakSet[OwnLoop] = weakref.WeakSet()
+#: Kept, because a loop that is dropped without being closed warns, and one that seems to run cannot be closed.
+_of_parents: list[asyncio.AbstractEventLoop] = []
+
+
+def _renew_all() -> None:
+    for loop in tuple(_own_loops):
+        loop.renew_in_child()
+
+
+_registry.renew_in_child(_renew_all)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.run_until_complete(_end_tasks(asyncio.all_tasks(loop)))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel what a function has left behind on its loop."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run_on(
+    loop: asyncio.AbstractEventLoop,
+    start: Callable[[], Awaitable[Any]],
+    callers: Callers,
+    context: contextvars.Context | None = None,
+    *,
+    cancel: bool = True,
+) -> Any:
+    """Run something on an event loop, from another thread, and wait for its end.
+
+    Args:
+        loop: The loop, which another thread runs.
+        start: Makes what is awaited; called on the loop.
+        callers: Those who wait for it.
+        context: To run it in. Default: a copy of this thread's.
+        cancel: Whether it is cancelled when all of them have left.
+
+    Raises:
+        AllLeft: It was cancelled.
+        RuntimeError: The loop was closed.
+        BaseException: What it raised.
+    """
+    job = _Job(start, callers)
+    loop.call_soon_threadsafe(job.begin, loop, context or contextvars.copy_context())
+    cancelled = False
+    while not job.ended:
+        if cancel and callers.all_left and not cancelled:
+            cancelled = True
+            loop.call_soon_threadsafe(job.cancel)
+        if not callers.wakeup.wait(_LOOK) and loop.is_closed() and not job.ended:
+            raise RuntimeError("the event loop was closed while the batch ran on it")
+    if cancelled and isinstance(job.error, asyncio.CancelledError):
+        raise AllLeft
+    if job.error is not None:
+        try:
+            raise job.error
+        finally:
+            del job  # the error's traceback refers to this frame
+    return job.result
+
+
+class _Job:
+    """Something that runs on an event loop. It never fails there: not even sys.exit() in a model may end the loop."""
+
+    def __init__(self, start: Callable[[], Awaitable[Any]], callers: Callers) -> None:
+        self._start = start
+        self._callers = callers
+        self._task: asyncio.Task[None] | None = None
+        self.ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    # On the loop
+
+    def begin(self, loop: asyncio.AbstractEventLoop, context: contextvars.Context) -> None:
+        self._task = loop.create_task(self._run(), context=context)
+        self._task.add_done_callback(self._end)
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            self.result = await self._start()
+        except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+            self.error = error
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # before its first step
+            self.error = asyncio.CancelledError()
+        self._task = None
+        self.ended = True
+        self._callers.wakeup.set()
+
+
+class PrivateLoop:
+    """An event loop that runs only while somebody waits for it, in that thread if it may: for calls without a batch."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+
+    def run(self, start: Callable[[], Awaitable[Any]]) -> Any:
+        """Run something, and wait for its end.
+
+        Raises:
+            BaseException: What it raised.
+        """
+
+        async def outcome() -> tuple[Any, BaseException | None]:
+            try:
+                return await start(), None
+            except BaseException as error:  # noqa: BLE001 - raised below
+                return None, error
+
+        result, error = self._run(outcome)
+        if error is not None:
+            raise error
+        return result
+
+    def _run(self, outcome: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        if asyncio._get_running_loop() is None:  # noqa: SLF001 - the public one raises where there is none
+            return self._loop.run_until_complete(outcome())  # type: ignore[no-any-return]
+        found: list[tuple[Any, BaseException | None]] = []
+        context = contextvars.copy_context()  # a thread has one running loop at most
+
+        def work() -> None:
+            found.append(context.run(lambda: self._loop.run_until_complete(outcome())))
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join()
+        return found[0]
+
+    def close(self) -> None:
+        """End it. Asynchronous generators that are still open on it are closed."""
+        if not self._loop.is_closed():
+            self.run(self._loop.shutdown_asyncgens)
+            self._loop.close()

@@ -1,0 +1,150 @@
+"""Isolated functions where something runs out or is wrong from the start: each call has an answer or a named error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.process import isolated_functions as functions
+from tests.process.harness import run_python, wait_until
+
+from modelguard.errors import CircuitOpen, DeadlineExceeded, LoadFailed
+
+pytestmark = pytest.mark.timeout(120)
+
+APP = """
+from modelguard import Backoff, guard, isolate
+
+@isolate(workers=2, timeout="30s")
+@guard(dict, reload_on=None, backoff=Backoff(0.05, 0.2))
+def echo(model, value):
+    return value
+"""
+
+BEGIN = """
+import json, os, resource, socket, sys, time
+sys.path.insert(0, {folder!r})
+from app import echo
+from modelguard.errors import ModelGuardError
+"""
+
+
+def run(folder: Path, program: str) -> object:
+    """Run a program that uses ``echo``; returns the JSON that it prints."""
+    (folder / "app.py").write_text(APP)
+    return run_python(BEGIN.format(folder=str(folder)) + textwrap.dedent(program), 60)
+
+
+def no_children() -> bool:
+    """Whether all processes of this one have ended."""
+    return not psutil.Process().children(recursive=True)
+
+
+def test_large_content_without_room_for_shared_memory(tmp_path: Path) -> None:
+    """Where files and shared memory may not grow, the socket takes 10 MB there and back."""
+    program = """
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        value = os.urandom(10_000_000)
+        with echo:
+            print(json.dumps([value == echo(value), value == echo([value, bytearray(value)])[0]]))
+    """
+    assert [True, True] == run(tmp_path, program)
+
+
+def test_no_descriptor_is_left_for_a_mold(tmp_path: Path) -> None:
+    """The load fails with the system's reason, and succeeds when there are descriptors again."""
+    program = """
+        echo.load(); echo.close(); echo.__enter__(); echo.close()  # what is imported late is there now
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        held = []
+        try:
+            while True:
+                held.append(os.dup(0))
+        except OSError:
+            pass
+        seen = []
+        try:
+            echo.__enter__()
+        except ModelGuardError as error:
+            seen.append([type(error).__name__, "Too many open files" in str(error)])
+        for fd in held:
+            os.close(fd)
+        until = time.monotonic() + 30
+        while True:
+            try:
+                seen.append(echo(1))
+                break
+            except ModelGuardError:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        echo.close()
+        print(json.dumps(seen))
+    """
+    assert [["LoadFailed", True], 1] == run(tmp_path, program)
+
+
+def test_no_descriptor_is_left_for_a_call(tmp_path: Path) -> None:
+    """Small calls need none. A large result fails by name or is answered, and nothing is broken afterwards."""
+    program = """
+        with echo:
+            echo(1)
+            time.sleep(0.3)  # the spare worker is up
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            held = []
+            try:
+                while True:
+                    held.append(os.dup(0))
+            except OSError:
+                pass
+            seen = [echo(2)]
+            try:
+                seen.append(len(echo(bytes(10_000_000))))
+            except ModelGuardError as error:
+                seen.append(type(error).__name__)
+            seen.append(echo(3))
+            for fd in held:
+                os.close(fd)
+            seen.append(len(echo(bytes(10_000_000))))
+        print(json.dumps(seen))
+    """
+    small, large, after, again = run(tmp_path, program)  # type: ignore[misc]
+    assert (2, 3, 10_000_000) == (small, after, again)
+    assert large in ("TransferRefused", 10_000_000)
+
+
+def test_a_warm_up_that_ends_its_process() -> None:
+    """The mold ends with it, and nothing else: the load fails, and the error has the exit status."""
+    with pytest.raises(LoadFailed, match="exit status 7"), functions.dies_warming:
+        pass
+    functions.dies_warming.close()
+    wait_until(no_children, "the end of the mold")
+
+
+def test_a_timeout_that_no_call_meets() -> None:
+    """Each call fails at it; then the breaker refuses them at once, instead of killing worker after worker."""
+    with functions.hopeless as hopeless:
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded):
+                hopeless()
+        with pytest.raises(CircuitOpen):
+            hopeless()
+    wait_until(no_children, "the end of the mold")
+
+
+def test_a_mold_that_cannot_fork_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives it no process, it is given up after two attempts, and the next one serves."""
+    switch = tmp_path / "no more forks"
+    monkeypatch.setenv("ISOLATION_NO_FORKS", str(switch))
+    with functions.forks as forks:
+        first = forks()
+        wait_until(lambda: 2 == sum(one.state == "idle" for one in forks.status().workers), "the spare worker")
+        switch.write_text(str(forks.status().mold))
+        for worker in forks.status().workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        wait_until(lambda: forks.status().mold not in (first, None), "the next mold")
+        assert first != forks()
+    wait_until(no_children, "the end of all molds")

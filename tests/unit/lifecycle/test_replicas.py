@@ -1,0 +1,393 @@
+"""``replicas``: copies of a model, each for one call at a time, replaced one after another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from modelguard import TTL, Idle, MemoryGrowth, MemoryLimit, Uses, batched, guard
+from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Overloaded
+from modelguard.lifecycle.guard import guards
+from modelguard.lifecycle.replicas import ModelReplicas, replicas
+from modelguard.testing import Clock, Loader
+
+TIMEOUT = 20.0
+
+
+def generations(of: ModelReplicas[Any]) -> list[int]:
+    return [status.generation for status in of.status()]
+
+
+@pytest.fixture
+def pair(modelguard_clock: Clock, modelguard_loader: Loader) -> ModelReplicas[Any]:
+    """Two replicas without a policy."""
+    del modelguard_clock
+    made = replicas(guard(modelguard_loader, reload_on=None, name="nlp"), 2)
+    made._free._wait = 0.05  # for a free one; a load may take longer on a busy machine
+    return made
+
+
+# Calls
+
+
+def test_each_call_has_a_replica_for_itself(pair: ModelReplicas[Any]) -> None:
+    """Two calls at once run on two models; a third has to wait, and is refused when its time is over."""
+    pair.load()
+    number = pair(lambda model: model.number)
+    entered, leave = threading.Barrier(3), threading.Event()
+
+    @pair
+    def hold(_model: Any) -> None:
+        entered.wait(TIMEOUT)
+        assert leave.wait(TIMEOUT)
+
+    threads = [threading.Thread(target=hold) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    entered.wait(TIMEOUT)
+    with pytest.raises(Overloaded, match="all 2 replicas were in use"):
+        number()
+    with pytest.raises(Overloaded):
+        asyncio.run(take_async(pair))
+    leave.set()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert number() in {1, 2}
+
+
+async def take_async(pair: ModelReplicas[Any]) -> int:
+    async with pair.lease() as model:
+        number: int = model.number
+        return number
+
+
+def test_a_call_inside_a_call_runs_on_the_same_replica(pair: ModelReplicas[Any]) -> None:
+    """It would otherwise wait for a replica that its caller keeps."""
+    number = pair(lambda model: model.number)
+
+    @pair
+    def outer(model: Any) -> bool:
+        return bool(model.number == number() == number())
+
+    with pair.lease():
+        assert outer()
+    assert 0 == pair._free.in_use
+
+
+def test_every_kind_of_function(pair: ModelReplicas[Any]) -> None:
+    """A generator, a coroutine and an asynchronous generator keep their replica to their end."""
+
+    @pair
+    def steps(model: Any) -> Iterator[int]:
+        yield model.number
+        yield model.number
+
+    @pair
+    async def later(model: Any) -> int:
+        assert 1 == pair._free.in_use
+        number: int = model.number
+        return number
+
+    @pair
+    async def steps_later(model: Any) -> AsyncIterator[int]:
+        yield model.number
+        assert 1 == pair._free.in_use
+
+    async def both() -> tuple[int, list[int]]:
+        return await later(), [number async for number in steps_later()]
+
+    running = steps()
+    assert 1 == next(running)
+    assert 1 == pair._free.in_use
+    assert [1] == list(running)
+    assert (1, [1]) == asyncio.run(both())
+    dropped = steps()
+    next(dropped)
+    del dropped
+    assert 0 == pair._free.in_use
+
+
+def test_errors_give_the_replica_back(pair: ModelReplicas[Any]) -> None:
+    """A call that raises leaves nothing behind, nor does one whose model cannot be loaded."""
+
+    @pair
+    def fails(_model: Any) -> None:
+        raise KeyError
+
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            fails()
+    broken = replicas(guard(lambda: None, reload_on=None, name="broken"), 2)
+    for _ in range(3):
+        with pytest.raises(LoadFailed), broken.lease():
+            pass
+    assert (0, 0) == (pair._free.in_use, broken._free.in_use)
+
+
+def test_a_cancelled_wait_takes_no_replica(pair: ModelReplicas[Any]) -> None:
+    """A task that is cancelled while it waits leaves the replica to others."""
+    pair._free._wait = TIMEOUT
+
+    held = [pair._free.take() for _ in range(2)]
+
+    async def main() -> None:
+        waiting = asyncio.create_task(take_async(pair))
+        turn = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(turn.set_result, None)
+        await turn
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(main())
+    for lease in held:
+        lease.end(failed=False)
+    assert [0, 1] == sorted(pair._free._free)
+
+
+def test_a_waiting_task_gets_the_next_free_replica(pair: ModelReplicas[Any]) -> None:
+    """It is woken when a call ends, in whichever thread that is."""
+    pair._free._wait = TIMEOUT
+    held = [pair._free.take() for _ in range(2)]
+
+    async def main() -> int:
+        waiting = asyncio.create_task(take_async(pair))
+        turn = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(turn.set_result, None)
+        await turn
+        thread = threading.Thread(target=held[1].end, kwargs={"failed": False})
+        thread.start()
+        return await waiting
+
+    assert 2 == asyncio.run(main())
+    held[0].end(failed=False)
+
+
+def test_one_queue_feeds_all(pair: ModelReplicas[Any]) -> None:
+    """Batches run side by side, each on a model of its own."""
+    together = threading.Barrier(2)
+
+    @batched(max_size=1, threads=2)
+    @pair
+    def number(model: Any, items: list[int]) -> list[int]:
+        together.wait(TIMEOUT)
+        return [model.number for _ in items]
+
+    assert {1, 2} == {future.result(TIMEOUT) for future in [number.submit(1), number.submit(2)]}
+
+
+def test_a_stream_keeps_its_replica(pair: ModelReplicas[Any]) -> None:
+    """Two batches of streams run side by side, each on a model of its own from the first part to the last."""
+
+    @batched(max_size=1, threads=2)
+    @pair
+    def numbers(model: Any, items: list[int]) -> Iterator[list[int]]:
+        while True:
+            yield [model.number for _ in items]
+
+    with numbers.stream(1) as one, numbers.stream(2) as two:
+        first, second = next(one), next(two)
+        assert {1, 2} == {first, second}
+        assert ([first] * 100, [second] * 100) == ([next(one) for _ in range(100)], [next(two) for _ in range(100)])
+    numbers.close()
+    assert 0 == pair._free.in_use
+
+
+class Exclusive:
+    """A model that fails if it is used twice at once."""
+
+    def __init__(self) -> None:
+        self._used = False
+
+    def __enter__(self) -> None:
+        assert not self._used
+        self._used = True
+        os.sched_yield()
+
+    def __exit__(self, *_error: object) -> None:
+        self._used = False
+
+
+def calls_of(pair: ModelReplicas[Exclusive]) -> list[Any]:
+    """One function of each kind, which fails if it is told to."""
+
+    @pair
+    def call(model: Exclusive, fails: bool) -> None:  # noqa: FBT001
+        with model:
+            if fails:
+                raise KeyError
+
+    @pair
+    def steps(model: Exclusive, fails: bool) -> Iterator[bool]:  # noqa: FBT001
+        with model:
+            yield fails
+
+    @pair
+    async def call_later(model: Exclusive, fails: bool) -> None:  # noqa: FBT001
+        with model:
+            if fails:
+                raise KeyError
+
+    return [call, lambda fails: next(steps(fails)), lambda fails: asyncio.run(call_later(fails))]
+
+
+def test_no_replica_is_ever_used_twice_at_once() -> None:
+    """Threads and event loops, calls and streams, while reloads roll and calls fail."""
+    pair = replicas(guard(Exclusive, reload_on=Uses(50), defer=0, name="exclusive"), 2)
+    calls = calls_of(pair)
+    done: list[None] = []
+
+    def thread(number: int) -> None:
+        for step in range(100):
+            with suppress(KeyError):
+                calls[(number + step) % 3](step % 7 == 0)
+            done.append(None)
+
+    threads = [threading.Thread(target=thread, args=(number,)) for number in range(4)]
+    with pair:
+        for one in threads:
+            one.start()
+        pair.reload()
+        for one in threads:
+            one.join(TIMEOUT)
+        assert (400, 0) == (len(done), pair._free.in_use)
+        assert sum(status.reloads for status in pair.status()) >= 2
+
+
+# Reloads
+
+
+def test_a_reload_rolls(pair: ModelReplicas[Any], modelguard_loader: Loader) -> None:
+    """All are replaced, one after another, and never are there more than one too many."""
+    pair.load()
+    pair.reload()
+    assert ([2, 2], 2) == (generations(pair), modelguard_loader.alive)
+
+
+def test_a_due_policy_rolls(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """When the TTL of all is over at once, one is replaced while the other takes calls."""
+    most = 0
+
+    def load() -> Any:
+        nonlocal most
+        loading = sum(status.state in {"reloading", "draining", "loading"} for status in pair.status())
+        most = max(most, loading)
+        return modelguard_loader()
+
+    pair = replicas(guard(load, reload_on=TTL("1h"), defer=0), 3)
+    pair.load()
+    modelguard_clock.advance("59m")
+    assert [1, 1, 1] == generations(pair)
+    modelguard_clock.advance("5m")
+    assert [2, 2, 2] == generations(pair)
+    assert 1 == most
+
+
+def test_uses_count_for_each_replica(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """The one that was used is replaced."""
+    pair = replicas(guard(modelguard_loader, reload_on=Uses(3), defer=0), 2)
+    pair.load()
+    number = pair(lambda model: model.number)
+    held = pair._free.take()  # the first one
+    assert [2, 2, 2] == [number() for _ in range(3)]
+    held.end(failed=False)
+    modelguard_clock.settle()
+    assert [1, 2] == generations(pair)
+
+
+@pytest.mark.parametrize("policy", [MemoryGrowth("50 MB"), MemoryLimit("150 MB")])
+def test_memory_is_that_of_the_process(policy: Any, modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """Growth replaces the oldest replica, and the load of a replica is no growth of another one."""
+    pair = replicas(guard(modelguard_loader, reload_on=policy, defer=0), 2)
+    pair.load()
+    modelguard_clock.advance("5m")
+    assert [1, 1] == generations(pair)
+    modelguard_clock.memory += 60_000_000
+    modelguard_clock.advance("2s")
+    modelguard_clock.settle()
+    replaced = generations(pair)
+    assert 1 in (replaced[0], replaced[1])
+    if isinstance(policy, MemoryGrowth):
+        modelguard_clock.advance("10m")
+        assert [2, 1] == generations(pair), "growth counts from the replica that came last"
+        modelguard_clock.memory += 60_000_000
+        modelguard_clock.advance("1m")
+        assert [2, 2] == generations(pair)
+
+
+def test_closing_and_opening_again(pair: ModelReplicas[Any], modelguard_loader: Loader) -> None:
+    """In a lifespan all are loaded at the start and released at the end, as often as it runs."""
+
+    async def lifespan() -> bool:
+        async with pair:
+            return pair.ready
+
+    with pair:
+        assert (2, True) == (modelguard_loader.alive, pair.ready)
+    with pytest.raises(GuardClosed), pair.lease():
+        pass
+    assert (0, False) == (modelguard_loader.alive, pair.ready)
+    assert asyncio.run(lifespan())
+    assert 0 == pair._free.in_use
+
+
+def test_idle_replicas_are_released(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """A copy that is not needed for a while gives its memory back, and is loaded again when it is."""
+    pair = replicas(guard(modelguard_loader, reload_on=Idle("10m"), defer=0), 2)
+    number = pair(lambda model: model.number)
+    pair.load()
+    for _ in range(3):
+        modelguard_clock.advance("6m")
+        assert 1 == number(), "calls prefer the copy that has its model"
+    assert (1, True) == (modelguard_loader.alive, pair.ready)
+    held = [pair._free.take() for _ in range(2)]
+    assert 2 == modelguard_loader.alive
+    for lease in held:
+        lease.end(failed=False)
+    pair.unload()
+    assert (0, True) == (modelguard_loader.alive, pair.ready)
+    assert asyncio.run(take_async(pair)) > 2
+    asyncio.run(pair.aunload())
+    assert 0 == modelguard_loader.alive
+
+
+# Names and mistakes
+
+
+def test_each_replica_has_a_name_and_a_status(modelguard_loader: Loader) -> None:
+    """Probes and metrics see the replicas, and not the guard whose options they have."""
+    options = guard(modelguard_loader, reload_on=None, name="only here")
+    pair = replicas(options, 2)
+    assert ["only here[0]", "only here[1]"] == [status.name for status in pair.status()]
+    assert {"only here[0]", "only here[1]"} == {one.name for one in guards() if one.name.startswith("only here")}
+    assert ("only here", "<ModelReplicas 'only here', 2 of them>") == (pair.name, repr(pair))
+    assert "only here" == options.name
+
+
+def test_wrong_arguments(modelguard_loader: Loader) -> None:
+    """At the definition."""
+    nlp = guard(modelguard_loader, reload_on=None)
+    for wrong in (modelguard_loader, "nlp", None):
+        with pytest.raises(InvalidOption, match="must be a guard"):
+            replicas(wrong, 2)
+    for count in (1, 0, True, "2"):
+        with pytest.raises(InvalidOption, match="whole number of at least 2"):
+            replicas(nlp, count)
+    nlp.load()
+    with pytest.raises(InvalidOption, match="has loaded a model of its own"):
+        replicas(nlp, 2)
+    with pytest.raises(TypeError, match="is not called directly"):
+        ModelReplicas(nlp)  # type: ignore[arg-type, call-arg]
+
+
+def test_they_cannot_be_pickled(pair: ModelReplicas[Any]) -> None:
+    """Another process makes its own."""
+    with pytest.raises(TypeError, match="import the module that makes them"):
+        pickle.dumps(pair)
