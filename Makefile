@@ -22,7 +22,7 @@ ARGS ?=
 # All tests run in several processes, one more than there are processors: tests of servers wait half of their time. What
 # takes longest comes first.
 JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
-ALL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder tests/process tests/contract tests/unit
+ALL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder tests/diagnosis tests/process tests/contract tests/unit
 PINS ?=
 LOWEST = $(shell $(PYTHON) -c 'import tomllib; \
 	print(*(line.replace(">=", "==") for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))')

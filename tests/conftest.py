@@ -40,10 +40,12 @@ if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
 #: stay together in one process, since they share a server, a build, or a library that takes long to import.
 INDEPENDENT = {
     "test_celery.py",
+    "test_corpus.py",
     "test_demo.py",
     "test_docs.py",
     "test_gunicorn.py",
     "test_real_models.py",
+    "test_remedies.py",
     "test_uwsgi.py",
 }
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.process.harness import wait_until
 
 from modelguard.diagnosis import diagnose
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, NotSupported
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -30,7 +35,13 @@ def forks():
     if os.fork() == 0:
         os._exit(0)
     os.wait()
+def comes_back(): os.fork()
 def exits(): os._exit(7)
+def slow(): time.sleep(1)
+def steps(number):
+    kept.append(b"x" * 20_000)
+    open("driven", "w").close()
+def three(): yield from (1, 2, 3)
 def raises(number):
     if number % 2: raise KeyError(number)
 def lazily(text):
@@ -57,8 +68,8 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_an_async_method_with_inputs_from_a_file(folder: Path) -> None:
     """JSON and a page are written; the status is 1, and the line that keeps memory is named."""
     file = inputs(folder, '["text"]', "", '{"text": "word", "times": 2}', '"text"')
-    words = ("app:model.predict", "--inputs", file, "--time", "5s", "--json", "--report", str(folder / "out"))
-    done = command(folder, *words)
+    words = ("app:model.predict", "--inputs", file, "--time", "5s", "--try", "0", "--json")
+    done = command(folder, *words, "--report", str(folder / "out"))
     assert 1 == done.returncode, done.stderr
     report = json.loads(done.stdout)
     assert ("grows", "python objects") == (report["verdict"], report["causes"][0]["name"])
@@ -87,6 +98,62 @@ def test_a_generator_function_is_consumed(folder: Path) -> None:
     assert "steady" == diagnose("app:lazily", inputs=inputs(folder, '"x"'), seconds=4, cwd=folder).verdict
 
 
+@pytest.mark.parametrize("target", ["app:forks", "app:comes_back"])
+def test_a_function_that_forks(folder: Path, target: str) -> None:
+    """Its children are its own; one that comes back from the call ends there, and says nothing."""
+    report = diagnose(target, calls=240, seconds=30, cwd=folder)
+    assert ("steady", 24 * 6) == (report.verdict, report.measured.calls[-1])
+
+
+def test_calls_decide_and_not_the_time(folder: Path) -> None:
+    """The number of calls is the same on any machine."""
+    reports = [diagnose("app:none", calls=200, seconds=30, cwd=folder) for _ in range(2)]
+    assert reports[0].measured.calls == reports[1].measured.calls
+
+
+def test_too_little_time(folder: Path) -> None:
+    """It is undecided, and the report says how long it needs."""
+    report = diagnose("app:slow", seconds=1, cwd=folder)
+    assert "undecided" == report.verdict
+    assert re.search(r"it needs --time \d+s", report.unknown[0]), report
+
+
+def test_ctrl_c_keeps_what_there_is(folder: Path) -> None:
+    """The readings so far are reported; the status says that nothing is decided, or what was."""
+    program = [sys.executable, "-m", "modelguard", "diagnose", "app:steps", "--inputs", inputs(folder, "1"), "--time"]
+    with subprocess.Popen([*program, "1h", "--json"], stdout=subprocess.PIPE, text=True, cwd=folder) as process:
+        wait_until((folder / "driven").exists, "the function is called")
+        process.send_signal(signal.SIGINT)
+        report = json.loads(process.communicate(timeout=60)[0])
+    assert 3 == process.returncode
+    assert "it was interrupted" in report["unknown"]
+
+
+def test_ctrl_c_amid_the_readings(folder: Path) -> None:
+    """What was read until then is in the report."""
+
+    def interrupt(line: Mapping[str, Any]) -> None:
+        if line.get("phase") == "drive" and line["calls"] > 20:
+            raise KeyboardInterrupt
+
+    report = diagnose("app:none", calls=200, seconds=30, cwd=folder, progress=interrupt)
+    assert report.measured.calls[-1] > 20
+    assert "it was interrupted" == report.unknown[0]
+
+
+def test_many_inputs(folder: Path) -> None:
+    """A file may be larger than a command line."""
+    lines = (json.dumps({"text": f"{number} {'x' * 1000}"}) for number in range(1000))
+    assert diagnose("app:lazily", inputs=inputs(folder, *lines), calls=60, seconds=30, cwd=folder).measured.calls
+
+
+def test_without_proc(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what is missing."""
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    with pytest.raises(NotSupported, match="there is no /proc"):
+        diagnose("app:none", cwd=folder)
+
+
 @pytest.mark.parametrize("target", ["app:hangs", "app:exits"])
 def test_a_function_that_never_returns_or_ends_the_process(folder: Path, target: str) -> None:
     """It is undecided, and the report says why."""
@@ -105,6 +172,8 @@ def test_a_function_that_never_returns_or_ends_the_process(folder: Path, target:
         ("app:model.predict", None, "missing a required argument: 'text'"),
         ("app:model.predict", ['"x"', "{"], "line 2 is not JSON"),
         ("app:model.predict", [], "must not be empty"),
+        ("app:model.predict", ['"x"', "[1, 2]"], "input 2: too many positional arguments"),
+        ("app:model.predict", ['{"txt": 1}'], "input 1: missing a required argument: 'text'"),
     ],
 )
 def test_bad_input(folder: Path, target: str, lines: list[str] | None, says: str) -> None:
@@ -114,8 +183,25 @@ def test_bad_input(folder: Path, target: str, lines: list[str] | None, says: str
     assert says in str(caught.value)
 
 
+def test_a_generator_that_ends(folder: Path) -> None:
+    """The error says after how many inputs."""
+    with pytest.raises(InvalidOption, match="the generator ended after 3 inputs"):
+        diagnose("app:raises", generate="app:three", seconds=4, cwd=folder)
+
+
 def test_errors_of_the_command(folder: Path) -> None:
     """One line, and status 2."""
-    for words in (("app:none", "--time", "never"), ("app:none", "--inputs", "no.jsonl"), ("nope:f",)):
+    for words in (
+        ("app:none", "--time", "never"),
+        ("app:none", "--inputs", "no.jsonl"),
+        ("nope:f",),
+        (),
+        ("app:none", "--pid", "1"),
+        ("--pid", "1", "--calls", "100"),
+        ("app:none", "--calls", "many"),
+        ("app:none", "--calls", "5"),
+        ("app:none", "--try", "soon"),
+        ("app:none", "--load", "app"),
+    ):
         done = command(folder, *words)
         assert (2, "", 1) == (done.returncode, done.stdout, len(done.stderr.splitlines())), done.stderr

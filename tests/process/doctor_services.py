@@ -56,6 +56,12 @@ def answer(environ):
     work()
     return b"ok"
 """
+SLOW_LOAD = """
+import time
+from modelguard import guard, Uses
+nlp = guard(lambda: time.sleep(3) or object(), reload_on=Uses(1000), swap="drain_first")
+nlp.load()
+"""
 CAPS = "os.environ.update(ONEDNN_PRIMITIVE_CACHE_CAPACITY='8', LRU_CACHE_CAPACITY='8')\n"
 MAIN = (
     "import uvicorn\nif __name__ == '__main__':\n    uvicorn.run('app:app', port={port}, workers=%d, lifespan='off')\n"
@@ -157,6 +163,7 @@ ILL = (
     ill("FastAPI on a sync worker", "from fastapi import FastAPI\napp = FastAPI()\n", *GUNICORN, "app:app",
         expected="MG406", needs=("gunicorn", "fastapi")),
     ill("workers replaced in step", WSGI, *GUNICORN, "-w", "2", "--max-requests", "500", "app:app", expected="MG407"),
+    ill("a load longer than the timeout", SLOW_LOAD + WSGI, *GUNICORN, "--timeout", "2", "app:app", expected="MG409"),
     ill("gunicorn --reload", WSGI, *GUNICORN, "--reload", "app:app", expected="MG408"),
     ill("uvicorn --reload", ASGI, *UVICORN, "--reload", "app:app", expected="MG408", needs=("uvicorn",)),
 )  # fmt: skip
@@ -168,6 +175,8 @@ HEALTHY = (
     well("our gunicorn configuration", MODEL + WSGI + GUARD, *GUNICORN, "-w", "2", *OURS, "app:app"),
     well("load_dotenv first", "import dotenv\ndotenv.load_dotenv('.env')\nimport torch\n" + WSGI, *GUNICORN, "app:app",
          needs=(*TORCH, "dotenv"), files={".env": "OMP_NUM_THREADS=1\n"}),
+    well("a load longer than the timeout, on threads", SLOW_LOAD + WSGI, *GUNICORN, "--timeout", "2", "--threads", "2",
+         "app:app"),
     well("set_num_threads", "import torch\ntorch.set_num_threads(1)\n" + WSGI, *GUNICORN, "-w", "2", "app:app",
          needs=TORCH, environ={"OMP_NUM_THREADS": "1"}),
     well("a preset in a variable", "from modelguard import presets\np = presets.get('torch-cpu-dynamic')\np.apply()\n"

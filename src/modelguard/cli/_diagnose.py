@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +20,49 @@ GROWS = 1
 USAGE = 2
 UNDECIDED = 3
 
+#: Seconds to drive a function, and to watch a process.
+SECONDS, PROCESS_SECONDS = 30.0, 300.0
+
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "diagnose",
-        usage="modelguard diagnose MODULE:FUNCTION [--inputs FILE | --generate MODULE:FUNCTION] [--time T] [--json] "
-        "[--report DIR]",
-        help="drive a function and name what makes its memory grow",
+        usage="modelguard diagnose (MODULE:FUNCTION | --pid PID) [--inputs FILE | --generate MODULE:FUNCTION] "
+        "[--time T | --calls N] [--try T] [--bucketed NAME]... [--load MODULE:FUNCTION] [--json] [--report DIR]",
+        help="drive a function, name what makes its memory grow, and try what helps",
         description="Call a function in a fresh process until it is decided whether its memory grows with its calls, "
-        "and name the causes, each with its share of the growth and its evidence.",
+        "and name the causes, each with its share of the growth and its evidence. If it grows, try the remedies that "
+        "may help in fresh processes, and recommend one.",
         epilog="exit status: 0 it does not grow, 1 it grows, 2 it could not be driven, 3 undecided",
     )
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="the function, such as app:predict")
+    parser.add_argument("target", metavar="MODULE:FUNCTION", nargs="?", help="the function, such as app:predict")
+    parser.add_argument("--pid", metavar="PID", help="a running process to watch instead; needs Python 3.14")
     parser.add_argument(
         "--inputs", metavar="FILE", help="one input in JSON per line: a list, an object, or one argument"
     )
     parser.add_argument("--generate", metavar="MODULE:FUNCTION", help="a function that yields inputs without end")
-    parser.add_argument("--time", metavar="T", default="30s", help="how long to drive it, default: %(default)s")
+    parser.add_argument(
+        "--time", metavar="T", help="how long to drive it, default: 30s; with --pid, to watch it, default: 5m"
+    )
+    parser.add_argument("--calls", metavar="N", help="how many times to call it, instead of --time")
+    parser.add_argument(
+        "--try",
+        dest="trial",
+        metavar="T",
+        default="2m",
+        help="how long to try remedies if memory grows, 0 for not at all; default: %(default)s",
+    )
+    parser.add_argument(
+        "--bucketed",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a parameter whose tensors may be padded; may be given several times",
+    )
+    parser.add_argument(
+        "--load", metavar="MODULE:FUNCTION", help="what makes the model, which the function takes as its first argument"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--report", metavar="DIR", help="also write report.json and report.html into this folder")
     parser.set_defaults(run=run)
@@ -44,26 +70,67 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    from modelguard import _units, diagnosis
-    from modelguard.diagnosis import _growth_report, _redact
+    from modelguard.diagnosis import _growth_text, _redact
 
     try:
-        report = diagnosis.diagnose(
-            options.target,
-            inputs=options.inputs,
-            generate=options.generate,
-            seconds=_units.seconds(options.time, "--time"),
-            progress=_Progress() if sys.stderr.isatty() else lambda _: None,
-        )
+        report = _report(options)
         if options.report is not None:
             _write(report, options.report)
+    except KeyboardInterrupt:  # between two processes: what runs in one is ended, and reported
+        print("modelguard diagnose: interrupted", file=sys.stderr)  # noqa: T201
+        return USAGE
     except ModelGuardError as error:
         line = " ".join(_redact.redact(str(error), os.environ).split())
         print(f"modelguard diagnose: {line}", file=sys.stderr)  # noqa: T201
         return USAGE
-    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(_growth_report.as_text(report))
+    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(_growth_text.as_text(report))
     print(text)  # noqa: T201 - the output of the command
     return {"steady": 0, "grows": GROWS, "undecided": UNDECIDED}[report.verdict]
+
+
+def _report(options: argparse.Namespace) -> GrowthReport:
+    progress = _Progress() if sys.stderr.isatty() else lambda _: None
+    return _of_function(options, progress) if options.pid is None else _of_process(options, progress)
+
+
+def _of_process(options: argparse.Namespace, progress: Callable[[Mapping[str, Any]], None]) -> GrowthReport:
+    from modelguard import _units, diagnosis
+
+    if options.target is not None:
+        why = "must be given alone: a running process gets its own requests"
+        raise InvalidOption("--pid", options.pid, why=why, fix=f"Remove {options.target}.")
+    for name in ("inputs", "generate", "calls", "load"):
+        if getattr(options, name) is not None:
+            why = "is for a function that is called, and a running process gets its own requests"
+            raise InvalidOption(f"--{name}", getattr(options, name), why=why, fix="Remove it.")
+    seconds = PROCESS_SECONDS if options.time is None else _units.seconds(options.time, "--time")
+    return diagnosis.diagnose_process(options.pid, seconds=seconds, progress=progress)
+
+
+def _of_function(options: argparse.Namespace, progress: Callable[[Mapping[str, Any]], None]) -> GrowthReport:
+    from modelguard import _units, diagnosis
+
+    target: str | None = options.target
+    if target is None:
+        why = "must be given, unless --pid is"
+        raise InvalidOption("MODULE:FUNCTION", "", why=why, fix="Write for example app:predict.")
+    return diagnosis.diagnose(
+        target,
+        inputs=options.inputs,
+        generate=options.generate,
+        seconds=SECONDS if options.time is None else _units.seconds(options.time, "--time"),
+        calls=None if options.calls is None else _whole_number(options.calls),
+        trial_seconds=0.0 if options.trial == "0" else _units.seconds(options.trial, "--try", zero=True),
+        bucketed=options.bucketed,
+        load=options.load,
+        progress=progress,
+    )
+
+
+def _whole_number(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise InvalidOption("--calls", text, why="must be a whole number", fix="Write --calls 1000.")
+    return int(text)
 
 
 class _Progress:
@@ -82,12 +149,12 @@ class _Progress:
 
 
 def _write(report: GrowthReport, folder: str) -> None:
-    from modelguard.diagnosis import _growth_report
+    from modelguard.diagnosis import _growth_page
 
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, "report.json").write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
-        Path(folder, "report.html").write_text(_growth_report.as_html(report), encoding="utf-8")
+        Path(folder, "report.html").write_text(_growth_page.as_html(report), encoding="utf-8")
     except OSError as error:
         fix = "Name a folder that can be written to."
         raise InvalidOption("--report", folder, why=f"cannot be written ({error.strerror})", fix=fix) from None

@@ -36,7 +36,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "doctor",
         usage="modelguard doctor [--json] [--ignore NUMBER]... [--baseline FILE] [--request URL [--count N]] "
-        "[--wait S] [--pid PID | -- COMMAND ...]",
+        "[--wait S] [--pid PID [--inside] | -- COMMAND ...]",
         help="find problems in the environment of a service",
         description="Examine this environment, a running process with all its descendants, or a command: it is "
         "started, examined from outside and inside once it serves, and stopped. Each finding says what was seen, why "
@@ -45,6 +45,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "such command",
     )
     parser.add_argument("--pid", metavar="PID", help="a running process; for gunicorn, the master")
+    parser.add_argument(
+        "--inside", action="store_true", help="also ask the process itself; needs Python 3.14 and the right to trace it"
+    )
     parser.add_argument("--request", metavar="URL", help="a path or address to request while the command is examined")
     parser.add_argument("--count", metavar="N", help="the number of requests, default: 100")
     parser.add_argument("--wait", metavar="S", help="seconds to wait until the command serves, default: 120")
@@ -105,8 +108,11 @@ def _gather(options: argparse.Namespace) -> Facts:
         if getattr(options, name) is not None and not options.command:
             why = "requires a command, which is started"
             raise InvalidOption(f"--{name}", getattr(options, name), why=why, fix="Write it after --.")
+    if options.inside and options.pid is None:
+        fix = "Remove it: a command that is started is asked anyway."
+        raise InvalidOption("--inside", "", why="requires --pid", fix=fix)
     if options.pid is not None:
-        return diagnosis.facts_of_process(options.pid)
+        return (diagnosis.facts_from_inside if options.inside else diagnosis.facts_of_process)(options.pid)
     if options.command:
         count, wait = _number("--count", options.count), _number("--wait", options.wait)
         return diagnosis.facts_of_command(

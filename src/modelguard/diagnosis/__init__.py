@@ -5,12 +5,16 @@ from __future__ import annotations
 from modelguard import _public
 from modelguard.diagnosis._checks import CHECKS, Check, Finding
 from modelguard.diagnosis._diagnose import diagnose
+from modelguard.diagnosis._diagnose_process import diagnose_process
 from modelguard.diagnosis._facts import Facts
+from modelguard.diagnosis._facts_attached import facts_from_inside
 from modelguard.diagnosis._facts_command import PATIENCE, REQUESTS, facts_of_command
 from modelguard.diagnosis._facts_machine import facts_of_machine
 from modelguard.diagnosis._facts_process import facts_of_process
 from modelguard.diagnosis._growth import Cause, GrowthReport, Measured
 from modelguard.diagnosis._report import DoctorReport, examine
+from modelguard.diagnosis._trial_results import Spread, Trial, Trials
+from modelguard.diagnosis._watch import Watch, watch
 
 __all__ = [
     "CHECKS",
@@ -23,11 +27,18 @@ __all__ = [
     "Finding",
     "GrowthReport",
     "Measured",
+    "Spread",
+    "Trial",
+    "Trials",
+    "Watch",
     "diagnose",
+    "diagnose_process",
     "examine",
+    "facts_from_inside",
     "facts_of_command",
     "facts_of_machine",
     "facts_of_process",
+    "watch",
 ]
 
 _public.set_module(globals())

@@ -46,6 +46,8 @@ def server(answer: Mapping[str, Any]) -> Server | None:
         max_requests=int(found.get("max_requests") or found.get("limit_max_requests") or 0),
         jitter=int(found.get("max_requests_jitter") or found.get("limit_max_requests_jitter") or 0),
         reload=bool(found.get("reload") or found.get("should_reload")),
+        timeout=float(found.get("timeout") or 0),
+        grace=float(found.get("graceful_timeout") or 0),
     )
 
 
@@ -57,7 +59,8 @@ def _config(name: object) -> str:
 
 def _guard(given: Mapping[str, Any]) -> Guarded:
     policy = given.get("policy")
-    return Guarded(str(given.get("name", "?")), None if policy is None else str(policy))
+    loaded = float(given.get("load_seconds") or 0)
+    return Guarded(str(given.get("name", "?")), None if policy is None else str(policy), loaded)
 
 
 def _variable(name: str, value: str, moment: str, where: str) -> Variable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from modelguard._units import format_bytes
 from modelguard.diagnosis._growth import Cause, CauseName, Measured
@@ -16,6 +16,8 @@ _WITH_CALLS = 0.002
 _FEWEST_MORE = 4
 #: A rate below this share of the whole is no growth.
 _NONE = 0.3
+#: Bytes of machine code that a service has compiled while it was watched, as the doctor's MG203 counts them.
+_COMPILED = 2_000_000
 _LINES = 3
 
 _FIXES: dict[CauseName, str] = {
@@ -103,6 +105,17 @@ _COUNTED: tuple[tuple[str, CauseName], ...] = (
 )
 
 
+#: The same in a service that runs, where no cache is emptied.
+_COUNTED_LIVE: tuple[tuple[str, CauseName], ...] = (
+    *_COUNTED,
+    ("cached results", "unbounded cache"),
+    ("metric series", "metric labels"),
+    ("caught errors", "tracebacks"),
+)
+#: Memory blocks of Python's allocators by which each call has to grow so that Python objects are what grows.
+_BLOCKS = 0.5
+
+
 def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     """What is still held. A cause that is counted explains what is left; then lines of Python, then the rest."""
     calls = max(1, measured.calls[-1] - measured.calls[0]) if measured.calls else 1
@@ -111,16 +124,27 @@ def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
         names = ", ".join(measured.errors[:_LINES])
         yield "tracebacks", measured.growth, f"only calls that fail ({names}) let it grow; {_counted(measured)}"
         return
-    for counted, name in _COUNTED:
+    for counted, name in _COUNTED_LIVE if measured.live else _COUNTED:
         more = measured.more(counted)
         if more >= max(_FEWEST_MORE, _WITH_CALLS * calls):
-            yield name, measured.growth, f"{more:,} more {counted} after {calls:,} calls"
+            yield name, measured.growth, f"{more:,} more {counted} after {calls:,} {measured.per}"
             return
+    if measured.live and measured.compiled > _COMPILED and "torch" in measured.libraries:
+        yield "onednn plans", measured.growth, f"{format_bytes(measured.compiled)} more machine code was compiled"
+        return
+    if measured.live and measured.more("blocks") >= _BLOCKS * calls:
+        kinds = sorted(measured.types.items(), key=lambda item: -item[1])[:_LINES]
+        most = ", ".join(f"{number:,} {kind}" for kind, number in kinds) or "of types that the collector does not track"
+        yield "python objects", measured.growth, f"{measured.more('blocks'):,} more blocks of Python's memory; {most}"
+        return
     if traced:
-        lines = list(measured.traced.items())[:_LINES]
-        where = ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in lines)
-        yield "python objects", traced, f"allocated at {where}"
+        yield "python objects", traced, f"allocated at {_places(measured.traced)}"
     yield from _native(measured)
+
+
+def _places(lines: Mapping[str, float]) -> str:
+    """The lines that keep most."""
+    return ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in list(lines.items())[:_LINES])
 
 
 def _counted(measured: Measured) -> str:
@@ -154,4 +178,5 @@ def _native(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
         depends = (
             "" if measured.repeats is None else f"; a repeated input grows by {measured.repeats:,.0f} bytes per call"
         )
-        yield "native memory", measured.growth, f"neither freed by a collection nor allocated by Python{depends}"
+        where = f"; allocated below {_places(measured.native)}" if measured.native else ""
+        yield "native memory", measured.growth, f"neither freed by a collection nor allocated by Python{depends}{where}"

@@ -18,6 +18,9 @@ MANY_OBJECTS = 100_000
 _FREEZE = "def when_ready(server): gc.collect(); gc.freeze()"
 _OURS = ("-c", "python:modelguard.frameworks.gunicorn")
 
+#: Seconds beyond a load, for the call that waits for it.
+_ROOM = 30
+
 #: gunicorn's own worker classes that speak WSGI only.
 _KINDS_WITHOUT_ASGI = ("sync", "gthread", "gevent", "eventlet", "tornado")
 
@@ -119,6 +122,26 @@ def _restarts_on_changes(facts: Facts) -> Evidence | None:
     return Evidence((f"{server.kind} watches its source files",), fix, remedy=Remedy(drop=("--reload",)))
 
 
+def _loads_too_long(facts: Facts) -> Evidence | None:
+    """A call that waits for a load keeps a sync worker from giving its sign of life, and a stop from being graceful."""
+    server = facts.server
+    guards = [guard for process in facts.serving if process.inside for guard in process.inside.guards if guard.policy]
+    if server is None or server.kind != "gunicorn" or not guards:
+        return None
+    slowest = max(guards, key=lambda guard: guard.load_seconds)
+    silent = server.worker_class == "sync" and 0 < server.timeout <= slowest.load_seconds
+    cut_off = 0 < server.grace <= slowest.load_seconds
+    if not silent and not cut_off:
+        return None
+    enough = int(slowest.load_seconds) + _ROOM
+    options = ("--timeout", str(enough)) if silent else ("--graceful-timeout", str(enough))
+    seen = (
+        f"the guard {slowest.name!r} has taken {slowest.load_seconds:.0f} s to load, and reloads by {slowest.policy}",
+        f"gunicorn's timeout is {server.timeout:g} s, its graceful_timeout {server.grace:g} s",
+    )
+    return Evidence(seen, f"Add {' '.join(options)}.", "fault" if silent else "note", remedy=Remedy(options=options))
+
+
 def _may_use_ours(facts: Facts) -> bool:
     """Whether our configuration can take the place of the service's: it has none, and it has a guard to share."""
     guarded = any(process.inside and process.inside.guards for process in facts.processes)
@@ -189,5 +212,13 @@ CHECKS = (
         "It watches all source files, keeps one more process for that, and a deployment that copies files over the old "
         "ones restarts the service amid the copy. uvicorn runs a single worker then.",
         _restarts_on_changes,
+    ),
+    Check(
+        "MG409",
+        "A load takes longer than the server waits",
+        "While a model is replaced by drain_first, calls wait for the load. A sync worker that waits gives no sign of "
+        "life, and gunicorn kills it after the timeout, with its load; the next worker begins the same load. A worker "
+        "that is stopped is killed after graceful_timeout, with the calls that wait.",
+        _loads_too_long,
     ),
 )

@@ -1,23 +1,23 @@
-"""Drives a function in a fresh process until its growth is decided, and names the causes."""
+"""Drives a function in a fresh process until its growth is decided, names the causes, and tries remedies."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from modelguard.diagnosis import _redact
+from modelguard import _units
+from modelguard.diagnosis import _child, _redact
 from modelguard.diagnosis._attribution import attribute
-from modelguard.diagnosis._growth import GrowthReport, Measured, judge
+from modelguard.diagnosis._candidates import Declared
+from modelguard.diagnosis._child import Progress, Said
+from modelguard.diagnosis._growth import GrowthReport, Measured, judge, readings_missing, slow_growth
+from modelguard.diagnosis._trials import try_remedies
 from modelguard.errors import InvalidOption, NotSupported
 
 __all__ = ["SECONDS", "diagnose", "read_inputs"]
@@ -27,11 +27,13 @@ SECONDS = 30.0
 
 #: Seconds without a word after which a call is taken to hang: loading a model and the slowest reading take less.
 _SILENCE = 120.0
-_PAUSE = 0.1
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-
-Progress = Callable[[Mapping[str, Any]], None]
+#: Fewer calls decide nothing: there are 24 readings.
+_FEWEST_CALLS = 48
+_DAY = 86_400
+#: How many times as long to try next if there was no second reading.
+_FIRST = 4.0
 
 
 def diagnose(
@@ -40,12 +42,16 @@ def diagnose(
     inputs: str | None = None,
     generate: str | None = None,
     seconds: float = SECONDS,
+    calls: int | None = None,
+    trial_seconds: float = 0.0,
+    bucketed: Sequence[str] = (),
+    load: str | None = None,
     environ: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
     progress: Progress = lambda _: None,
     silence: float = _SILENCE,
 ) -> GrowthReport:
-    """Drive a function, decide whether memory grows with its calls, and attribute the growth.
+    """Drive a function, decide whether memory grows with its calls, attribute the growth, and try remedies.
 
     Args:
         target: The function as ``"module:function"``; sync, async, guarded or batched.
@@ -53,27 +59,60 @@ def diagnose(
             anything else the one argument. Inputs are repeated in turn.
         generate: A function without arguments as ``"module:function"`` that yields inputs without end.
         seconds: How long to drive and test it.
+        calls: How many times to call it, instead of ``seconds``, which is then a third of the longest time. The result
+            does not depend on how busy the machine is.
+        trial_seconds: How long to try remedies if it grows; 0 to try none. The first round is finished in any case.
+        bucketed: Names of parameters whose tensors may be padded, which is then tried as a remedy.
+        load: A function that makes a model, as ``"module:function"``. ``target`` takes the model as its first argument,
+            from a guard, and reloads can be tried.
         environ: The variables of the process.
         cwd: The folder in which the module is looked for. Default: the current one.
         progress: Called with each line that the process says.
         silence: Seconds after which a call that does not return ends the diagnosis.
 
     Raises:
-        InvalidOption: A name, a file or a time is not valid, or the function cannot be imported or called.
+        InvalidOption: A name, a file, a number or a time is not valid, or the function cannot be imported or called.
         NotSupported: There is no ``/proc``.
     """
-    for option, name in (("MODULE:FUNCTION", target), ("--generate", generate)):
+    for option, name in (("MODULE:FUNCTION", target), ("--generate", generate), ("--load", load)):
         if name is not None and not _NAME.fullmatch(name):
             raise InvalidOption(option, name, why="must be module:function", fix="Write for example app:predict.")
     if inputs is not None and generate is not None:
         raise InvalidOption("--inputs", inputs, why="must be given alone", fix="Remove --generate.")
-    if not 1 <= seconds <= 86_400:  # noqa: PLR2004 - a day
+    if not 1 <= seconds <= _DAY:
         raise InvalidOption("--time", seconds, why="must be between 1 s and 1 day", fix="Write --time 30s.")
+    if not 0 <= trial_seconds <= _DAY:
+        raise InvalidOption("--try", trial_seconds, why="must be between 0 s and 1 day", fix="Write --try 2m.")
+    if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < _FEWEST_CALLS):
+        why = f"must be a whole number of at least {_FEWEST_CALLS}"
+        raise InvalidOption("--calls", calls, why=why, fix="Write --calls 1000.")
     if not Path("/proc/self/smaps").exists():
         raise NotSupported("modelguard diagnose", reason="there is no /proc")
-    config = {"target": target, "generate": generate, "inputs": read_inputs(inputs), "seconds": seconds}
-    lines, unknown = _run(config, dict(environ), cwd or Path.cwd(), progress, silence)
-    return _report(target, lines, unknown)
+    config = {"target": target, "generate": generate, "inputs": read_inputs(inputs), "load": load}
+    where, variables = cwd or Path.cwd(), dict(environ)
+    said = _child.follow(
+        _child.command("_driven"),
+        {**config, "seconds": seconds, "calls": calls},
+        variables,
+        where,
+        progress=progress,
+        silence=silence,
+    )
+    report = _report(target, said, _Asked(seconds, calls, silence))
+    if report.verdict != "grows" or not trial_seconds or said.end == "interrupted":
+        return report
+    trials = try_remedies(
+        config,
+        report.causes,
+        report.measured,
+        Declared(tuple(bucketed), load),
+        seconds=trial_seconds,
+        environ=variables,
+        cwd=where,
+        progress=progress,
+        silence=silence,
+    )
+    return dataclasses.replace(report, trials=trials)
 
 
 def read_inputs(file: str | None) -> list[Any] | None:
@@ -101,75 +140,73 @@ def read_inputs(file: str | None) -> list[Any] | None:
     return found
 
 
-def _run(
-    config: dict[str, Any], environ: dict[str, str], cwd: Path, progress: Progress, silence: float
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns what the process has said, and what could not be determined."""
-    with tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
-        answer = Path(folder, "answer")
-        answer.touch()
-        command = [sys.executable, "-m", "modelguard.diagnosis._driven", json.dumps({**config, "answer": str(answer)})]
-        process = subprocess.Popen(  # noqa: S603 - this very Python, and a module of this package
-            command,
-            env=environ,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            return _follow(process, answer, progress, silence)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+class _Asked(NamedTuple):
+    """How long the user lets it take."""
+
+    seconds: float
+    calls: int | None
+    silence: float
+
+    def longer(self, factor: float) -> str:
+        """The option for so many times as long."""
+        if self.calls is not None:
+            return f"--calls {math.ceil(factor * self.calls)}"
+        return f"--time {_units.format_seconds(math.ceil(factor * self.seconds))}"
 
 
-def _follow(
-    process: subprocess.Popen[bytes], answer: Path, progress: Progress, silence: float
-) -> tuple[list[dict[str, Any]], list[str]]:
-    lines: list[dict[str, Any]] = []
-    heard = time.monotonic()
-    try:
-        while True:
-            ended = process.poll() is not None
-            text = answer.read_text(encoding="utf-8").splitlines(keepends=True)
-            said = [json.loads(line) for line in text[len(lines) :] if line.endswith("\n")]
-            for line in said:
-                progress(line)
-            lines += said
-            heard = time.monotonic() if said else heard
-            if ended:
-                if not lines or not (lines[-1].get("done") or "error" in lines[-1]):
-                    return lines, [f"the process ended with status {process.returncode} before the diagnosis did"]
-                return lines, []
-            if time.monotonic() > heard + silence:
-                return lines, [f"a call has not returned for {silence:g} seconds, and was ended"]
-            time.sleep(_PAUSE)
-    except KeyboardInterrupt:
-        return lines, ["it was interrupted"]
-
-
-def _report(target: str, lines: list[dict[str, Any]], unknown: list[str]) -> GrowthReport:
-    for line in lines:
-        if "error" in line:
-            message = _redact.redact(line["message"], os.environ)
-            why = f"could not be driven: {line['error']}" + (f": {message}" if message else "")
-            raise InvalidOption("MODULE:FUNCTION", target, why=why, fix="Try python -c 'import MODULE' first.")
-    said = next((line["measured"] for line in reversed(lines) if "measured" in line), None)
-    if said is None:
-        drive = [line for line in lines if line.get("phase") == "drive"]
-        said = {"calls": [0, *(line["calls"] for line in drive)], "private": [each["first"] for each in drive[:1]]}
-        said["private"] += [line["private"] for line in drive]
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in said.items()}
-    measured = Measured(**fields)
+def _report(target: str, said: Said, asked: _Asked) -> GrowthReport:
+    if (error := said.last("error")) is not None:
+        message = _redact.redact(said.last("message"), os.environ)
+        why = f"could not be driven: {error}" + (f": {message}" if message else "")
+        raise InvalidOption("MODULE:FUNCTION", target, why=why, fix=_fix(said))
+    measured = _measured(said)
     verdict = judge(measured.calls, measured.private) if measured.private else "undecided"
+    unknown = _ended(said, asked.silence)
     if verdict == "undecided":
-        needed = "more time: --time 120s, or more" if len(measured.private) > 1 else "calls that return"
-        unknown = [*unknown, f"there are {len(measured.private)} readings, which is too few; it needs {needed}"]
+        unknown.append(_needed(said, measured, asked))
+    elif verdict == "steady" and (factor := slow_growth(measured.calls, measured.private)):
+        verdict = "undecided"
+        unknown.append(f"memory rises evenly, but by too little to tell it from noise; it needs {asked.longer(factor)}")
     if measured.failures:
         errors = ", ".join(measured.errors)
-        unknown = [*unknown, f"{measured.failures:,} of {measured.calls[-1]:,} calls failed ({errors})"]
+        unknown.append(f"{measured.failures:,} of {measured.calls[-1]:,} calls failed ({errors})")
     causes, rest = attribute(measured) if verdict == "grows" else ((), 0.0)
     return GrowthReport(target, verdict, causes, rest, measured, tuple(unknown))
+
+
+def _fix(said: Said) -> str:
+    if any(line.get("phase") == "warm-up" for line in said.lines):
+        return "Check --inputs or --generate."
+    return "Check the name and the inputs, and that python -c 'import MODULE' works in this folder."
+
+
+def _measured(said: Said) -> Measured:
+    """What was measured, or what readings there are if the process has not come to its end."""
+    found = said.last("measured")
+    if found is None:
+        drive = [line for line in said.lines if line.get("phase") == "drive"]
+        found = {"calls": [0, *(line["calls"] for line in drive)] if drive else []}
+        found["private"] = [*(each["first"] for each in drive[:1]), *(line["private"] for line in drive)]
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    return Measured(**fields)
+
+
+def _ended(said: Said, silence: float) -> list[str]:
+    if said.end == "exited":
+        return [f"the process ended with status {said.status} before the diagnosis did"]
+    if said.end == "silent":
+        return [f"a call has not returned for {silence:g} seconds, and was ended"]
+    return ["it was interrupted"] if said.end == "interrupted" else []
+
+
+def _needed(said: Said, measured: Measured, asked: _Asked) -> str:
+    """What it needs to be decided."""
+    count = len(measured.private)
+    seen = f"there {'is 1 reading' if count == 1 else f'are {count} readings'}, which is too few"
+    if said.end in ("exited", "silent"):
+        return f"{seen}; it needs calls that return"
+    if said.end == "interrupted" or count < 2:  # noqa: PLR2004 - one reading says nothing of the time between two
+        factor = 1.0 if said.end == "interrupted" else _FIRST
+    else:
+        factor = 1 + readings_missing(count) / (count - 1)
+    return f"{seen}; it needs {_Asked(asked.seconds, None, asked.silence).longer(factor)}"

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import gc
-import importlib
-import inspect
 import itertools
-import json
-import os
 import sys
 import time
-import tracemalloc
-from collections import deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from modelguard.diagnosis import _census
-from modelguard.environment import _allocator, _memory, _proc
+from modelguard.diagnosis import _census, _target
+from modelguard.diagnosis._compiled import compiled
+from modelguard.diagnosis._lines import kept_by_line
+from modelguard.diagnosis._target import Arguments, Say, Target
+from modelguard.environment import _allocator, _memory
 from modelguard.errors import ModelGuardError
+from modelguard.lifecycle._wrappers import owner_of
+from modelguard.lifecycle.guard import ModelGuard, guard
 
 __all__ = ["main"]
 
 _READINGS = 24
-#: Shares of the time: the warm-up, the readings; what is left is for the tests that tell causes apart.
-_WARM, _DRIVE = 0.15, 0.55
+#: Shares of the time or of the calls: the warm-up, the readings, new inputs to choose from, repeated inputs, and calls
+#: that are traced.
+_WARM, _DRIVE, _NEW, _REPEATED, _TRACING = 0.15, 0.55, 0.05, 0.16, 0.09
 _FEWEST_CALLS = 4
 _CALIBRATING = 10_000
 _UNCOUNTED = 10**9
@@ -34,172 +32,130 @@ _UNCOUNTED = 10**9
 _MOST_TIMES = 3
 #: Bytes. So much growth, in enough readings, is decided: more would only endanger the machine.
 _ENOUGH, _ENOUGH_READINGS = 200_000_000, 10
-#: Inputs that are looked at to find some of one shape, and calls of a run that is traced.
+#: Inputs that are looked at to find some of one shape, and calls of a run that is traced, at most.
 _SHAPES, _TRACED = 400, 300
-_FRAMES = 1
 _MOST_ERRORS = 5
 
 
-class _Target:
-    """The function, and the inputs that it is called with in turn."""
-
-    def __init__(self, function: Callable[..., Any], inputs: Iterator[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-        self._function = function
-        self._inputs = inputs
-        self._loop = asyncio.new_event_loop() if _is_async(function) else None
-        self.failures = 0
-        self.errors: dict[str, None] = {}
-        self.calls = 0
-
-    def next_input(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return next(self._inputs)
-
-    def run(self, count: int, *, until: float, given: Callable[[], Any] | None = None) -> int:
-        """Call it so many times, or until the time is up; returns how many calls were made."""
-        take = given or self.next_input
-        if self._loop is not None:
-            return self._loop.run_until_complete(self._run_async(count, until, take))
-        for done in range(count):
-            self._call(take())
-            if time.monotonic() > until:
-                return done + 1
-        return count
-
-    async def _run_async(self, count: int, until: float, take: Callable[[], Any]) -> int:
-        for done in range(count):
-            item = take()
-            try:
-                await self._function(*item[0], **item[1])
-            except Exception as error:  # noqa: BLE001 - failures are counted
-                self._failed(error)
-            self.calls += 1
-            if time.monotonic() > until:
-                return done + 1
-        return count
-
-    def _call(self, item: Any) -> None:
-        self.calls += 1
-        try:
-            result = self._function(*item[0], **item[1])
-            if hasattr(type(result), "__next__"):
-                deque(result, maxlen=0)
-        except Exception as error:  # noqa: BLE001 - failures are counted
-            self._failed(error)
-
-    def _failed(self, error: Exception) -> None:
-        self.failures += 1
-        self.errors[type(error).__name__] = None
-
-
 def main() -> None:
-    """Drive what the first argument describes, and write lines of JSON to the file that it names."""
-    config = json.loads(sys.argv[1])
-    with Path(config["answer"]).open("a", encoding="utf-8") as stream:
-
-        def say(**line: Any) -> None:
-            stream.write(json.dumps(line) + "\n")
-            stream.flush()
-
-        try:
-            _drive(config, say)
-        except Exception as error:
-            say(error=f"{type(error).__name__}", message=str(error) if isinstance(error, _TOLD) else "")
-            raise
-    os._exit(0)  # whatever threads the function has left
+    """Drive what the configuration describes."""
+    _target.run_program(_drive)
 
 
-_TOLD = (ImportError, AttributeError, NameError, SyntaxError, ValueError, TypeError, ModelGuardError)
+class _Extent(NamedTuple):
+    """How long to drive: so many calls, but not beyond a moment."""
+
+    calls: int
+    until: float
 
 
-def _drive(config: dict[str, Any], say: Callable[..., None]) -> None:
-    sys.path.insert(0, str(Path.cwd()))
-    function = _load(config["target"])
-    target = _Target(function, _inputs(config, function))
-    began, seconds = time.monotonic(), float(config["seconds"])
+class _Pace(NamedTuple):
+    """How long everything takes: by time, or by calls, so that a busy machine changes nothing.
+
+    Attributes:
+        seconds: The time; with ``calls``, a third of the longest time.
+        calls: The number of calls; None to go by time.
+        latest: The moment at which readings end whatever is missing.
+    """
+
+    seconds: float
+    calls: int | None
+    latest: float
+
+    def part(self, share: float, *, at_most: int = _UNCOUNTED) -> _Extent:
+        """A share of the whole, from now on."""
+        if self.calls is not None:
+            return _Extent(min(at_most, max(_FEWEST_CALLS, round(share * self.calls))), self.latest)
+        return _Extent(at_most, time.monotonic() + share * self.seconds)
+
+
+def _drive(config: dict[str, Any], say: Say) -> None:
+    say(phase="import")
+    began = time.monotonic()
+    function = _target.load(config["target"])
+    if config["load"]:
+        function = guard(_target.load(config["load"]), reload_on=None)(function)
+    target = Target(function, _target.inputs(config, function))
+    seconds = float(config["seconds"])
+    pace = _Pace(seconds, config.get("calls"), time.monotonic() + _MOST_TIMES * seconds)
+    imported = time.monotonic() - began
     say(phase="warm-up")
-    size = _warm_up(target, began + _WARM * seconds)
-    target.failures, target.calls = 0, 0
+    size = _warm_up(target, pace)
+    target.forget()
     gc.collect()
     before, sizes = _census.count(), _census.cache_sizes()
     _trim()
-    target.run(size, until=time.monotonic() + _WARM * seconds)
+    target.run(size, pace.part(_WARM).until)
     free = _fallen(lambda: None)  # what calls always leave behind, without any growth
-    target.run(size, until=time.monotonic() + _WARM * seconds)
-    target.failures, target.calls = 0, 0
-    calls, private, compiled = [0], [_memory.private(fresh=True)], _compiled()
-    until = began + (_WARM + _DRIVE) * seconds
-    latest = began + _MOST_TIMES * seconds
-    while time.monotonic() < (until if len(calls) >= _ENOUGH_READINGS else latest):
-        # By time and not by calls: calls may become slower as more is held.
-        target.run(_UNCOUNTED, until=time.monotonic() + _DRIVE * seconds / _READINGS)
-        calls.append(target.calls)
-        private.append(_memory.private(fresh=True))
-        say(phase="drive", calls=target.calls, private=private[-1], first=private[0])
-        if len(calls) >= _ENOUGH_READINGS and private[-1] - private[0] > _ENOUGH:
-            break
-    measured: dict[str, Any] = {"calls": calls, "private": private, "failures": target.failures}
+    target.run(size, pace.part(_WARM).until)
+    target.forget()
+    code = compiled()
+    measured = _readings(target, pace, say)
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
-    measured |= {"compiled": _compiled() - compiled, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
+    measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
+    measured |= {"imported": imported, "guarded": isinstance(owner_of(function), ModelGuard)}
+    measured |= {"zones": _has_zones(), "importable": _is_importable(function)}
     say(measured=measured)
-    until = max(began + seconds, time.monotonic() + (1 - _WARM - _DRIVE) * seconds)
     say(phase="tests")
     measured |= _given_back(free, sizes)
-    measured |= _rates(target, size, until)
-    measured |= _traced(target, min(_TRACED, max(_FEWEST_CALLS, target.calls)), until)
+    measured |= _rates(target, pace)
+    traced = pace.part(_TRACING, at_most=min(_TRACED, max(_FEWEST_CALLS, target.calls)))
+    # It slows calls down, so it comes last.
+    measured |= kept_by_line(lambda: target.run(traced.calls, max(traced.until, time.monotonic() + 1)))
     say(measured=measured, done=True)
 
 
-def _load(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"{name} is not callable")
-    function: Callable[..., Any] = found
-    return function
+def _readings(target: Target, pace: _Pace, say: Say) -> dict[str, Any]:
+    """Drive it and read its private memory again and again."""
+    calls, private = [0], [_memory.private(fresh=True)]
+    began, until = time.monotonic(), pace.part(_DRIVE).until
+    while True:
+        enough = len(calls) >= _ENOUGH_READINGS
+        if enough and private[-1] - private[0] > _ENOUGH:
+            break
+        if len(calls) > _READINGS if pace.calls is not None else enough and time.monotonic() >= until:
+            break
+        if time.monotonic() >= pace.latest:
+            break
+        target.run(*pace.part(_DRIVE / _READINGS))
+        calls.append(target.calls)
+        private.append(_memory.private(fresh=True))
+        say(phase="drive", calls=target.calls, private=private[-1], first=private[0])
+    return {
+        "calls": calls,
+        "private": private,
+        "failures": target.failures,
+        "seconds": time.monotonic() - began,
+    }
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+def _has_zones() -> bool:
+    """Whether a spaCy pipeline is loaded, and this spaCy has memory zones."""
+    return any(hasattr(type(nlp), "memory_zone") for nlp in _census.pipelines())
 
 
-def _inputs(config: dict[str, Any], function: Callable[..., Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    if config["generate"]:
-        return (_as_arguments(each) for each in _load(config["generate"])())
-    if config["inputs"]:
-        given = [_as_arguments(each) for each in config["inputs"]]
-        _require_fit(function, given[0])
-        return itertools.cycle(given)
-    _require_fit(function, ((), {}))
-    return itertools.repeat(((), {}))
+def _is_importable(function: Any) -> bool:
+    """Whether another process can find the function by its name."""
+    name = getattr(function, "__qualname__", None)
+    return isinstance(name, str) and "." not in name and not hasattr(function, "aio")
 
 
-def _as_arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A list or tuple is positional arguments, a dict is arguments by name, anything else the one argument."""
-    if isinstance(given, dict):
-        return (), given
-    return (tuple(given), {}) if isinstance(given, list | tuple) else ((given,), {})
-
-
-def _require_fit(function: Callable[..., Any], given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    with contextlib.suppress(ValueError):  # functions of C have no signature
-        inspect.signature(function).bind(*given[0], **given[1])
-
-
-def _warm_up(target: _Target, until: float) -> int:
+def _warm_up(target: Target, pace: _Pace) -> int:
     """Call until the time is up; returns how many calls make up a reading."""
-    count, began = 0, time.monotonic()
+    if pace.calls is not None:
+        target.run(*pace.part(_WARM))
+        return pace.part(_DRIVE / _READINGS).calls
+    count, until = 0, pace.part(_WARM).until
     while count < _FEWEST_CALLS or time.monotonic() < until:
-        count += target.run(_FEWEST_CALLS, until=until)
+        count += target.run(_FEWEST_CALLS, until)
     # The first calls may have loaded a model, so they say nothing of the later ones.
-    share, began = (until - began) / _WARM * _DRIVE / _READINGS, time.monotonic()
-    count = target.run(_CALIBRATING, until=began + share)
+    share, began = _DRIVE / _READINGS * pace.seconds, time.monotonic()
+    count = target.run(_CALIBRATING, began + share)
     return max(1, int(share * count / (time.monotonic() - began)))
 
 
 def _trim() -> None:
-    with contextlib.suppress(ModelGuardError):
+    with suppress(ModelGuardError):
         _allocator.trim()
 
 
@@ -221,47 +177,40 @@ def _given_back(free: int, sizes: dict[int, int]) -> dict[str, Any]:
     return found
 
 
-def _rates(target: _Target, size: int, until: float) -> dict[str, Any]:
+def _rates(target: Target, pace: _Pace) -> dict[str, Any]:
     """Growth per call with one input, with inputs of one shape, and with inputs that fail or do not."""
-    share = max(0.0, (until - time.monotonic()) * 0.7)
-    works, failing = _sorted_out(target, time.monotonic() + share / 4)
-    share *= 3 / 4
-    groups: dict[Any, list[Any]] = {}
+    works, failing = _sorted_out(target, pace.part(_NEW, at_most=_SHAPES))
+    groups: dict[Any, list[Arguments]] = {}
     for item in works:
         groups.setdefault(_shape(item), []).append(item)
     alike = max(groups.values(), key=len, default=[])
-    tries: dict[str, list[Any]] = {"repeats": works[:1]}
+    tries: dict[str, list[Arguments]] = {"repeats": works[:1]}
     if len(groups) > 1 and len(alike) > 1:
         tries["same_shape"] = alike
     if failing and works:
         tries |= {"failing": failing, "succeeding": works}
-    end = time.monotonic()
-    found: dict[str, Any] = {}
-    for name, items in tries.items():
-        end += share / len(tries)
-        found[name] = _rate(target, size, items, end) if items else None
-    return found
+    share = _REPEATED / len(tries) / 2
+    return {name: _rate(target, pace, share, items) if items else None for name, items in tries.items()}
 
 
-def _sorted_out(target: _Target, until: float) -> tuple[list[Any], list[Any]]:
+def _sorted_out(target: Target, extent: _Extent) -> tuple[list[Arguments], list[Arguments]]:
     """New inputs that work, and some that fail."""
-    works: list[Any] = []
-    failing: list[Any] = []
-    while len(works) + len(failing) < _SHAPES and (time.monotonic() < until or not works + failing):
+    works: list[Arguments] = []
+    failing: list[Arguments] = []
+    while len(works) + len(failing) < extent.calls and (time.monotonic() < extent.until or not works + failing):
         item, failures = target.next_input(), target.failures
-        target.run(1, until=until, given=lambda item=item: item)  # type: ignore[misc]
+        target.run(1, extent.until, lambda item=item: item)  # type: ignore[misc]
         (failing if target.failures > failures else works).append(item)
     return works, failing
 
 
-def _rate(target: _Target, size: int, items: list[Any], until: float) -> float | None:
+def _rate(target: Target, pace: _Pace, share: float, items: list[Arguments]) -> float:
+    """Growth per call: these inputs are called once more before that, so that what they make anew is there."""
     again = itertools.cycle(items)
-    began = time.monotonic()
-    target.run(size, until=(began + until) / 2, given=lambda: next(again))
-    before, count = _memory.private(fresh=True), 0
-    while time.monotonic() < until:
-        count += target.run(size, until=until, given=lambda: next(again))
-    return (_memory.private(fresh=True) - before) / count if count else None
+    target.run(*pace.part(share), lambda: next(again))
+    before = _memory.private(fresh=True)
+    count = target.run(*pace.part(share), lambda: next(again))
+    return (_memory.private(fresh=True) - before) / count
 
 
 def _shape(given: Any) -> Any:
@@ -273,30 +222,6 @@ def _shape(given: Any) -> Any:
     if isinstance(given, dict):
         return tuple((key, _shape(value)) for key, value in sorted(given.items()))
     return tuple(map(_shape, given)) if isinstance(given, list | tuple) else type(given).__name__
-
-
-def _traced(target: _Target, count: int, until: float) -> dict[str, Any]:
-    """What Python's allocators keep of each call, by line. Tracing slows calls down, so it comes last."""
-    gc.collect()
-    tracemalloc.start(_FRAMES)
-    try:
-        target.run(_FEWEST_CALLS, until=until)
-        before = tracemalloc.take_snapshot()
-        made = target.run(count, until=max(until, time.monotonic() + 1))
-        gc.collect()
-        changed = tracemalloc.take_snapshot().compare_to(before, "lineno")
-    finally:
-        tracemalloc.stop()
-    grown = [line for line in changed if line.size_diff > 0 and line.traceback[0].filename != tracemalloc.__file__]
-    lines = {f"{line.traceback[0].filename}:{line.traceback[0].lineno}": line.size_diff / made for line in grown[:20]}
-    return {"traced": lines, "traced_calls": made}
-
-
-def _compiled() -> int:
-    """Written bytes of machine code without a file."""
-    mappings = _proc.if_readable(_proc.smaps, None) or []
-    own = [each for each in mappings if "x" in each.access and not each.is_file and not each.name.startswith("[v")]
-    return sum(each.sizes.get("Private_Dirty", 0) for each in own)
 
 
 if __name__ == "__main__":

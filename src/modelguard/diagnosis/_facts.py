@@ -98,10 +98,12 @@ class Guarded:
     Attributes:
         name: Its name.
         policy: The policy that replaces its model, as text; None if it has none.
+        load_seconds: How long the load of its model took; 0 if none is loaded.
     """
 
     name: str
     policy: str | None = None
+    load_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,8 @@ class Server:
         max_requests: After how many requests a worker is replaced, 0 for never; None if unknown.
         jitter: The most requests by which that number differs between workers.
         reload: Whether the server restarts workers when a source file changes.
+        timeout: Seconds after which a worker that gives no sign of life is killed; 0 for never, or if unknown.
+        grace: Seconds that a worker gets to finish its requests when it is stopped; 0 if unknown.
     """
 
     kind: str
@@ -196,6 +200,8 @@ class Server:
     max_requests: int | None = None
     jitter: int = 0
     reload: bool = False
+    timeout: float = 0.0
+    grace: float = 0.0
 
     @property
     def preforks(self) -> bool:

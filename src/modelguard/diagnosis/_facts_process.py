@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from modelguard.diagnosis import _answers, _redact
+from modelguard.diagnosis._compiled import compiled_in
 from modelguard.diagnosis._facts import Facts, Interpreter, Role, Server, ServiceProcess, Variable
 from modelguard.diagnosis._facts_machine import machine
 from modelguard.diagnosis._patch_level import patch_level
@@ -19,7 +20,15 @@ from modelguard.environment import _memory, _proc, _remote
 from modelguard.environment._proc import MemoryMapping
 from modelguard.errors import InvalidOption, NotSupported
 
-__all__ = ["facts_of_process", "facts_of_tree"]
+__all__ = [
+    "above",
+    "facts_of_process",
+    "facts_of_tree",
+    "interpreter_of",
+    "named_process",
+    "process_number",
+    "readable",
+]
 
 _ARGUMENT = "--pid"
 _FIX = "Give the id of a running process of yours, as pgrep prints it."
@@ -49,23 +58,44 @@ def facts_of_process(pid: str | int, *, root: Path = _proc.ROOT) -> Facts:
         InvalidOption: It is not a process id, the process does not exist, or it belongs to another user.
         NotSupported: There is no ``/proc``, or it hides what has to be read.
     """
-    number = _number(pid)
-    try:
+    number = process_number(pid)
+    with readable(number):
         return _facts(number, root)
+
+
+@contextmanager
+def readable(pid: int) -> Iterator[None]:
+    """Turn the kernel's errors into one that says what to do.
+
+    Raises:
+        InvalidOption: There is no such process, or it belongs to another user.
+    """
+    try:
+        yield
     except ProcessLookupError:
-        raise InvalidOption(_ARGUMENT, number, why="does not exist", fix=_FIX) from None
+        raise InvalidOption(_ARGUMENT, pid, why="does not exist", fix=_FIX) from None
     except PermissionError:
         why = "belongs to another user, or /proc is hidden from this user"
-        raise InvalidOption(_ARGUMENT, number, why=why, fix="Run modelguard doctor as its owner, or as root.") from None
+        raise InvalidOption(_ARGUMENT, pid, why=why, fix="Run modelguard doctor as its owner, or as root.") from None
+
+
+def named_process(pid: int, root: Path = _proc.ROOT) -> str:
+    """A process with its command, with secrets hidden, as text for users."""
+    environ = _proc.if_readable(_proc.environment, pid, root) or {}
+    return f"process {pid}: {_redact.redact_command(_words(pid, root), environ)}"
+
+
+def interpreter_of(pid: int, root: Path = _proc.ROOT) -> Interpreter | None:
+    """The Python that a process runs on; None if it runs on none."""
+    return _interpreter(_proc.if_readable(_proc.maps, pid, root) or ())
 
 
 def _facts(pid: int, root: Path) -> Facts:
     if not _proc.is_mounted(root):
         raise NotSupported("modelguard doctor --pid", reason="there is no /proc to read it from")
-    words, environ = _words(pid, root), _proc.if_readable(_proc.environment, pid, root) or {}
-    facts = facts_of_tree(pid, f"process {pid}: {_redact.redact_command(words, environ)}", root=root)
+    facts = facts_of_tree(pid, named_process(pid, root), root=root)
     outside = "what it has set for itself since it started, and its server's settings, cannot be seen from outside"
-    return replace(facts, unknown=(outside, *facts.unknown, *_above(pid, root)))
+    return replace(facts, unknown=(outside, *facts.unknown, *above(pid, root)))
 
 
 def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}), *, root: Path = _proc.ROOT) -> Facts:
@@ -108,7 +138,12 @@ def _stale_metrics(environ: Mapping[str, str], root: Path) -> Iterator[str]:
             yield name
 
 
-def _number(pid: str | int) -> int:
+def process_number(pid: str | int) -> int:
+    """Check the id of a process.
+
+    Raises:
+        InvalidOption: It is none.
+    """
     text = str(pid)
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) < 1:
         raise InvalidOption(_ARGUMENT, pid, why="must be a process id", fix=_FIX)
@@ -177,19 +212,9 @@ def _process(pid: int, role: Role, root: Path, answers: Answers) -> ServiceProce
         threads=int(status.get("Threads", "1")),
         torch=any(_TORCH.search(mapping.name) for mapping in mappings),
         cuda=any(mapping.name.startswith("/dev/nvidia") for mapping in mappings),
-        compiled=sum(_written(mapping) for mapping in mappings if _is_compiled_at_run_time(mapping)),
+        compiled=compiled_in(mappings),
         inside=_answers.inside(answers[pid]) if pid in answers else None,
     )
-
-
-def _written(mapping: MemoryMapping) -> int:
-    """Bytes that were written to: address space that was only reserved takes no memory."""
-    return mapping.sizes.get("Private_Dirty", 0) + mapping.sizes.get("Shared_Dirty", 0)
-
-
-def _is_compiled_at_run_time(mapping: MemoryMapping) -> bool:
-    """Whether it is executable memory without a file: machine code that a library has made, such as oneDNN."""
-    return "x" in mapping.access and not mapping.is_file and not mapping.name.startswith("[v")  # [vdso], [vsyscall]
 
 
 def _interpreter(mappings: Iterable[MemoryMapping]) -> Interpreter | None:
@@ -215,7 +240,7 @@ def _with_patch(python: Interpreter | None, pid: int, root: Path) -> Interpreter
     return replace(python, micro=next((level for level in levels if level is not None), None))
 
 
-def _above(pid: int, root: Path) -> Iterator[str]:
+def above(pid: int, root: Path = _proc.ROOT) -> Iterator[str]:
     """Where the process is itself a worker, its parent is the one to examine."""
     known = _proc.stat(pid, root)
     words = _words(pid, root)

@@ -1,12 +1,26 @@
 """What was measured of a function's growth, and the verdict whether it grows with its calls."""
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Cause", "CauseName", "GrowthReport", "Measured", "Verdict", "judge"]
+from modelguard.diagnosis._trial_results import Trials
 
+__all__ = [
+    "Cause",
+    "CauseName",
+    "GrowthReport",
+    "Measured",
+    "Unit",
+    "Verdict",
+    "judge",
+    "readings_missing",
+    "slow_growth",
+]
+
+Unit = Literal["calls", "milliseconds"]
 Verdict = Literal["grows", "steady", "undecided"]
 
 CauseName = Literal[
@@ -22,6 +36,9 @@ _NOISE = 3_000_000
 _PERSISTS = 0.5
 #: Readings without which nothing is decided.
 _FEWEST = 9
+#: Growth below ``_NOISE``, but above this many bytes, may be a slow leak if it is as even as this coefficient of
+#: determination: noise comes in steps.
+_SLOW, _EVEN = 1_000_000, 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +55,9 @@ class Measured:
         garbage: How many objects it freed.
         cleared: What emptying each known cache gave back, by the cache.
         traced: Bytes per call that Python's allocators have not freed, by line, from a second run.
+        native: The same of native memory, if memray is installed.
         traced_calls: Calls of that run.
+        traced_by: ``"tracemalloc"`` or ``"memray"``.
         before: The census before the first reading: numbers of objects, tasks, threads and so on.
         after: The census after the last reading.
         repeats: Growth per call when one input is repeated; None if it was not tried.
@@ -47,6 +66,14 @@ class Measured:
         succeeding: Growth per call with the others alone; None if none failed.
         compiled: Growth of written machine code that was compiled at run time.
         libraries: Which of the libraries with causes of their own are loaded.
+        seconds: How long the calls of the readings took.
+        imported: Seconds that the import of the function took.
+        guarded: Whether a guard lends the function its model.
+        zones: Whether a spaCy pipeline with memory zones is loaded.
+        importable: Whether another process can import the function by its name.
+        live: Whether a service was watched that runs: nothing was tried out in it but a trim.
+        types: By how much the number of objects has grown, by type, in a service.
+        per: What ``calls`` counts: time where a service's calls are not known.
     """
 
     calls: tuple[int, ...] = ()
@@ -58,7 +85,9 @@ class Measured:
     garbage: int = 0
     cleared: dict[str, int] = field(default_factory=dict)
     traced: dict[str, float] = field(default_factory=dict)
+    native: dict[str, float] = field(default_factory=dict)
     traced_calls: int = 0
+    traced_by: str = ""
     before: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
     repeats: float | None = None
@@ -67,6 +96,14 @@ class Measured:
     succeeding: float | None = None
     compiled: int = 0
     libraries: tuple[str, ...] = ()
+    seconds: float = 0.0
+    imported: float = 0.0
+    guarded: bool = False
+    zones: bool = False
+    importable: bool = False
+    live: bool = False
+    types: dict[str, int] = field(default_factory=dict)
+    per: Unit = "calls"
 
     @property
     def growth(self) -> int:
@@ -112,6 +149,7 @@ class GrowthReport:
         unexplained: The share that no cause explains.
         measured: The measurements.
         unknown: What could not be determined, in sentences.
+        trials: The remedies that were tried; None if none were.
     """
 
     subject: str
@@ -120,6 +158,7 @@ class GrowthReport:
     unexplained: float = 0.0
     measured: Measured = Measured()
     unknown: tuple[str, ...] = ()
+    trials: Trials | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""
@@ -147,3 +186,28 @@ def judge(calls: Sequence[int], private: Sequence[int]) -> Verdict:
         for first, second in itertools.pairwise(low)
     )
     return "grows" if late > 0 and late >= _PERSISTS * early else "steady"
+
+
+def readings_missing(count: int) -> int:
+    """How many readings are missing for a decision."""
+    return max(0, _FEWEST - count)
+
+
+def slow_growth(calls: Sequence[int], private: Sequence[int]) -> float | None:
+    """How many times as long a function has to be driven so that slow growth can be told from noise.
+
+    Args:
+        calls: How many calls had been made at each reading.
+        private: Private memory in bytes at each reading.
+
+    Returns:
+        A factor above 1; None if memory does not rise evenly.
+    """
+    growth = private[-1] - private[0]
+    if not _SLOW <= growth <= _NOISE:
+        return None
+    try:
+        even: float = statistics.correlation(calls, private) ** 2
+    except statistics.StatisticsError:  # no call was made between the readings
+        return None
+    return 1.5 * _NOISE / growth if even >= _EVEN else None

@@ -24,7 +24,7 @@ _NATIVE = ("jax", "numpy", "scipy", "sklearn", "spacy", "tensorflow", "torch", "
 
 #: What is asked of gunicorn's configuration. No other setting is looked at: some hold secrets.
 _GUNICORN = (
-    "config",  "max_requests", "max_requests_jitter", "preload_app", "reload", "threads",
+    "config", "graceful_timeout", "max_requests", "max_requests_jitter", "preload_app", "reload", "threads", "timeout",
     "worker_class_str", "workers",
 )  # fmt: skip
 _UVICORN = ("limit_max_requests", "limit_max_requests_jitter", "should_reload", "workers")
@@ -80,15 +80,21 @@ class _Probe:
         import json
 
         path = os.path.join(self._folder, f"{os.getpid()}.json")  # noqa: PTH118
-        answer = {"variables": self._set}
-        for question in (_python, _objects, _pools, _guards, _server):
-            try:
-                answer.update(question())
-            except Exception as error:  # noqa: BLE001 - what cannot be known is left out
-                answer.setdefault("failed", []).append(f"{question.__name__[1:]}: {type(error).__name__}")  # type: ignore[arg-type]
+        answer = {"variables": self._set, **describe()}
         with open(f"{path}.new", "w", encoding="utf-8") as stream:  # noqa: PTH123
             json.dump(answer, stream)
         os.replace(f"{path}.new", path)  # noqa: PTH105
+
+
+def describe() -> dict[str, Any]:
+    """What can be seen of this process at any time."""
+    answer: dict[str, Any] = {}
+    for question in (_python, _objects, _pools, _guards, _server):
+        try:
+            answer.update(question())
+        except Exception as error:  # noqa: BLE001 - what cannot be known is left out
+            answer.setdefault("failed", []).append(f"{question.__name__[1:]}: {type(error).__name__}")
+    return answer
 
 
 def _place(frame: FrameType | None) -> str:
@@ -109,11 +115,11 @@ def _python() -> dict[str, Any]:
         "implementation": sys.implementation.name,
         "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
         "huge_pages": bool(sysconfig.get_config_var("PYMALLOC_USE_HUGEPAGES")),
-        "malloc": _malloc(),
+        "malloc": malloc_file(),
     }
 
 
-def _malloc() -> str | None:
+def malloc_file() -> str | None:
     """The file that serves ``malloc``, by the address of the function."""
     import ctypes
 
@@ -174,7 +180,11 @@ def _guards() -> dict[str, Any]:
         return {"guards": []}
     return {
         "guards": [
-            {"name": guard.name, "policy": None if guard.reload_on is None else repr(guard.reload_on)}
+            {
+                "name": guard.name,
+                "policy": None if guard.reload_on is None else repr(guard.reload_on),
+                "load_seconds": guard.status().load_seconds,
+            }
             for guard in module.guards()
         ]
     }

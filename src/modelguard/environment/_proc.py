@@ -24,6 +24,7 @@ __all__ = [
     "age",
     "cgroups",
     "command_line",
+    "cpu_seconds",
     "descendants",
     "environment",
     "executable",
@@ -211,6 +212,12 @@ def activity(pid: int, root: Path = ROOT) -> Activity:
     words = _text(pid, "stat", root).rpartition(")")[2].split()
     ticks = int(words[14 - 3]) + int(words[15 - 3])  # utime and stime, as proc_pid_stat(5) counts them
     return Activity(words[0] in "RD", ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def cpu_seconds(pid: int, root: Path = ROOT) -> float:
+    """CPU time of a process and of its children that have ended."""
+    words = _text(pid, "stat", root).rpartition(")")[2].split()
+    return sum(int(words[field - 3]) for field in range(14, 18)) / os.sysconf("SC_CLK_TCK")
 
 
 def listening(pid: int, root: Path = ROOT) -> set[int | str]:

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from modelguard import telemetry
+from modelguard.lifecycle import _growth
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._policy import Policy, Snapshot, alternatives
@@ -145,7 +146,11 @@ class Evaluator(Generic[M]):
             if detail is not None and self._first_report(f"futile {part!r}"):
                 telemetry.emit(
                     telemetry.PolicyFutile(
-                        guard=self._guard.name, generation=snapshot.generation, policy=repr(part), detail=detail
+                        guard=self._guard.name,
+                        generation=snapshot.generation,
+                        policy=repr(part),
+                        detail=detail,
+                        cause=_growth.cause(),
                     )
                 )
 

@@ -33,6 +33,7 @@ class Generation(Generic[M]):
         "errors",
         "jitter",
         "leases",
+        "load_seconds",
         "model",
         "model_bytes",
         "number",
@@ -48,6 +49,7 @@ class Generation(Generic[M]):
         self.jitter = jitter
         self.pid = os.getpid()
         self.model_bytes = model_bytes
+        self.load_seconds = 0.0
         self.leases: list[None] = []
         self.uses = 0
         self.errors = 0

@@ -103,7 +103,8 @@ def _make(guard: GuardContext[M], discard: Discard[M]) -> Loaded[M]:
     generation.model_bytes = max(0, growth, handed_out, _adapters.find(generation.model).size(generation.model) or 0)
     generation.born = runtime.clock()
     generation.uses = generation.errors = 0
-    return Loaded(generation, seconds=runtime.clock() - started, stall=meter.longest)
+    generation.load_seconds = runtime.clock() - started
+    return Loaded(generation, seconds=generation.load_seconds, stall=meter.longest)
 
 
 def _load(guard: GuardContext[M]) -> Generation[M]:

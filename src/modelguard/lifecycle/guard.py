@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _misuse
+from modelguard.lifecycle import _growth, _misuse
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._wrappers import decorate, owner_of
@@ -226,6 +226,8 @@ class ModelGuard(Generic[M]):
                 last_error=state.failure.reason if state.failure is not None else None,
                 model_bytes=state.model_bytes,
                 last_release=state.last_release,
+                load_seconds=current.load_seconds if current is not None else 0.0,
+                growth=_growth.found(),
             )
 
     def _state(self) -> State:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from modelguard.telemetry import GenerationReleased
+from modelguard.telemetry import GenerationReleased, GrowthFound
 
 K = TypeVar("K", bound=Hashable)
 
@@ -33,6 +33,9 @@ class Status:
         model_bytes: Size of the model in bytes: growth of private memory during a load, or what the model's library
             reports if that is more; the largest of all loads so far.
         last_release: The event of the latest release of a replaced generation.
+        load_seconds: How long the load of the current generation took; 0 if there is none.
+        growth: What ``modelguard.diagnosis.watch`` has found to make this process grow; None if it does not grow,
+            or if nobody watches.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Status:
     last_error: str | None
     model_bytes: int | None
     last_release: GenerationReleased | None
+    load_seconds: float = 0.0
+    growth: GrowthFound | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ _WARNINGS = (
     events.LoadErrored,
     events.GenerationAbandoned,
     events.PolicyFutile,
+    events.GrowthFound,
     events.CallbackErrored,
     events.BatchErrored,
     events.RequestsRefused,
@@ -101,6 +102,18 @@ def _abandoned(event: events.GenerationAbandoned) -> str:
     return f"generation {event.generation} is abandoned: {calls}; it will be released when they end"
 
 
+def _futile(event: events.PolicyFutile) -> str:
+    cause = "" if event.cause is None else f"; what grows in this process: {event.cause}"
+    return f"{event.policy} is ignored for generation {event.generation}: {event.detail}{cause}"
+
+
+def _growth(event: events.GrowthFound) -> str:
+    grown = f"memory grows with the calls, by {_units.format_bytes(event.growth)} so far"
+    if event.cause is None:
+        return f"{grown}; the cause is not known"
+    return f"{grown}, {event.share:.0%} of it by {event.cause}: {event.seen}. {event.fix}"
+
+
 def _batch_finished(event: events.BatchFinished) -> str:
     return f"a batch of {event.size} took {event.run_seconds:.3f} s; {event.waiting} waiting"
 
@@ -157,7 +170,8 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.GenerationReleased: _released,
     events.GenerationAbandoned: _abandoned,
     events.MemoryTrimmed: lambda event: f"trimmed, {_units.format_bytes(event.freed)} returned to the system",
-    events.PolicyFutile: lambda event: f"{event.policy} is ignored for generation {event.generation}: {event.detail}",
+    events.PolicyFutile: _futile,
+    events.GrowthFound: _growth,
     events.CallbackErrored: lambda event: f"{event.callback} raised {event.error}",
     events.BatchFinished: _batch_finished,
     events.BatchErrored: _batch_errored,

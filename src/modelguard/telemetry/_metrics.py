@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from modelguard.telemetry import events
 from modelguard.telemetry.reasons import Reason, ReasonKind
 
-Subject = Literal["guard", "function"]
+Subject = Literal["guard", "function", "service"]
 Mode = Literal["livemax", "livesum"]
 
 REASONS: tuple[ReasonKind, ...] = get_args(ReasonKind)
@@ -45,7 +45,7 @@ class Metric(NamedTuple):
         name: Its OpenTelemetry name, without ``modelguard.``.
         kind: ``counter`` (only grows), ``gauge`` (the last value counts), ``histogram``.
         help: What it shows, in one line.
-        subject: The label with the name of the guard or function: ``guard`` or ``function``.
+        subject: The label with the name of the guard, function or watch: ``guard``, ``function`` or ``service``.
         unit: OpenTelemetry's notation of the unit: ``s``, ``By``, or the counted thing in braces.
         label: A second label; None for most metrics.
         values: All values of that label.
@@ -93,6 +93,9 @@ def _all() -> Iterator[Metric]:
     yield from _of_releases()
     yield from _of_batches()
     yield from _of_workers()
+    yield _counter(
+        "service", "growth.found", "Times that memory was found to grow with the calls, or for another cause."
+    )
 
 
 def _counter(subject: Subject, name: str, text: str, label: str | None = None, values: tuple[str, ...] = ()) -> Metric:
@@ -274,6 +277,7 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.SwapChosen: lambda event: (Measure("swaps.chosen", 1, event.swap),),
     events.PolicyFutile: lambda _: (Measure("policies.futile", 1),),
     events.CallbackErrored: lambda _: (Measure("callback.errors", 1),),
+    events.GrowthFound: lambda _: (Measure("growth.found", 1),),
     events.GenerationReleased: _of_a_release,
     events.GenerationAbandoned: lambda _: (Measure("generations.abandoned", 1),),
     events.MemoryTrimmed: _of_a_trim,

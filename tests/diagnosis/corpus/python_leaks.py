@@ -12,7 +12,6 @@ import queue
 import random
 import ssl
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 
@@ -22,6 +21,7 @@ waiting: queue.Queue[list[int]] = queue.Queue()
 tasks: set[asyncio.Task[list[int]]] = set()
 subscribers: list[object] = []
 over = threading.Event()
+chance = random.Random(0)
 current: contextvars.ContextVar[list[int]] = contextvars.ContextVar("current")
 
 
@@ -103,7 +103,6 @@ def queued(text: str) -> None:
 
 
 def threads(text: str) -> None:
-    time.sleep(0.002)  # the kernel allows only so many
     threading.Thread(target=over.wait, daemon=True).start()
 
 
@@ -137,7 +136,6 @@ def finalizers(text: str) -> None:
 
 
 def mapped(text: str) -> None:
-    time.sleep(0.001)  # a process may have 65,530 mappings
     memory = mmap.mmap(-1, 16384)
     memory.write(b"x" * 16384)
     kept.append(memory)
@@ -151,5 +149,5 @@ def context_values(text: str) -> None:
 def cache_and_contexts(text: str) -> None:
     """Two causes: a cache, and now and then a context."""
     cached(text)
-    if random.random() < 0.005:
+    if chance.random() < 0.005:
         contexts(text)

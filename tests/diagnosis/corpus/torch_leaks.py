@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 
 import torch
@@ -20,9 +19,19 @@ def lengths() -> Iterator[int]:
 
 
 def shapes(length: int) -> None:
-    time.sleep(0.06)  # the caches are full after 512 calls, and growth ends there
+    """The caches are full after 512 lengths, and growth ends there."""
     with torch.inference_mode():
         convolutions(torch.zeros(1, 128, length))
+
+
+def tensors() -> Iterator[torch.Tensor]:
+    yield from (torch.zeros(1, 128, length) for length in lengths())
+
+
+def tensors_of_lengths(x: torch.Tensor) -> None:
+    """The same as ``shapes``, with inputs that can be padded."""
+    with torch.inference_mode():
+        convolutions(x)
 
 
 def graphs(length: int) -> None:

@@ -193,6 +193,24 @@ def test_nothing_known() -> None:
         pytest.param("MG407", "fault", {"server": replace(COPIES, max_requests=500)}, id="in step"),
         pytest.param("MG408", "fault", {"server": Server("uvicorn", reload=True)}, id="--reload"),
         pytest.param(
+            "MG409",
+            "fault",
+            {
+                "server": replace(COPIES, workers=1, worker_class="sync", timeout=30.0, grace=60.0),
+                "processes": (ServiceProcess(1, inside=Inside(guards=(Guarded("nlp", "Uses(9)", 31.0),))),),
+            },
+            id="a load longer than the timeout",
+        ),
+        pytest.param(
+            "MG409",
+            "note",
+            {
+                "server": replace(COPIES, workers=1, worker_class="gthread", timeout=30.0, grace=30.0),
+                "processes": (ServiceProcess(1, inside=Inside(guards=(Guarded("nlp", "Uses(9)", 31.0),))),),
+            },
+            id="a load longer than the grace",
+        ),
+        pytest.param(
             "MG501",
             "note",
             {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from modelguard.diagnosis import _growth_report
+from modelguard.diagnosis import _growth_page, _growth_text
 from modelguard.diagnosis._attribution import attribute
-from modelguard.diagnosis._growth import Cause, GrowthReport, Measured, judge
+from modelguard.diagnosis._growth import Cause, GrowthReport, Measured, judge, slow_growth
 
 MB = 10**6
 CALLS = tuple(range(0, 2100, 100))
@@ -29,11 +29,20 @@ def grown(**fields: object) -> Measured:
         ("steady", [int(100 * MB * (1 - 0.6**number)) for number in range(21)]),
         ("undecided", [0, 50 * MB, 100 * MB]),
     ],
-    ids=["line", "line with teeth", "flat", "sawtooth", "warm-up", "noise", "fills", "too few"],
+    ids=["line", "line with teeth", "flat", "sawtooth", "warm-up", "too little", "fills", "too few"],
 )
 def test_the_verdict(verdict: str, private: list[int]) -> None:
     """Only growth that goes on with the calls is a leak."""
     assert verdict == judge(CALLS[: len(private)], private)
+
+
+def test_slow_growth_needs_more_time() -> None:
+    """2 MB that come evenly may be a slow leak: it needs 2.25 times as long. The same in steps is noise."""
+    even = [number * 100_000 for number in range(21)]
+    assert 2.25 == pytest.approx(slow_growth(CALLS, even))
+    assert slow_growth(CALLS, [0] * 10 + [2 * MB] * 11) is None
+    assert slow_growth(CALLS, [0] * 21) is None
+    assert slow_growth([0] * 21, even) is None
 
 
 @pytest.mark.parametrize(
@@ -56,6 +65,12 @@ def test_the_verdict(verdict: str, private: list[int]) -> None:
         ("tensorflow", 1.0, {"repeats": 0.0, "libraries": ("tensorflow",)}),
         ("tokenizer caches", 1.0, {"repeats": 0.0, "same_shape": 1e5, "libraries": ("tokenizers",)}),
         ("native memory", 1.0, {"repeats": 1e5}),
+        ("unbounded cache", 1.0, {"live": True, "after": {"cached results": 900, "blocks": 90_000}}),
+        ("metric labels", 1.0, {"live": True, "after": {"metric series": 900}}),
+        ("tracebacks", 1.0, {"live": True, "after": {"caught errors": 900}}),
+        ("onednn plans", 1.0, {"live": True, "compiled": 5 * MB, "libraries": ("torch",)}),
+        ("python objects", 1.0, {"live": True, "after": {"blocks": 3000}, "types": {"app.Row": 1000}}),
+        ("native memory", 1.0, {"live": True, "after": {"blocks": 300}}),
     ],
 )
 def test_each_cause_is_told_by_its_own_evidence(name: str, share: float, fields: dict[str, object]) -> None:
@@ -65,6 +80,12 @@ def test_each_cause_is_told_by_its_own_evidence(name: str, share: float, fields:
     assert causes[0].seen
     assert causes[0].fix
     assert 0 == rest
+
+
+def test_native_memory_by_line() -> None:
+    """With memray, the lines of Python below which it was allocated are named."""
+    causes, _ = attribute(grown(native={"app.py:7": 9e4, "app.py:9": 1e4}))
+    assert causes[0].seen.endswith("; allocated below app.py:7 (90 kB per call), app.py:9 (10 kB per call)")
 
 
 def test_the_rest_is_unexplained() -> None:
@@ -80,7 +101,7 @@ REPORT = GrowthReport(
 
 def test_text() -> None:
     """The verdict with its rate, each cause with its share, the rest, and notes; control characters are escaped."""
-    text = "\n".join(_growth_report.as_text(REPORT))
+    text = "\n".join(_growth_text.as_text(REPORT))
     assert "memory grows with the calls: 100 MB in 1,000 calls, 100.00 MB per 1,000 calls" in text
     assert "80% cycles\n  seen  <b>\\x1b\n  fix   break it" in text
     assert "20% is unexplained." in text
@@ -89,7 +110,7 @@ def test_text() -> None:
 
 def test_the_page_is_one_file() -> None:
     """It refers to no other file, has a figure, and what was measured is escaped."""
-    page = _growth_report.as_html(REPORT)
+    page = _growth_page.as_html(REPORT)
     assert "<svg" in page
     assert "&lt;b&gt;\\x1b" in page
     assert not [word for word in ("http:", "https:", "src=", "url(", "<script") if word in page]
@@ -97,4 +118,4 @@ def test_the_page_is_one_file() -> None:
 
 def test_a_page_without_readings() -> None:
     """An undecided diagnosis has a page too."""
-    assert "undecided after 0 calls" in _growth_report.as_html(GrowthReport("app:f", "undecided"))
+    assert "undecided after 0 calls" in _growth_page.as_html(GrowthReport("app:f", "undecided"))

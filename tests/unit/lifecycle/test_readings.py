@@ -11,8 +11,8 @@ import pytest
 from tests.unit.lifecycle.world import MB, World, outcome
 
 from modelguard import MemoryGrowth, MemoryLimit, ModelGuard, Modified, Policy, Snapshot, Uses
-from modelguard.lifecycle import _adapters
-from modelguard.telemetry import PolicyFutile, ReloadDue
+from modelguard.lifecycle import _adapters, _growth
+from modelguard.telemetry import GrowthFound, PolicyFutile, ReloadDue
 
 OLD = (("", 1, 1, 100, 1),)
 HALF = (("", 1, 2, 50, 2),)
@@ -147,6 +147,20 @@ class TestMemory:
         futile = world.seen(PolicyFutile)
         assert [(1, "MemoryLimit('80 MB')")] == [(event.generation, event.policy) for event in futile]
         assert "the process holds 100 MB with a fresh model, and the bound is 80 MB" == futile[0].detail
+
+    def test_a_cause_that_is_known_is_named(self, world: World) -> None:
+        """If the process is watched, the event says what makes it grow."""
+        found = GrowthFound(guard="service", cause="threads", share=1.0, seen="", fix="", growth=9 * MB, calls=9)
+        _growth.note(found)
+        try:
+            guard = world.guard(reload_on=MemoryLimit("80 MB"))
+            guard.load()
+            use(guard, 10)
+            look(world, guard, 20)
+            assert ["threads"] == [event.cause for event in world.seen(PolicyFutile)]
+            assert found is guard.status().growth
+        finally:
+            _growth.note(None)
 
     def test_a_share_is_of_the_effective_limit(self, world: World) -> None:
         """``MemoryLimit("80%")`` asks about the limit that this process runs under."""

@@ -63,6 +63,9 @@ EVERY: tuple[Event, ...] = (
         guard="nlp", bytes_before=50 * MB, bytes_after=20 * MB, trimmed_by="glibc", trim_error=None, seconds=0.01
     ),
     telemetry.PolicyFutile(guard="nlp", generation=2, policy="MemoryLimit('1 GB')", detail="it holds more"),
+    telemetry.GrowthFound(
+        guard="service", cause="threads", share=0.9, seen="more threads", fix="End them.", growth=90 * MB, calls=1000
+    ),
     telemetry.CallbackErrored(guard="nlp", callback="reload_on", error="ValueError: no"),
     telemetry.BatchFinished(
         guard="predict",

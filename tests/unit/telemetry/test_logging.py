@@ -16,6 +16,7 @@ from modelguard.telemetry import (
     Event,
     GenerationAbandoned,
     GenerationReleased,
+    GrowthFound,
     LoadDiscarded,
     LoadErrored,
     LoadFinished,
@@ -158,6 +159,29 @@ LINES: list[tuple[Event, str, str]] = [
         PolicyFutile(guard="nlp", generation=3, policy="MemoryLimit('1 GB')", detail="too low"),
         "WARNING",
         "MemoryLimit('1 GB') is ignored for generation 3: too low",
+    ),
+    (
+        PolicyFutile(guard="nlp", generation=3, policy="MemoryLimit('1 GB')", detail="too low", cause="onednn plans"),
+        "WARNING",
+        "MemoryLimit('1 GB') is ignored for generation 3: too low; what grows in this process: onednn plans",
+    ),
+    (
+        GrowthFound(
+            guard="nlp",
+            cause="threads",
+            share=0.9,
+            seen="70 more threads",
+            fix="End them.",
+            growth=90 * MB,
+            calls=9,
+        ),
+        "WARNING",
+        "memory grows with the calls, by 90 MB so far, 90% of it by threads: 70 more threads. End them.",
+    ),
+    (
+        GrowthFound(guard="nlp", cause=None, share=0.0, seen="", fix="", growth=90 * MB, calls=9),
+        "WARNING",
+        "memory grows with the calls, by 90 MB so far; the cause is not known",
     ),
     (
         CallbackErrored(guard="nlp", callback="reload_on", error="KeyError: 'x'"),

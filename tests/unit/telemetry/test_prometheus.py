@@ -63,6 +63,7 @@ GUARD, FUNCTION = {"guard": "nlp"}, {"function": "predict"}
         ("swaps_chosen_total", {**GUARD, "swap": "drain_first"}, 1),
         ("policies_futile_total", GUARD, 1),
         ("callback_errors_total", GUARD, 1),
+        ("growth_found_total", {"service": "service"}, 1),
         ("releases_total", {**GUARD, "outcome": "alive"}, 1),
         ("releases_total", {**GUARD, "outcome": "gone"}, 0),
         ("release_freed_bytes_total", GUARD, 100 * MB),

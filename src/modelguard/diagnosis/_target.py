@@ -1,0 +1,199 @@
+"""The function that is driven, and the inputs that it is called with in turn. Runs in the driven process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import itertools
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from modelguard.errors import ModelGuardError
+
+__all__ = ["Arguments", "Say", "Target", "inputs", "is_async", "load", "run_program"]
+
+Say = Callable[..., None]
+
+#: Errors of what the user has given. The messages of others may hold a secret.
+_TOLD = (ImportError, AttributeError, NameError, SyntaxError, ValueError, TypeError, ModelGuardError)
+
+#: Positional arguments, and arguments by name.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Target:
+    """The function, and the inputs that it is called with in turn.
+
+    Args:
+        function: The function.
+        given: Its inputs, without end.
+        asynchronous: Whether its calls have to be awaited. Default: if it is a coroutine function.
+        around: Makes the context that each call runs in.
+
+    Attributes:
+        calls: How many calls were made.
+        failures: How many of them raised.
+        errors: The names of their exceptions.
+        seconds: How long each call took, if ``timed`` is set.
+        timed: Whether to note how long each call takes.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        given: Iterator[Arguments],
+        *,
+        asynchronous: bool | None = None,
+        around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
+        self._function = function
+        self._inputs = given
+        self._around = around
+        self._taken = 0
+        self._pid = os.getpid()
+        self._loop = (
+            asyncio.new_event_loop() if (is_async(function) if asynchronous is None else asynchronous) else None
+        )
+        self.calls = 0
+        self.failures = 0
+        self.errors: dict[str, None] = {}
+        self.timed = False
+        self.seconds: list[float] = []
+
+    def next_input(self) -> Arguments:
+        """The next input.
+
+        Raises:
+            ValueError: There is no further one.
+        """
+        for item in self._inputs:
+            self._taken += 1
+            return item
+        raise ValueError(f"the generator ended after {self._taken:,} inputs, and must go on without end")
+
+    def forget(self) -> None:
+        """Count from zero again."""
+        self.calls = self.failures = 0
+        self.errors.clear()
+        self.seconds.clear()
+
+    def run(self, count: int, until: float, given: Callable[[], Arguments] | None = None) -> int:
+        """Call it so many times, or until the time is up; returns how many calls were made."""
+        take = given or self.next_input
+        if self._loop is not None:
+            return self._loop.run_until_complete(self._run_async(count, until, take))
+        for done in range(count):
+            self._call(take())
+            if time.monotonic() > until:
+                return done + 1
+        return count
+
+    async def _run_async(self, count: int, until: float, take: Callable[[], Arguments]) -> int:
+        for done in range(count):
+            item = take()
+            with self._counted(), self._around():
+                await self._function(*item[0], **item[1])
+            if time.monotonic() > until:
+                return done + 1
+        return count
+
+    def _call(self, item: Arguments) -> None:
+        with self._counted(), self._around():
+            result = self._function(*item[0], **item[1])
+            if hasattr(type(result), "__next__"):
+                deque(result, maxlen=0)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.calls += 1
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - failures are counted
+            self.failures += 1
+            self.errors[type(error).__name__] = None
+        if os.getpid() != self._pid:
+            os._exit(0)  # a process that the function has forked, and that came back from the call
+        if self.timed:
+            self.seconds.append(time.perf_counter() - began)
+
+
+def run_program(program: Callable[[dict[str, Any], Say], None]) -> None:
+    """Run a program on the configuration in the file of the first argument, and write what it says as lines of JSON."""
+    config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    with Path(config["answer"]).open("a", encoding="utf-8") as stream:
+
+        def say(**line: Any) -> None:
+            stream.write(json.dumps(line) + "\n")
+            stream.flush()
+
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            program(config, say)
+        except Exception as error:
+            say(error=f"{type(error).__name__}", message=str(error) if isinstance(error, _TOLD) else "")
+            raise
+    os._exit(0)  # whatever threads the function has left
+
+
+def load(name: str) -> Callable[..., Any]:
+    """Import a function that is given as ``"module:function"``.
+
+    Raises:
+        ImportError, AttributeError: There is none.
+        TypeError: It is not callable.
+    """
+    module, _, attribute = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"{name} is not callable")
+    function: Callable[..., Any] = found
+    return function
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calls of it have to be awaited."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def inputs(config: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[Arguments]:
+    """The inputs of a configuration: generated, from a file and repeated, or none.
+
+    Raises:
+        TypeError: An argument is missing, or one is too many.
+    """
+    if config["generate"]:
+        return (_as_arguments(each) for each in load(config["generate"])())
+    if config["inputs"]:
+        given = [_as_arguments(each) for each in config["inputs"]]
+        for number, each in enumerate(given, start=1):
+            _require_fit(function, each, f"input {number}")
+        return itertools.cycle(given)
+    _require_fit(function, ((), {}), "")
+    return itertools.repeat(((), {}))
+
+
+def _require_fit(function: Callable[..., Any], given: Arguments, which: str) -> None:
+    with contextlib.suppress(ValueError):  # functions of C have no signature
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*given[0], **given[1])
+        except TypeError as error:
+            raise TypeError(f"{which}: {error}" if which else str(error)) from None
+
+
+def _as_arguments(given: Any) -> Arguments:
+    """A list or tuple is positional arguments, a dict is arguments by name, anything else the one argument."""
+    if isinstance(given, dict):
+        return (), given
+    return (tuple(given), {}) if isinstance(given, list | tuple) else ((given,), {})

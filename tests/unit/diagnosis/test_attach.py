@@ -1,0 +1,145 @@
+"""Looking inside a running process: what is checked before it is touched, and the talk over a socket."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from modelguard import guard
+from modelguard.diagnosis import _attach
+from modelguard.diagnosis._attach import attached, require_attachable
+from modelguard.diagnosis._facts import Interpreter
+from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
+
+PYTHON = Interpreter((3, 14))
+VERSION = (3, 14)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Processes 1 (in the same root), 2 (in another root) and this one."""
+    for name, where in (("self", "/"), ("1", "/"), ("2", str(tmp_path))):
+        (tmp_path / "proc" / name).mkdir(parents=True)
+        (tmp_path / "proc" / name / "root").symlink_to(where)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("pid", "interpreter", "version", "user", "kind", "says"),
+    [
+        (1, PYTHON, (3, 13), None, NotSupported, "it requires Python 3.14, and this is 3.13"),
+        (3, PYTHON, VERSION, None, InvalidOption, "does not exist"),
+        (1, PYTHON, VERSION, os.geteuid() + 1, InvalidOption, "belongs to another user"),
+        (
+            2,
+            PYTHON,
+            VERSION,
+            None,
+            NotSupported,
+            "process 2 runs in a container or a chroot; run modelguard inside of it",
+        ),
+        (1, None, VERSION, None, InvalidOption, "does not run CPython"),
+        (1, Interpreter((3, 14), "PyPy"), VERSION, None, InvalidOption, "does not run CPython"),
+        (1, Interpreter((3, 15)), VERSION, None, NotSupported, "runs on CPython 3.15, and this is Python 3.14"),
+    ],
+)
+def test_why_it_cannot_be_done(
+    root: Path,
+    pid: int,
+    *,
+    interpreter: Interpreter | None,
+    version: tuple[int, int],
+    user: int | None,
+    kind: type[Exception],
+    says: str,
+) -> None:
+    """Each reason is said plainly, before the process is touched."""
+    if user is not None and os.geteuid() == 0:
+        user = 4711  # the files of the fixture are root's
+    with pytest.raises(kind) as caught:
+        require_attachable(pid, interpreter, version=version, user=user, root=root)
+    assert says in str(caught.value)
+
+
+def test_a_process_of_ones_own(root: Path) -> None:
+    """Nothing is in the way; root may look at anybody's."""
+    require_attachable(1, PYTHON, version=VERSION, root=root)
+    require_attachable(1, PYTHON, version=VERSION, user=0, root=root)
+
+
+def here(_: int, script: str) -> None:
+    """Stands for ``sys.remote_exec``: runs the script in this process."""
+    exec(Path(script).read_text(encoding="utf-8"), {"__name__": "script"})
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "modelguard-inside":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_a_process_answers(no_thread_is_left: None) -> None:
+    """It describes itself, counts objects, and knows its guards; a question that it cannot answer is no accident."""
+    nlp = guard(dict, reload_on=None, name="nlp")
+    with nlp.lease():
+        pass
+    with attached(os.getpid(), run=here) as inside:
+        assert list(sys.version_info[:3]) == inside.ask("describe")["version"]
+        look = inside.ask("look")
+        assert look["census"]["threads"] >= 2
+        assert look["types"]["builtins.dict"] > 100
+        assert ["nlp", 1, 1] in inside.ask("uses")["uses"]
+        assert {} == inside.ask("trim")
+        assert {"failed": "KeyError"} == inside.ask("nonsense")
+
+
+def failing(error: Exception) -> Callable[[int, str], None]:
+    def run(_: int, __: str) -> None:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PermissionError(errno.EPERM, "no"), "CAP_SYS_PTRACE"),
+        (ProcessLookupError(), "has ended meanwhile"),
+        (RuntimeError("Remote debugging is not enabled"), "does not allow that, or is another build"),
+        (OSError(errno.EIO, "no"), "does not allow that, or is another build"),
+    ],
+)
+def test_the_kernel_or_the_process_refuses(error: Exception, says: str) -> None:
+    """The reason, and what would help."""
+    with pytest.raises(ModelGuardError) as caught, attached(os.getpid(), run=failing(error)):
+        pass
+    assert says in str(caught.value)
+
+
+def test_a_process_that_runs_no_python_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its main thread is in a library, or sleeps: the wait ends."""
+    monkeypatch.setattr(_attach, "_PATIENCE", 0.05)
+    with pytest.raises(InvalidOption, match="has run no Python code"), attached(os.getpid(), run=lambda *_: None):
+        pass
+
+
+def test_a_process_that_ends_meanwhile() -> None:
+    """A question then says so."""
+
+    def hang_up(_: int, script: str) -> None:
+        text = Path(script).read_text(encoding="utf-8")
+        exec(text.replace("for line in stream:", "for line in ():"), {"__name__": "script"})
+
+    with attached(os.getpid(), run=hang_up) as inside, pytest.raises(InvalidOption, match="has not answered"):
+        inside.ask("look")

@@ -1,0 +1,187 @@
+"""Remedies are tried in rounds against doing nothing, losers are stopped, and the cheapest that solves it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelguard.diagnosis import _growth_page, _growth_text
+from modelguard.diagnosis._candidates import Declared, candidates
+from modelguard.diagnosis._child import End, Said
+from modelguard.diagnosis._growth import Cause, CauseName, GrowthReport, Measured
+from modelguard.diagnosis._trial_results import Round, Trial, Trials, front, recommend, trial
+from modelguard.diagnosis._trials import calls_of_a_run, seconds_needed, try_remedies
+
+MB = 10**6
+NOTHING = Round(growth=1e5, cpu=1e-3, p99=1e-3, held=500 * MB)
+
+
+def cause(name: CauseName) -> Cause:
+    return Cause(name, 1.0, "seen", "fix")
+
+
+def measured(**fields: Any) -> Measured:
+    """100 kB per call, in 1,000 calls of a millisecond."""
+    return Measured(calls=(0, 1000), private=(0, 100 * MB), seconds=1.0, **fields)
+
+
+def tried(name: str, growth: float, cpu: float = 1.0, p99: float = 1.0, stopped: str = "") -> Trial:
+    own = Round(NOTHING.growth * growth, NOTHING.cpu * cpu, NOTHING.p99 * p99, 100 * MB)
+    return trial(name, [f"use {name}"], [(own, NOTHING)], stopped)
+
+
+class Machine:
+    """Runs programs that only say figures, by what is done to the function; a run takes ten seconds."""
+
+    def __init__(self, **figures: Mapping[str, Any]) -> None:
+        self.figures = figures
+        self.acts: list[str] = []
+        self.now = 0.0
+        self.interrupt_at = 10**6
+
+    def follow(self, words: Sequence[str], config: Mapping[str, Any], *_: object, **__: object) -> Said:
+        self.now += 10
+        self.acts.append(config["act"])
+        if len(self.acts) > self.interrupt_at:
+            return Said((), "interrupted")
+        plain = {"growth": 1e5, "cpu": 1e-3, "p99": 1e-3, "held": 5 * MB, "failures": 0, "errors": [], "whole": True}
+        line = {**plain, "calls": config["calls"], "done": True, **self.figures.get(config["act"], {})}
+        end: End = line.pop("end", "done")
+        return Said(({"phase": "try"},) if end != "done" else (line,), end, 3)
+
+    def run(self, causes: Sequence[CauseName], seconds: float = 1000, **fields: Any) -> Trials | None:
+        return try_remedies(
+            {"target": "app:f"},
+            [cause(name) for name in causes],
+            measured(**fields),
+            Declared(),
+            seconds=seconds,
+            environ={"LD_PRELOAD": "x.so"},
+            cwd=Path(),
+            progress=lambda _: None,
+            silence=1,
+            follow=self.follow,
+            clock=lambda: self.now,
+        )
+
+
+def test_rounds_are_interleaved_and_losers_are_stopped() -> None:
+    """Doing nothing comes first in each round, the order of the others rotates, and a loser has one round."""
+    machine = Machine(zones={"growth": 1e3}, isolate={"growth": 2e3, "cpu": 2e-3})
+    trials = machine.run(["spacy strings"], zones=True, guarded=True, importable=True)
+    assert trials is not None
+    first = ["variables", "zones", "reload", "isolate"]
+    assert [*first, "variables", "isolate", "zones", "variables", "zones", "isolate"] == machine.acts
+    assert {"zoned": 3, "reload_on": 1, "isolate": 3} == {one.name: one.rounds for one in trials.tried}
+    assert ("zoned", "it leaves the growth as it is") == (trials.recommended, trials.tried[1].stopped)
+
+
+def test_the_time_is_kept() -> None:
+    """A round that would end too late is not begun."""
+    machine = Machine(zones={"growth": 1e3}, isolate={"growth": 1e3})
+    assert machine.run(["spacy strings"], seconds=79, zones=True, importable=True) is not None
+    assert 6 == len(machine.acts)
+
+
+def test_ctrl_c_keeps_what_there_is() -> None:
+    """The rounds that were finished are reported."""
+    machine = Machine(zones={"growth": 1e3})
+    machine.interrupt_at = 2
+    trials = machine.run(["spacy strings"], zones=True, importable=True)
+    assert trials is not None
+    assert (["zoned"], 3) == ([one.name for one in trials.tried], len(machine.acts))
+    assert "the other rounds: they were interrupted" in trials.left_out
+
+
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        ({"error": "TypeError", "growth": None}, "it failed (TypeError)"),
+        ({"end": "exited"}, "its process ended with status 3"),
+        ({"end": "silent"}, "a call did not return"),
+        ({"end": "late"}, "it took more than 3 times as long"),
+        ({"whole": False}, "it took more than 3 times as long"),
+        ({"failures": 99, "errors": ["KeyError"]}, "99 of 1,000 calls failed (KeyError)"),
+    ],
+)
+def test_a_remedy_that_fails(figures: Mapping[str, Any], says: str) -> None:
+    """It is not recommended, and the report says why."""
+    trials = Machine(isolate=figures).run(["tasks"], importable=True)
+    assert trials is not None
+    assert "" == trials.recommended
+    assert says in "\n".join(_growth_text.as_text(GrowthReport("app:f", "grows", trials=trials)))
+
+
+def test_a_function_that_cannot_be_run_again() -> None:
+    """Nothing is reported."""
+    assert Machine(variables={"error": "OSError", "growth": None}).run(["tasks"], importable=True) is None
+
+
+def test_what_cannot_be_tried_is_said() -> None:
+    """Each with what would make it possible."""
+    found, left_out = candidates([cause("onednn plans")], measured(), Declared(), {"LD_PRELOAD": "x.so"}, 5)
+    assert ["torch-cpu-dynamic"] == [one.name for one in found]
+    assert {"allocators", "bucketed", "isolate"} == {line.partition(":")[0] for line in left_out}
+    found, _ = candidates([cause("tasks")], measured(), Declared(load="app:load"), {}, 5)
+    assert ["reload_on"] == [one.name for one in found]
+    assert "guard(load, reload_on=Uses(5))" in found[0].lines
+
+
+def test_the_cheapest_that_solves_it_is_recommended() -> None:
+    """A fifth of the growth may stay. Of two whose figures differ by less than noise, the simpler one is."""
+    base = tried("nothing", 1.0)
+    assert "b" == recommend(base, [tried("a", 0.01, 1.5), tried("b", 0.15, 1.0), tried("c", 0.5, 0.9)])
+    assert "a" == recommend(base, [tried("a", 0.02, 1.01), tried("b", 0.01, 1.0)])
+    assert "c" == recommend(base, [tried("c", 0.5, 0.9), tried("d", 0.6)])
+    assert "" == recommend(base, [tried("a", 0.9)])
+    assert "" == recommend(base, [tried("a", 0.01, stopped="it failed")])
+
+
+def test_the_front() -> None:
+    """What another one beats in one figure, and matches in the others, is not on it."""
+    assert {"a", "b"} == front(
+        tried("nothing", 1.0), [tried("a", 0.1, 2.0), tried("b", 0.5, 1.0), tried("c", 0.5, 1.1)]
+    )
+
+
+def test_calls_of_a_run() -> None:
+    """Enough for 100 MB, at most for 150 MB, and at least 48."""
+    assert 1000 == calls_of_a_run(measured(), 1000)
+    slow = Measured(calls=(0, 100), private=(0, 1 * MB), seconds=100.0)
+    assert 48 == calls_of_a_run(slow, 60)
+
+
+def test_runs_that_are_too_short_say_how_long_they_need() -> None:
+    """Where memory grows by less than 30 MB in a run, the report names the time that is enough."""
+    assert "" == seconds_needed(measured(), 1000)
+    assert "16s" == seconds_needed(measured(), 100)
+
+
+REPORT = GrowthReport(
+    "app:f",
+    "grows",
+    (cause("retention"),),
+    trials=Trials(
+        300,
+        tried("nothing", 1.0),
+        (tried("jemalloc", 0.01, 0.5), tried("<low>", 0.95, 1.1, stopped="it leaves the growth as it is")),
+        "jemalloc",
+        ("reload: no guard",),
+    ),
+)
+
+
+def test_the_table() -> None:
+    """Each remedy with its figures, the recommended one with its lines, and what was not tried."""
+    text = "\n".join(_growth_text.as_text(REPORT))
+    assert (
+        "Recommended: jemalloc, with which 1.00 MB per 1,000 calls are left, at 0.50x the CPU time.\n  use jem" in text
+    )
+    assert "Not tried: reload: no guard" in text
+    page = _growth_page.as_html(REPORT)
+    assert "&lt;low&gt;" in page
+    assert "<circle" in page
+    assert REPORT.as_dict()["trials"]["tried"][0]["growth"] == (1000.0 * 1e3, 1000.0 * 1e3, 1000.0 * 1e3)
