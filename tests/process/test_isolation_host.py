@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -454,6 +454,22 @@ class TestForks:
             assert 1 == len(one.status("clients"))
 
 
+@contextmanager
+def open_to_all(path: Path) -> Iterator[None]:
+    """Let every user of the machine use it inside the block."""
+    places = (path, *path.parents[:-1])
+    modes = [place.stat().st_mode for place in places]
+    try:
+        for place, mode in zip(places, modes, strict=True):
+            with suppress(PermissionError):
+                place.chmod(mode | 0o077)
+        yield
+    finally:
+        for place, mode in zip(places, modes, strict=True):
+            with suppress(PermissionError, FileNotFoundError):
+                place.chmod(mode)
+
+
 class TestCode:
     def test_changed_code_gets_a_mold_of_its_own(self, folder: Path) -> None:
         """In a rolling deploy old and new processes serve side by side, and neither gets the other's model."""
@@ -465,7 +481,7 @@ class TestCode:
                 assert "new" == answer
                 assert mold != its_mold
                 assert mold == old.call()[1]
-                assert "app.py has changed" in new.text()
+                wait_until(lambda: "app.py has changed" in new.text(), "the reason in the log")
                 assert 2 == len(sockets(folder))
                 with pytest.raises(CallFailed, match=r"LoadFailed.*app.py has changed.*restart"):
                     old.run("app.predict.reload()")
@@ -499,9 +515,6 @@ class TestOtherUsers:
         with Caller(folder) as one:
             one.call()
             path = folder / "run" / sockets(folder)[0]
-            for open_to_all in (path, path.parent, *path.parents[1:-1]):
-                with suppress(PermissionError):
-                    open_to_all.chmod(open_to_all.stat().st_mode | 0o077)
             program = textwrap.dedent(f"""
                 import os, pickle, socket, struct
                 class Mark:
@@ -517,10 +530,10 @@ class TestOtherUsers:
                 except (BrokenPipeError, ConnectionResetError):
                     print(b"")
             """)
-            done = subprocess.run(
-                [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
-            )
-            (folder / "run").chmod(0o700)
+            with open_to_all(path):
+                done = subprocess.run(
+                    [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+                )
             assert "b''\n" == done.stdout, done.stderr
             assert one.call()
         assert not marker.exists()
@@ -533,10 +546,7 @@ class TestOtherUsers:
             name = sockets(folder)[0]
             one.run("app.predict.close()")
         place = folder / "foreign"
-        place.mkdir(mode=0o777)
-        for above in (place, *place.parents[:-1]):
-            with suppress(PermissionError):
-                above.chmod(above.stat().st_mode | 0o077)
+        place.mkdir()
         program = textwrap.dedent(f"""
             import os, socket, time
             os.setgid(65534); os.setuid(65534)
@@ -546,7 +556,10 @@ class TestOtherUsers:
             print("listening", flush=True)
             time.sleep(600)
         """)
-        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as foreign:
+        with (
+            open_to_all(place),
+            subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as foreign,
+        ):
             assert foreign.stdout is not None
             assert "listening\n" == foreign.stdout.readline()
             (place / name).rename(folder / "run" / name)

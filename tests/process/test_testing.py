@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import textwrap
@@ -62,8 +63,9 @@ def test_leaks_are_found_under_every_allocator(
     assert expected == done.lines[-len(expected) :]
 
 
-def test_our_own_calls_leave_nothing() -> None:
+def test_our_own_calls_leave_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """A guarded call and a reload leave nothing behind, however many there are."""
+    caplog.set_level(logging.WARNING, logger="modelguard")  # pytest keeps what is logged
     model = guard(object, reload_on=None, name="grows not")
     upper = model(lambda _model, text: text.upper())
     assert_no_growth(upper, ["a text", "another"], calls=500)

@@ -7,10 +7,10 @@ import copy
 import functools
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, Unpack, cast
+from typing import Any, Never, Self, Unpack, cast
 
 from modelguard import _units
-from modelguard.errors import NotSupported, WouldDeadlock
+from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.serving import _trio
 from modelguard.serving._arguments import Arguments
 from modelguard.serving._batcher import Batcher
@@ -92,13 +92,14 @@ class Decorated:
         """The bounds in force, in items and seconds."""
         return self._batcher.limits
 
-    def configure(self, **changes: Unpack[Changes]) -> None:
+    def configure(self, *others: Never, **changes: Unpack[Changes]) -> None:
         """Change options while it serves: ``f.configure(max_size=8, deadline="1s")``. All of them change, or none.
 
         What waits keeps its deadline, and waits no longer for a fuller batch than it would have; what runs is finished.
         A forked child starts with the options in force.
 
         Args:
+            others: None; every option is passed by keyword.
             changes: ``max_size``, ``slo``, ``max_wait``, ``max_queue``, ``deadline`` and ``hang_after``, as in
                 :func:`batched`. A number for ``max_size`` also ends the choice by ``slo``.
 
@@ -108,6 +109,9 @@ class Decorated:
             TypeError: It is a method, and was not called on an instance: each has a queue of its own.
             WouldDeadlock: From a signal handler or finalizer that interrupted a call.
         """
+        if others:
+            why = "has no name: configure() takes keywords only"
+            raise InvalidOption("option", others[0], why=why, fix="Write for example f.configure(max_size=8).")
         if self._methods is not None:
             raise TypeError(f"{self.name}(): {self._arguments.incomplete}")
         self._batcher.configure(changes)

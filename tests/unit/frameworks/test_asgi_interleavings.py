@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.frameworks.asgi_by_hand import DISCONNECT, Client, piece
+from tests.unit.serving.gated import next_turn
 
 from modelguard.frameworks._asgi_client import client_of
 
@@ -31,7 +32,7 @@ class Call:
 async def turns() -> None:
     """Let every other task and callback run until nothing happens any more."""
     for _ in range(8):
-        await asyncio.sleep(0)
+        await next_turn()
 
 
 async def live(steps: list[tuple[str, int]]) -> None:

@@ -253,13 +253,14 @@ def test_frameworks_close_websockets_under_overload(model: Gated, kind: Any, arr
         assert 503 == denied.value.status_code
         f.submit("first")
         model.busy()
-        f.submit("second")
+        second = f.submit("second")
         with client.websocket_connect("/talk") as talk:
             talk.send_text("third")
             with pytest.raises(WebSocketDisconnect) as closed:
                 talk.receive_text()
         assert 1013 == closed.value.code
         model.gate.set()
+        second.result(60)
         with client.websocket_connect("/talk") as talk:
             for word in ("a", "b"):
                 talk.send_text(word)

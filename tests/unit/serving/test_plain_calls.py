@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import Gated, until
+from tests.unit.serving.gated import Gated, next_turn, until
 
 from modelguard import batched, deadline
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull
@@ -15,7 +15,7 @@ from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull
 async def started(*coroutines: Any) -> list[asyncio.Task[Any]]:
     """Tasks that have run up to their first wait."""
     tasks = [asyncio.ensure_future(one) for one in coroutines]
-    await asyncio.sleep(0)
+    await next_turn()
     return tasks
 
 
@@ -68,7 +68,7 @@ def test_a_cancelled_call_is_not_computed(model: Gated) -> None:
             first = await busy(f, model)
             waiting = await started(*(f.aio(number) for number in range(3)))
             waiting[1].cancel()
-            await asyncio.sleep(0)
+            await next_turn()
             assert (2, 1) == (f.status().waiting, f.status().cancelled)
             model.gate.set()
             assert ["first", 0, 2] == await asyncio.gather(*first, waiting[0], waiting[2])
