@@ -213,13 +213,13 @@ def test_an_item_that_waits_is_not_computed_after_its_consumer_left(steps: Steps
 @pytest.mark.parametrize("bound", ["option", "timeout", "block"])
 def test_the_deadline_ends_the_stream(bound: str, steps: Steps) -> None:
     """It holds for the whole stream, whatever the function is doing."""
-    f = batched(max_size=4, deadline="50ms" if bound == "option" else None)(steps)
+    f = batched(max_size=4, deadline="1s" if bound == "option" else None)(steps)
     steps.step()
     if bound == "block":
-        with deadline("50ms"):
+        with deadline("1s"):
             stream = f.stream("a")
     else:
-        stream = f.stream("a", timeout="50ms" if bound == "timeout" else None)
+        stream = f.stream("a", timeout="1s" if bound == "timeout" else None)
     assert "a0" == next(stream)
     with pytest.raises(DeadlineExceeded):
         next(stream)
