@@ -38,7 +38,9 @@ class Counting(Policy):
 def test_calls_pass_by_until_the_answer_may_change(world: World) -> None:
     """A policy with a horizon of ten calls is asked once in ten calls, not at each."""
     policy = Counting(uses=10)
-    use(world.guard(reload_on=policy), 35)
+    guard = world.guard(reload_on=policy)
+    guard.load()
+    use(guard, 35)
     assert 3 == policy.asked
 
 
