@@ -22,8 +22,10 @@ __all__ = ["BrokerGone", "Membership"]
 #: Seconds in which a broker accepts a connection. It does nothing that takes long.
 _ANSWER = 5.0
 
-#: Seconds after the end of a broker at which its processes have ended too, and can be collected.
+#: Seconds after the end of a broker at which its processes have mostly ended too, and can be collected; and the longest
+#: wait for those that have not. Each wait is three times the one before.
 _REAP = 1.0
+_REAP_SLOWEST = 27.0
 
 
 class BrokerGone(Exception):
@@ -180,9 +182,8 @@ class Membership:
             self.on_loss()
         self._end()
         # Where this is a container's first process, the broker's processes have become its children.
-        pids = [self.pid, *self._family]
         supervisor().later(_REAP, _broker_launch.reap)
-        supervisor().later(_REAP, lambda: _processes.reap(pids))
+        _reap_later([self.pid, *self._family], _REAP)
 
     def _forget(self) -> None:
         if self._reports.fileno() >= 0:
@@ -190,6 +191,17 @@ class Membership:
         self._reports.close()
         self._channel.close()
         self._folder.close()
+
+
+def _reap_later(pids: list[int], delay: float) -> None:
+    """Collect the processes when they have ended, which on a busy machine takes a while."""
+
+    def reap() -> None:
+        left = _processes.reap(pids)
+        if left and delay < _REAP_SLOWEST:
+            _reap_later(left, 3 * delay)
+
+    supervisor().later(delay, reap)
 
 
 def _wait_until_gone(pid: int, seconds: float) -> None:

@@ -148,11 +148,20 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def reap(pids: Iterable[int]) -> None:
-    """Collect processes that became this one's children when their parent died, as in a container's first process."""
-    for pid in pids:
-        with suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
+def reap(pids: Iterable[int]) -> list[int]:
+    """Collect processes that became this one's children when their parent died, as in a container's first process.
+
+    Returns:
+        Those that have not ended, or are not its children yet.
+    """
+    return [pid for pid in pids if not _collected(pid)]
+
+
+def _collected(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return False
 
 
 def reap_group(group: int) -> None:
