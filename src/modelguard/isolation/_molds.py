@@ -296,10 +296,7 @@ class Mold:
 
     def _read_news(self) -> None:
         assert self._launched is not None  # noqa: S101 - for the checkers
-        report = self._launched.news.recv(1 << 17)
-        if report:
-            _news.replay(report)
-        else:
+        if not _news.replay_next(self._launched.news):
             self._supervisor.forget(self._launched.news.fileno())
 
     def _gone(self) -> None:

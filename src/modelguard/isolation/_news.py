@@ -8,13 +8,12 @@ import pickle
 import socket
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from modelguard import telemetry
 from modelguard.telemetry import Event
 
-__all__ = ["Reporter", "hand_on", "levels", "pair", "replay", "replay_all", "sender"]
+__all__ = ["Reporter", "hand_on", "levels", "pair", "replay", "replay_all", "replay_next", "sender"]
 
 #: Bytes of one report; the socket's buffer takes several of them.
 _LONGEST = 60_000
@@ -106,9 +105,29 @@ def hand_on(receiver: Callable[[bytes], object]) -> None:
 
 def replay_all(connected: socket.socket) -> None:
     """In the owner: :func:`replay` what has been received so far."""
-    with suppress(OSError):
-        while report := connected.recv(1 << 17, socket.MSG_DONTWAIT):
-            replay(report)
+    while report := _receive(connected):
+        replay(report)
+
+
+def replay_next(connected: socket.socket) -> bool:
+    """In the owner: :func:`replay` the next report, if there is one now. Returns false once there will be none."""
+    report = _receive(connected)
+    if report:
+        replay(report)
+    return report != b""
+
+
+def _receive(connected: socket.socket) -> bytes | None:
+    """A report; None if there is none now, and empty once there will be none.
+
+    It never blocks: of two sockets that can be read, the work for the first may have read the second as well.
+    """
+    try:
+        return connected.recv(1 << 17, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
 
 
 def replay(report: bytes) -> None:

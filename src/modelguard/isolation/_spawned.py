@@ -114,10 +114,7 @@ class SpawnedWorkers(Mold):
             self._fail(with_remote_traceback(error, text))
 
     def _read_worker(self, launched: Launched) -> None:
-        report = launched.news.recv(1 << 17)
-        if report:
-            _news.replay(report)
-        else:
+        if not _news.replay_next(launched.news):
             self._supervisor.forget(launched.news.fileno())
 
     def _worker_gone(self, number: int, launched: Launched, worker: Worker) -> None:

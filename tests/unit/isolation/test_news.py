@@ -1,0 +1,57 @@
+"""Reports of molds and workers in their owner."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from modelguard.isolation import _news
+from modelguard.isolation._molds import Mold
+from modelguard.isolation._spawned import SpawnedWorkers
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("of a worker", logging.WARNING, __file__, 1, text, None, None)
+
+
+class Supervisor:
+    """Remembers what is watched no more."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+
+    def forget(self, fd: int) -> None:
+        self.forgotten.append(fd)
+
+
+def read_by(kind: str, news: Any, supervisor: Any) -> None:
+    """Do what a supervisor's thread does when the socket could be read a moment ago."""
+    if kind == "mold":
+        mold: Any = SimpleNamespace(_launched=SimpleNamespace(news=news), _supervisor=supervisor)
+        Mold._read_news(mold)
+    else:
+        workers: Any = SimpleNamespace(_supervisor=supervisor)
+        SpawnedWorkers._read_worker(workers, SimpleNamespace(news=news))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["mold", "spawned"])
+def test_a_report_that_was_read_already_does_not_block_the_supervisor(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end of a call replays all reports; the same turn of the thread finds their socket empty, and goes on."""
+    ours, theirs = _news.pair()
+    supervisor = Supervisor()
+    _news.Reporter(theirs).emit(record("one"))
+    _news.replay_all(ours)
+    read_by(kind, ours, supervisor)
+    assert (["one"], []) == (caplog.messages, supervisor.forgotten)
+    _news.Reporter(theirs).emit(record("two"))
+    read_by(kind, ours, supervisor)
+    assert (["one", "two"], []) == (caplog.messages, supervisor.forgotten)
+    theirs.close()
+    read_by(kind, ours, supervisor)
+    assert [ours.fileno()] == supervisor.forgotten
+    ours.close()
