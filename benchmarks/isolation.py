@@ -18,23 +18,22 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import http.client
 import importlib.util
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import _common
 import _isolated
 import _isolation_peers
 import psutil
+from _callers import Callers, Span, outside, within
 from examples._driver import Server
 
 from modelguard import memory
@@ -138,36 +137,6 @@ def replacement(start: str, rounds: int) -> dict[str, Any]:
     return {"worker": worker, "reload": reload, "private": private, "model": size}
 
 
-class Traffic:
-    """Clients that ask one after the other without gaps."""
-
-    def __init__(self, port: int, path: str) -> None:
-        self.calls: list[tuple[float, float]] = []
-        self._port, self._path = port, path
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
-
-    def _ask(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
-        while not self._stop.is_set():
-            started = time.monotonic()
-            connection.request("GET", self._path)
-            answer = connection.getresponse()
-            answer.read()
-            assert answer.status == http.HTTPStatus.OK
-            self.calls.append((started, time.monotonic()))
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-
 def stall(side: str, reloads: int) -> dict[str, list[float]]:
     """The longest request during each reload over the p99 of the others, and that of a window without one."""
     with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +147,7 @@ def stall(side: str, reloads: int) -> dict[str, list[float]]:
             assert server.port is not None
             server.ask(f"/{side}", timeout=120)
             spans, calm = [], []
-            with Traffic(server.port, f"/{side}") as traffic:
+            with Callers(server.port, f"/{side}", threads=CLIENTS) as traffic:
                 time.sleep(STEADY)
                 for number in range(reloads):
                     started = time.monotonic()
@@ -191,12 +160,13 @@ def stall(side: str, reloads: int) -> dict[str, list[float]]:
                     time.sleep(max(STEADY, spans[-1][1] - started))
         finally:
             server.stop()
+    calls = traffic.calls
+    assert all(call.answered for call in calls)
     margin = 0.5  # the old mold's end, the old model's release
-    steady = [end - start for start, end in traffic.calls if all(end < a or start > b + margin for a, b in spans)]
-    p99 = _common.quantile(steady[CLIENTS * 5 :], 0.99)
+    p99 = _common.quantile(outside(calls, spans, margin)[CLIENTS * 5 :], 0.99)
 
-    def longest(windows: list[tuple[float, float]]) -> list[float]:
-        return [max(end - start for start, end in traffic.calls if end > a and start < b) / p99 for a, b in windows]
+    def longest(spans: list[Span]) -> list[float]:
+        return [max(call.seconds for call in within(calls, span)) / p99 for span in spans]
 
     return {"reload": longest(spans), "calm": longest(calm)}
 

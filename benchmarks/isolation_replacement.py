@@ -8,17 +8,17 @@ server's process, and one of gunicorn's dirty workers, which is replaced by endi
 from __future__ import annotations
 
 import contextlib
-import http.client
+import http
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import _common
 import _isolation_peers
+from _callers import Callers, outside, within
 from examples._driver import Server
 
 if TYPE_CHECKING:
@@ -37,43 +37,6 @@ NAMES = {
     "dirty": "gunicorn, a dirty worker",
 }
 TARGET = 1.5
-
-
-class Call(NamedTuple):
-    """One call: when it began and ended, on the monotonic clock, and whether it was answered."""
-
-    began: float
-    ended: float
-    answered: bool
-
-
-class Callers:
-    """Threads that call one after the other without a pause."""
-
-    def __init__(self, port: int) -> None:
-        self.calls: list[Call] = []
-        self._port = port
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(THREADS)]
-
-    def _ask(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
-        while not self._stop.is_set():
-            began = time.monotonic()
-            connection.request("GET", "/")
-            answer = connection.getresponse()
-            answer.read()
-            self.calls.append(Call(began, time.monotonic(), answer.status == http.HTTPStatus.OK))
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
 
 
 class Found(NamedTuple):
@@ -117,7 +80,7 @@ def replace(side: str, times: int) -> Found:
     spans = []
     with serving(side) as server:
         assert server.port is not None
-        with Callers(server.port) as callers:
+        with Callers(server.port, "/", threads=THREADS) as callers:
             time.sleep(STEADY)
             for number in range(1, times + 1):
                 began = time.monotonic()
@@ -127,14 +90,13 @@ def replace(side: str, times: int) -> Found:
                 spans.append((began, time.monotonic()))
                 time.sleep(STEADY)
     calls = callers.calls[THREADS * 5 :]
-    steady = [one.ended - one.began for one in calls if all(one.ended < a or one.began > b + MARGIN for a, b in spans)]
-    p99 = _common.quantile(steady, 0.99)
-    within = [[one for one in calls if one.ended > a and one.began < b] for a, b in spans]
+    p99 = _common.quantile(outside(calls, spans, MARGIN), 0.99)
+    met = [within(calls, span) for span in spans]
     return Found(
-        ratios=[max(one.ended - one.began for one in some) / p99 for some in within],
+        ratios=[max(call.seconds for call in some) / p99 for some in met],
         p99=p99,
         seconds=[b - a for a, b in spans],
-        failed=[float(sum(not one.answered for one in some)) for some in within],
+        failed=[float(sum(not one.answered for one in some)) for some in met],
     )
 
 
