@@ -209,7 +209,7 @@ def test_multiprocessing_children_use_the_parents_model() -> None:
 
 def test_a_batched_function_that_is_closed_can_be_reopened_in_a_child() -> None:
     """The parent's threads, which may still be ending, are not counted as the child's."""
-    f = batched(max_size=2)(list)
+    f = batched(max_size=2)(lambda items: items)
     with f:
         assert "a" == f("a")
 
