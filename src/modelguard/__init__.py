@@ -12,7 +12,8 @@ if typing.TYPE_CHECKING:
     from modelguard import allocator, errors, memory, prefork, presets, serving, sharing, telemetry, weights
     from modelguard.isolation.isolate import Isolated, isolate
     from modelguard.lifecycle.backoff import Backoff
-    from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
+    from modelguard.lifecycle.guard import guard
+    from modelguard.lifecycle.model_guard import ModelGuard, guard_of
     from modelguard.lifecycle.policies import (
         TTL,
         Between,
@@ -70,7 +71,8 @@ __all__ = [
 _NAMES = {
     "modelguard.isolation.isolate": ("Isolated", "isolate"),
     "modelguard.lifecycle.backoff": ("Backoff",),
-    "modelguard.lifecycle.guard": ("ModelGuard", "guard", "guard_of"),
+    "modelguard.lifecycle.guard": ("guard",),
+    "modelguard.lifecycle.model_guard": ("ModelGuard", "guard_of"),
     "modelguard.lifecycle.policies": (
         "TTL",
         "Between",

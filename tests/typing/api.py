@@ -55,6 +55,17 @@ def load() -> Model:
     return Model()
 
 
+def pauses(model: ModelGuard[Model]) -> None:
+    assert_type(model.pause(), None)
+    assert_type(model.resume(), None)
+    assert_type(model.status().paused, bool)
+    postponed = model.status().postponed
+    if postponed is not None:
+        assert_type(postponed.seconds, float | None)
+        assert_type(postponed.reasons, tuple[telemetry.Reason, ...])
+    assert_type(guard(load, reload_on=None, min_lifetime="1m"), ModelGuard[Model])
+
+
 async def load_async() -> Model:
     return Model()
 

@@ -22,7 +22,7 @@ from modelguard.errors import (
     QuotaExceeded,
 )
 from modelguard.isolation import _registry as _isolated
-from modelguard.lifecycle.guard import guards
+from modelguard.lifecycle.model_guard import guards
 from modelguard.serving import _registry
 from modelguard.serving.deadlines import check_key, check_priority
 

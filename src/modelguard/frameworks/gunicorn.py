@@ -45,7 +45,7 @@ from modelguard.sharing import _loads, _signals
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle.guard import ModelGuard
+    from modelguard.lifecycle.model_guard import ModelGuard
 
 __all__ = ["control_socket_disable", "on_starting", "post_fork", "preload_app"]
 

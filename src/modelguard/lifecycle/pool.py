@@ -184,6 +184,7 @@ def pool(
         wait_timeout=30.0,
         drain_timeout=30.0,
         defer=0.0,
+        min_lifetime=0.0,
         backoff=Backoff() if backoff is None else backoff,
         trim_schedule=None,
         prefork=False,

@@ -16,7 +16,7 @@ from modelguard.lifecycle._free_replicas import FreeReplicas
 from modelguard.lifecycle._pool_leases import PoolLease, call_on
 from modelguard.lifecycle._turns import Turns, in_turn
 from modelguard.lifecycle._wrappers import wrap
-from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.model_guard import ModelGuard, hide
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
@@ -155,6 +155,16 @@ class ModelReplicas(Generic[M]):
         """:meth:`unload` for a coroutine: does not block the event loop."""
         for guard in self._guards:
             await guard.aunload()
+
+    def pause(self) -> None:
+        """Let policies start nothing until :meth:`resume`, as :meth:`ModelGuard.pause` does."""
+        for guard in self._guards:
+            guard.pause()
+
+    def resume(self) -> None:
+        """End :meth:`pause`."""
+        for guard in self._guards:
+            guard.resume()
 
     def _roll(self) -> None:
         with self._rolling:

@@ -17,7 +17,7 @@ from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._host_lock import Held, HostLock
 from modelguard.lifecycle._pool_engine import pool_engines
 from modelguard.lifecycle._ticker import TICKER
-from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
+from modelguard.lifecycle.model_guard import ModelGuard, guard_of, guards
 from modelguard.testing._loader import any_held
 
 __all__ = ["Clock"]
