@@ -12,6 +12,7 @@ if typing.TYPE_CHECKING:
     from modelguard import allocator, errors, memory, prefork, presets, serving, sharing, telemetry, weights
     from modelguard.isolation.isolate import Isolated, isolate
     from modelguard.lifecycle.backoff import Backoff
+    from modelguard.lifecycle.cron import Cron
     from modelguard.lifecycle.guard import guard
     from modelguard.lifecycle.model_guard import ModelGuard, guard_of
     from modelguard.lifecycle.policies import (
@@ -38,6 +39,7 @@ __all__ = [
     "Batched",
     "Between",
     "Breaker",
+    "Cron",
     "Errors",
     "Idle",
     "Isolated",
@@ -71,6 +73,7 @@ __all__ = [
 _NAMES = {
     "modelguard.isolation.isolate": ("Isolated", "isolate"),
     "modelguard.lifecycle.backoff": ("Backoff",),
+    "modelguard.lifecycle.cron": ("Cron",),
     "modelguard.lifecycle.guard": ("guard",),
     "modelguard.lifecycle.model_guard": ("ModelGuard", "guard_of"),
     "modelguard.lifecycle.policies": (

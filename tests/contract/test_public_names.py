@@ -28,6 +28,7 @@ PUBLIC = [
     "Batched",
     "Between",
     "Breaker",
+    "Cron",
     "Errors",
     "Idle",
     "Isolated",

@@ -15,6 +15,7 @@ from modelguard import (
     TTL,
     Batched,
     Breaker,
+    Cron,
     MemoryGrowth,
     ModelGuard,
     ModelPool,
@@ -53,6 +54,11 @@ class Model:
 
 def load() -> Model:
     return Model()
+
+
+def at_three(model: ModelGuard[Model]) -> None:
+    assert_type(Cron("0 3 * * *", tz="Europe/Berlin", jitter="5m") | TTL("1d"), Policy)
+    assert_type(guard(load, reload_on=Cron("0 3 * * *")), ModelGuard[Model])
 
 
 def pauses(model: ModelGuard[Model]) -> None:

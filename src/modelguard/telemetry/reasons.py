@@ -10,6 +10,7 @@ __all__ = ["PROTECT_MEMORY", "Reason", "ReasonKind"]
 #: ``"woken"``: the first use after the model was released by ``Idle`` or ``unload()``.
 ReasonKind = Literal[
     "combination",
+    "cron",
     "custom",
     "errors",
     "first_use",
