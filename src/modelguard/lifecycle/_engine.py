@@ -395,22 +395,24 @@ class Engine(Generic[M]):
         """Accept calls again after :meth:`close`; the next use loads a model."""
         self.state.reopen()
 
-    def close(self) -> None:
-        """Refuse further calls, wait for those under way up to ``drain_timeout``, and release the model."""
+    def close(self, timeout: _units.Duration | None = None) -> None:
+        """Refuse further calls, wait for those under way up to a bound, and release the model."""
+        seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
         _deadlocks.raise_on_event_loop(self.name, "close", "await guard.aclose()")
         self.raise_inside_call("close")
-        self.shut_down()
+        self.shut_down(seconds)
 
-    def shut_down(self) -> None:
+    def shut_down(self, timeout: float | None = None) -> None:
         """:meth:`close` without its checks, for an owner that has made them."""
         _ticker.TICKER.remove(self)
         old = self.state.close()
         if old is not None:
-            drain_and_release(self.guard, old)
+            drain_and_release(self.guard, old, timeout)
 
-    async def aclose(self) -> None:
+    async def aclose(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`close` without blocking the event loop."""
-        await _in_thread.run(self.close, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
+        work = functools.partial(self.close, timeout)
+        await _in_thread.run(work, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
 
     def before_fork(self) -> None:
         """Keep other threads out of the state while the process forks."""

@@ -207,20 +207,29 @@ class ModelGuard(Generic[M]):
         """Ask the policies now, as the background thread does regularly; returns whether a reload was started."""
         return self.engine.check()
 
-    def close(self) -> None:
-        """Refuse further calls, wait for those under way up to ``drain_timeout``, and release the model.
+    def close(self, timeout: _units.Duration | None = None) -> None:
+        """Refuse further calls, wait for those under way, and release the model.
 
         Closing twice does nothing. Afterwards every use raises ``GuardClosed``.
 
+        Calls that still run when ``timeout`` has passed keep their model and may end in peace: ``close`` returns,
+        ``GenerationAbandoned`` says how many there are, ``status().in_flight`` counts them down, and the model is
+        released when the last of them ends. A process that exits before then does not call ``unload`` for it.
+
+        Args:
+            timeout: How long to wait for calls at most; 0 does not wait. Default: ``drain_timeout``. The release that
+                follows, with the ``unload`` hook, is not bounded.
+
         Raises:
+            InvalidOption: ``timeout`` is not a duration; then the guard stays open.
             WouldDeadlock: Called inside a call on this guard, whose end it would wait for, or on a running event loop
                 (use :meth:`aclose`).
         """
-        self.engine.close()
+        self.engine.close(timeout)
 
-    async def aclose(self) -> None:
+    async def aclose(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`close` for a coroutine: does not block the event loop."""
-        await self.engine.aclose()
+        await self.engine.aclose(timeout)
 
     def status(self) -> Status:
         """The guard's figures at this moment."""

@@ -233,7 +233,13 @@ class GenerationReleased(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationAbandoned(Event):
-    """Calls on a replaced generation outlasted ``drain_timeout``; it is released when the last of them ends."""
+    """Calls on a replaced or closed generation outlasted the wait for them; it is released when the last of them ends.
+
+    Attributes:
+        generation: Its number.
+        in_flight: How many calls still run on it.
+        drain_timeout: How long they were waited for: the guard's ``drain_timeout``, or the ``timeout`` of ``close()``.
+    """
 
     generation: int
     in_flight: int
