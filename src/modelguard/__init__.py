@@ -9,7 +9,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from modelguard import allocator, errors, memory, prefork, presets, serving, sharing, telemetry, weights
+    from modelguard import allocator, control, errors, memory, prefork, presets, serving, sharing, telemetry, weights
     from modelguard.isolation.isolate import Isolated, isolate
     from modelguard.lifecycle.backoff import Backoff
     from modelguard.lifecycle.cron import Cron
@@ -54,6 +54,7 @@ __all__ = [
     "Uses",
     "allocator",
     "batched",
+    "control",
     "deadline",
     "errors",
     "guard",

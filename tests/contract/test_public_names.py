@@ -44,6 +44,7 @@ PUBLIC = [
     "Uses",
     "allocator",
     "batched",
+    "control",
     "deadline",
     "errors",
     "guard",

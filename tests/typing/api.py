@@ -64,7 +64,6 @@ def at_three(model: ModelGuard[Model]) -> None:
 def pauses(model: ModelGuard[Model]) -> None:
     assert_type(model.pause(), None)
     assert_type(model.close(timeout="5s"), None)
-    assert_type(model.aclose(timeout=5), Coroutine[Any, Any, None])
     assert_type(model.resume(), None)
     assert_type(model.status().paused, bool)
     postponed = model.status().postponed

@@ -97,7 +97,7 @@ class PoolEngine(Generic[K, M]):
                 evictions=self._evictions,
             )
 
-    def close(self, timeout: Timeout) -> None:
+    def close(self, timeout: Timeout | None = None) -> None:
         """Refuse further leases, wait for those under way, and release every model."""
         _deadlocks.raise_on_event_loop(self.name, "close", "await pool.aclose()")
         with self._changed:
@@ -110,10 +110,10 @@ class PoolEngine(Generic[K, M]):
             self._changed.notify_all()
         for model in models:
             if model.engine is not None:
-                model.engine.close(timeout.left())
+                model.engine.close(None if timeout is None else timeout.left())
         self._close_evicted()
 
-    async def aclose(self, timeout: Timeout) -> None:
+    async def aclose(self, timeout: Timeout | None = None) -> None:
         """:meth:`close` without blocking the event loop."""
         work = partial(self.close, timeout)
         await _in_thread.run(work, f"modelguard-close-{self.name}", self.runtime.start_thread)
