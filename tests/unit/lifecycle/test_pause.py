@@ -328,9 +328,11 @@ class TestMinLifetime:
 
     @given(st.lists(st.tuples(st.sampled_from(["call", "check", "pause", "resume"]), st.floats(0, 30)), max_size=60))
     @settings(max_examples=60)
-    def test_models_live_at_least_that_long(self, steps: list[tuple[str, float]]) -> None:
+    def test_models_live_at_least_that_long(
+        self, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, float]]
+    ) -> None:
         """Whatever happens, two loads by policies are a minute apart, and none begins while the guard is paused."""
-        world = World(Path("/nonexistent"))
+        world = World(tmp_path_factory.mktemp("world"))
         world.inline = True
         loads: list[float] = []
 
