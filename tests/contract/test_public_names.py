@@ -85,6 +85,7 @@ OFFERED = {
         "stats",
         "trim",
     ],
+    "modelguard.control": ["listen", "stop"],
     "modelguard.environment": ["Cpus", "Limit", "available_cpus", "memory_limit"],
     "modelguard.memory": ["MemoryUsage", "PrivateMeter", "private", "usage"],
     "modelguard.prefork": [

@@ -24,6 +24,7 @@ from modelguard import (
     Snapshot,
     Uses,
     batched,
+    control,
     deadline,
     guard,
     guard_of,
@@ -38,6 +39,7 @@ from modelguard import (
 )
 from modelguard.adapters.spacy import IndexGrowth, Zoned, zoned
 from modelguard.adapters.torch import bucketed, pad_to_bucket
+from modelguard.frameworks.admin import Admin
 from modelguard.frameworks.asgi import ModelGuardMiddleware
 from modelguard.serving import BatchedStream, Stream, caller
 
@@ -54,6 +56,14 @@ class Model:
 
 def load() -> Model:
     return Model()
+
+
+def controlled() -> None:
+    assert_type(control.listen(sighup=True), None)
+    assert_type(control.stop(), None)
+    assert_type(Admin("0123456789abcdef", path="/admin", timeout="1m"), Admin)
+    starlette = Starlette()
+    starlette.add_middleware(ModelGuardMiddleware, admin=Admin("0123456789abcdef"))
 
 
 def at_three(model: ModelGuard[Model]) -> None:
