@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
