@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,7 +206,8 @@ class TestOneProcess:
             other.listen()
             other.settimeout(30)
             status, _ = ctl(service.pid, "reload")
-            assert (2, b"") == (status, other.accept()[0].recv(100))
+            with other.accept()[0] as seen:
+                assert (2, b"") == (status, seen.recv(100))
 
 
 class TestForks:
@@ -238,10 +238,9 @@ class TestForks:
             before = psutil.Process(service.pid).num_fds()
             loop = "for _ in range(100): (lambda pid: os._exit(0) if pid == 0 else os.waitpid(pid, 0))(os.fork())"
             assert service.process.stdin is not None
-            service.process.stdin.write(f"{loop}\nprint('done', flush=True)\n".replace("\n", "\n", 1))
+            service.process.stdin.write(f"{loop}\nprint('done', flush=True)\n")
             service.process.stdin.flush()
-            while 0 == ctl(service.pid, "status")[0] and len(Path("/proc/net/unix").read_bytes()) < 0:
-                pass
+            assert [0, 0, 0] == [ctl(service.pid, "status")[0] for _ in range(3)]
             assert "done\n" == service.line()
             wait_until(lambda: psutil.Process(service.pid).num_fds() <= before, "descriptors are closed")
             assert 0 == ctl(service.pid, "status")[0]
@@ -300,7 +299,7 @@ APP = """
 
     async def aapp(scope, receive, send):
         assert scope["type"] == "http", "no lifespan"
-        nlp.load() if False else await nlp.aload()
+        await nlp.aload()
         body = answer().encode()
         length = str(len(body)).encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
@@ -386,9 +385,8 @@ class TestGunicorn:
             assert "gunicorn uses SIGHUP itself" in first
             before = {child.pid for child in psutil.Process(started.process.pid).children()}
             os.kill(started.process.pid, signal.SIGHUP)
-            began = time.monotonic()
             wait_until(
                 lambda: before.isdisjoint(child.pid for child in psutil.Process(started.process.pid).children()),
-                f"other workers serve, since {began}",
+                "other workers serve",
             )
             assert 200 == started.ask("/").status

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         return _fail(str(error.strerror))
     waits = options.command in {"reload", "unload"}
     request = _client.Request(options.command, options.name, not options.no_wait, timeout if waits else 0.0)
-    return max(_run(each, request, as_json=options.json) for each in pids)
+    return max(_run(each, request, as_json=options.json, may_end=each != pid) for each in pids)
 
 
 def _processes(pid: int, *, every: bool) -> list[int]:
@@ -76,14 +76,21 @@ def _processes(pid: int, *, every: bool) -> list[int]:
     return [pid]
 
 
-def _run(pid: int, request: Any, *, as_json: bool) -> int:
-    """Send the command to one process, and print what it answers."""
+def _run(pid: int, request: Any, *, as_json: bool, may_end: bool) -> int:
+    """Send the command to one process, and print what it answers.
+
+    Args:
+        pid: The process.
+        request: The command.
+        as_json: Whether to print JSON.
+        may_end: Whether it does not matter if the process has ended since it was found.
+    """
     from modelguard.control import _client
 
     try:
         answer = _client.ask(pid, request)
     except _client.Unreachable as error:
-        return _fail(str(error))
+        return 0 if may_end and not _client.runs(pid) else _fail(str(error))
     failed = answer.error is not None or any(guard["error"] is not None for guard in answer.guards)
     if as_json:
         content = {"pid": pid, "error": answer.error, "guards": answer.guards}

@@ -11,7 +11,7 @@ from typing import Any
 from modelguard.control import _messages
 from modelguard.environment import _proc
 
-__all__ = ["Answered", "Request", "Unreachable", "ask", "listening_below"]
+__all__ = ["Answered", "Request", "Unreachable", "ask", "listening_below", "runs"]
 
 #: Seconds in which a process must have answered, beside those that the command itself may take.
 _PATIENCE = 10.0
@@ -106,3 +106,8 @@ def listening_below(pid: int) -> list[int]:
             _connect(process.pid).close()
             found.append(process.pid)
     return found
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    return pid in _proc.processes()

@@ -31,6 +31,7 @@ class Processes:
         self.pids = list(pids)
         self.asked: list[tuple[int, Request]] = []
         self.answers: dict[int, Answered] = {}
+        self.ended: list[int] = []
 
     def below(self, pid: int) -> list[int]:
         if pid == 404:
@@ -49,6 +50,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     made = Processes(10, 11)
     monkeypatch.setattr(_client, "listening_below", made.below)
     monkeypatch.setattr(_client, "ask", made.ask)
+    monkeypatch.setattr(_client, "runs", lambda pid: pid not in made.ended)
     for pid in (10, 11):
         made.answers[pid] = Answered(pid, None, ({"name": "nlp", "error": None, "status": STATUS},))
     return made
@@ -105,6 +107,14 @@ def test_an_error_of_the_process(processes: Processes, capsys: pytest.CaptureFix
     del processes.answers[10]
     assert 2 == cli.main(["ctl", "10", "pause", "--all"])
     assert [10, 11, 10, 11] == [pid for pid, _ in processes.asked]
+
+
+def test_a_worker_that_has_just_ended(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    """Servers replace their workers all the time: one that is gone is no failure, unless it was named."""
+    processes.ended = [11]
+    del processes.answers[11]
+    assert (0, 2) == (cli.main(["ctl", "10", "pause", "--all"]), cli.main(["ctl", "11", "pause"]))
+    assert "process 11 did not answer" in capsys.readouterr().err
 
 
 def test_json(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
