@@ -85,7 +85,7 @@ def _presets() -> tuple[str, ...]:
 
 
 def _formats() -> tuple[str, ...]:
-    from modelguard.cli._presets import formats
+    from modelguard.environment._renderings import formats
 
     return tuple(formats())
 

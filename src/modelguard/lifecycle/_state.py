@@ -454,7 +454,7 @@ class GuardState(EnclosingCalls[M]):
         held = [lease for lease in self.held_leases if lease.survives_fork()]
         self._renew_locks()
         self.epoch += 1
-        self.job = None
+        self.job = self.postponed = None
         self.draining.clear()
         self.abandoned.clear()
         self.reloads = self.failures = 0
