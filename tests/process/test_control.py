@@ -232,6 +232,13 @@ class TestForks:
             finally:
                 os.kill(child, signal.SIGKILL)
 
+    def test_a_childs_child_has_one_too(self) -> None:
+        """The hooks hold in every generation."""
+        with program() as service:
+            child = int(service.do("pid = os.fork(); pid or os.fork(); pid or signal.pause(); print(pid, flush=True)"))
+            wait_until(lambda: len(statuses(service.pid)) == 3, "parent, child and grandchild listen")
+            assert child in statuses(service.pid)
+
     def test_children_that_end_leave_nothing(self) -> None:
         """A hundred of them, while commands come: the parent answers, and has no more descriptors than before."""
         with program() as service:

@@ -41,7 +41,7 @@ def start() -> None:
         if _listener is None:
             _listener = _Listener()
         if not _hooked:
-            os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_in_child)
+            os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
             _hooked = True
 
 
@@ -59,6 +59,14 @@ def wake() -> None:
     if _wake_fd >= 0:
         with contextlib.suppress(OSError):  # the pipe is full: enough reloads are asked for
             os.write(_wake_fd, _RELOAD)
+
+
+def _before() -> None:
+    _lock.acquire()  # the global one: a child makes another
+
+
+def _after_in_parent() -> None:
+    _lock.release()
 
 
 def _after_in_child() -> None:
