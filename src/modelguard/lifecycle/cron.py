@@ -90,7 +90,8 @@ class Cron(Value):
         return _next_moment(self.expression, self.tz, now.began) + self.jitter * now.jitter
 
     def __repr__(self) -> str:
-        return f"Cron({self.expression!r})"
+        zone = "" if self.tz is None else f", tz={self.tz!r}"
+        return f"Cron({self.expression!r}{zone})"
 
 
 def _check_fields(expression: object) -> str:

@@ -94,7 +94,7 @@ class Clock:
 
     @property
     def wall(self) -> datetime:
-        """The time of day in UTC, for ``Between`` and ``Cron``. Set it to a ``datetime``; it advances with :attr:`now`."""
+        """The time of day in UTC, for ``Between`` and ``Cron``. Set it to a ``datetime``; it goes on with ``now``."""
         return datetime.fromtimestamp(self._wall_at_zero + self._clock(), UTC)
 
     @wall.setter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -223,6 +224,18 @@ def test_a_bad_jitter_is_rejected(jitter: object, why: str) -> None:
     """A share as for ``TTL`` would be a tenth of a second; a long one would skip moments."""
     with pytest.raises(InvalidOption, match=why):
         Cron("0 * * * *", jitter=jitter)  # type: ignore[arg-type]
+
+
+@needs_cronsim
+def test_a_value_with_a_readable_name() -> None:
+    """Equal if all is equal, also after pickling; logs show the expression and the zone."""
+    berlin = Cron("0  3 * * *", tz="Europe/Berlin", jitter="2m")
+    assert (True, True) == (
+        berlin == pickle.loads(pickle.dumps(berlin)),
+        berlin == Cron("0 3 * * *", tz="Europe/Berlin", jitter=120),
+    )
+    assert ("Cron('0 3 * * *', tz='Europe/Berlin')", "Cron('0 3 * * *')") == (repr(berlin), repr(Cron("0 3 * * *")))
+    assert berlin != Cron("0 3 * * *", tz="UTC", jitter="2m")
 
 
 @needs_cronsim
