@@ -185,9 +185,9 @@ class TestOneProcess:
             os.setuid(65534)
             client = socket.socket(socket.AF_UNIX)
             client.connect(sys.argv[1].replace("@", chr(0)))
-            client.sendall(b'{"command": "pause"}' + bytes([10]))
             client.settimeout(30)
             try:
+                client.sendall(b'{"command": "pause"}' + bytes([10]))
                 print(client.recv(1000))
             except ConnectionError:
                 print(b"")
