@@ -114,7 +114,7 @@ class TestOneProcess:
             assert ("idle", False, 1) == (found["state"], found["paused"], found["reloads"])
 
     def test_off_by_default(self) -> None:
-        """A process that has not asked for it has no socket and no thread, and SIGHUP ends it as ever."""
+        """A process that has not asked for it has no socket and no thread, and SIGHUP ends it as usual."""
         with program("pass") as service:
             assert not listens(service.pid)
             threads = "sum(t.name.startswith('modelguard-c') for t in threading.enumerate())"
@@ -340,7 +340,7 @@ class TestUvicorn:
     COMMAND = ("-m", "uvicorn", "app:aapp", "--port", "0", "--lifespan", "off")
 
     def test_one_process(self, tmp_path: Path) -> None:
-        """Reload and SIGHUP, while it serves; its own end by SIGTERM is as ever."""
+        """Reload and SIGHUP, while it serves; its own end by SIGTERM is as usual."""
         with server(tmp_path, *self.COMMAND, sighup=True) as started:
             pid = started.process.pid
             assert 0 == ctl(pid, "reload")[0]
@@ -385,7 +385,7 @@ class TestGunicorn:
 
     @pytest.mark.parametrize("preload", [True, False])
     def test_sighup_stays_gunicorns(self, tmp_path: Path, preload: bool) -> None:  # noqa: FBT001 - a parameter
-        """The line is refused, with the server's name, and the signal replaces the workers as ever."""
+        """The line is refused, with the server's name, and the signal replaces the workers as usual."""
         options = ("--preload",) if preload else ()
         with server(tmp_path, *self.COMMAND, *options, sighup=True) as started:
             first = started.ask("/").text

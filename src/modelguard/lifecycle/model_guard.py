@@ -194,7 +194,7 @@ class ModelGuard(Generic[M]):
 
         What they would have done waits (``status().postponed``), and each policy that waits is reported once
         (``ReloadPostponed``). A policy's reload that still waits for its beginning is given up; one that already loads
-        goes on. Calls, :meth:`load`, :meth:`reload` and :meth:`unload` work as ever, and so do loads that calls need.
+        goes on. Calls, :meth:`load`, :meth:`reload` and :meth:`unload` work as usual, and so do loads that calls need.
         Pausing twice is the same as once. It holds in this process and in children that are forked from now on.
         """
         self.engine.set_paused(paused=True)
@@ -212,7 +212,7 @@ class ModelGuard(Generic[M]):
 
         Closing twice does nothing. Afterwards every use raises ``GuardClosed``.
 
-        Calls that still run when ``timeout`` has passed keep their model and may end in peace: ``close`` returns,
+        Calls that still run when ``timeout`` has passed keep their model and end as usual: ``close`` returns,
         ``GenerationAbandoned`` says how many there are, ``status().in_flight`` counts them down, and the model is
         released when the last of them ends. A process that exits before then does not call ``unload`` for it.
 
