@@ -11,13 +11,13 @@ import math
 import threading
 import weakref
 from concurrent.futures import Future
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle._creep import Creep
 from modelguard.lifecycle._enclosing import EnclosingCalls
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._known_models import is_plain_value
 from modelguard.lifecycle._load_job import LoadJob, PostponedJob
 from modelguard.lifecycle._waiters import Outcome, Waiters
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from modelguard.telemetry import GenerationReleased, Reason
 
 M = TypeVar("M")
-
-#: Two loads may well return the same object of these types, which hold nothing that a release could free.
-_VALUES = (str, bytes, int, float, complex, tuple, frozenset, type, FunctionType, BuiltinFunctionType, ModuleType)
 
 
 class HeldLease(Protocol):
@@ -404,7 +401,7 @@ class GuardState(EnclosingCalls[M]):
 
     def knows(self, model: object) -> bool:
         """Whether it is the current model, or the last one that was released. Plain values do not count."""
-        if isinstance(model, _VALUES):
+        if is_plain_value(model):
             return False
         with self.lock:
             current = None if self.current is None else self.current.model
