@@ -91,6 +91,7 @@ class Readings:
         return Snapshot(
             generation=generation.number,
             age=age,
+            began=generation.began,
             idle=self._idle(generation, now),
             uses=generation.uses,
             consecutive_errors=generation.errors,

@@ -14,6 +14,7 @@ from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._readings import Readings
 from modelguard.lifecycle._release import drain_and_release, release
+from modelguard.telemetry.reasons import PROTECT_MEMORY
 
 if TYPE_CHECKING:
     from modelguard.telemetry import DiscardCause, HostLockHeld, Swap
@@ -27,8 +28,6 @@ _POLL = 0.01
 #: While it loads, a model takes more memory than afterwards: ja_ginza peaks at 1.17 times its size.
 PEAK = 1.25
 
-#: Reloads that free memory. Where it is short, they do not wait for a pause.
-_PROTECT_MEMORY = frozenset({"index_growth", "memory_growth", "memory_limit"})
 #: Seconds between two readings of the free memory while a load waits: each opens a few files, about 0.1 ms.
 _ROOM_INTERVAL = 0.25
 
@@ -100,10 +99,10 @@ class Reload(Generic[M]):
 
     def _replace(self) -> None:
         guard, runtime = self._guard, self._guard.runtime
-        with runtime.host_lock.held(
-            sleep=runtime.sleep, clock=runtime.clock, cancelled=lambda: guard.state.closed
-        ) as lock:
+        with runtime.host_lock.held(sleep=runtime.sleep, clock=runtime.clock, cancelled=self._is_cancelled) as lock:
             deferred = self._wait_for_quiet()
+            if self._is_cancelled() and guard.state.put_off(self._job):
+                return
             swap = self._choose_swap()
             if swap == "load_first":
                 old, since = guard.state.current, None
@@ -117,6 +116,10 @@ class Reload(Generic[M]):
 
     # Before the load
 
+    def _is_cancelled(self) -> bool:
+        """Whether the reload is no longer wanted: the guard was closed, or paused while a policy's reload waited."""
+        return self._guard.state.closed or self._guard.state.holds_back(self._job)
+
     def _wait_for_quiet(self) -> Deferred:
         """Wait for the beginning of a pause between calls, at most ``defer``, and while there is memory to wait.
 
@@ -126,7 +129,7 @@ class Reload(Generic[M]):
         started = since = runtime.clock()
         before = runtime.private()
         uses, call_ended, read = None, job.after_call, -math.inf
-        while not job.urgent and not guard.state.closed:
+        while not job.urgent and not self._is_cancelled():
             generation, now = guard.state.current, runtime.clock()
             if generation is None or now - started >= guard.options.defer:
                 break
@@ -145,7 +148,7 @@ class Reload(Generic[M]):
 
     def _memory_is_short(self) -> bool:
         """Whether this reload is to free memory, and there is less than a second copy would need."""
-        if all(reason.kind not in _PROTECT_MEMORY for reason in self._job.reasons):
+        if all(reason.kind not in PROTECT_MEMORY for reason in self._job.reasons):
             return False
         room = self._guard.runtime.headroom()
         return room is not None and room < PEAK * (self._guard.state.model_bytes or 0)
