@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelguard import Policy, guard
+from modelguard import Backoff, Policy, guard
 from modelguard.errors import ModelGuardError
 from modelguard.lifecycle._fingerprints import Fingerprint
 from modelguard.lifecycle._host_lock import Held, HostLock
@@ -49,6 +49,7 @@ class Conditions:
 
     Attributes:
         policy: When a replica reloads.
+        backoff: How long it waits after a load that failed.
         until: When the simulation ends.
         room: Whether there is memory for a second copy, so that the old model serves while the new one loads.
         load_seconds: How long a load takes.
@@ -65,6 +66,7 @@ class Conditions:
 
     policy: Policy
     until: float
+    backoff: Backoff = field(default_factory=Backoff)
     room: bool = True
     load_seconds: float = 30.0
     calls: float = 0.1
@@ -84,12 +86,14 @@ class History:
 
     Attributes:
         requests: When it asked the registry for the model.
+        refused: Which of these the registry refused.
         away: When it could not answer.
         installed: When a new model began to serve.
         failed: Calls that failed, those of the poison input not counted.
     """
 
     requests: list[float] = field(default_factory=list)
+    refused: list[float] = field(default_factory=list)
     away: list[Span] = field(default_factory=list)
     installed: list[float] = field(default_factory=list)
     failed: int = 0
@@ -158,7 +162,9 @@ class Replica:
             ticks=False,
         )
         with use(lambda: runtime):
-            self.guard = guard(self._load, reload_on=conditions.policy, wait_timeout=0, name="model")
+            self.guard = guard(
+                self._load, reload_on=conditions.policy, backoff=conditions.backoff, wait_timeout=0, name="model"
+            )
         self._predict = self.guard(self._compute)
 
     def run(self) -> History:
@@ -237,6 +243,7 @@ class Replica:
         self.history.requests.append(self.now)
         if not self._being_made:
             if _within(self.conditions.outage, self.now):
+                self.history.refused.append(self.now)
                 self.sleep(1.0)
                 raise ConnectionError("the registry does not answer")
             self.sleep(self.conditions.load_seconds)
@@ -349,13 +356,15 @@ def rates(histories: Sequence[History], width: float) -> Counter[int]:
 
 
 def herd(histories: Sequence[History], width: float, over: float) -> float:
-    """The most requests a second, as a mean of ``width`` seconds, over the mean of ``over`` seconds."""
+    """The most requests a second to the registry, as a mean of ``width`` seconds, over the mean of ``over`` seconds.
+
+    The mean counts as at least a third of a request a second: up to one a second is no herd, however rare they are.
+    """
     slots = rates(histories, width)
-    total = sum(slots.values())
-    return max(slots.values()) / width / (total / over) if total else 0.0
+    return max(slots.values(), default=0) / width / max(sum(slots.values()) / over, 1 / 3)
 
 
-def last_installed(histories: Iterable[History], after: float) -> float:
-    """Seconds from ``after`` until every replica that installed a model since has installed its first one."""
-    firsts = [next((at for at in one.installed if at >= after), after) for one in histories]
-    return max(firsts) - after
+def recovery(histories: Iterable[History], after: float) -> float:
+    """Seconds from ``after``, when the registry answers again, until all whom it had refused have a new model."""
+    waited = [next((at for at in one.installed if at >= after), math.inf) - after for one in histories if one.refused]
+    return max(waited, default=0.0)

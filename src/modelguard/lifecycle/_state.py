@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from modelguard import _reruns
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle._creep import Creep
 from modelguard.lifecycle._generation import Generation
@@ -154,7 +155,10 @@ class GuardState(Generic[M]):
         generation.leases.pop()
         generation.uses = uses = generation.uses + 1
         if failed:
-            generation.errors += 1
+            if generation.errors == 0 and uses > 1:
+                generation.served = True
+            if not _reruns.active():
+                generation.errors += 1
             return True
         generation.errors = 0
         return uses >= generation.alarm
