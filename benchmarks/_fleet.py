@@ -1,8 +1,9 @@
 """Drives many replicas on simulated clocks: an hour of ten thousand of them in a minute, the same every time.
 
-Each replica is the library's own guard, with its evaluator, policies, jitter, backoff and reloads, and where requests are
-batched its queue and circuit breaker too. Only the outside world is simulated: clock, memory, files, chance, and threads.
-Background work runs in the one thread that there is, and calls and checks go on while it sleeps, as they would beside it.
+Each replica is the library's own guard, with its evaluator, policies, jitter, backoff and reloads, and where requests
+are batched its queue and circuit breaker too. Only the outside world is simulated: clock, memory, files, chance, and
+threads. Background work runs in the one thread that there is, and calls and checks go on while it sleeps, as they would
+beside it.
 
 Replicas share the moments at which things happen, and nothing else: the registry serves any number of them at once, and
 the load balancer sends each the same calls, whether or not others are away. So one after the other gives the same

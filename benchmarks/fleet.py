@@ -1,7 +1,7 @@
 """A fleet of up to 10,000 replicas on simulated clocks: who is away at once, and what the registry has to bear.
 
-All replicas begin to serve at the same moment and get equal shares of the traffic, which is the worst case. A load takes
-30 seconds. In each scenario 10,000 replicas are driven (see ``_fleet.py``), each by the library's own evaluator,
+All replicas begin to serve at the same moment and get equal shares of the traffic, which is the worst case. A load
+takes 30 seconds. In each scenario 10,000 replicas are driven (see ``_fleet.py``), each by the library's own evaluator,
 policies, jitter, backoff, queue and circuit breaker. Every slice of them is a fleet too: a thousand fleets of ten, a
 hundred of a hundred, ten of a thousand. What is judged is the worst of them.
 
