@@ -84,13 +84,13 @@ SCENARIOS = {
         "Outage of ten minutes",
     ),
     "outage as new weights appear": Scenario(
-        Conditions(policy=Modified(WEIGHTS), until=900, outage=(60, 660), weights=60, calls=0.05, ticks=1),
+        Conditions(policy=Modified(WEIGHTS), until=800, outage=(60, 660), weights=60, calls=0.05, ticks=2),
         600,
         "Outage of ten minutes",
     ),
     "one poison input in 32": Scenario(
-        Conditions(policy=Errors(), until=120, bad=(30, 90), calls=0.25, burst=32),
-        60,
+        Conditions(policy=Errors(), until=60, bad=(10, 50), calls=0.25, burst=32),
+        40,
         "Poison input",
     ),
     "nothing but poison": Scenario(
@@ -99,7 +99,7 @@ SCENARIOS = {
         "Poison input",
     ),
     "MemoryLimit('80%')": Scenario(
-        Conditions(policy=MemoryLimit("80%"), until=2 * HOUR, room=False, leak=int(5.5 * MB), ticks=10),
+        Conditions(policy=MemoryLimit("80%"), until=2 * HOUR, room=False, leak=int(5.5 * MB), ticks=30),
         2 * HOUR,
         "Leak in step",
     ),

@@ -83,6 +83,7 @@ def test_a_draw_shortens_the_ttl_of_a_guard(world: World, loads: int, draw: floa
     guard = world.guard(reload_on=TTL("100s"))
     for _ in range(loads):
         guard.reload()
+        world.join()
     world.tick(seconds - 0.1)
     assert not guard.check()
     world.tick(0.2)
