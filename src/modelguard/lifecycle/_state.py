@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from modelguard import _reruns
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle._creep import Creep
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._known_models import is_plain_value
 from modelguard.lifecycle._load_job import LoadJob
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ M = TypeVar("M")
 
 #: How a wait ends: None if a generation was installed, else the error that the waiter raises.
 Outcome = LoadFailed | GuardClosed | None
-
-#: Two loads may well return the same object of these types, which hold nothing that a release could free.
-_VALUES = (str, bytes, int, float, complex, tuple, frozenset, type, FunctionType, BuiltinFunctionType, ModuleType)
 
 #: What a context holds while a call runs: the call's generation and how deeply calls on it are nested. The end of the
 #: call empties the list, so a context that outlives its call (a task started inside it) can tell.
@@ -413,7 +410,7 @@ class GuardState(Generic[M]):
 
     def knows(self, model: object) -> bool:
         """Whether it is the current model, or the last one that was released. Plain values do not count."""
-        if isinstance(model, _VALUES):
+        if is_plain_value(model):
             return False
         with self.lock:
             current = None if self.current is None else self.current.model
