@@ -18,6 +18,8 @@ class Generation(Generic[M]):
             first and checks the leases afterwards. So one of them always sees the other.
         uses: Calls that have ended on it.
         errors: Consecutive calls, up to the latest, that raised.
+        served: Whether a call has succeeded, as the first error after it has noticed: a success has no time for that.
+        fruitless_reloads: How many reloads for errors in a row led to it, on whose models no call succeeded.
         alarm: The number of uses at which the end of a call takes the slow path: a policy may be due or, once the
             generation is retired, a drain waits for its last call. One comparison on the hot path covers both.
         retired: It takes no new calls, except those nested in its own.
@@ -34,6 +36,7 @@ class Generation(Generic[M]):
         "born",
         "dropped",
         "errors",
+        "fruitless_reloads",
         "jitter",
         "leases",
         "load_seconds",
@@ -42,6 +45,7 @@ class Generation(Generic[M]):
         "number",
         "pid",
         "retired",
+        "served",
         "uses",
     )
 
@@ -57,6 +61,8 @@ class Generation(Generic[M]):
         self.leases: list[None] = []
         self.uses = 0
         self.errors = 0
+        self.served = False
+        self.fruitless_reloads = 0
         self.alarm: float = math.inf
         self.retired = False
         self.dropped = False

@@ -13,6 +13,7 @@ import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from modelguard import _reruns
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle._creep import Creep
 from modelguard.lifecycle._enclosing import EnclosingCalls
@@ -122,7 +123,10 @@ class GuardState(EnclosingCalls[M]):
         generation.leases.pop()
         generation.uses = uses = generation.uses + 1
         if failed:
-            generation.errors += 1
+            if generation.errors == 0 and uses > 1:
+                generation.served = True
+            if not _reruns.active():
+                generation.errors += 1
             return True
         generation.errors = 0
         return uses >= generation.alarm
