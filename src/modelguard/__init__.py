@@ -11,8 +11,10 @@ import typing
 if typing.TYPE_CHECKING:
     from modelguard import allocator, errors, memory, prefork, presets, serving, sharing, telemetry, weights
     from modelguard.isolation.isolate import Isolated, isolate
+    from modelguard.lifecycle._making import guard
     from modelguard.lifecycle.backoff import Backoff
-    from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
+    from modelguard.lifecycle.guard import ModelGuard, guard_of
+    from modelguard.lifecycle.loaded import Loaded
     from modelguard.lifecycle.policies import (
         TTL,
         Between,
@@ -40,6 +42,7 @@ __all__ = [
     "Errors",
     "Idle",
     "Isolated",
+    "Loaded",
     "MemoryGrowth",
     "MemoryLimit",
     "ModelGuard",
@@ -70,7 +73,9 @@ __all__ = [
 _NAMES = {
     "modelguard.isolation.isolate": ("Isolated", "isolate"),
     "modelguard.lifecycle.backoff": ("Backoff",),
-    "modelguard.lifecycle.guard": ("ModelGuard", "guard", "guard_of"),
+    "modelguard.lifecycle._making": ("guard",),
+    "modelguard.lifecycle.guard": ("ModelGuard", "guard_of"),
+    "modelguard.lifecycle.loaded": ("Loaded",),
     "modelguard.lifecycle.policies": (
         "TTL",
         "Between",

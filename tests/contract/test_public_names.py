@@ -31,6 +31,7 @@ PUBLIC = [
     "Errors",
     "Idle",
     "Isolated",
+    "Loaded",
     "MemoryGrowth",
     "MemoryLimit",
     "ModelGuard",

@@ -15,6 +15,7 @@ from modelguard import (
     TTL,
     Batched,
     Breaker,
+    Loaded,
     MemoryGrowth,
     ModelGuard,
     ModelPool,
@@ -74,6 +75,27 @@ guard(
     validate=lambda model: model.predict("a b") == ["a", "b"],
     unload=lambda model: model.predict("bye"),
 )
+
+# A loader may give the version too; the guard's model is the one inside.
+
+
+def load_version() -> Loaded[Model]:
+    return Loaded(Model(), version="2026-11-20")
+
+
+async def load_version_async() -> Loaded[Model]:
+    return Loaded(Model(), version="2026-11-20")
+
+
+def load_version_of(key: str) -> Loaded[Model]:
+    return Loaded(Model(key), version=key)
+
+
+assert_type(guard(load_version, reload_on=None), ModelGuard[Model])
+assert_type(guard(load_version_async, reload_on=None), ModelGuard[Model])
+assert_type(guard(lambda: Loaded(Model(), version="1"), reload_on=None), ModelGuard[Model])
+assert_type(pool(load_version_of, max_memory="1 GB"), ModelPool[str, Model])
+assert_type(guard(load_version, reload_on=None).status().version, str | None)
 
 # Functions: the caller's signature is the written one without the model.
 

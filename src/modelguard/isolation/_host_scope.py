@@ -275,6 +275,12 @@ class HostScope:
         membership = self._look()
         return membership is not None and membership.ready
 
+    @property
+    def version(self) -> str | None:
+        """The version of the model in the broker's current mold, as far as it was heard."""
+        membership = self._membership
+        return None if membership is None else membership.version
+
     def _look(self) -> Membership | None:
         membership = self._membership
         if membership is not None and not membership.gone:

@@ -60,7 +60,8 @@ def main(control: int, news: int) -> NoReturn:
         with suppress(OSError):
             channel.send(("failed", portable(error, instructions["name"], plain=instructions["shared"]), text))
         leave(1)
-    channel.send(("ready", time.monotonic() - started, _code.files() if instructions["shared"] else None))
+    files = _code.files() if instructions["shared"] else None
+    channel.send(("ready", time.monotonic() - started, files, mold.version))
     if instructions["forks"]:
         mold.serve()
     mold.become_spawned_worker()
@@ -110,6 +111,12 @@ class _Mold:
         else:
             engine.recycle_here(self._wear, renews=False)
             self._guard.load()
+
+    @property
+    def version(self) -> str | None:
+        """The version of the model, as its loader gave it."""
+        version: str | None = self._guard.version
+        return version
 
     def _wear(self, reasons: object) -> None:
         del reasons  # an event has reported them

@@ -27,6 +27,7 @@ from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.loaded import Loaded
 
 if TYPE_CHECKING:
     from modelguard.isolation._options import IsolationOptions
@@ -113,7 +114,7 @@ class MoldGuard:
 
     # What the guard calls
 
-    def _load(self) -> Mold:
+    def _load(self) -> Mold | Loaded[Mold]:
         global _exit_registered
         if not _exit_registered:
             atexit.register(end_all)
@@ -150,7 +151,7 @@ class MoldGuard:
             raise Rejected(error.reason) from error.__cause__
         self._current = mold
         self.code = mold.code
-        return mold
+        return mold if mold.version is None else Loaded(mold, version=mold.version)
 
     def _end(self, mold: Mold) -> None:
         if self._current is mold:

@@ -119,6 +119,11 @@ class PoolScope:
         """Whether it takes calls: the mold of a key is made when one needs it."""
         return not self._closed
 
+    @property
+    def version(self) -> None:
+        """Each key has a model of its own; the pool's status has their versions."""
+        return None
+
     def status(self, queued: int) -> IsolationStatus:
         """State, processes and counts of all keys together."""
         pool, now = self._pool.status(), time.monotonic()

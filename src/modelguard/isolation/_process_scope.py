@@ -97,6 +97,11 @@ class ProcessScope:
         mold = self._molds.current
         return self._molds.guard.ready if mold is None else mold.roster.is_ready
 
+    @property
+    def version(self) -> str | None:
+        """The version of the model in the current mold."""
+        return self._molds.guard.version
+
     def status(self, queued: int) -> IsolationStatus:
         """State, processes and counts."""
         molds, mold = self._molds.guard.status(), self._molds.current
@@ -123,6 +128,7 @@ class ProcessScope:
             recycled=counts.get("recycled", 0),
             crashed=counts.get("crashed", 0),
             timed_out=counts.get("timeout", 0),
+            version=molds.version,
         )
 
     def load(self, timeout: _units.Duration | None) -> None:

@@ -75,6 +75,11 @@ class Scope(Protocol):
         """Whether a worker can answer."""
         ...
 
+    @property
+    def version(self) -> str | None:
+        """The version of the current model; None if it has none, or if there are several models."""
+        ...
+
     def status(self, queued: int) -> IsolationStatus:
         """Its state, its processes and its counts, with so many calls that wait for a thread."""
         ...

@@ -187,6 +187,11 @@ class Isolated(Generic[P, R]):
         """
         return self._scope.ready
 
+    @property
+    def version(self) -> str | None:
+        """The version of the model in the current mold, as its loader gave it; None if it gave none."""
+        return self._scope.version
+
     def status(self) -> IsolationStatus:
         """Its state, its processes and its counts."""
         return self._scope.status(self._submitted.waiting)

@@ -16,6 +16,7 @@ class Generation(Generic[M]):
         leases: One entry per call that runs on it now. It is a list because ``append`` and ``pop`` are atomic and cost
             a quarter of a lock. A call takes its lease first and checks ``retired`` afterwards; a swap sets ``retired``
             first and checks the leases afterwards. So one of them always sees the other.
+        version: What the loader says it is; None if it says nothing.
         uses: Calls that have ended on it.
         errors: Consecutive calls, up to the latest, that raised.
         alarm: The number of uses at which the end of a call takes the slow path: a policy may be due or, once the
@@ -40,11 +41,22 @@ class Generation(Generic[M]):
         "pid",
         "retired",
         "uses",
+        "version",
     )
 
-    def __init__(self, number: int, model: M, *, born: float, jitter: float, model_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        number: int,
+        model: M,
+        *,
+        born: float,
+        jitter: float,
+        model_bytes: int = 0,
+        version: str | None = None,
+    ) -> None:
         self.number = number
         self.model = model
+        self.version = version
         self.born = born
         self.jitter = jitter
         self.pid = os.getpid()

@@ -17,6 +17,7 @@ from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._resolve import resolve
+from modelguard.lifecycle.loaded import unpacked
 
 if TYPE_CHECKING:
     from modelguard.telemetry import DiscardCause
@@ -29,7 +30,7 @@ _BEAT = 0.005
 
 
 @dataclass
-class Loaded(Generic[M]):
+class Made(Generic[M]):
     """A model that was made.
 
     Attributes:
@@ -55,7 +56,7 @@ class Rejected(Exception):
 Discard = Callable[[Generation[M], "DiscardCause"], None]
 
 
-def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Loaded[M]:
+def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Made[M]:
     """Load, validate and warm up a model within ``load_timeout``.
 
     Args:
@@ -69,7 +70,7 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Loaded[M]
         BaseException: Whatever the loader or the warm-up raised.
     """
 
-    def work() -> Loaded[M]:
+    def work() -> Made[M]:
         job.threads.add(threading.get_ident())
         try:
             return _make(guard, discard)
@@ -82,11 +83,11 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Loaded[M]
         work,
         start_thread=guard.runtime.start_thread,
         name=f"modelguard-loader-{guard.name}",
-        when_late=lambda loaded: discard(loaded.generation, "late"),
+        when_late=lambda made: discard(made.generation, "late"),
     )
 
 
-def _make(guard: GuardContext[M], discard: Discard[M]) -> Loaded[M]:
+def _make(guard: GuardContext[M], discard: Discard[M]) -> Made[M]:
     runtime = guard.runtime
     before, in_use_before, started = runtime.private(), runtime.in_use(), runtime.clock()
     with StallMeter() as meter:
@@ -104,11 +105,11 @@ def _make(guard: GuardContext[M], discard: Discard[M]) -> Loaded[M]:
     generation.born = runtime.clock()
     generation.uses = generation.errors = 0
     generation.load_seconds = runtime.clock() - started
-    return Loaded(generation, seconds=generation.load_seconds, stall=meter.longest)
+    return Made(generation, seconds=generation.load_seconds, stall=meter.longest)
 
 
 def _load(guard: GuardContext[M]) -> Generation[M]:
-    model = resolve(guard.options.load())
+    model, version = unpacked(resolve(guard.options.load()))
     if model is None:
         raise Rejected("the loader returned None; return the model")
     if isinstance(model, GeneratorType):
@@ -118,7 +119,7 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
             "the loader returned the model that it should replace; make a new one at each call, without a cache"
         )
     number = guard.state.generations + 1
-    return Generation(number, model, born=guard.runtime.clock(), jitter=guard.runtime.random())
+    return Generation(number, model, version=version, born=guard.runtime.clock(), jitter=guard.runtime.random())
 
 
 def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:

@@ -94,6 +94,11 @@ class PoolEngine(Generic[K, M]):
                 max_memory=int(self._models.maxsize),
                 loads=self._loads,
                 evictions=self._evictions,
+                versions={
+                    key: version
+                    for key, model in loaded.items()
+                    if model.engine and (version := model.engine.state.version) is not None
+                },
             )
 
     def close(self) -> None:

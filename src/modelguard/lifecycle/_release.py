@@ -40,6 +40,7 @@ def drain_and_release(guard: GuardContext[M], old: Generation[M]) -> None:
             telemetry.GenerationAbandoned(
                 guard=guard.name,
                 generation=old.number,
+                version=old.version,
                 in_flight=remaining,
                 drain_timeout=guard.options.drain_timeout,
             )
@@ -58,6 +59,7 @@ def release_and_report(guard: GuardContext[M], old: Generation[M], *, drain_seco
             telemetry.CallbackErrored(guard=guard.name, callback="release", error=f"{type(error).__name__}: {error}")
         )
     guard.state.record_release(old, event)
+    guard.shown.show(guard.state.version)
     if event is not None:
         telemetry.emit(event)
 
@@ -96,6 +98,7 @@ def release(
     return telemetry.GenerationReleased(
         guard=guard.name,
         generation=generation.number,
+        version=generation.version,
         bytes_before=before,
         bytes_after=after,
         alive=alive,

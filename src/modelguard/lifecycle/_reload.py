@@ -185,6 +185,7 @@ class Reload(Generic[M]):
             waited = 0.0 if since is None else guard.runtime.clock() - since
             installed, old = guard.state.install(self._job, generation, discardable=discardable)
             if installed:
+                guard.shown.show(generation.version)
                 self._readings.loaded(generation, files, replaced=swap != "first")
                 self._emit_finished(loaded, swap, waited)
                 if old is not None:
@@ -192,7 +193,7 @@ class Reload(Generic[M]):
                 return
             self._discard(generation, "closed" if guard.state.closed else "stale")
 
-    def _make(self, *, lock: HostLockHeld, deferred: Deferred) -> _loading.Loaded[M] | None:
+    def _make(self, *, lock: HostLockHeld, deferred: Deferred) -> _loading.Made[M] | None:
         """Make a generation; None if that failed, which has then been reported."""
         guard = self._guard
         telemetry.emit(
@@ -216,11 +217,12 @@ class Reload(Generic[M]):
             self.fail(LoadFailed, f"{type(error).__name__}: {error}", error)
         return None
 
-    def _emit_finished(self, loaded: _loading.Loaded[M], swap: Swap, waited: float) -> None:
+    def _emit_finished(self, loaded: _loading.Made[M], swap: Swap, waited: float) -> None:
         telemetry.emit(
             telemetry.LoadFinished(
                 guard=self._guard.name,
                 generation=loaded.generation.number,
+                version=loaded.generation.version,
                 reasons=self._job.reasons,
                 seconds=loaded.seconds,
                 stall_seconds=loaded.stall,
@@ -232,4 +234,5 @@ class Reload(Generic[M]):
 
     def _discard(self, generation: Generation[M], cause: DiscardCause) -> None:
         release(self._guard, generation)
-        telemetry.emit(telemetry.LoadDiscarded(guard=self._guard.name, cause=cause))
+        event = telemetry.LoadDiscarded(guard=self._guard.name, cause=cause, version=generation.version)
+        telemetry.emit(event)

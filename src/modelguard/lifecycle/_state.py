@@ -170,6 +170,12 @@ class GuardState(Generic[M]):
             return True
 
     @property
+    def version(self) -> str | None:
+        """The version of the current model; None if it has none, or if there is no model."""
+        current = self.current  # read once
+        return None if current is None else current.version
+
+    @property
     def in_flight(self) -> int:
         """Calls that run now, on the current generation and on those that are being drained or were abandoned."""
         with self.lock:

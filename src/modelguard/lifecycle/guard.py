@@ -1,10 +1,10 @@
-"""``guard`` and ``ModelGuard``: one model that is replaced in time, and provably gone afterwards."""
+"""``ModelGuard``: one model that is replaced in time, and provably gone afterwards."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from modelguard import _public, _units
@@ -13,18 +13,17 @@ from modelguard.lifecycle import _growth, _misuse
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._wrappers import decorate, owner_of
-from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.policies import Policy
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from modelguard.lifecycle._options import GuardOptions, SwapMode
+    from modelguard.lifecycle._options import GuardOptions
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import State, Status
     from modelguard.telemetry.reasons import Reason
 
-__all__ = ["ModelGuard", "guard", "guard_of"]
+__all__ = ["ModelGuard", "guard_of"]
 
 M = TypeVar("M")
 S = TypeVar("S")
@@ -118,6 +117,11 @@ class ModelGuard(Generic[M]):
             GuardClosed, LoadFailed, Reloading: On entry.
         """
         return Lease(self.engine, None if timeout is None else _units.seconds(timeout, "timeout", zero=True))
+
+    @property
+    def version(self) -> str | None:
+        """The version of the current model, as its loader gave it; None if it gave none, or if there is no model."""
+        return self.engine.state.version
 
     @property
     def ready(self) -> bool:
@@ -228,6 +232,7 @@ class ModelGuard(Generic[M]):
                 last_release=state.last_release,
                 load_seconds=current.load_seconds if current is not None else 0.0,
                 growth=_growth.found(),
+                version=current.version if current is not None else None,
             )
 
     def _state(self) -> State:
@@ -318,143 +323,6 @@ def guard_of(function: Callable[..., object]) -> ModelGuard[Any]:
             fix = "A function that wraps it is: write guard_of(function.__wrapped__)."
         raise InvalidOption("function", function, why="is not decorated by a guard", fix=fix)
     return owner
-
-
-@overload
-def guard(
-    load: Callable[[], Awaitable[M]],
-    *,
-    reload_on: Policy | None,
-    swap: SwapMode = "auto",
-    warmup: Callable[[M], object] | None = None,
-    validate: Callable[[M], object] | None = None,
-    unload: Callable[[M], object] | None = None,
-    load_timeout: _units.Duration | None = None,
-    wait_timeout: _units.Duration = 30.0,
-    drain_timeout: _units.Duration = 30.0,
-    defer: _units.Duration = 5.0,
-    backoff: Backoff | None = None,
-    trim_every: _units.Duration | None = None,
-    prefork: bool = False,
-    name: str | None = None,
-) -> ModelGuard[M]: ...
-@overload
-def guard(
-    load: Callable[[], M],
-    *,
-    reload_on: Policy | None,
-    swap: SwapMode = "auto",
-    warmup: Callable[[M], object] | None = None,
-    validate: Callable[[M], object] | None = None,
-    unload: Callable[[M], object] | None = None,
-    load_timeout: _units.Duration | None = None,
-    wait_timeout: _units.Duration = 30.0,
-    drain_timeout: _units.Duration = 30.0,
-    defer: _units.Duration = 5.0,
-    backoff: Backoff | None = None,
-    trim_every: _units.Duration | None = None,
-    prefork: bool = False,
-    name: str | None = None,
-) -> ModelGuard[M]: ...
-def guard(
-    load: Callable[[], Any],
-    *,
-    reload_on: Policy | None,
-    swap: SwapMode = "auto",
-    warmup: Callable[[Any], object] | None = None,
-    validate: Callable[[Any], object] | None = None,
-    unload: Callable[[Any], object] | None = None,
-    load_timeout: _units.Duration | None = None,
-    wait_timeout: _units.Duration = 30.0,
-    drain_timeout: _units.Duration = 30.0,
-    defer: _units.Duration = 5.0,
-    backoff: Backoff | None = None,
-    trim_every: _units.Duration | None = None,
-    prefork: bool = False,
-    name: str | None = None,
-) -> ModelGuard[Any]:
-    """Guard a model: load it once, lend it to calls, replace it when a policy says so, and prove that the old is gone.
-
-    Durations are seconds, a ``timedelta`` or text such as ``"250ms"``, ``"1h30m"`` or ``"2d"``. Nothing is loaded
-    before the first use or :meth:`ModelGuard.load`.
-
-    Args:
-        load: Makes the model, without arguments; may be ``async`` (it then runs on an event loop of its own). It runs
-            in a background thread, one at a time however many callers wait, so it must not need the main thread, as
-            signal handlers do. If it raises or returns None, the load has failed. It must not use its own guard
-            (``WouldDeadlock``).
-        reload_on: When to replace the model: policies joined by ``|`` (any) and ``&`` (all), or None to reload only on
-            request. Required, so that nothing is reloaded, or never reloaded, by accident.
-        swap: ``"load_first"``: the old generation takes calls until the new one is ready; needs memory for both.
-            ``"drain_first"``: calls wait while the old one ends and returns its memory, and only then the new one
-            loads; if that load fails, no generation takes calls until a retry succeeds. ``"auto"``: load first if 1.25
-            times the size of the model, as it was measured, may still be allocated, else drain first; load first if
-            one of the two is unknown. Once reloads have left a tenth of the model's size behind (at least 17 MB), the
-            next one drains first, which returns it.
-        warmup: Called with each new model before it takes calls, so that no request pays for what the first call
-            builds. Guarded functions that it calls run on the new model. If it raises, the load has failed. May be
-            ``async``.
-        validate: Called with each new model before the warm-up. If it raises, or returns something false other than
-            None, the model is rejected: the load has failed with ``ModelRejected``. May be ``async``.
-        unload: Called with each old model after its last call and before it is dropped, also with a model that was
-            loaded and never used, and at interpreter exit: close its files and threads here. If it raises, the release
-            continues, and ``GenerationReleased.error`` reports the error. May be ``async``. A forked process does not
-            unload the model of its parent at its exit; and no exit handler runs in a process that a signal ends.
-        load_timeout: Limit for load, validation and warm-up together. After that the load has failed with
-            ``LoadTimeout``. A thread cannot be stopped, so the loader is left behind; if it ends after all, its model
-            is unloaded and dropped. Default: none. Set it if the loader uses the network.
-        wait_timeout: How long a call waits while the model is being replaced and no generation takes calls, before
-            ``Reloading``. The first load has no such limit; the ``timeout`` of :meth:`ModelGuard.lease` limits both.
-        drain_timeout: How long a replaced generation may take to finish its calls. After that the guard continues
-            without it and emits ``GenerationAbandoned``: the model stays loaded for these calls, and is released when
-            the last of them ends.
-        defer: How long a due reload waits for a pause between calls, because a loader that holds the GIL stalls every
-            call beside it. The load starts when no call has run for 50 ms after one ended, or when ``defer`` has
-            passed; a guard without any calls waits for all of it. 0 does not wait, and neither does
-            :meth:`ModelGuard.reload`, nor a policy that protects memory where ``"auto"`` would drain first.
-        backoff: How failed loads are retried. Default: ``Backoff("1s", "1m")``.
-        trim_every: Return freed memory to the system while calls run: at this interval (``"30s"``), or each time the
-            process has grown by this much (``"100 MB"``: text that ends in B is a size). It is done in the background
-            and for the whole process, so one guard with it is enough, and only if there were calls since the last
-            time. Each time emits ``MemoryTrimmed``. Default: only when a generation is released.
-        prefork: Let :func:`modelguard.prefork.prepare` share this model among forked workers when no guard is named
-            there, as the servers' hooks do.
-        name: For events, logs and errors. Default: the loader's name; for a lambda, its module and line.
-
-    Raises:
-        InvalidOption: An option is invalid; the message gives its name, its value and the fix.
-        NotSupported: ``trim_every`` was given, and the allocator in force is not known.
-        NoMemoryLimit: A policy asks for a percentage of a memory limit, and there is none.
-
-    Warns:
-        PolicyNeverFires: A policy can never be due as it is written.
-    """
-    # Here, to keep the import of modelguard light: only those who make a guard need them.
-    from modelguard.lifecycle import _options, runtime
-
-    _options.check_loader(load)
-    world = runtime.default()
-    if reload_on is not None:
-        _options.check_policy(reload_on, world.limit)
-    if trim_every is not None:
-        world.check_trim()
-    options: GuardOptions[Any] = _options.GuardOptions(
-        load=load,
-        reload_on=reload_on,
-        swap=swap,
-        warmup=warmup,
-        validate=validate,
-        unload=unload,
-        load_timeout=None if load_timeout is None else _units.seconds(load_timeout, "load_timeout"),
-        wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
-        drain_timeout=_units.seconds(drain_timeout, "drain_timeout", zero=True),
-        defer=_units.seconds(defer, "defer", zero=True),
-        backoff=Backoff() if backoff is None else backoff,
-        trim_schedule=None if trim_every is None else _options.TrimSchedule.parse(trim_every),
-        prefork=prefork,
-        name=_options.loader_name(load) if name is None else name,
-    )
-    return ModelGuard(options, world)
 
 
 _public.set_module(globals(), "modelguard")

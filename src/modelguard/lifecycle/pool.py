@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar, overload
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption, UnhashableKey
@@ -18,6 +18,7 @@ from modelguard.lifecycle.backoff import Backoff
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._options import GuardOptions
+    from modelguard.lifecycle.loaded import Loaded
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
 
@@ -126,6 +127,22 @@ class ModelPool(Generic[K, M]):
         await self.aclose()
 
 
+@overload
+def pool(
+    load: Callable[[K], Loaded[M]],
+    *,
+    max_memory: int | str,
+    max_models: int | None = None,
+    ttl: _units.Duration | None = None,
+    wait_timeout: _units.Duration = 30.0,
+    warmup: Callable[[M], object] | None = None,
+    validate: Callable[[M], object] | None = None,
+    unload: Callable[[M], object] | None = None,
+    load_timeout: _units.Duration | None = None,
+    backoff: Backoff | None = None,
+    name: str | None = None,
+) -> ModelPool[K, M]: ...
+@overload
 def pool(
     load: Callable[[K], M],
     *,
@@ -139,14 +156,28 @@ def pool(
     load_timeout: _units.Duration | None = None,
     backoff: Backoff | None = None,
     name: str | None = None,
-) -> ModelPool[K, M]:
+) -> ModelPool[K, M]: ...
+def pool(
+    load: Callable[[Any], Any],
+    *,
+    max_memory: int | str,
+    max_models: int | None = None,
+    ttl: _units.Duration | None = None,
+    wait_timeout: _units.Duration = 30.0,
+    warmup: Callable[[Any], object] | None = None,
+    validate: Callable[[Any], object] | None = None,
+    unload: Callable[[Any], object] | None = None,
+    load_timeout: _units.Duration | None = None,
+    backoff: Backoff | None = None,
+    name: str | None = None,
+) -> ModelPool[Any, Any]:
     """Keep many models within one memory budget: load each on its first use, evict the least recently used for room.
 
     A model in use is never evicted. One load runs at a time, so that each model's size can be measured. A model that
     was loaded before needs that much room beforehand; one that never was needs as much as the largest one known.
 
     Args:
-        load: Makes the model of a key; may be ``async``.
+        load: Makes the model of a key; may be ``async``. It returns the model, or ``Loaded(model, version=...)``.
         max_memory: Budget for all models together: bytes, ``"2 GB"``, or a percentage of the memory limit, ``"60%"``.
         max_models: How many models at most. Default: as many as the budget holds.
         ttl: A model older than this (less up to a tenth, at random) takes no new leases: it is released when its last
@@ -173,7 +204,7 @@ def pool(
         _units.whole_number(max_models, "max_models")
     title = _options.loader_name(load) if name is None else name
     world = runtime.default()
-    common = _options.GuardOptions[M](
+    common = _options.GuardOptions[Any](
         load=lambda: None,  # replaced for each key
         reload_on=None,
         swap="auto",
@@ -190,10 +221,10 @@ def pool(
         name=title,
     )
 
-    def options_for(key: Any) -> GuardOptions[M]:
+    def options_for(key: Any) -> GuardOptions[Any]:
         return replace(common, load=partial(load, key), name=f"{title}[{key!r}]")
 
-    def make(key: Any, runtime: Runtime) -> Engine[M]:
+    def make(key: Any, runtime: Runtime) -> Engine[Any]:
         # Without ticks: a key whose load failed is tried again when somebody asks for it.
         runtime = replace(runtime, ticks=False) if runtime.ticks else runtime
         return Engine(options_for(key), runtime)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from modelguard.telemetry import GenerationReleased, GrowthFound
@@ -36,6 +36,8 @@ class Status:
         load_seconds: How long the load of the current generation took; 0 if there is none.
         growth: What ``modelguard.diagnosis.watch`` has found to make this process grow; None if it does not grow,
             or if nobody watches.
+        version: Version of the current model, as its loader gave it with ``Loaded``; None if it gave none, or if there
+            is no model.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Status:
     last_release: GenerationReleased | None
     load_seconds: float = 0.0
     growth: GrowthFound | None = None
+    version: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,7 @@ class PoolStatus(Generic[K]):
         max_memory: The budget in bytes.
         loads: Loads that have succeeded.
         evictions: Models released to make room or because of their ``ttl``.
+        versions: Version of each loaded model whose loader gave one.
     """
 
     name: str
@@ -74,3 +78,4 @@ class PoolStatus(Generic[K]):
     max_memory: int
     loads: int
     evictions: int
+    versions: dict[K, str] = field(default_factory=dict)

@@ -121,6 +121,7 @@ class LoadFinished(Event):
         model_bytes: Growth of private memory during the load, or the size that the model's adapter reports if larger.
         swap: How it replaced the old generation.
         waited_seconds: With ``drain_first``, how long no generation took calls.
+        version: The version of its model; None if the loader gave none.
     """
 
     generation: int
@@ -130,6 +131,7 @@ class LoadFinished(Event):
     model_bytes: int
     swap: Swap
     waited_seconds: float
+    version: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +157,11 @@ class LoadDiscarded(Event):
 
     Attributes:
         cause: The reason.
+        version: The version of the model; None if the loader gave none.
     """
 
     cause: DiscardCause
+    version: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +183,7 @@ class GenerationReleased(Event):
         immortal: Whether ``prefork.prepare`` had made the model immortal. Then its objects stay in memory until the
             process ends, and each further generation that is made immortal adds its size. No collection was tried, and
             no holders were looked for.
+        version: The version of its model; None if the loader gave none.
     """
 
     generation: int
@@ -193,6 +198,7 @@ class GenerationReleased(Event):
     drain_seconds: float | None
     error: str | None
     immortal: bool = False
+    version: str | None = None
 
     @property
     def freed(self) -> int:
@@ -207,6 +213,7 @@ class GenerationAbandoned(Event):
     generation: int
     in_flight: int
     drain_timeout: float
+    version: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,7 @@ EVERY: tuple[Event, ...] = (
         model_bytes=120 * MB,
         swap="drain_first",
         waited_seconds=4.0,
+        version="2026-11-20",
         time=2000.0,
     ),
     telemetry.GenerationReleased(
