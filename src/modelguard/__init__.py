@@ -18,6 +18,7 @@ if typing.TYPE_CHECKING:
     from modelguard.lifecycle.policies import (
         TTL,
         Between,
+        Changed,
         Errors,
         Idle,
         MemoryGrowth,
@@ -39,6 +40,7 @@ __all__ = [
     "Batched",
     "Between",
     "Breaker",
+    "Changed",
     "Errors",
     "Idle",
     "Isolated",
@@ -79,6 +81,7 @@ _NAMES = {
     "modelguard.lifecycle.policies": (
         "TTL",
         "Between",
+        "Changed",
         "Errors",
         "Idle",
         "MemoryGrowth",

@@ -28,6 +28,7 @@ PUBLIC = [
     "Batched",
     "Between",
     "Breaker",
+    "Changed",
     "Errors",
     "Idle",
     "Isolated",

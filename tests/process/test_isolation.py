@@ -436,6 +436,20 @@ class TestPolicies:
             functions.WEIGHTS.write_text(str(time.time()))
             wait_until(lambda: watching() != first, "the next mold")
 
+    @pytest.mark.parametrize("name", ["revised", "revised_by_spawn"])
+    def test_a_changed_source_makes_a_new_mold_with_a_new_version(self, name: str) -> None:
+        """The owner asks the probe, molds and workers do not, and the owner knows the version of each mold."""
+        functions.WEIGHTS.write_text("1")
+        with using(getattr(functions, name)) as revised:
+            first = revised()
+            assert ("revision 1", "revision 1") == (revised.version, revised.status().version)
+            functions.WEIGHTS.write_text("2")
+            wait_until(lambda: revised() != first, "the next mold")
+            assert "revision 2" == revised.version
+            assert {str(os.getpid())} == set(functions.ASKED.read_text().split())
+        functions.ASKED.unlink()
+        assert None is revised.version
+
     def test_idle_ends_all_processes_until_the_next_call(self) -> None:
         """The mold and its workers are gone, the function stays ready, and a call gets a new mold."""
         with functions.sleepy as sleepy:

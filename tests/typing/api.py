@@ -15,6 +15,7 @@ from modelguard import (
     TTL,
     Batched,
     Breaker,
+    Changed,
     Loaded,
     MemoryGrowth,
     ModelGuard,
@@ -96,6 +97,21 @@ assert_type(guard(load_version_async, reload_on=None), ModelGuard[Model])
 assert_type(guard(lambda: Loaded(Model(), version="1"), reload_on=None), ModelGuard[Model])
 assert_type(pool(load_version_of, max_memory="1 GB"), ModelPool[str, Model])
 assert_type(guard(load_version, reload_on=None).status().version, str | None)
+
+# A probe is any function; that of a pool takes the key.
+
+
+def etag() -> str:
+    return "33a64df5"
+
+
+async def revision() -> tuple[int, str]:
+    return 1, "a"
+
+
+assert_type(Changed(etag) & TTL("1h"), Policy)
+assert_type(guard(load, reload_on=Changed(revision, every=30, timeout="2s")), ModelGuard[Model])
+assert_type(pool(load_version_of, max_memory="1 GB", reload_on=Changed(len)), ModelPool[str, Model])
 
 # Functions: the caller's signature is the written one without the model.
 

@@ -18,6 +18,7 @@ from modelguard.isolation._instructions import Origin
 from modelguard.isolation._options import IsolationOptions
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import subset
+from modelguard.lifecycle.policies import Changed
 
 __all__ = ["NAME", "check_shareable", "identity_of", "orders_for", "prefix_of"]
 
@@ -39,6 +40,10 @@ def check_shareable(source: GuardOptions[Any]) -> None:
     """
     renewing = subset(source.reload_on, renews=True, unloads=True)
     for part in () if renewing is None else renewing.parts():
+        if isinstance(part, Changed):
+            why = "cannot be used with Changed, whose probe is a function of your own"
+            fix = "Use TTL or Modified, or call reload() when it is time."
+            raise InvalidOption("scope", "host", why=why, fix=fix)
         if type(part).__module__.partition(".")[0] != "modelguard":
             why = f"cannot be used with {type(part).__qualname__}, which asks for new models and is a class of your own"
             fix = "Use TTL or Modified, or call reload() when it is time."

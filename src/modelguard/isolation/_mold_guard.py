@@ -1,7 +1,8 @@
 """The guard of an isolated function in its owner: its model is a mold.
 
 So everything that :mod:`modelguard.lifecycle` promises of models holds for molds: one load at a time, a replacement
-beside the old one, backoff after failures, draining, ``TTL`` and ``Modified``, one replacement at a time on the host.
+beside the old one, backoff after failures, draining, ``TTL``, ``Modified`` and ``Changed``, one replacement at a time
+on the host.
 """
 
 from __future__ import annotations

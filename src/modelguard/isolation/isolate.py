@@ -322,8 +322,8 @@ def isolate(
 
     The guard's policies decide. ``Uses``, ``MemoryGrowth``, ``MemoryLimit``, ``Errors`` and policies of your own are
     asked in each worker, and replace that worker by a fresh fork, which takes calls before the old worker ends.
-    ``TTL``, ``Modified`` and :meth:`Isolated.reload` make a new mold; the old one serves until the workers of the new
-    one are ready.
+    ``TTL``, ``Modified``, ``Changed`` and :meth:`Isolated.reload` make a new mold; the old one serves until the workers
+    of the new one are ready.
 
     Decorate a function at the top level of a module::
 
@@ -341,7 +341,8 @@ def isolate(
         start: ``"fork"``: workers are forked from a mold and share its memory. ``"spawn"``: each worker is a fresh
             interpreter that loads the model for itself, for models that do not survive a fork (CUDA). Workers share no
             memory, and one takes as long to replace as the model takes to load.
-        recycle_on: For functions without a guard: when to replace a worker (or, for ``TTL`` and ``Modified``, all).
+        recycle_on: For functions without a guard: when to replace a worker (or, for ``TTL``, ``Modified`` and
+            ``Changed``, all).
         retry: Run a call once more if its worker crashed. Only for functions that may safely run twice.
         max_queue: How many calls may wait for a worker, and how many submitted calls for a thread; more get
             ``QueueFull``.

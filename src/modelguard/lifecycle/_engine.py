@@ -390,7 +390,7 @@ class Engine(Generic[M]):
 
     @property
     def renews_weights(self) -> bool:
-        """Whether a part of the policy asks for new weights (``TTL``, ``Modified``)."""
+        """Whether a part of the policy asks for new weights (``TTL``, ``Modified``, ``Changed``)."""
         return subset(self.guard.options.reload_on, renews=True) is not None
 
     def recycle_in_children(self, ask: Ask, *, takes_calls: bool) -> None:

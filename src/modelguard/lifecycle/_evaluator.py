@@ -60,6 +60,7 @@ class Evaluator(Generic[M]):
     def decide_by(self, policy: Policy | None) -> None:
         """Ask only this part of the guard's policy from now on."""
         self._members = alternatives(policy)
+        self.readings.decide_by(policy)
 
     def evaluate(self, *, sample: bool) -> Due[M] | None:
         """Ask the policy whether a load is due.
@@ -90,7 +91,7 @@ class Evaluator(Generic[M]):
         self._lock = threading.Lock()
         self._reported.clear()
         self._uses_seen = -1
-        self.readings.start(self._guard.state.current)
+        self.readings.after_fork_in_child(self._guard.state.current)
         self.after_load()
 
     def report_error(self, callback: Callback, error: BaseException, *, about: str = "") -> None:

@@ -18,7 +18,7 @@ from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
 from modelguard.lifecycle import _adapters, _policy_hints
 from modelguard.lifecycle._policy import alternatives
 from modelguard.lifecycle.backoff import Backoff
-from modelguard.lifecycle.policies import Idle, MemoryGrowth, MemoryLimit, Modified, Policy
+from modelguard.lifecycle.policies import Changed, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
 
 M = TypeVar("M")
 
@@ -97,6 +97,22 @@ class PoolOptions(NamedTuple):
     max_models: float
     ttl: float
     wait_timeout: float
+    reload_on: Changed | None = None
+
+
+def check_pool_policy(policy: object) -> None:
+    """Check the policy of a pool.
+
+    Raises:
+        InvalidOption: It is neither None nor a ``Changed`` whose probe takes the key.
+    """
+    if policy is None:
+        return
+    if not isinstance(policy, Changed):
+        why = f"must be Changed(probe) or None, not {_units.kind_of(policy)}"
+        fix = "Of the policies a pool takes Changed, with a probe of the key; ttl= bounds the age of its models."
+        raise InvalidOption("reload_on", policy, why=why, fix=fix)
+    check_callable("probe", policy.probe, arguments=1, fix="It gets the key: Changed(lambda key: etag(key)).")
 
 
 _HOW = ("a function without arguments", "a function of one argument")
@@ -177,6 +193,8 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
     for part in policy.parts():
         if isinstance(part, MemoryLimit | MemoryGrowth):
             _check_memory(part, limit())
+        elif isinstance(part, Changed):
+            check_callable("probe", part.probe, arguments=0, fix="Bind its arguments: Changed(lambda: etag(url)).")
         elif isinstance(part, Modified) and not part.path.exists():
             warn_never_due(part, f"{part.path} does not exist yet, so no change can be seen until it does")
 

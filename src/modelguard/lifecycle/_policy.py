@@ -3,7 +3,7 @@
 # Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
 # fields' types could not be resolved.
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,18 @@ class FileChange(NamedTuple):
     quiet: float
 
 
+class ProbeAnswers(NamedTuple):
+    """What the guard knows about what a probe returns.
+
+    Attributes:
+        changed: Whether it returns another value than just before the generation's load, often enough in a row.
+        unsteady: Whether its values change too often to be sure of any.
+    """
+
+    changed: bool
+    unsteady: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """The readings of one generation at one moment.
@@ -53,6 +65,7 @@ class Snapshot:
         jitter: A number in [0, 1), drawn once per process and generation.
         time: Wall clock, in seconds since the epoch.
         files: What is known about the paths that a policy watches.
+        probes: What is known about the answers of the probes of ``Changed``.
         gauges: Figures that the model's adapter reads from the model (spaCy: ``lexemes``, ``strings``,
             ``index_bytes``).
         first_gauges: The same figures when the generation began to take calls.
@@ -69,6 +82,7 @@ class Snapshot:
     jitter: float = 0.0
     time: float = 0.0
     files: Mapping[Path, FileChange] = field(default_factory=_nothing)
+    probes: Mapping[Callable[..., object], ProbeAnswers] = field(default_factory=_nothing)
     gauges: Mapping[str, int] = field(default_factory=_nothing)
     first_gauges: Mapping[str, int] = field(default_factory=_nothing)
 
@@ -97,8 +111,10 @@ class Policy(ABC):
     #: Whether it reads ``memory``, ``baseline`` or ``settled_memory`` of the snapshot: only then the guard takes
     #: readings.
     reads_memory: bool = False
-    #: Whether it asks for new weights (TTL, Modified), and not for a fresh process.
+    #: Whether it asks for new weights (TTL, Modified, Changed), and not for a fresh process.
     renews: bool = False
+    #: Whether it is due because the source of the model has changed (Modified, Changed).
+    watches_source: bool = False
     #: Whether the model is released when it is due, and loaded again by the next call (Idle), and not replaced.
     unloads: bool = False
     #: Whether it only restricts others that it is joined to by ``&`` (Between).

@@ -12,7 +12,7 @@ from modelguard.lifecycle import _loading
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
-from modelguard.lifecycle._readings import Readings
+from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release
 
 if TYPE_CHECKING:
@@ -105,13 +105,15 @@ class Reload(Generic[M]):
         ) as lock:
             deferred = self._wait_for_quiet()
             swap = self._choose_swap()
+            # Before an outage begins: a probe may take its time.
+            at_load = self._readings.before_load() if swap == "drain_first" else None
             if swap == "load_first":
                 old, since = guard.state.current, None
             else:
                 old, since = guard.state.retire_current(), runtime.clock()
                 if old is not None:
                     drain_and_release(guard, old)
-            self._load_and_install(swap, lock=lock, deferred=deferred, since=since)
+            self._load_and_install(swap, lock=lock, deferred=deferred, since=since, at_load=at_load)
             if old is not None and old.dropped and guard.state.current is not None:
                 guard.state.creep.record(runtime.private(), one_copy=swap == "drain_first")
 
@@ -170,14 +172,20 @@ class Reload(Generic[M]):
     # Load and install
 
     def _load_and_install(
-        self, swap: Swap, *, lock: HostLockHeld, deferred: Deferred = NOT_DEFERRED, since: float | None = None
+        self,
+        swap: Swap,
+        *,
+        lock: HostLockHeld,
+        deferred: Deferred = NOT_DEFERRED,
+        since: float | None = None,
+        at_load: AtLoad | None = None,
     ) -> None:
         """Make a generation and install it. One that became stale while it loaded is made once more."""
         guard = self._guard
         for discardable in (True, False):
             if not guard.state.begin(self._job):
                 return
-            files = self._readings.before_load()
+            at_load = self._readings.before_load() if at_load is None else at_load
             loaded = self._make(lock=lock, deferred=deferred)
             if loaded is None:
                 return
@@ -186,11 +194,12 @@ class Reload(Generic[M]):
             installed, old = guard.state.install(self._job, generation, discardable=discardable)
             if installed:
                 guard.shown.show(generation.version)
-                self._readings.loaded(generation, files, replaced=swap != "first")
+                self._readings.loaded(generation, at_load, replaced=swap != "first")
                 self._emit_finished(loaded, swap, waited)
                 if old is not None:
                     drain_and_release(guard, old)
                 return
+            at_load = None
             self._discard(generation, "closed" if guard.state.closed else "stale")
 
     def _make(self, *, lock: HostLockHeld, deferred: Deferred) -> _loading.Made[M] | None:

@@ -275,12 +275,13 @@ class ModelGuard(Generic[M]):
 
         In a child that is forked from now on, a private reload would undo the sharing. When a policy is due there, it
         calls ``ask(reasons)``, once, so that the server replaces the whole worker; the model is used until then.
-        ``TTL`` and ``Modified`` mean new weights, which a fresh child of this process would not have: children ignore
-        them, and this process acts on them.
+        ``TTL``, ``Modified`` and ``Changed`` mean new weights, which a fresh child of this process would not have:
+        children ignore them, and this process acts on them.
 
         Args:
             ask: Called in the child, from whichever thread finds the policy due.
-            takes_calls: Whether calls run in this process too. If not, only ``TTL`` and ``Modified`` count here.
+            takes_calls: Whether calls run in this process too. If not, only ``TTL``, ``Modified`` and ``Changed`` count
+                here.
         """
         _misuse.check_ask(ask)
         self.engine.recycle_in_children(ask, takes_calls=takes_calls)

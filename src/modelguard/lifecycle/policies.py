@@ -7,15 +7,26 @@ asks the policy. So a policy is tested by giving it a snapshot.
 # Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
 # fields' types could not be resolved.
 import math
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, Value
+from modelguard.lifecycle._source_policies import Changed, Modified, checked_jitter
 
-__all__ = ["TTL", "Between", "Errors", "Idle", "MemoryGrowth", "MemoryLimit", "Modified", "Policy", "Snapshot", "Uses"]
+__all__ = [
+    "TTL",
+    "Between",
+    "Changed",
+    "Errors",
+    "Idle",
+    "MemoryGrowth",
+    "MemoryLimit",
+    "Modified",
+    "Policy",
+    "Snapshot",
+    "Uses",
+]
 
 if TYPE_CHECKING:
     from datetime import tzinfo
@@ -42,11 +53,7 @@ class TTL(Value):
     jitter: float
 
     def __init__(self, age: _units.Duration, *, jitter: float = 0.1) -> None:
-        if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
-            raise InvalidOption(
-                "jitter", jitter, why="must be a number from 0 to 1", fix="Write for example jitter=0.1."
-            )
-        self._set(seconds=_units.seconds(age, "age"), jitter=float(jitter))
+        self._set(seconds=_units.seconds(age, "age"), jitter=checked_jitter(jitter))
 
     def due(self, now: Snapshot) -> bool:
         return now.age >= self._age(now)
@@ -260,49 +267,6 @@ class MemoryLimit(_Memory):
             return None
         held, allowed = _units.format_bytes(now.baseline), _units.format_bytes(bound)
         return f"the process holds {held} with a fresh model, and the bound is {allowed}"
-
-
-class Modified(Value):
-    """Due when a file or folder has changed since the generation's load began.
-
-    A half-written file is never loaded: a change counts once the path has been unchanged for ``quiet``. If writers
-    replace the path atomically (write beside it, then rename), set ``atomic=True``, and a change counts at once. While
-    the path is missing, nothing is due. Name, inode, size and time of change are compared. Links are followed, except
-    folders that are links inside a watched folder. Of a folder, at most 10,000 files are compared.
-
-    Args:
-        path: The file or folder. A folder counts as changed when any file below it does.
-        quiet: Seconds, ``timedelta`` or text. Default two seconds.
-        atomic: Whether writers always replace the path by a rename.
-
-    Raises:
-        InvalidOption: ``path`` is empty, ``quiet`` is not a duration, or ``atomic`` is not a bool.
-    """
-
-    kind = "modified"
-    renews = True
-    path: Path
-    quiet: float
-    atomic: bool
-
-    def __init__(self, path: str | os.PathLike[str], *, quiet: _units.Duration = 2.0, atomic: bool = False) -> None:
-        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-            raise InvalidOption(
-                "path", path, why="must be a path that is not empty", fix="Give the path that the loader reads."
-            )
-        if not isinstance(atomic, bool):
-            raise InvalidOption("atomic", atomic, why="must be True or False", fix="Write atomic=True.")
-        self._set(path=Path(path).absolute(), quiet=_units.seconds(quiet, "quiet", zero=True), atomic=atomic)
-
-    def due(self, now: Snapshot) -> bool:
-        seen = now.files.get(self.path)
-        return seen is not None and seen.changed and (self.atomic or seen.quiet >= self.quiet)
-
-    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - a file may change at any time
-        return Horizon(uses=math.inf, seconds=1.0)
-
-    def __repr__(self) -> str:
-        return f"Modified({str(self.path)!r})"
 
 
 def _time_of_day(argument: str, given: object) -> str:

@@ -15,6 +15,7 @@ from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_leases import Keyed, PoolLease
 from modelguard.lifecycle.backoff import Backoff
+from modelguard.lifecycle.policies import Changed
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._options import GuardOptions
@@ -134,6 +135,7 @@ def pool(
     max_memory: int | str,
     max_models: int | None = None,
     ttl: _units.Duration | None = None,
+    reload_on: Changed | None = None,
     wait_timeout: _units.Duration = 30.0,
     warmup: Callable[[M], object] | None = None,
     validate: Callable[[M], object] | None = None,
@@ -149,6 +151,7 @@ def pool(
     max_memory: int | str,
     max_models: int | None = None,
     ttl: _units.Duration | None = None,
+    reload_on: Changed | None = None,
     wait_timeout: _units.Duration = 30.0,
     warmup: Callable[[M], object] | None = None,
     validate: Callable[[M], object] | None = None,
@@ -163,6 +166,7 @@ def pool(
     max_memory: int | str,
     max_models: int | None = None,
     ttl: _units.Duration | None = None,
+    reload_on: Changed | None = None,
     wait_timeout: _units.Duration = 30.0,
     warmup: Callable[[Any], object] | None = None,
     validate: Callable[[Any], object] | None = None,
@@ -182,6 +186,8 @@ def pool(
         max_models: How many models at most. Default: as many as the budget holds.
         ttl: A model older than this (less up to a tenth, at random) takes no new leases: it is released when its last
             lease ends, and loaded anew. Default: no bound.
+        reload_on: ``Changed(probe)``, whose probe takes the key: a model whose source has changed is treated as one
+            that is older than ``ttl``. Probes are asked while their model is loaded. Default: none.
         wait_timeout: How long a lease waits for room, before ``Overloaded``.
         warmup: Called with each new model before it takes calls.
         validate: Called with each new model before the warm-up. If it raises or returns something false, the model is
@@ -200,6 +206,7 @@ def pool(
     from modelguard.lifecycle import _options, runtime
 
     _options.check_loader(load, arguments=1)
+    _options.check_pool_policy(reload_on)
     if max_models is not None:
         _units.whole_number(max_models, "max_models")
     title = _options.loader_name(load) if name is None else name
@@ -235,6 +242,7 @@ def pool(
         max_models=math.inf if max_models is None else max_models,
         ttl=math.inf if ttl is None else _units.seconds(ttl, "ttl"),
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
+        reload_on=reload_on,
     )
     return ModelPool(PoolEngine(make, options, world), options_for)
 

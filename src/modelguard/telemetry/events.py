@@ -22,7 +22,7 @@ HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 DiscardCause = Literal["closed", "late", "rejected", "stale"]
 
 #: A callable that the user has given.
-Callback = Literal["reload_on", "recycle", "release", "unload"]
+Callback = Literal["reload_on", "probe", "recycle", "release", "unload"]
 
 #: Why a worker of an isolated function ended. ``"recycled"``: a policy was due, and a fresh worker took its place;
 #: ``"reforked"``: one of the workers took the place of the mold, and a child of that one took this one's place;

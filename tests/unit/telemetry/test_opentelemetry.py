@@ -275,8 +275,8 @@ def test_the_api_alone_is_enough() -> None:
 
 def test_only_the_current_version_is_exported(sdk: Sdk) -> None:
     """An old version is not exported beside the new one."""
-    versions = iter("abc")
-    model = guard(lambda: Loaded({}, version=next(versions)), reload_on=None, name="versioned")
+    names = iter("abc")
+    model = guard(lambda: Loaded({}, version=next(names)), reload_on=None, name="versioned")
     model.load()
     model.reload()
     model.reload()
