@@ -113,6 +113,16 @@ assert_type(Changed(etag) & TTL("1h"), Policy)
 assert_type(guard(load, reload_on=Changed(revision, every=30, timeout="2s")), ModelGuard[Model])
 assert_type(pool(load_version_of, max_memory="1 GB", reload_on=Changed(len)), ModelPool[str, Model])
 
+# `validate` takes the new model, or the new one and the old one.
+
+
+def compare(new: Model, old: Model | None) -> bool:
+    return old is None or new.predict("a") == old.predict("a")
+
+
+assert_type(guard(load, reload_on=None, validate=compare), ModelGuard[Model])
+assert_type(guard(load_async, reload_on=None, validate=compare), ModelGuard[Model])
+
 # Functions: the caller's signature is the written one without the model.
 
 

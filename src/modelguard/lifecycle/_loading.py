@@ -16,6 +16,7 @@ from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
+from modelguard.lifecycle._release import release_and_report
 from modelguard.lifecycle._resolve import resolve
 from modelguard.lifecycle.loaded import unpacked
 
@@ -126,19 +127,34 @@ def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
     """Validate and warm up. Guarded functions that this calls run on the new generation."""
     with guard.state.running_on(generation), _own_thread.stay():
         if guard.options.validate is not None:
-            _validate(guard.options.validate, generation)
+            _validate(guard, generation)
         if guard.options.warmup is not None:
             resolve(guard.options.warmup(generation.model))
 
 
-def _validate(validate: Callable[[M], object], generation: Generation[M]) -> None:
+def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:
     try:
-        answer = resolve(validate(generation.model))
+        answer = _verdict(guard, generation)
         rejected = answer is not None and not answer
     except Exception as error:
         raise Rejected(f"validate raised {type(error).__name__}: {error}") from error
     if rejected:
         raise Rejected(f"validate returned {answer!r}")
+
+
+def _verdict(guard: GuardContext[M], generation: Generation[M]) -> object:
+    """What ``validate`` returns, called with the old model too if it takes that."""
+    validate = guard.options.validate
+    assert validate is not None  # noqa: S101 - the caller has looked
+    if not guard.options.validates_both:
+        return resolve(validate(generation.model))
+    old = None
+    try:
+        with guard.state.lent_current() as old:
+            return resolve(validate(generation.model, None if old is None else old.model))
+    finally:
+        if old is not None and old.retired and guard.state.retired_call_ended(old):  # closed meanwhile, and given up
+            release_and_report(guard, old, drain_seconds=None)
 
 
 def _within(

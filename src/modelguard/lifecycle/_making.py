@@ -130,7 +130,10 @@ def guard(
             builds. Guarded functions that it calls run on the new model. If it raises, the load has failed. May be
             ``async``.
         validate: Called with each new model before the warm-up. If it raises, or returns something false other than
-            None, the model is rejected: the load has failed with ``ModelRejected``. May be ``async``.
+            None, the model is rejected: the load has failed with ``ModelRejected``. May be ``async``. If it has a
+            second parameter without a default, it gets the model that takes calls now as well, to compare the two; None
+            if there is none: at the first load, after ``drain_first`` or ``Idle``, and under ``isolate``, whose molds
+            load one model each.
         unload: Called with each old model after its last call and before it is dropped, also with a model that was
             loaded and never used, and at interpreter exit: close its files and threads here. If it raises, the release
             continues, and ``GenerationReleased.error`` reports the error. May be ``async``. A forked process does not

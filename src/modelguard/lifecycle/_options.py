@@ -17,6 +17,7 @@ from modelguard import _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
 from modelguard.lifecycle import _adapters, _policy_hints
 from modelguard.lifecycle._policy import alternatives
+from modelguard.lifecycle._signatures import fits
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.policies import Changed, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
 
@@ -56,7 +57,7 @@ class GuardOptions(Generic[M]):
     reload_on: Policy | None
     swap: SwapMode
     warmup: Callable[[M], object] | None
-    validate: Callable[[M], object] | None
+    validate: Callable[..., object] | None
     unload: Callable[[M], object] | None
     load_timeout: float | None
     wait_timeout: float
@@ -69,8 +70,9 @@ class GuardOptions(Generic[M]):
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):
-            if getattr(self, argument) is not None:
-                check_callable(argument, getattr(self, argument), arguments=1, fix=_FIXES[argument])
+            given = getattr(self, argument)
+            if given is not None and not (argument == "validate" and takes_old_model(given)):
+                check_callable(argument, given, arguments=1, fix=_FIXES[argument])
         if self.swap not in get_args(SwapMode):
             names = ", ".join(repr(name) for name in get_args(SwapMode))
             raise InvalidOption("swap", self.swap, why="must be one of the known modes", fix=f"Choose one of {names}.")
@@ -81,6 +83,11 @@ class GuardOptions(Generic[M]):
         if not isinstance(self.name, str) or not self.name.strip():
             why = "must be text that is not empty"
             raise InvalidOption("name", self.name, why=why, fix="Give a short name, or leave it out.")
+
+    @property
+    def validates_both(self) -> bool:
+        """Whether ``validate`` takes the old model too."""
+        return self.validate is not None and takes_old_model(self.validate)
 
     @property
     def ready_when_idle(self) -> bool:
@@ -122,6 +129,11 @@ _FIXES = {
     "validate": "Write a function of the model, such as validate=lambda model: model('2 + 2') == '4'.",
     "unload": "Write a function of the model, such as unload=lambda model: model.close().",
 }
+
+
+def takes_old_model(validate: Any) -> bool:
+    """Whether ``validate`` has a second parameter that needs a value: for the old model."""
+    return callable(validate) and fits(validate, 2) and not fits(validate, 1)
 
 
 def check_callable(argument: str, value: object, *, arguments: int, fix: str) -> None:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
+from modelguard.lifecycle._call_state import CallState
 from modelguard.lifecycle._creep import Creep
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
@@ -33,48 +31,21 @@ Outcome = LoadFailed | GuardClosed | None
 #: Two loads may well return the same object of these types, which hold nothing that a release could free.
 _VALUES = (str, bytes, int, float, complex, tuple, frozenset, type, FunctionType, BuiltinFunctionType, ModuleType)
 
-#: What a context holds while a call runs: the call's generation and how deeply calls on it are nested. The end of the
-#: call empties the list, so a context that outlives its call (a task started inside it) can tell.
-Enclosing = list[Any]
 
-
-class HeldLease(Protocol):
-    """A lease that an object holds, rather than a running call."""
-
-    def held_here(self) -> Generation[Any] | None:
-        """Its generation, if this thread last used it; None otherwise and after its end."""
-        ...
-
-    def survives_fork(self) -> bool:
-        """Whether a child that was just forked still uses it."""
-        ...
-
-    def retake_in_child(self) -> None:
-        """Take it again in that child."""
-        ...
-
-
-class GuardState(Generic[M]):
+class GuardState(CallState[M]):
     """State of one guard. Fields are read freely; they change only inside its methods, under ``lock``.
 
     Attributes:
-        current: The generation that takes new calls; None if there is none.
         job: The load under way, if any.
         unloaded: There is no generation because it was released until its next use.
         least_memory: The least private memory, in bytes, that a release has left so far.
         creep: What replacements leave behind. Used by the one load that runs.
         epoch: How many forks lie between this process and the one that made the guard.
-        held_leases: Leases that objects hold, which a forked child may have to take again.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.enclosing: ContextVar[Enclosing | None] = ContextVar(f"modelguard {name}", default=None)
-        self.current: Generation[M] | None = None
+        super().__init__(name)
         self.job: LoadJob | None = None
-        self.draining: set[Generation[M]] = set()
-        self.abandoned: set[Generation[M]] = set()
-        self.closed = False
         self.unloaded = False
         self.requests = 0
         self.generations = 0
@@ -88,99 +59,11 @@ class GuardState(Generic[M]):
         self.creep = Creep()
         self._released_model: weakref.ref[Any] | None = None
         self.epoch = 0
-        self.held_leases: weakref.WeakSet[HeldLease] = weakref.WeakSet()
-        self._renew_locks()
 
     def _renew_locks(self) -> None:
-        # Reentrant: the garbage collector may return a dropped lease at any point, also under this lock.
-        self.lock = threading.RLock()
-        self.drained = threading.Condition(self.lock)
+        super()._renew_locks()
         self.job_ended = threading.Condition(self.lock)
         self.waiting: dict[Future[Outcome], int] = {}
-
-    # Calls
-
-    def enter(self) -> Generation[M] | None:
-        """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
-
-        :meth:`Engine.wrapper` writes out the common case of this.
-        """
-        outer = self.enclosing_generation() if self.enclosing.get() else None
-        with self.lock:
-            generation = self.current if outer is None or outer.dropped else outer
-            if generation is None and not self.closed:
-                generation = self._half_used_here()
-            if generation is not None:
-                generation.leases.append(None)
-            return generation
-
-    def _half_used_here(self) -> Generation[M] | None:
-        """While no generation is current: one that is drained and whose drain waits for this very thread.
-
-        A loop over a guarded generator calls other guarded functions between two steps. If these waited for the next
-        generation, the drain would wait for the generator, and so for them.
-        """
-        held = (lease.held_here() for lease in list(self.held_leases))
-        waited_for = self.draining - self.abandoned
-        return next((one for one in held if one in waited_for and not one.dropped), None)
-
-    def enclosing_generation(self) -> Generation[M] | None:
-        """The generation of the call that encloses this one, if any."""
-        outer = tuple(self.enclosing.get() or ())  # one read: another thread may be emptying the list
-        return outer[0] if outer else None
-
-    def nest(self, generation: Generation[M]) -> Enclosing:
-        """Make what the context holds while a call runs on ``generation``."""
-        outer = self.enclosing.get()
-        if not outer:
-            return [generation, 1]
-        both = tuple(outer)  # one read, as above
-        return [generation, both[1] + 1 if both and both[0] is generation else 1]
-
-    @contextmanager
-    def running_on(self, generation: Generation[M]) -> Iterator[None]:
-        """Run guarded functions that the block calls on ``generation``. The block itself does not count as a use."""
-        enclosing = self.nest(generation)
-        token = self.enclosing.set(enclosing)
-        try:
-            yield
-        finally:
-            enclosing.clear()
-            self.enclosing.reset(token)
-
-    @staticmethod
-    def leave(generation: Generation[M], failed: bool) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
-        """Return a lease; true if a policy may be due or a drain waits."""
-        generation.leases.pop()
-        generation.uses = uses = generation.uses + 1
-        if failed:
-            generation.errors += 1
-            return True
-        generation.errors = 0
-        return uses >= generation.alarm
-
-    def retired_call_ended(self, generation: Generation[M]) -> bool:
-        """Record the end of a call on a retired generation; true if it was the last call on an abandoned one."""
-        with self.lock:
-            self.drained.notify_all()
-            if generation.leases or generation not in self.abandoned:
-                return False
-            self.abandoned.remove(generation)
-            generation.dropped = True
-            return True
-
-    @property
-    def version(self) -> str | None:
-        """The version of the current model; None if it has none, or if there is no model."""
-        current = self.current  # read once
-        return None if current is None else current.version
-
-    @property
-    def in_flight(self) -> int:
-        """Calls that run now, on the current generation and on those that are being drained or were abandoned."""
-        with self.lock:
-            generations = {*self.draining, *self.abandoned} | ({self.current} if self.current is not None else set())
-            return sum(len(generation.leases) for generation in generations)
 
     # Waiting for a generation
 

@@ -238,7 +238,8 @@ class Clock:
             self.settle()
 
     def _interval(self) -> float:
-        return min((one.check_interval() for one in (*self._engines(), *self._pools())), default=math.inf)
+        engines = min((engine.check_interval() for engine in self._engines()), default=math.inf)
+        return min((pool.check_interval() for pool in self._pools()), default=engines)
 
     def _running(self) -> list[threading.Thread]:
         with self._lock:
