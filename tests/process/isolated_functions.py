@@ -200,6 +200,13 @@ def revised(loaded: Model) -> int:
     return loaded.pid
 
 
+@isolate(workers=1)
+@guard(load_revision, reload_on=Changed(revision, every="100ms"), keep_previous=True, backoff=QUICK)
+def undoable(loaded: Model) -> int:
+    """The same, with the previous mold kept."""
+    return loaded.pid
+
+
 @isolate(workers=1, start="spawn")
 @guard(load_revision, reload_on=Changed(revision, every="100ms"), backoff=QUICK)
 def revised_by_spawn(loaded: Model) -> int:

@@ -123,6 +123,11 @@ def compare(new: Model, old: Model | None) -> bool:
 assert_type(guard(load, reload_on=None, validate=compare), ModelGuard[Model])
 assert_type(guard(load_async, reload_on=None, validate=compare), ModelGuard[Model])
 
+kept = guard(load_version, reload_on=Changed(etag), keep_previous=True)
+assert_type(kept, ModelGuard[Model])
+assert_type(kept.rollback(), None)
+assert_type(kept.status().previous, int)
+
 # Functions: the caller's signature is the written one without the model.
 
 

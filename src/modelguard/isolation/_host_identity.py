@@ -36,8 +36,12 @@ def check_shareable(source: GuardOptions[Any]) -> None:
     """Check that the broker, which does not import the application, can decide when a mold is replaced.
 
     Raises:
-        InvalidOption: A policy that asks for new weights is a class of the application's own.
+        InvalidOption: A policy that asks for new weights is a class of the application's own, or has a function of its
+            own; or the guard keeps its previous model.
     """
+    if source.keep_previous:
+        why = "cannot be used with keep_previous=True: the broker keeps no previous mold"
+        raise InvalidOption("scope", "host", why=why, fix="Leave keep_previous out, or write scope='process'.")
     renewing = subset(source.reload_on, renews=True, unloads=True)
     for part in () if renewing is None else renewing.parts():
         if isinstance(part, Changed):

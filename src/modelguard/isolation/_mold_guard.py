@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelguard.environment import _proc
-from modelguard.errors import GuardClosed, ModelRejected, NotSupported
+from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported
 from modelguard.isolation import _news, _target
 from modelguard.isolation._code import Files
 from modelguard.isolation._instructions import Origin
@@ -109,9 +109,28 @@ class MoldGuard:
         return mold
 
     def end_at_once(self) -> None:
-        """Kill the current mold and its workers, when nobody can call them any more."""
-        if self._current is not None:
-            self._current.end_at_once()
+        """Kill the molds and their workers, when nobody can call them any more."""
+        for mold in (self._current, self.previous):
+            if mold is not None:
+                mold.end_at_once()
+
+    @property
+    def previous(self) -> Mold | None:
+        """The mold that is kept for a rollback; None if there is none."""
+        mold: Mold | None = getattr(self.guard.engine.state.previous, "model", None)
+        return mold
+
+    def rollback(self) -> None:
+        """Make the previous mold current again.
+
+        Raises:
+            NoPreviousModel: None is kept, or its processes have ended.
+        """
+        if self.previous is not None and self.previous.died is not None:
+            fix = "Call reload() to load a model."
+            raise NoPreviousModel(self._options.name, why="the processes of the one that was kept have ended", fix=fix)
+        self.guard.rollback()
+        self._current = self.current
 
     # What the guard calls
 

@@ -146,6 +146,10 @@ class PoolScope:
             pool=pool,
         )
 
+    def rollback(self) -> NoReturn:
+        """There is no one model to go back to."""
+        raise NotSupported("rollback", reason="each key of a pool has a mold of its own, and none is kept")
+
     def load(self, timeout: _units.Duration | None) -> None:
         """Molds are made when a call needs their key."""
 

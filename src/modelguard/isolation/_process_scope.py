@@ -129,7 +129,13 @@ class ProcessScope:
             crashed=counts.get("crashed", 0),
             timed_out=counts.get("timeout", 0),
             version=molds.version,
+            previous=molds.previous,
+            pinned=molds.pinned,
         )
+
+    def rollback(self) -> None:
+        """Make the previous mold current again."""
+        self._molds.rollback()
 
     def load(self, timeout: _units.Duration | None) -> None:
         """Start the mold."""
@@ -165,5 +171,6 @@ class ProcessScope:
 
     def abandon(self) -> None:
         """Leave the parent's processes alone."""
-        if self._molds.current is not None:
-            self._molds.current.abandon()
+        for mold in (self._molds.current, self._molds.previous):
+            if mold is not None:
+                mold.abandon()

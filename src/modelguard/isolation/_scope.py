@@ -84,6 +84,10 @@ class Scope(Protocol):
         """Its state, its processes and its counts, with so many calls that wait for a thread."""
         ...
 
+    def rollback(self) -> None:
+        """Make the previous mold current again."""
+        ...
+
     def load(self, timeout: _units.Duration | None) -> None:
         """Start the mold and its workers unless they run. Blocks."""
         ...

@@ -233,6 +233,18 @@ class Isolated(Generic[P, R]):
         """:meth:`reload` for coroutines; does not block the event loop."""
         await self._scope.areload(timeout)
 
+    def rollback(self) -> None:
+        """Go back to the mold that the current one has replaced, as :meth:`ModelGuard.rollback` does, at once.
+
+        Needs a guard with ``keep_previous=True``: the previous mold and its workers stay alive, and take their memory.
+
+        Raises:
+            NoPreviousModel: None is kept, or its processes have ended.
+            GuardClosed: After :meth:`close`.
+            NotSupported: The function's model is one of a pool.
+        """
+        self._scope.rollback()
+
     def close(self) -> None:
         """Refuse further calls, wait for those that run up to the guard's ``drain_timeout``, end all processes."""
         self._submitted.close()

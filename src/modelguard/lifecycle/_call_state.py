@@ -43,6 +43,7 @@ class CallState(Generic[M]):
         lock: Is held while a field changes, except for the leases of a generation.
         drained: Is notified when a call on a retired generation has ended.
         current: The generation that takes new calls; None if there is none.
+        previous: The generation that is kept for a rollback; None if there is none.
         draining: Retired generations that are to be released when their calls have ended.
         abandoned: Those of them whose calls have taken too long.
         closed: Whether calls are refused.
@@ -54,6 +55,7 @@ class CallState(Generic[M]):
         self.name = name
         self.enclosing: ContextVar[Enclosing | None] = ContextVar(f"modelguard {name}", default=None)
         self.current: Generation[M] | None = None
+        self.previous: Generation[M] | None = None
         self.draining: set[Generation[M]] = set()
         self.abandoned: set[Generation[M]] = set()
         self.closed = False
@@ -159,7 +161,7 @@ class CallState(Generic[M]):
 
     @property
     def in_flight(self) -> int:
-        """Calls that run now, on the current generation and on those that are being drained or were abandoned."""
+        """Calls that run now, on the current generation and on those that are kept, being drained or abandoned."""
         with self.lock:
-            generations = {*self.draining, *self.abandoned} | ({self.current} if self.current is not None else set())
-            return sum(len(generation.leases) for generation in generations)
+            generations = {self.current, self.previous, *self.draining, *self.abandoned}
+            return sum(len(generation.leases) for generation in generations if generation is not None)

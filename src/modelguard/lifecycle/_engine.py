@@ -25,6 +25,7 @@ from modelguard.lifecycle._recycling import Ask
 from modelguard.lifecycle._release import drain_and_release, release_and_report
 from modelguard.lifecycle._reload import Reload
 from modelguard.lifecycle._resolve import resolve
+from modelguard.lifecycle._rollback import roll_back
 from modelguard.lifecycle._state import GuardState, Outcome
 from modelguard.lifecycle._waiting import Timeout, wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
 from modelguard.telemetry import logger
@@ -236,6 +237,16 @@ class Engine(Generic[M]):
         work = functools.partial(self.unload, timeout)
         await _in_thread.run(work, f"modelguard-unload-{self.name}", self.guard.runtime.start_thread)
 
+    def rollback(self) -> None:
+        """Make the generation that the current one has replaced current again. Does not block."""
+        back = roll_back(self.guard)
+        start = self.guard.runtime.start_thread
+        over = functools.partial(drain_and_release, self.guard, back)
+        try:
+            start(over, f"modelguard-release-{self.name}")
+        except RuntimeError:  # the system gives no thread
+            over()
+
     def warm_up(self) -> None:
         """Run the warm-up on the current generation, if there are both."""
         warmup, generation = self.guard.options.warmup, self.state.current
@@ -401,9 +412,9 @@ class Engine(Generic[M]):
     def shut_down(self) -> None:
         """:meth:`close` without its checks, for an owner that has made them."""
         _ticker.TICKER.remove(self)
-        old = self.state.close()
-        if old is not None:
-            drain_and_release(self.guard, old)
+        for old in (self.state.take_previous(), self.state.close()):
+            if old is not None:
+                drain_and_release(self.guard, old)
 
     async def aclose(self) -> None:
         """:meth:`close` without blocking the event loop."""

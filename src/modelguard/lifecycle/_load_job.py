@@ -18,10 +18,11 @@ class LoadJob:
         replaces: There is a current generation that it has yet to replace.
         unloads: It releases the current generation and loads none. Those who need one meanwhile wait for its end.
         covers: The last request that its load answers; later ones make that load stale. None before the load begins.
+        cancelled: A rollback came before its model took calls, so that model is discarded.
         threads: Identities of the threads that do its work, to detect a load that waits for itself.
     """
 
-    __slots__ = ("after_call", "covers", "reasons", "replaces", "threads", "unloads", "urgent")
+    __slots__ = ("after_call", "cancelled", "covers", "reasons", "replaces", "threads", "unloads", "urgent")
 
     def __init__(
         self,
@@ -37,5 +38,6 @@ class LoadJob:
         self.after_call = after_call
         self.replaces = replaces
         self.unloads = unloads
+        self.cancelled = False
         self.covers: int | None = None
         self.threads: set[int] = set()

@@ -34,6 +34,7 @@ def guard(
     defer: _units.Duration = 5.0,
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -52,6 +53,7 @@ def guard(
     defer: _units.Duration = 5.0,
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -70,6 +72,7 @@ def guard(
     defer: _units.Duration = 5.0,
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -88,6 +91,7 @@ def guard(
     defer: _units.Duration = 5.0,
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -105,6 +109,7 @@ def guard(
     defer: _units.Duration = 5.0,
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[Any]:
@@ -155,6 +160,10 @@ def guard(
             process has grown by this much (``"100 MB"``: text that ends in B is a size). It is done in the background
             and for the whole process, so one guard with it is enough, and only if there were calls since the last
             time. Each time emits ``MemoryTrimmed``. Default: only when a generation is released.
+        keep_previous: Keep the model that a reload has replaced, for :meth:`ModelGuard.rollback`, until the next reload
+            has succeeded. Costs the memory of a second model all the time, and of a third one during a load. Nothing is
+            kept where memory is short: after ``drain_first``, and after a reload because of ``MemoryGrowth`` or
+            ``MemoryLimit``.
         prefork: Let :func:`modelguard.prefork.prepare` share this model among forked workers when no guard is named
             there, as the servers' hooks do.
         name: For events, logs and errors. Default: the loader's name; for a lambda, its module and line.
@@ -189,6 +198,7 @@ def guard(
         defer=_units.seconds(defer, "defer", zero=True),
         backoff=Backoff() if backoff is None else backoff,
         trim_schedule=None if trim_every is None else _options.TrimSchedule.parse(trim_every),
+        keep_previous=keep_previous,
         prefork=prefork,
         name=_options.loader_name(load) if name is None else name,
     )

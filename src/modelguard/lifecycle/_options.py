@@ -67,6 +67,7 @@ class GuardOptions(Generic[M]):
     trim_schedule: TrimSchedule | None
     prefork: bool
     name: str
+    keep_previous: bool = False
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):
@@ -80,6 +81,13 @@ class GuardOptions(Generic[M]):
             raise InvalidOption("backoff", self.backoff, why="must be a Backoff", fix="Write Backoff('1s', '1m').")
         if not isinstance(self.prefork, bool):
             raise InvalidOption("prefork", self.prefork, why="must be True or False", fix="Write prefork=True.")
+        if not isinstance(self.keep_previous, bool):
+            why = "must be True or False"
+            raise InvalidOption("keep_previous", self.keep_previous, why=why, fix="Write keep_previous=True.")
+        if self.keep_previous and self.swap == "drain_first":
+            why = "keeps two models in memory, and swap='drain_first' never has two"
+            fix = "Leave one of them out; swap='auto' keeps the previous model where there is room."
+            raise InvalidOption("keep_previous", self.keep_previous, why=why, fix=fix)
         if not isinstance(self.name, str) or not self.name.strip():
             why = "must be text that is not empty"
             raise InvalidOption("name", self.name, why=why, fix="Give a short name, or leave it out.")

@@ -253,4 +253,21 @@ def subset(policy: Policy | None, *, renews: bool, unloads: bool = False) -> Pol
     return policy if asks_for_weights is renews else None
 
 
+def source_part(policy: Policy | None) -> Policy | None:
+    """The part of a policy that is due only if the source of the model has changed; None if there is no such part.
+
+    ``Modified(path) & Between(...)`` is such a part, and of ``(Changed(probe) | TTL("1h")) & Between(...)`` it is
+    ``Changed(probe) & Between(...)``.
+    """
+    if isinstance(policy, _Any):
+        kept = tuple(part for member in policy.members if (part := source_part(member)) is not None)
+        return _Any(kept) if kept else None
+    if isinstance(policy, _All):
+        parts = [source_part(member) for member in policy.members]
+        if all(part is None for part in parts):
+            return None
+        return _All(tuple(member if part is None else part for part, member in zip(parts, policy.members, strict=True)))
+    return policy if policy is not None and policy.watches_source else None
+
+
 _public.set_module(globals(), "modelguard")

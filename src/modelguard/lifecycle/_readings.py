@@ -45,7 +45,11 @@ class AtLoad(NamedTuple):
 
 
 class Readings:
-    """Takes the readings of one guard. Not thread safe: one thread at a time may ask."""
+    """Takes the readings of one guard. Not thread safe: one thread at a time may ask.
+
+    Attributes:
+        generation: The number of the generation that they are of; 0 for none.
+    """
 
     def __init__(self, guard: GuardContext[Any]) -> None:
         self._guard = guard
@@ -61,7 +65,7 @@ class Readings:
 
     def start(self, generation: Generation[Any] | None) -> None:
         """Start with no readings, for ``generation``."""
-        self._number = generation.number if generation is not None else 0
+        self.generation = generation.number if generation is not None else 0
         self._first: list[int] = []
         self._latest: deque[int] = deque(maxlen=SAMPLES)
         self._next_reading = -math.inf

@@ -72,6 +72,8 @@ class Reload(Generic[M]):
 
     def fail(self, kind: type[LoadFailed], reason: str, cause: BaseException | None) -> None:
         """End in failure: tell those who wait, and set the time of the next attempt."""
+        if self._job.cancelled:  # nobody waits for it
+            return
         state, runtime = self._guard.state, self._guard.runtime
         attempt = state.failures + 1
         wait = self._guard.options.backoff.seconds(attempt, runtime.random())
@@ -95,22 +97,25 @@ class Reload(Generic[M]):
         requested = any(reason.kind == "requested" for reason in reasons)
         old = guard.state.retire_until_next_use(if_unused=not requested)
         if old is not None:
+            self._release_previous()
             telemetry.emit(telemetry.UnloadStarted(guard=guard.name, generation=old.number, reasons=reasons))
             drain_and_release(guard, old)
 
     def _replace(self) -> None:
         guard, runtime = self._guard, self._guard.runtime
         with runtime.host_lock.held(
-            sleep=runtime.sleep, clock=runtime.clock, cancelled=lambda: guard.state.closed
+            sleep=runtime.sleep, clock=runtime.clock, cancelled=lambda: guard.state.closed or self._job.cancelled
         ) as lock:
             deferred = self._wait_for_quiet()
+            if self._protects_memory():
+                self._release_previous()
             swap = self._choose_swap()
             # Before an outage begins: a probe may take its time.
             at_load = self._readings.before_load() if swap == "drain_first" else None
             if swap == "load_first":
                 old, since = guard.state.current, None
             else:
-                old, since = guard.state.retire_current(), runtime.clock()
+                old, since = guard.state.retire_current(self._job), runtime.clock()
                 if old is not None:
                     drain_and_release(guard, old)
             self._load_and_install(swap, lock=lock, deferred=deferred, since=since, at_load=at_load)
@@ -128,7 +133,7 @@ class Reload(Generic[M]):
         started = since = runtime.clock()
         before = runtime.private()
         uses, call_ended, read = None, job.after_call, -math.inf
-        while not job.urgent and not guard.state.closed:
+        while not (job.urgent or job.cancelled or guard.state.closed):
             generation, now = guard.state.current, runtime.clock()
             if generation is None or now - started >= guard.options.defer:
                 break
@@ -147,10 +152,19 @@ class Reload(Generic[M]):
 
     def _memory_is_short(self) -> bool:
         """Whether this reload is to free memory, and there is less than a second copy would need."""
-        if all(reason.kind not in _PROTECT_MEMORY for reason in self._job.reasons):
+        if not self._protects_memory():
             return False
         room = self._guard.runtime.headroom()
         return room is not None and room < PEAK * (self._guard.state.model_bytes or 0)
+
+    def _protects_memory(self) -> bool:
+        return any(reason.kind in _PROTECT_MEMORY for reason in self._job.reasons)
+
+    def _release_previous(self) -> None:
+        """Release what is kept for a rollback, if there is anything."""
+        previous = self._guard.state.take_previous()
+        if previous is not None:
+            drain_and_release(self._guard, previous)
 
     def _choose_swap(self) -> Swap:
         guard = self._guard
@@ -158,6 +172,9 @@ class Reload(Generic[M]):
         chosen: Swap
         if guard.options.swap == "auto":
             need = int(PEAK * (size or 0))
+            if room is not None and room < need and guard.state.previous is not None:
+                self._release_previous()
+                room = guard.runtime.headroom()
             chosen = "load_first" if room is None or room >= need else "drain_first"
             free = "an unknown amount" if room is None else _units.format_bytes(room)
             why = f"a second copy needs {_units.format_bytes(need)} while it loads, and {free} is free"
@@ -191,16 +208,18 @@ class Reload(Generic[M]):
                 return
             generation = loaded.generation
             waited = 0.0 if since is None else guard.runtime.clock() - since
-            installed, old = guard.state.install(self._job, generation, discardable=discardable)
+            keep = guard.options.keep_previous and swap == "load_first" and not self._protects_memory()
+            installed, over = guard.state.install(self._job, generation, discardable=discardable, keep=keep)
             if installed:
                 guard.shown.show(generation.version)
                 self._readings.loaded(generation, at_load, replaced=swap != "first")
                 self._emit_finished(loaded, swap, waited)
-                if old is not None:
+                for old in over:
                     drain_and_release(guard, old)
                 return
             at_load = None
-            self._discard(generation, "closed" if guard.state.closed else "stale")
+            cancelled: DiscardCause = "rolled_back" if self._job.cancelled else "stale"
+            self._discard(generation, "closed" if guard.state.closed else cancelled)
 
     def _make(self, *, lock: HostLockHeld, deferred: Deferred) -> _loading.Made[M] | None:
         """Make a generation; None if that failed, which has then been reported."""

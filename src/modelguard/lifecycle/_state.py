@@ -37,6 +37,7 @@ class GuardState(CallState[M]):
 
     Attributes:
         job: The load under way, if any.
+        pinned: A rollback has made the current generation current again, and its source has not changed since.
         unloaded: There is no generation because it was released until its next use.
         least_memory: The least private memory, in bytes, that a release has left so far.
         creep: What replacements leave behind. Used by the one load that runs.
@@ -46,6 +47,7 @@ class GuardState(CallState[M]):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.job: LoadJob | None = None
+        self.pinned = False
         self.unloaded = False
         self.requests = 0
         self.generations = 0
@@ -162,34 +164,43 @@ class GuardState(CallState[M]):
             return job is None or self.job_ended.wait_for(lambda: self.job is not job, timeout)
 
     def begin(self, job: LoadJob) -> bool:
-        """Record that the loader is about to be called, which answers all requests so far; false if closed."""
+        """Record that the loader is about to be called, which answers all requests so far; false if it must not be."""
         with self.lock:
+            if job.cancelled:
+                return False
             job.covers = self.requests
             return not self.closed
 
     def install(
-        self, job: LoadJob, generation: Generation[M], *, discardable: bool
-    ) -> tuple[bool, Generation[M] | None]:
+        self, job: LoadJob, generation: Generation[M], *, discardable: bool, keep: bool = False
+    ) -> tuple[bool, list[Generation[M]]]:
         """Make ``generation`` the current one.
 
         Args:
             job: The load that made it.
             generation: Loaded, validated and warm.
             discardable: Whether a newer request may discard it unused, as long as there is a current generation.
+            keep: Whether the generation that it replaces is kept for a rollback.
 
         Returns:
-            Whether it is current now, and the generation that it replaced, which the caller must drain and release.
+            Whether it is current now, and the generations that the caller must drain and release.
         """
         with self.lock:
             covers = job.covers or 0
             stale = discardable and self.requests > covers and self.current is not None
-            if self.closed or stale:
-                return False, None
+            if self.closed or job.cancelled or stale:
+                return False, []
+            over = [] if (outdated := self._take_previous()) is None else [outdated]
+            self.pinned = False
             self.generations = generation.number
             old, self.current = self.current, generation
             job.replaces = False  # done: the rest of the job is the end of the old generation
             if old is not None:
                 self._retire(old)
+                if keep:
+                    self._keep(old)
+                else:
+                    over.append(old)
             if generation.number > 1 and not self.unloaded:
                 self.reloads += 1
             self.unloaded = False
@@ -198,7 +209,7 @@ class GuardState(CallState[M]):
             waiting = self._pop_waiting(covers)
         for future in waiting:
             future.set_result(None)
-        return True, old
+        return True, over
 
     def fail(self, job: LoadJob, failure: LoadFailed, *, retry_at: float) -> None:
         """Record that a load has failed, and tell everyone who waits for it, once.
@@ -206,6 +217,8 @@ class GuardState(CallState[M]):
         Those who asked for a reload after it had begun wait on: their load has yet to begin.
         """
         with self.lock:
+            if job.cancelled:
+                return
             covers = self.requests if job.covers is None else job.covers
             if self.requests <= covers and self.job is job:
                 # At the same time: a caller that came between the failure and the end of the job would wait in vain.
@@ -242,13 +255,62 @@ class GuardState(CallState[M]):
 
     # The end of a generation
 
-    def retire_current(self) -> Generation[M] | None:
-        """Take the current generation out of service and return it, to be drained and released."""
+    def retire_current(self, job: LoadJob | None = None) -> Generation[M] | None:
+        """Take the current generation out of service and return it, to be drained and released.
+
+        Args:
+            job: What replaces it; nothing is retired for a job that was cancelled.
+        """
         with self.lock:
+            if job is not None and job.cancelled:
+                return None
             old, self.current = self.current, None
             if old is not None:
                 self._retire(old)
             return old
+
+    def take_previous(self) -> Generation[M] | None:
+        """Keep the previous generation no longer; returns it, to be drained and released."""
+        with self.lock:
+            return self._take_previous()
+
+    def _take_previous(self) -> Generation[M] | None:
+        previous, self.previous = self.previous, None
+        if previous is not None:
+            self._retire(previous)
+        return previous
+
+    def _keep(self, old: Generation[M]) -> None:
+        self.draining.discard(old)
+        self.previous = old
+
+    def roll_back(self, failure: LoadFailed) -> tuple[Generation[M], Generation[M]] | None:
+        """Make the previous generation current again, and leave it there until its source changes.
+
+        Args:
+            failure: What those get who wait for a load that this cancels.
+
+        Returns:
+            The generation that takes calls now, and the one that took them, which the caller must drain and release.
+            None if none is kept.
+        """
+        with self.lock:
+            self.raise_if_closed()
+            old, back = self.current, self.previous
+            if old is None or back is None:
+                return None
+            self._retire(old)
+            self.current, self.previous, self.pinned = back, None, True
+            back.retired = False
+            back.errors = 0
+            self.failures, self.failure, self.retry_at = 0, None, -math.inf
+            waiting: list[Future[Outcome]] = []
+            if self.job is not None and self.job.replaces:
+                self.job.cancelled, self.job.replaces, self.job.covers = True, False, self.requests
+                waiting = self._pop_waiting(self.requests)
+        for future in waiting:
+            future.set_result(failure)
+        return back, old
 
     def retire_until_next_use(self, *, if_unused: bool) -> Generation[M] | None:
         """Take the current generation out of service, to be released until its next use.
@@ -259,7 +321,7 @@ class GuardState(CallState[M]):
         with self.lock:
             if self.current is None or (if_unused and self.current.leases):
                 return None
-            self.unloaded = True
+            self.unloaded, self.pinned = True, False
             return self.retire_current()
 
     def set_alarm(self, generation: Generation[M], uses: float) -> None:
@@ -297,13 +359,14 @@ class GuardState(CallState[M]):
             return model
 
     def knows(self, model: object) -> bool:
-        """Whether it is the current model, or the last one that was released. Plain values do not count."""
+        """Whether it is the current model, the one that is kept, or the last that was released. Values do not count."""
         if isinstance(model, _VALUES):
             return False
         with self.lock:
             current = None if self.current is None else self.current.model
             released = None if self._released_model is None else self._released_model()
-            return model is current or model is released
+            previous = None if self.previous is None else self.previous.model
+            return any(model is known for known in (current, previous, released))
 
     def record_release(self, generation: Generation[M], event: GenerationReleased | None) -> None:
         """Record what the release of a drained generation gave back, if that is known."""
@@ -319,7 +382,7 @@ class GuardState(CallState[M]):
         """Refuse every further call; returns the generation that was current."""
         with self.lock:
             self.closed = True
-            self.unloaded = False
+            self.unloaded = self.pinned = False
             old = self.retire_current()
             waiting = self._pop_waiting(math.inf)
         for future in waiting:
@@ -354,11 +417,11 @@ class GuardState(CallState[M]):
         self.reloads = self.failures = 0
         self.failure, self.retry_at, self.last_release, self.least_memory = None, -math.inf, None, None
         self.creep = Creep()
-        generation = self.current
-        if generation is not None:
-            generation.leases = []
-            generation.uses = generation.errors = 0
-            generation.jitter = jitter
+        for generation in (self.current, self.previous):
+            if generation is not None:
+                generation.leases = []
+                generation.uses = generation.errors = 0
+                generation.jitter = jitter
         enclosing = self.enclosing.get()
         if enclosing:
             enclosing[0].leases = [None] * enclosing[1]

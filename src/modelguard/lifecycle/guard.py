@@ -192,6 +192,20 @@ class ModelGuard(Generic[M]):
         """:meth:`unload` for a coroutine: does not block the event loop."""
         await self.engine.aunload(timeout)
 
+    def rollback(self) -> None:
+        """Go back to the model that the current one has replaced. Needs ``keep_previous=True``.
+
+        It takes the next call: nothing is loaded, and nothing is awaited, so this may be called anywhere. A load under
+        way is cancelled; calls that run on the current model end on it, and it is released. From now on no policy
+        replaces the model, and ``Idle`` does not release it, until ``Modified`` or ``Changed`` see that the source has
+        changed since the load that was rolled back, or until :meth:`reload`.
+
+        Raises:
+            NoPreviousModel: None is kept.
+            GuardClosed: The guard is closed.
+        """
+        self.engine.rollback()
+
     def check(self) -> bool:
         """Ask the policies now, as the background thread does regularly; returns whether a reload was started."""
         return self.engine.check()
@@ -233,6 +247,8 @@ class ModelGuard(Generic[M]):
                 load_seconds=current.load_seconds if current is not None else 0.0,
                 growth=_growth.found(),
                 version=current.version if current is not None else None,
+                previous=state.previous.number if state.previous is not None else 0,
+                pinned=state.pinned,
             )
 
     def _state(self) -> State:

@@ -38,6 +38,8 @@ class Status:
             or if nobody watches.
         version: Version of the current model, as its loader gave it with ``Loaded``; None if it gave none, or if there
             is no model.
+        previous: Number of the generation that ``rollback()`` would make current again; 0 if none is kept.
+        pinned: Whether ``rollback()`` has made the current generation current, and its source has not changed since.
     """
 
     name: str
@@ -54,6 +56,8 @@ class Status:
     load_seconds: float = 0.0
     growth: GrowthFound | None = None
     version: str | None = None
+    previous: int = 0
+    pinned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

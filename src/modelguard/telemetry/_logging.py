@@ -17,6 +17,7 @@ from modelguard.telemetry.reasons import Reason
 
 _WARNINGS = (
     events.LoadErrored,
+    events.RolledBack,
     events.GenerationAbandoned,
     events.PolicyFutile,
     events.GrowthFound,
@@ -33,6 +34,7 @@ _DISCARDED: dict[events.DiscardCause, str] = {
     "closed": "the guard was closed",
     "late": "it was ready only after load_timeout",
     "rejected": "validate or warmup failed",
+    "rolled_back": "rollback() was called during its load",
     "stale": "a newer reload request replaced it",
 }
 
@@ -150,7 +152,9 @@ def _circuit_opened(event: events.CircuitOpened) -> str:
     return f"circuit open after {event.failures} failed batches, {retry}: {event.error}"
 
 
-def _generation(event: events.LoadFinished | events.GenerationReleased | events.GenerationAbandoned) -> str:
+def _generation(
+    event: events.LoadFinished | events.RolledBack | events.GenerationReleased | events.GenerationAbandoned,
+) -> str:
     return f"generation {event.generation}{_version(event.version)}"
 
 
@@ -165,6 +169,9 @@ def _reasons(reasons: tuple[Reason, ...]) -> str:
 _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.UnloadStarted: lambda event: (
         f"generation {event.generation} is released until the next use: {_reasons(event.reasons)}"
+    ),
+    events.RolledBack: lambda event: (
+        f"rolled back to {_generation(event)}, from generation {event.replaced}{_version(event.replaced_version)}"
     ),
     events.ReloadDue: lambda event: f"reload due after generation {event.generation}: {_reasons(event.reasons)}",
     events.RecycleAsked: lambda event: (

@@ -134,6 +134,7 @@ def _of_loads() -> Iterator[Metric]:
     yield Metric("model.size", "gauge", "Size of the model, measured at its load.", unit="By")
     yield counter("reloads.due", "Due policies that led to a reload.", "reason", REASONS)
     yield counter("unloads", "Models released until their next use.")
+    yield counter("rollbacks", "Rollbacks to the previous model.")
     yield counter("recycles.asked", "Due policies that led to a request for a new worker.", "reason", REASONS)
     yield counter("swaps.chosen", "How the next generation replaces the current one.", "swap", SWAPS[1:])
     yield counter("policies.futile", "Policies that were ignored because a reload could not help.")
@@ -283,6 +284,7 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.LoadDiscarded: lambda _: (Measure("loads.discarded", 1),),
     events.ReloadDue: lambda event: _each("reloads.due", event.reasons),
     events.UnloadStarted: lambda _: (Measure("unloads", 1),),
+    events.RolledBack: lambda event: (Measure("rollbacks", 1), Measure("generation", event.generation)),
     events.RecycleAsked: lambda event: _each("recycles.asked", event.reasons),
     events.SwapChosen: lambda event: (Measure("swaps.chosen", 1, event.swap),),
     events.PolicyFutile: lambda _: (Measure("policies.futile", 1),),
@@ -381,7 +383,7 @@ class Recorder:
         for name, amount, value in measures:
             metric = METRICS[name]
             self._record(metric, (event.guard,) if value is None else (event.guard, value), amount)
-        if isinstance(event, events.LoadFinished):
+        if isinstance(event, events.LoadFinished | events.RolledBack):
             self._show_version(event.guard, event.generation, event.version)
         elif isinstance(event, events.GenerationReleased) and event.generation == self._shown_generation(event.guard):
             self._show_version(event.guard, event.generation, None)

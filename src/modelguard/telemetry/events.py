@@ -18,8 +18,8 @@ Swap = Literal["first", "load_first", "drain_first"]
 HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 
 #: Why a loaded model was not used: the guard was closed, the load took longer than ``load_timeout``, ``validate`` or
-#: the warm-up failed, or a newer reload request replaced it.
-DiscardCause = Literal["closed", "late", "rejected", "stale"]
+#: the warm-up failed, ``rollback()`` was called, or a newer reload request replaced it.
+DiscardCause = Literal["closed", "late", "rejected", "rolled_back", "stale"]
 
 #: A callable that the user has given.
 Callback = Literal["reload_on", "probe", "recycle", "release", "unload"]
@@ -63,6 +63,23 @@ class UnloadStarted(Event):
 
     generation: int
     reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolledBack(Event):
+    """``rollback()`` has made the previous generation current again.
+
+    Attributes:
+        generation: Its number.
+        version: The version of its model; None if the loader gave none.
+        replaced: Number of the generation that took calls until then, which is released.
+        replaced_version: The version of that one's model.
+    """
+
+    generation: int
+    version: str | None
+    replaced: int
+    replaced_version: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ __all__ = ["opentelemetry"]
 _NAME = "modelguard"
 _SPAN = "modelguard.load"
 #: If a model is discarded for one of these causes, the load has ended. After other causes, LoadErrored ends the load.
-_ENDING: frozenset[events.DiscardCause] = frozenset({"closed", "stale"})
+_ENDING: frozenset[events.DiscardCause] = frozenset({"closed", "rolled_back", "stale"})
 _ATTRIBUTES = (str, bool, int, float)
 
 

@@ -60,6 +60,7 @@ EVERY: tuple[Event, ...] = (
         error="OSError: in unload",
     ),
     telemetry.GenerationAbandoned(guard="nlp", generation=1, in_flight=2, drain_timeout=30.0),
+    telemetry.RolledBack(guard="nlp", generation=1, version="a", replaced=2, replaced_version=None),
     telemetry.MemoryTrimmed(
         guard="nlp", bytes_before=50 * MB, bytes_after=20 * MB, trimmed_by="glibc", trim_error=None, seconds=0.01
     ),
