@@ -19,9 +19,9 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 ARGS ?=
-# All tests run in several processes, one more than there are processors: tests of servers wait half of their time. What
+# All tests run in several processes, two more than there are processors: tests of servers wait half of their time. What
 # takes longest comes first.
-JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2)))
 ALL := -n $(JOBS) --dist loadgroup --no-loadscope-reorder tests/diagnosis tests/process tests/contract tests/unit
 PINS ?=
 LOWEST = $(shell $(PYTHON) -c 'import tomllib; \

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import psutil
+from tests.process.harness import wait_until
 
 #: Its worker tells its own process id and its mold's. It does what it is told.
 APP = """
@@ -210,6 +211,18 @@ def molds(folder: Path) -> list[psutil.Process]:
 def sockets(folder: Path) -> list[str]:
     """What lies in the folder where the brokers meet."""
     return sorted(one.name for one in (folder / "run").iterdir() if one.name != "reload.lock")
+
+
+def end_all(folder: Path) -> None:
+    """Wait until nothing is left that meets in a folder: brokers without clients are asked not to linger."""
+
+    def ended() -> bool:
+        for broker in family(folder, "broker"):
+            with suppress(psutil.NoSuchProcess):
+                broker.terminate()
+        return not family(folder)
+
+    wait_until(ended, "the end of all brokers, molds and workers", 40.0)
 
 
 def nothing_left(folder: Path) -> bool:

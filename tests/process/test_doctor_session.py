@@ -93,7 +93,7 @@ def test_no_such_command() -> None:
 
 def test_requests_that_fail_are_reported(tmp_path: Path) -> None:
     """The number that failed, and why."""
-    words = python(tmp_path, LISTEN + "while True:\n    s.accept()[0].close()\n")
+    words = python(tmp_path, LISTEN + "s.settimeout(600)\nwhile True:\n    s.accept()[0].close()\n")
     facts = facts_of_command(words, cwd=tmp_path, request="/", count=3)
     assert facts.unknown[0].startswith("3 of 3 requests failed")
 
@@ -135,3 +135,14 @@ def test_a_busy_process_does_not_hold_up_the_examination(tmp_path: Path, monkeyp
     facts = facts_of_command(words, cwd=tmp_path, patience=2)
     assert any("busy" in sentence for sentence in facts.unknown)
     assert time.monotonic() - began < 50
+
+
+def test_the_tracker_of_multiprocessing_is_not_asked(tmp_path: Path) -> None:
+    """It waits in a read that no signal ends, so the doctor would wait for its answer for nothing."""
+    program = "from multiprocessing import resource_tracker\nresource_tracker.ensure_running()\nimport time\n"
+    words = python(tmp_path, program + "time.sleep(100)\n")
+    with started(words, dict(os.environ), tmp_path) as session:
+        wait_until(lambda: 2 == len(session.pids()), "the tracker")
+        wait_until(lambda: list(session.folder.glob("*.ready")), "the probe")
+        assert {session.process.pid} == set(session.answers())
+        assert {f"{session.process.pid}.ready"} == {path.name for path in session.folder.glob("*.ready")}

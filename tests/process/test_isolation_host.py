@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.process.harness import wait_until
-from tests.process.host_callers import APP, Caller, CallFailed, family, molds, nothing_left, sockets, write
+from tests.process.host_callers import APP, Caller, CallFailed, end_all, family, molds, nothing_left, sockets, write
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     write(tmp_path)
     yield tmp_path
     if (tmp_path / "run").exists() and not (tmp_path / "run").is_symlink():
-        wait_until(lambda: not family(tmp_path), f"the end of {family(tmp_path)}", 40.0)
+        end_all(tmp_path)
 
 
 def loads(folder: Path) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.process.harness import Clients, Server, wait_until, write_app
-from tests.process.host_callers import APP, Caller, CallFailed, family, molds, nothing_left, write
+from tests.process.host_callers import APP, Caller, CallFailed, end_all, family, molds, nothing_left, write
 from tests.process.web_server import NEEDS_SERVERS
 
 from modelguard import memory
@@ -102,7 +102,7 @@ def answers(server: Server) -> bool:
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A folder where brokers meet. The end of a test kills servers with all their descendants; sockets may remain."""
     yield tmp_path
-    wait_until(lambda: not family(tmp_path), f"the end of {family(tmp_path)}", 40.0)
+    end_all(tmp_path)
 
 
 def tree_pss(server: Server, folder: Path) -> float:

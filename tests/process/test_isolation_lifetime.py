@@ -100,6 +100,41 @@ def test_nothing_outlives_an_owner_that_ends(tmp_path: Path, end: str) -> None:
         wait_until(lambda: gone(processes), f"the end of {processes}", 20.0)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_has_just_been_forked_outlasts_a_signal_to_all(tmp_path: Path, number: signal.Signals) -> None:
+    """As older ones do: the owner decides when its workers end."""
+    (tmp_path / "app.py").write_text("""
+import os, time
+from modelguard import guard, isolate
+
+def load():
+    os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # what modelguard's own hooks take, drawn out
+    return []
+
+@isolate(workers=1)
+@guard(load, reload_on=None)
+def predict(model):
+    return os.getpid()
+""")
+    program = f"""
+        import json, os, psutil, signal, sys, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        import app
+        old = app.predict()
+        others = set(psutil.Process().children(recursive=True))
+        os.kill(old, signal.SIGKILL)
+        while not (new := set(psutil.Process().children(recursive=True)) - others):
+            time.sleep(0.001)
+        for process in psutil.Process().children(recursive=True):
+            process.send_signal({int(number)})
+        app.predict()
+        while any(worker.state == "starting" for worker in app.predict.status().workers):
+            time.sleep(0.01)
+        print(json.dumps([one.pid for one in new if not one.is_running()] + [app.predict.status().crashed]))
+        """
+    assert [1] == run_python(program, 60)  # the one that was killed by hand
+
+
 def test_a_mold_that_loads_ends_with_its_owner(tmp_path: Path) -> None:
     """While a load holds the GIL, Python runs no handler: the kernel does it."""
     with owner(tmp_path, loading=True) as process:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.harness import Server, write_app
+from tests.process.harness import Server, wait_until, write_app
 
 from modelguard import allocator
 
@@ -351,7 +351,13 @@ def test_gunicorns_workers_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     gunicorn = [sys.executable, "-m", "gunicorn", "-b", "127.0.0.1:0", "-w", "2", *(["--preload"] * (how == "preload"))]
     with Server(tmp_path, *RUN, *options, "--", *gunicorn, "app:app") as server:
         server.wait_until_serving()
-        answers = [server.ask().json for _ in range(20)]
+        answers: list[Any] = []
+
+        def both_have_answered() -> bool:
+            answers.append(server.ask().json)
+            return 2 == len({pid for pid, *_ in answers})
+
+        wait_until(both_have_answered, "both workers")  # gunicorn loses a SIGTERM to one that is starting
         assert 0 == server.stop()
     assert {server.process.pid} == {parent for _, parent, *_ in answers}
     assert {"jemalloc"} == {kind for *_, kind, _ in answers}

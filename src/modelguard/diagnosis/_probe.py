@@ -263,7 +263,9 @@ def _chain(folder: str) -> None:
 def _main() -> None:
     folder = os.path.dirname(__file__)  # noqa: PTH120
     try:
-        if os.environ.get("MODELGUARD_PROBE") == folder:
+        # multiprocessing's tracker waits in a read that no signal ends: it would never answer.
+        waits = "multiprocessing.resource_tracker" in "".join(sys.orig_argv)
+        if os.environ.get("MODELGUARD_PROBE") == folder and not waits:
             with open(os.path.join(folder, "names"), encoding="utf-8") as stream:  # noqa: PTH118, PTH123
                 number, *names = stream.read().split()
             _Probe(folder, frozenset(names)).install(int(number))

@@ -30,6 +30,9 @@ from modelguard.sharing._prefork import prepare_again
 
 __all__ = ["main"]
 
+#: What a service manager or a terminal may send to all processes of a service.
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+
 
 def main(control: int, news: int) -> NoReturn:
     """Load, report, fork on request, end with the owner.
@@ -130,9 +133,7 @@ class _Mold:
             end.setblocking(False)  # noqa: FBT003 - its only parameter
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _nothing)
-        signal.signal(signal.SIGINT, _nothing)
-        # A service manager may send it to all processes of a service: the owner decides when its workers end.
-        signal.signal(signal.SIGTERM, self._end_if_orphan)
+        self._handle_signals()
         _processes.die_with_parent(self._owner, signal.SIGTERM)
         self._inherited = (woken, wake)
         poll = select.poll()
@@ -167,14 +168,20 @@ class _Mold:
     def _fork(self, number: int, fd: int) -> None:
         sys.stdout.flush()  # otherwise the content of the buffers is written twice
         sys.stderr.flush()
+        # Until the worker has handlers of its own, too, neither ends it: what is ignored stays ignored while the guards
+        # of the mold warm up in it.
+        for one in _ENDING:
+            signal.signal(one, signal.SIG_IGN)
         try:
             pid = os.fork()
         except OSError as error:
+            self._handle_signals()
             os.close(fd)
             self._control.send(("unborn", number, str(error)))
             return
         if pid == 0:
             self._become_worker(fd)
+        self._handle_signals()
         os.close(fd)
         self._children[pid] = number
         try:
@@ -210,7 +217,12 @@ class _Mold:
             except Exception:  # noqa: BLE001 - the memory comes back with the process, whatever the hook does
                 traceback.print_exc()
 
-    def _end_if_orphan(self, _number: int, _frame: object) -> None:
+    def _handle_signals(self) -> None:
+        signal.signal(signal.SIGINT, _nothing)  # the owner decides when its workers end
+        signal.signal(signal.SIGTERM, lambda *_: self._end_if_orphan())
+        self._end_if_orphan()  # its owner's end may have been signalled while signals were ignored
+
+    def _end_if_orphan(self) -> None:
         if os.getppid() != self._owner:
             _processes.kill_group(0)
 
@@ -220,7 +232,8 @@ class _Mold:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, _nothing)
+            for one in _ENDING:
+                signal.signal(one, _nothing)
             self._control.close()
             for end in self._inherited:
                 end.close()
@@ -259,8 +272,8 @@ class _Mold:
 
     def become_spawned_worker(self) -> NoReturn:
         """Take calls in this process, which no fork made. It dies with its owner, by SIGKILL as while it loads."""
-        signal.signal(signal.SIGINT, _nothing)
-        signal.signal(signal.SIGTERM, _nothing)
+        for one in _ENDING:
+            signal.signal(one, _nothing)
         try:
             self._control.receive()
             self._work(self._control.take_fd())
