@@ -22,7 +22,7 @@ from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle._recycling import Ask
-from modelguard.lifecycle._release import drain_and_release, release_and_report
+from modelguard.lifecycle._release import drain_and_release, in_background, release_and_report
 from modelguard.lifecycle._reload import Reload
 from modelguard.lifecycle._resolve import resolve
 from modelguard.lifecycle._rollback import roll_back
@@ -174,14 +174,7 @@ class Engine(Generic[M]):
 
     def _release_in_background(self, generation: Generation[M]) -> None:
         """Release an abandoned generation after its last call, which must not wait for that."""
-
-        def work() -> None:
-            release_and_report(self.guard, generation, drain_seconds=None)
-
-        try:
-            self.guard.runtime.start_thread(work, f"modelguard-release-{self.name}")
-        except RuntimeError:  # the system gives no thread
-            work()
+        in_background(self.guard, functools.partial(release_and_report, self.guard, generation, drain_seconds=None))
 
     # Loads
 
@@ -239,13 +232,7 @@ class Engine(Generic[M]):
 
     def rollback(self) -> None:
         """Make the generation that the current one has replaced current again. Does not block."""
-        back = roll_back(self.guard)
-        start = self.guard.runtime.start_thread
-        over = functools.partial(drain_and_release, self.guard, back)
-        try:
-            start(over, f"modelguard-release-{self.name}")
-        except RuntimeError:  # the system gives no thread
-            over()
+        roll_back(self.guard)
 
     def warm_up(self) -> None:
         """Run the warm-up on the current generation, if there are both."""

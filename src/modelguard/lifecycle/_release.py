@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard import telemetry
@@ -47,6 +48,14 @@ def drain_and_release(guard: GuardContext[M], old: Generation[M]) -> None:
         )
         return
     release_and_report(guard, old, drain_seconds=guard.runtime.clock() - started)
+
+
+def in_background(guard: GuardContext[Any], work: Callable[[], None]) -> None:
+    """Do the work of a release in another thread; in this one if the system gives none."""
+    try:
+        guard.runtime.start_thread(work, f"modelguard-release-{guard.name}")
+    except RuntimeError:
+        work()
 
 
 def release_and_report(guard: GuardContext[M], old: Generation[M], *, drain_seconds: float | None) -> None:

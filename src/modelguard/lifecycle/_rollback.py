@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypeVar
 
 from modelguard import telemetry
 from modelguard.errors import LoadFailed, NoPreviousModel
 from modelguard.lifecycle._context import GuardContext
-from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._release import drain_and_release, in_background
 
 __all__ = ["roll_back"]
 
 M = TypeVar("M")
 
 
-def roll_back(guard: GuardContext[M]) -> Generation[M]:
+def roll_back(guard: GuardContext[M]) -> None:
     """Make the generation that the current one has replaced current again; a load under way is cancelled.
 
-    Returns:
-        The generation that took calls, which the caller must drain and release.
+    The one that took calls is released in the background.
 
     Raises:
         NoPreviousModel: None is kept.
@@ -42,4 +42,4 @@ def roll_back(guard: GuardContext[M]) -> Generation[M]:
             replaced_version=old.version,
         )
     )
-    return old
+    in_background(guard, partial(drain_and_release, guard, old))

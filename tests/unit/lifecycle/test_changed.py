@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.unit.lifecycle.sources import Source, errors, polls
 from tests.unit.lifecycle.world import TIMEOUT, Loader, World, number, until
 
 from modelguard import TTL, Between, Changed, Idle, ModelGuard, Snapshot, Uses, telemetry
@@ -19,56 +20,11 @@ from modelguard.lifecycle._policy import ProbeAnswers, subset
 from modelguard.lifecycle._probes import MOST_HANGING
 
 
-class Source:
-    """Where models come from: has a value, can fail, and can be made to hang."""
-
-    def __init__(self) -> None:
-        self.value: object = "a"
-        self.error: BaseException | None = None
-        self.asked = 0
-        self.threads: list[str] = []
-        self.open = threading.Event()
-        self.open.set()
-
-    def __call__(self) -> object:
-        self.asked += 1
-        self.threads.append(threading.current_thread().name)
-        value, error = self.value, self.error
-        assert self.open.wait(TIMEOUT)
-        if error is not None:
-            raise error
-        return value
-
-
-@pytest.fixture
-def source() -> Any:
-    """A source whose hung calls end with the test."""
-    made = Source()
-    yield made
-    made.open.set()
-
-
 def probing(world: World, policy: Any, **options: Any) -> ModelGuard[Any]:
     """A loaded guard with that policy."""
     guard = world.guard(reload_on=policy, **{"defer": 0, **options})
     guard.load()
     return guard
-
-
-def polls(world: World, guard: ModelGuard[Any], count: int = 1, every: float = 60.0) -> int:
-    """Let so many polls come and be evaluated; returns the number of the generation."""
-    for _ in range(count):
-        world.tick(every)
-        guard.check()
-        world.join()
-        guard.check()
-        world.join()
-    return guard.status().generation
-
-
-def errors(world: World) -> list[str]:
-    """What was reported of probes."""
-    return [event.error for event in world.seen(telemetry.CallbackErrored) if event.callback == "probe"]
 
 
 def test_a_new_value_replaces_the_model(world: World, source: Source) -> None:
@@ -496,93 +452,3 @@ def test_loads_and_polls_at_once_stay_consistent(world: World, source: Source) -
         thread.join(TIMEOUT)
     world.join()
     assert "ready" == guard.status().state
-
-
-class TestPool:
-    """``pool(reload_on=Changed(probe))``: the probe takes the key."""
-
-    def test_a_key_whose_source_has_changed_is_loaded_anew(self, world: World) -> None:
-        """At its next use, and only that key."""
-        values = {"x": 1, "y": 1}
-        pool = world.pool(reload_on=Changed(values.__getitem__))
-        assert [1, 2] == [self.use(pool, key) for key in ("x", "y")]
-        values["x"] = 2
-        assert [1, 2] == [self.use(pool, key) for key in ("x", "y")]
-        self.polls(world, pool, 2)
-        assert [3, 2] == [self.use(pool, key) for key in ("x", "y")]
-        assert [3, 2] == [self.use(pool, key) for key in ("x", "y")]
-        assert (3, 1) == (pool.status().loads, pool.status().evictions)
-
-    def test_a_call_keeps_its_model(self, world: World) -> None:
-        """The model is released when its last lease ends."""
-        values = {"x": 1}
-        pool = world.pool(reload_on=Changed(values.__getitem__))
-        with pool.lease("x") as model:
-            values["x"] = 2
-            self.polls(world, pool, 2)
-            assert not model.unloaded
-            assert 1 == model.number
-        assert 2 == self.use(pool, "x")
-
-    def test_only_loaded_keys_are_asked(self, world: World) -> None:
-        """A key without a model has nothing to compare; its next load asks anew."""
-        asked: list[str] = []
-        pool = world.pool(reload_on=Changed(asked.append), max_models=1)
-        self.use(pool, "x")
-        self.use(pool, "y")
-        asked.clear()
-        self.polls(world, pool, 3)
-        assert {"y"} == set(asked)
-
-    def test_a_probe_that_fails_is_reported_with_its_key(self, world: World, source: Source) -> None:
-        """Once for each key, and the model stays."""
-        source.error = OSError("down")
-        pool = world.pool(reload_on=Changed(lambda key: source()))
-        self.use(pool, "x")
-        self.polls(world, pool, 5)
-        assert 1 == self.use(pool, "x")
-        assert ["pool['x']"] == [event.guard for event in world.seen(telemetry.CallbackErrored)]
-
-    def test_a_flapping_key_settles(self, world: World) -> None:
-        """What is known of a key's probe outlives its models, so reloads become rarer."""
-        answers = iter("aabb" * 10**4)
-        pool = world.pool(reload_on=Changed(lambda key: next(answers)))
-        for _ in range(200):
-            self.use(pool, "x")
-            self.polls(world, pool, 1)
-        assert pool.status().loads <= 5
-
-    def test_after_a_fork_the_child_asks(self, world: World) -> None:
-        """With the values at its parent's loads."""
-        values = {"x": 1}
-        pool = world.pool(reload_on=Changed(values.__getitem__))
-        self.use(pool, "x")
-        pool._engine.after_fork_in_child()
-        values["x"] = 2
-        self.polls(world, pool, 2)
-        assert 2 == self.use(pool, "x")
-
-    @pytest.mark.parametrize(
-        ("policy", "says"),
-        [
-            (TTL("1h"), r"reload_on=TTL\('1h'\): must be Changed\(probe\) or None, not a TTL.*ttl="),
-            (Changed(lambda key: key) | TTL("1h"), r"must be Changed\(probe\) or None"),
-            (Changed(lambda: 1), r"probe=.*: is called as a function of one argument.*It gets the key"),
-        ],
-    )
-    def test_other_policies_are_rejected(self, world: World, policy: Any, says: str) -> None:
-        """The message says which policy a pool takes."""
-        with pytest.raises(InvalidOption, match=says):
-            world.pool(reload_on=policy)
-
-    @staticmethod
-    def use(pool: Any, key: str) -> int:
-        with pool.lease(key) as model:
-            return int(model.number)
-
-    @staticmethod
-    def polls(world: World, pool: Any, count: int) -> None:
-        for _ in range(count):
-            world.tick(60)
-            pool._engine.tick()
-            world.join()

@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from tests.contract.test_docs import snippets
-from tests.unit.lifecycle.test_changed import errors, polls
+from tests.unit.lifecycle.sources import errors, polls
 
 from modelguard import Changed, Loaded
 
