@@ -245,7 +245,6 @@ def test_an_async_probe_is_awaited(world: World, source: Source) -> None:
     """On a loop of its own, in the probe's thread."""
 
     async def probe() -> object:
-        await asyncio.sleep(0)
         return source()
 
     guard = probing(world, Changed(probe))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import threading
 from typing import Any
@@ -77,7 +76,6 @@ def test_an_async_one_sees_both(world: World) -> None:
     seen = []
 
     async def judge(new: Any, old: Any) -> None:
-        await asyncio.sleep(0)
         seen.append((new.number, old and old.number))
 
     guard = world.guard(validate=judge)
