@@ -59,7 +59,6 @@ EXAMPLES: list[ModelGuardError] = [
     LoadFailed("nlp", "OSError: no weights", attempt=3, retry_after=4.5),
     LoadTimeout("nlp", "too slow", attempt=2, retry_after=1.5),
     ModelRejected("nlp", "validate returned False", attempt=1, retry_after=0.5),
-    NoPreviousModel("nlp", why="the guard keeps none", fix="Keep one."),
     Overloaded("no room", retry_after=2.0),
     Reloading("nlp", waited=30.0, retry_after=3.0),
     ModelTooLarge("anna", model_bytes=9_000_000, max_memory=5_000_000),
@@ -86,6 +85,7 @@ EXAMPLES: list[ModelGuardError] = [
     ItemTooHeavy("embed", weight=16, max_weight=10),
     BatchFailed("embed", "OSError: no weights", size=32),
     WrongResults("embed", "it returned None", size=32),
+    NoPreviousModel("nlp", why="the guard keeps none", fix="Keep one."),
 ]
 
 CLASSES = {name: found for name, found in vars(errors).items() if inspect.isclass(found) and name in errors.__all__}
