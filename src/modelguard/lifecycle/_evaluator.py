@@ -156,7 +156,7 @@ class Evaluator(Generic[M]):
                         generation=snapshot.generation,
                         policy=repr(part),
                         detail=detail,
-                        cause=_growth.cause(),
+                        cause=_growth.cause() if part.reads_memory else None,
                     )
                 )
 

@@ -259,7 +259,9 @@ class MemoryTrimmed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFutile(Event):
-    """A policy would be due again immediately after every reload, so it is ignored for this generation.
+    """A policy is ignored for this generation.
+
+    It would be due again immediately after every reload, or its probe returns values that change too often.
 
     Attributes:
         generation: The number of the generation.
@@ -299,7 +301,10 @@ class GrowthFound(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackErrored(Event):
-    """A callable that the user has given (a policy, a recycler) raised; the guard continued without it."""
+    """A callable that the user has given (a policy, a probe, a recycler) raised; the guard continued without it.
+
+    A probe of ``Changed`` that takes longer than its ``timeout`` counts as one that raised ``TimeoutError``.
+    """
 
     callback: Callback
     error: str
