@@ -11,7 +11,6 @@ import mmap
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
 from modelguard.environment._proc import MemoryMapping
 
@@ -22,7 +21,6 @@ _PREFIX = "modelguard:"
 _MEMORY_FILE = "/memfd:"
 #: Bytes of a name of a memory file, from the kernel's mm/memfd.c: NAME_MAX less the prefix.
 _LONGEST = 249
-_FAILED = 2 ** (8 * 8) - 1  # MAP_FAILED as an unsigned pointer
 
 
 class ShownVersion:
@@ -65,22 +63,6 @@ def _printable(text: str) -> str:
 
 
 def _map(name: str) -> int:
-    libc = _libc()
-    fd = os.memfd_create(name.encode()[:_LONGEST].decode(errors="ignore"), os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, mmap.PAGESIZE)
-        # Not a mmap object, which would keep a descriptor that servers close behind its back.
-        address: int = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, 0)
-    finally:
-        os.close(fd)
-    return 0 if address in (None, _FAILED) else address
-
-
-def _unmap(address: int) -> None:
-    _libc().munmap(address, mmap.PAGESIZE)
-
-
-def _libc() -> Any:
     import ctypes  # takes 2 - 3 ms, and only models with a version need it
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -93,5 +75,20 @@ def _libc() -> Any:
         ctypes.c_int,
         ctypes.c_long,
     )
+    fd = os.memfd_create(name.encode()[:_LONGEST].decode(errors="ignore"), os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        # Not a mmap object, which would keep a descriptor that servers close behind its back.
+        address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, 0)
+    finally:
+        os.close(fd)
+    failed = ctypes.c_void_p(-1).value  # MAP_FAILED
+    return 0 if address in {None, failed} else int(address)
+
+
+def _unmap(address: int) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    return libc
+    libc.munmap(address, mmap.PAGESIZE)
