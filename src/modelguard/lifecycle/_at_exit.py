@@ -30,8 +30,8 @@ def _unload_all(seconds: float) -> None:
 
 def _unload(guard: GuardContext[Any], seconds: float) -> None:
     """Call the hook, unless calls still run on the model after ``seconds`` or a parent process loaded it."""
-    previous, current = guard.state.take_previous(), guard.state.close()
-    for old in (previous, current):
+    current, previous = guard.state.close(), guard.state.take_previous()
+    for old in (current, previous):
         if old is not None and old.pid == os.getpid() and not guard.state.drain(old, seconds):
             _call(guard, old)
 

@@ -399,7 +399,7 @@ class Engine(Generic[M]):
     def shut_down(self) -> None:
         """:meth:`close` without its checks, for an owner that has made them."""
         _ticker.TICKER.remove(self)
-        for old in (self.state.take_previous(), self.state.close()):
+        for old in (self.state.close(), self.state.take_previous()):  # once it is closed, nothing is kept any more
             if old is not None:
                 drain_and_release(self.guard, old)
 
