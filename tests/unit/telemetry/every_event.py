@@ -31,6 +31,7 @@ EVERY: tuple[Event, ...] = (
     telemetry.LoadStarted(
         guard="nlp", generation=2, reasons=(TTL,), deferred_seconds=1.5, deferred_growth=0, host_lock="timed_out"
     ),
+    telemetry.RolledBack(guard="nlp", generation=1, version="a", replaced=2, replaced_version=None),
     telemetry.LoadErrored(guard="nlp", attempt=3, error="OSError: gone", retry_after=2.0, current=1),
     telemetry.LoadDiscarded(guard="nlp", cause="stale"),
     telemetry.LoadFinished(
@@ -60,7 +61,6 @@ EVERY: tuple[Event, ...] = (
         error="OSError: in unload",
     ),
     telemetry.GenerationAbandoned(guard="nlp", generation=1, in_flight=2, drain_timeout=30.0),
-    telemetry.RolledBack(guard="nlp", generation=1, version="a", replaced=2, replaced_version=None),
     telemetry.MemoryTrimmed(
         guard="nlp", bytes_before=50 * MB, bytes_after=20 * MB, trimmed_by="glibc", trim_error=None, seconds=0.01
     ),
