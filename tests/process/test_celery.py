@@ -41,6 +41,8 @@ TASKS = """
     import os, time
     from pathlib import Path
     from celery import Celery
+    from kombu.transport import filesystem
+    from kombu.utils.json import dumps
     from modelguard import TTL, MemoryGrowth, Modified, Uses, guard
     from modelguard.frameworks import celery as sharing
 
@@ -70,6 +72,14 @@ TASKS = """
             "data_folder_out": str(HERE / "queue"),
             "control_folder": str(HERE / "control"),
         }
+
+        def put(self, queue, payload, **_):
+            name = f"{time.monotonic_ns():020}_{os.urandom(8).hex()}.{queue}.msg"
+            partial = HERE / "partial" / name
+            partial.write_text(dumps(payload))
+            partial.rename(HERE / "queue" / name)
+
+        filesystem.Channel._put = put  # kombu's own loses a message that is read while it is written
     nlp = guard(load, reload_on=POLICY, warmup=warm, prefork=True, name="nlp")
 
     @nlp
@@ -102,7 +112,7 @@ class Worker(Server):
     """A Celery worker, and the broker that it listens to."""
 
     def __init__(self, folder: Path, broker: str, *options: str, policy: str = "Uses(10**9)") -> None:
-        for name in ("queue", "control", "results"):
+        for name in ("queue", "partial", "control", "results"):
             (folder / name).mkdir()
         (folder / "weights").write_text("1")
         write_app(folder, TASKS.replace("POLICY", policy), "tasks.py")

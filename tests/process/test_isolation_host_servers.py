@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.process.harness import Clients, Server, wait_until, write_app
+from tests.process import isolated_servers
+from tests.process.harness import Clients, Server, wait_until
 from tests.process.host_callers import APP, Caller, CallFailed, end_all, family, molds, nothing_left, write
 from tests.process.web_server import NEEDS_SERVERS
 
@@ -35,44 +36,15 @@ MODEL = """
     def predict(words):
         return os.getppid()  # the mold
 
-    def body():
-        return f"{os.getpid()} {predict()}".encode()
-"""
-ASGI = (
-    MODEL
-    + """
-    from modelguard.frameworks.asgi import ModelGuardMiddleware
+    AT_STARTUP = True
 
-    async def answer(scope, receive, send):
-        if scope["type"] == "lifespan":
-            while True:
-                message = await receive()
-                if message["type"] == "lifespan.startup":
-                    await predict.aload()
-                if message["type"] == "lifespan.shutdown":
-                    await predict.aclose()
-                await send({"type": message["type"] + ".complete"})
-                if message["type"] == "lifespan.shutdown":
-                    return
-        content = f"{os.getpid()} {await predict.aio()}".encode()
-        headers = [(b"content-length", str(len(content)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
-
-    app = ModelGuardMiddleware(answer)
+    def content(answer):
+        return f"{os.getpid()} {answer}".encode()
 """
-)
-WSGI = (
-    MODEL
-    + """
-    def app(environ, start_response):
-        content = body()
-        start_response("200 OK", [("Content-Length", str(len(content)))])
-        return [content]
-"""
-)
-UVICORN = ("-m", "uvicorn", "app:app", "--port", "0", "--workers", "3")
-GUNICORN = ("-m", "gunicorn", "app:app", "-b", "127.0.0.1:0", "--no-control-socket", "--threads", "4", "-w", "3")
+ASGI = MODEL + isolated_servers.ASGI
+WSGI = MODEL + isolated_servers.WSGI
+UVICORN = (*isolated_servers.UVICORN, "--workers", "3")
+GUNICORN = (*isolated_servers.GUNICORN, "-w", "3")
 
 SERVERS = pytest.mark.parametrize(
     ("app", "command"),
@@ -82,20 +54,8 @@ SERVERS = pytest.mark.parametrize(
 
 
 def started(folder: Path, app: str, command: tuple[str, ...], scope: str = "host") -> Server:
-    """Start a server and wait until it has answered."""
-    write_app(folder, app)
-    environment = {"MODELGUARD_RUNTIME_DIR": str(folder / "run"), "SCOPE": scope}
-    server = Server(folder, *command, environment=environment)
-    server.wait_until(lambda: server.port is not None, "its port", 60.0)
-    wait_until(lambda: answers(server), "an answer")
-    return server
-
-
-def answers(server: Server) -> bool:
-    """Whether it answers."""
-    with suppress(ConnectionRefusedError):
-        return server.ask("/", timeout=60).status == 200
-    return False
+    """Start a server whose workers meet in the folder."""
+    return isolated_servers.started(folder, app, *command, MODELGUARD_RUNTIME_DIR=str(folder / "run"), SCOPE=scope)
 
 
 @pytest.fixture

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.process import isolated_servers
 from tests.process.harness import Clients, Server, wait_until, write_app
+from tests.process.isolated_servers import GUNICORN, UVICORN, started
 from tests.process.web_server import NEEDS_SERVERS
 
 pytestmark = [pytest.mark.timeout(180), NEEDS_SERVERS]
@@ -27,60 +28,14 @@ MODEL = """
     @guard(load, reload_on=None)
     def predict(model):
         return f"{os.getpid()} {model}"
+
+    AT_STARTUP = False  # readiness is judged before the first load
+
+    def content(answer):
+        return answer.encode()
 """
-ASGI = (
-    MODEL
-    + """
-    from modelguard.frameworks.asgi import ModelGuardMiddleware
-
-    async def answer(scope, receive, send):
-        if scope["type"] == "lifespan":
-            while True:
-                message = await receive()
-                if message["type"] == "lifespan.shutdown":
-                    await predict.aclose()
-                await send({"type": message["type"] + ".complete"})
-                if message["type"] == "lifespan.shutdown":
-                    return
-        if scope["path"] == "/reload":
-            predict.reload(wait=False)
-        body = (await predict.aio()).encode()
-        headers = [(b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    app = ModelGuardMiddleware(answer)
-"""
-)
-WSGI = (
-    MODEL
-    + """
-    def app(environ, start_response):
-        if environ["PATH_INFO"] == "/reload":
-            predict.reload(wait=False)
-        body = predict().encode()
-        start_response("200 OK", [("Content-Length", str(len(body)))])
-        return [body]
-"""
-)
-UVICORN = ("-m", "uvicorn", "app:app", "--port", "0")
-GUNICORN = ("-m", "gunicorn", "app:app", "-b", "127.0.0.1:0", "--no-control-socket", "--threads", "4")
-
-
-def started(folder: Path, app: str, *command: str) -> Server:
-    """Start a server, and ask it once."""
-    write_app(folder, app)
-    server = Server(folder, *command)
-    server.wait_until(lambda: server.port is not None, "its port", 60.0)
-    wait_until(lambda: answers(server), "an answer")
-    return server
-
-
-def answers(server: Server) -> bool:
-    """Whether it answers; one that has bound its port may not listen yet."""
-    with suppress(ConnectionRefusedError):
-        return server.ask("/", timeout=60).status == 200
-    return False
+ASGI = MODEL + isolated_servers.ASGI
+WSGI = MODEL + isolated_servers.WSGI
 
 
 @pytest.mark.parametrize(

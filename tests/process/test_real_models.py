@@ -95,12 +95,18 @@ def test_a_load_leaves_no_pool_of_native_threads_behind() -> None:
     pytest.importorskip("torch")
     told = run_python(
         """
-        import json, os, threading
+        import json, os, threading, time
         import torch
         from modelguard import guard
 
         def natives():
             return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+        def settled():  # a thread that has ended leaves the list a moment later
+            until = time.monotonic() + 10
+            while natives() != before and time.monotonic() < until:
+                time.sleep(0.01)
+            return natives()
 
         torch.set_num_threads(2)  # which starts a thread of another kind, for good
 
@@ -112,10 +118,10 @@ def test_a_load_leaves_no_pool_of_native_threads_behind() -> None:
         before, within = natives(), []
         net = guard(load, reload_on=None)
         net.load()
-        after = natives()
+        after = settled()
         net.reload()
         kept = [thread.name for thread in threading.enumerate() if "modelguard" in thread.name]
-        print(json.dumps({"before": before, "within": within, "after": [after, natives()], "kept": kept}))
+        print(json.dumps({"before": before, "within": within, "after": [after, settled()], "kept": kept}))
         """,
         90,
     )
