@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from modelguard import TTL, Changed, Uses, guard, pool, telemetry
+from modelguard import TTL, Changed, Uses, batched, guard, pool, telemetry
 from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.telemetry import Event, Reason, RecycleAsked
 
@@ -237,6 +237,21 @@ def test_multiprocessing_children_use_the_parents_model() -> None:
     pid, loaded_by = receiving.recv()
     child.join(10)
     assert (child.pid, os.getpid()) == (pid, loaded_by)
+
+
+def test_a_batched_function_that_is_closed_can_be_reopened_in_a_child() -> None:
+    """The parent's threads, which may still be ending, are not counted as the child's."""
+    f = batched(max_size=2)(lambda items: items)
+    with f:
+        assert "a" == f("a")
+
+    def serve() -> None:
+        for _ in range(2):
+            with f:
+                assert ["a", "b"] == list(f.map(["a", "b"], timeout=10))
+
+    in_child(serve)
+    serve()
 
 
 def test_forks_while_threads_use_guards_and_pools_never_hang() -> None:

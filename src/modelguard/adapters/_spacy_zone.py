@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from modelguard.errors import Overloaded
+from modelguard.lifecycle import _in_thread
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -198,6 +199,7 @@ class ZoneContext:
 
     async def __aenter__(self) -> None:
         if not self.zone.join(waits=False):
+            _in_thread.require_asyncio("a spaCy zone in a coroutine")
             waiter = self.zone.enqueue(blocks=False)
             try:
                 async with asyncio.timeout(self._timeout):

@@ -114,6 +114,7 @@ def _without_code(options: IsolationOptions) -> IsolationOptions:
 def _for_broker(source: GuardOptions[Any]) -> GuardOptions[Any]:
     return replace(
         source,
+        family=None,
         load=_never_called,
         reload_on=subset(source.reload_on, renews=True, unloads=True),
         warmup=None,

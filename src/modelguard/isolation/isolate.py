@@ -25,6 +25,7 @@ from modelguard.isolation._scope import Limits, Scope
 from modelguard.isolation._source import PoolSource, Source, source_of
 from modelguard.isolation._submitted import Submitted
 from modelguard.isolation.status import IsolationStatus
+from modelguard.lifecycle import _in_thread
 from modelguard.lifecycle.policies import Policy
 from modelguard.serving import deadlines
 from modelguard.serving.breaker import Breaker
@@ -123,9 +124,11 @@ class Isolated(Generic[P, R]):
         return self._submitted.submit(functools.partial(self._caller.call, arguments, limits), until)
 
     async def _await(self, arguments: Arguments) -> Any:
+        _in_thread.require_asyncio("awaiting an isolated function")
         return await asyncio.wrap_future(self._submit(arguments), loop=get_running_loop())
 
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
+        _in_thread.require_asyncio("awaiting an isolated function")
         limits = _limits()
         items = self._caller.stream(arguments, limits)
         step: Future[Any] | None = None

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -58,15 +58,38 @@ def raise_if_load_waits_here(state: GuardState[Any]) -> None:
 
 
 def _is_done_here(frame: FrameType) -> bool:
-    """Whether a frame waits for a future of an executor that this thread computes, or for this thread's end."""
+    """Whether a frame waits for a future of an executor that this thread computes, or for this thread's end.
+
+    An event loop waits for the futures that it has a callback on, as ``loop.run_in_executor`` leaves one.
+    """
     waits_for = frame.f_locals.get("self") if frame.f_code in _WAITS else None
+    if waits_for is None:
+        return False
     if isinstance(waits_for, threading.Thread):
         return waits_for.ident == threading.get_ident()
-    own = (one.f_locals.get("self") for one in _stack(sys._getframe()) if one.f_code.co_qualname == "_WorkItem.run")  # noqa: SLF001
-    return waits_for is not None and any(getattr(item, "future", None) is waits_for for item in own)
+    own = [future for item in _own_work() if (future := getattr(item, "future", None)) is not None]
+    if frame.f_code is _RUN_LOOP:
+        return any(_calls_back(future, waits_for) for future in own)
+    return any(future is waits_for for future in own)
 
 
-_WAITS = {Future.result.__code__, Future.exception.__code__, threading.Thread.join.__code__}
+def _own_work() -> Iterator[object]:
+    """What executors have given this thread to compute."""
+    for frame in _stack(sys._getframe()):  # noqa: SLF001 - as above
+        if frame.f_code.co_qualname == "_WorkItem.run":
+            yield frame.f_locals.get("self")
+
+
+def _calls_back(future: object, loop: object) -> bool:
+    callbacks = tuple(getattr(future, "_done_callbacks", ()))
+    cells = (cell for callback in callbacks for cell in getattr(callback, "__closure__", None) or ())
+    with suppress(ValueError):  # a cell is empty
+        return any(cell.cell_contents is loop for cell in cells)
+    return False
+
+
+_RUN_LOOP = asyncio.BaseEventLoop.run_forever.__code__
+_WAITS = {Future.result.__code__, Future.exception.__code__, threading.Thread.join.__code__, _RUN_LOOP}
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

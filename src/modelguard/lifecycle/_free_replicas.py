@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from modelguard.errors import Overloaded
+from modelguard.lifecycle import _in_thread
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 
@@ -107,13 +108,14 @@ class FreeReplicas(Generic[M]):
 
     async def _await_free(self, wait: float) -> int:
         until = time.monotonic() + wait
-        loop = asyncio.get_running_loop()
         while True:
-            waiter: asyncio.Future[None] = loop.create_future()
             with self._changed:
                 at = self._free_now()
                 if at is not None:
                     return at
+                _in_thread.require_asyncio("waiting for a free replica in a coroutine")
+                loop = asyncio.get_running_loop()
+                waiter: asyncio.Future[None] = loop.create_future()
                 pause = self._pause(until, wait)
                 self._waiters.append((loop, waiter))
             try:

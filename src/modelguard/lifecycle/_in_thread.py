@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from modelguard.errors import NotSupported
+
 T = TypeVar("T")
 
 StartThread = Callable[[Callable[[], None], str], None]
@@ -42,6 +44,30 @@ def start(work: Callable[[], T], name: str, start_thread: StartThread, future: F
     return future
 
 
+def require_asyncio(doing: str) -> None:
+    """Check that a coroutine that is about to wait runs on an event loop of asyncio.
+
+    Args:
+        doing: What is not possible elsewhere.
+
+    Raises:
+        NotSupported: It does not.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise NotSupported(
+            doing,
+            reason="no asyncio event loop runs here. Under trio, load the model before the loop starts (guard.load()), "
+            "or use the plain function or method in a thread: await trio.to_thread.run_sync(...)",
+        ) from None
+
+
 async def run(work: Callable[[], T], name: str, start_thread: StartThread) -> T:
-    """Await ``work``, which is done in a thread of that name."""
+    """Await ``work``, which is done in a thread of that name.
+
+    Raises:
+        NotSupported: The event loop is not asyncio's.
+    """
+    require_asyncio("waiting in a coroutine")
     return await asyncio.wrap_future(start(work, name, start_thread))

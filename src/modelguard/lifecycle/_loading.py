@@ -119,6 +119,11 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
         raise Rejected(
             "the loader returned the model that it should replace; make a new one at each call, without a cache"
         )
+    family = guard.options.family
+    if family is not None and not family.add(model):
+        raise Rejected(
+            "the loader returned a model that it has returned before; make a new one at each call, without a cache"
+        )
     number = guard.state.generations + 1
     return Generation(number, model, version=version, born=guard.runtime.clock(), jitter=guard.runtime.random())
 

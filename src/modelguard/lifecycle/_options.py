@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 from modelguard import _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
 from modelguard.lifecycle import _adapters, _policy_hints
+from modelguard.lifecycle._known_models import KnownModels
 from modelguard.lifecycle._policy import alternatives
 from modelguard.lifecycle._signatures import fits
 from modelguard.lifecycle.backoff import Backoff
@@ -68,6 +69,7 @@ class GuardOptions(Generic[M]):
     prefork: bool
     name: str
     keep_previous: bool = False
+    family: KnownModels | None = None  # of the guards among which no model may be the same object
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):

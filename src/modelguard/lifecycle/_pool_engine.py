@@ -101,6 +101,11 @@ class PoolEngine(Generic[K, M]):
                 },
             )
 
+    def reopen(self) -> None:
+        """Lend models again after :meth:`close`."""
+        with self._changed:
+            self._closed = False
+
     def close(self) -> None:
         """Refuse further leases, wait for those under way, and release every model."""
         _deadlocks.raise_on_event_loop(self.name, "close", "await pool.aclose()")
@@ -143,6 +148,7 @@ class PoolEngine(Generic[K, M]):
         """:meth:`take` without blocking the event loop. One thread fetches a model for all coroutines that wait."""
         deadline = time.monotonic() + wait
         while (lease := self._take_now(key)) is None:
+            _in_thread.require_asyncio("waiting for a model in a coroutine")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Overloaded(self._why_full(key, self._models.get(key)))
@@ -158,7 +164,7 @@ class PoolEngine(Generic[K, M]):
         with self._changed:
             self._raise_if_closed()
             model = self._models.touch(key)
-            if model is None or model.loading or (self._expired(model) and not self._models.encloses_this_call()):
+            if model is None or not self._lends(model):
                 return None
             return None if model.engine is None else Lease.take_now(model.engine)
 
@@ -205,7 +211,7 @@ class PoolEngine(Generic[K, M]):
                         model = self._models[key] = PooledModel(self._estimate(key))
                         model.pins = 1
                         return model, True
-                elif not model.loading and (not self._expired(model) or self._models.encloses_this_call()):
+                elif self._lends(model):
                     model.pins += 1
                     return model, False
                 left = deadline - time.monotonic()
@@ -217,6 +223,12 @@ class PoolEngine(Generic[K, M]):
                 self._changed.wait(min(left, _POLL))
                 if model is not None and model.failure is not None:
                     raise _afresh(model.failure)
+
+    def _lends(self, model: PooledModel[M]) -> bool:
+        """Whether the caller may use ``model`` now. While it loads, only its own warm-up may."""
+        if model.loading:
+            return model.encloses_this_call
+        return not self._expired(model) or self._models.encloses_this_call()
 
     def _expired(self, model: PooledModel[M]) -> bool:
         return model.is_outdated(self.runtime.clock())
@@ -314,7 +326,7 @@ class PoolEngine(Generic[K, M]):
             size = self._sizes[key] = max(size, self._sizes.get(key, 0))
             if size > budget:
                 raise ModelTooLarge(key, model_bytes=size, max_memory=budget)
-            if self._closed:
+            if self._models.get(key) is not model:  # closed meanwhile, and maybe reopened
                 raise GuardClosed(self.name)
             self._remove(key, model)  # with the size that was estimated
             model.size = size

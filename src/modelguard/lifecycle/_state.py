@@ -11,13 +11,13 @@ import math
 import threading
 import weakref
 from concurrent.futures import Future
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle._call_state import CallState
 from modelguard.lifecycle._creep import Creep
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._known_models import is_plain_value
 from modelguard.lifecycle._load_job import LoadJob
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ M = TypeVar("M")
 
 #: How a wait ends: None if a generation was installed, else the error that the waiter raises.
 Outcome = LoadFailed | GuardClosed | None
-
-#: Two loads may well return the same object of these types, which hold nothing that a release could free.
-_VALUES = (str, bytes, int, float, complex, tuple, frozenset, type, FunctionType, BuiltinFunctionType, ModuleType)
 
 
 class GuardState(CallState[M]):
@@ -360,7 +357,7 @@ class GuardState(CallState[M]):
 
     def knows(self, model: object) -> bool:
         """Whether it is the current model, the one that is kept, or the last that was released. Values do not count."""
-        if isinstance(model, _VALUES):
+        if is_plain_value(model):
             return False
         with self.lock:
             current = None if self.current is None else self.current.model

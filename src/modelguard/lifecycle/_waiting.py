@@ -9,8 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 from modelguard import _units
-from modelguard.errors import GuardClosed, LoadFailed, NotSupported, Reloading
+from modelguard.errors import GuardClosed, LoadFailed, Reloading
 from modelguard.lifecycle import _deadlocks
+from modelguard.lifecycle._in_thread import require_asyncio
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._state import GuardState, Outcome
 
@@ -78,12 +79,7 @@ async def wait_for_load_on_loop(state: GuardState[Any], future: Future[Outcome],
     Raises:
         NotSupported: The loop is not asyncio's.
     """
-    if not _deadlocks.on_event_loop():
-        raise NotSupported(
-            "waiting for a model in a coroutine",
-            reason="no asyncio event loop runs here. Under trio, load the model before the loop starts (guard.load()), "
-            "or use the guard in a thread: await trio.to_thread.run_sync(...)",
-        )
+    require_asyncio("waiting for a model in a coroutine")
     try:
         with _deadlocks.waiting_for(state):
             outcome = await asyncio.wait_for(asyncio.wrap_future(future), timeout.left())

@@ -11,6 +11,7 @@ from modelguard import _public, _units
 from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._known_models import KnownModels
 from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_leases import Keyed, PoolLease
@@ -30,7 +31,10 @@ M = TypeVar("M")
 
 
 class ModelPool(Generic[K, M]):
-    """Models by key, within one memory budget. Made by :func:`pool`; see there for the options."""
+    """Models by key, within one memory budget. Made by :func:`pool`; see there for the options.
+
+    It is a context manager, for ``with`` and ``async with``: it closes on exit. Entering it again reopens it.
+    """
 
     if not TYPE_CHECKING:
 
@@ -116,12 +120,14 @@ class ModelPool(Generic[K, M]):
         await self._engine.aclose()
 
     def __enter__(self) -> Self:
+        self._engine.reopen()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
+        self._engine.reopen()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -226,6 +232,8 @@ def pool(
         trim_schedule=None,
         prefork=False,
         name=title,
+        # Without a hook nothing is closed, and two keys may well have one model.
+        family=None if unload is None else KnownModels(),
     )
 
     def options_for(key: Any) -> GuardOptions[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _misuse
+from modelguard.lifecycle import _in_thread, _misuse
 from modelguard.lifecycle._free_replicas import FreeReplicas
+from modelguard.lifecycle._known_models import KnownModels
 from modelguard.lifecycle._pool_leases import PoolLease, call_on
 from modelguard.lifecycle._turns import Turns, in_turn
 from modelguard.lifecycle._wrappers import wrap
@@ -140,7 +140,8 @@ class ModelReplicas(Generic[M]):
 
     async def areload(self) -> None:
         """:meth:`reload` for a coroutine: does not block the event loop."""
-        await asyncio.to_thread(self._roll)
+        runtime = self._guards[0].engine.guard.runtime
+        await _in_thread.run(self._roll, f"modelguard-roll-{self._name}", runtime.start_thread)
 
     def unload(self) -> None:
         """Release all models until their next use, which loads one again. Blocks.
@@ -256,6 +257,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
     loading: list[Callable[[], bool]] = []
     loaded: list[Callable[[], bool]] = []
     turns = Turns(loading, loaded, runtime.clock)
+    options = replace(options, family=KnownModels())
     guards = tuple(
         ModelGuard(
             replace(options, name=f"{options.name}[{at}]", reload_on=in_turn(options.reload_on, at, turns)), runtime

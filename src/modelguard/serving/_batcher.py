@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 import time
@@ -87,6 +88,7 @@ class Batcher:
         self._lock = threading.RLock()
         self._deferred: deque[tuple[Request, bool]] = deque()  # requests to cancel, and whether to notify their callers
         self._queue = BatchQueue(self._limits, None if self._breaker is None else Circuit(self._breaker))
+        self._process = os.getpid()
         self._idle: list[Wakeup] = []  # of the threads without work
         self._wakeups: set[Wakeup] = set()  # of all threads that compute
         self._threads = 0
@@ -462,8 +464,10 @@ class Batcher:
         if pairs:
             deliver(*_columns(pairs))
         if drained:
-            self._drained.set()
-            _registry.discard(self)
+            with self._lock:
+                if queue.closed and queue.idle:  # not reopened meanwhile
+                    self._drained.set()
+                    _registry.discard(self)
 
     def close(self, timeout: float, *, abandon: bool = False) -> None:
         """Admit nothing more, compute what waits, and refuse what still waits after so many seconds.
@@ -492,6 +496,20 @@ class Batcher:
                 if abandon:
                     self._queue.refuse_running(GuardClosed(self.name))
             self._settle()
+
+    def reopen(self) -> None:
+        """Admit items again after :meth:`close`."""
+        if not self._queue.closed:
+            return
+        if self._process != os.getpid():
+            self._reset()  # forks pass by what has been closed and emptied
+            _registry.add(self)
+        else:
+            with self._lock:
+                self._queue.reopen()
+                self._drained.set()  # for who still waits in close()
+                self._drained = threading.Event()
+                _registry.add(self)
 
     @property
     def ready(self) -> bool:

@@ -152,6 +152,7 @@ class Decorated:
         await (_trio.run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
 
     def __enter__(self) -> Self:
+        self._batcher.reopen()
         return self
 
     def __exit__(
@@ -160,6 +161,7 @@ class Decorated:
         self.close()
 
     async def __aenter__(self) -> Self:
+        self._batcher.reopen()
         return self
 
     async def __aexit__(

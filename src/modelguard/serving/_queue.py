@@ -64,10 +64,9 @@ class BatchQueue:
         self.waiting = 0
         self.running: list[Batch] = []
         self.undelivered: list[tuple[Request, Failure]] = []
-        self.closed = False
+        self.reopen()
         self.counters = Counters()
         self._recent = Recent()
-        self.may_refuse = circuit is not None or limits.quota is not None
         self._stale = 0  # requests in the lines that are done
         self._abandoned = 0  # requests in running batches that are done
         self._probe: Request | None = None
@@ -379,6 +378,11 @@ class BatchQueue:
     def close(self) -> None:
         """Admit nothing more. What waits is computed."""
         self.closed = self.may_refuse = True
+
+    def reopen(self) -> None:
+        """Admit items again."""
+        self.closed = False
+        self.may_refuse = self.circuit is not None or self._limits.quota is not None
 
     def refuse_waiting(self, error: ModelGuardError) -> None:
         """Fail everything that waits, each request with a copy of the error."""

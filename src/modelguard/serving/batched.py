@@ -43,7 +43,7 @@ class Batched(Decorated, Generic[X, Y]):
     ``f.map(xs)`` keeps the batches full. Extra keyword arguments go to the batch function; items with different keyword
     arguments do not share a batch. In a class it is a method, with a queue for each instance.
 
-    It is a context manager, for ``with`` and ``async with``, and closes on exit.
+    It is a context manager, for ``with`` and ``async with``, and closes on exit. Entering it again reopens it.
     """
 
     # Calls

@@ -188,7 +188,7 @@ class BatchedStream(Decorated, Generic[X, Y]):
     Made by :func:`batched` from a function that yields lists with one part for each item; see there for the options.
     ``f.stream(x)`` gives the parts of one item. In a class it is a method, with a queue for each instance.
 
-    It is a context manager, for ``with`` and ``async with``, and closes on exit.
+    It is a context manager, for ``with`` and ``async with``, and closes on exit. Entering it again reopens it.
     """
 
     def stream(

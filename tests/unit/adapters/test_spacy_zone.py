@@ -19,7 +19,7 @@ spacy = pytest.importorskip("spacy")
 from modelguard import ModelGuard, guard  # noqa: E402 - after the check above
 from modelguard.adapters._spacy_zone import ZoneLock, _zone_of  # noqa: E402
 from modelguard.adapters.spacy import Zoned, zoned  # noqa: E402
-from modelguard.errors import Overloaded  # noqa: E402
+from modelguard.errors import NotSupported, Overloaded  # noqa: E402
 from modelguard.lifecycle.runtime import Runtime  # noqa: E402
 
 Nlp = Any  # a spaCy pipeline; spaCy leaves most of its own types open
@@ -133,6 +133,15 @@ def test_waiting_does_not_block_the_event_loop(nlp: Guard) -> None:
             return list(await asyncio.gather(*tasks))
 
     assert [["a", str(number)] for number in range(3)] == asyncio.run(main())
+
+
+def test_on_a_loop_that_is_not_asyncios_it_says_what_to_do(nlp: Guard) -> None:
+    """Under trio, say; and the zone is free for the next call."""
+    zone = zoned(nlp)
+    nlp.load()
+    with pytest.raises(NotSupported, match=r"no asyncio event loop runs here.*trio"):
+        zone.lease().__aenter__().send(None)
+    assert ["a"] == words_of(zone)("a")
 
 
 def test_a_cancelled_wait_holds_nobody_up(nlp: Guard) -> None:

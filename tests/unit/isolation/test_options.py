@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from modelguard import TTL, Changed, Isolated, Uses, batched, guard, guard_of, isolate, pool
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import _registry
 from modelguard.lifecycle.guard import guards
@@ -37,6 +37,11 @@ def plain(texts: list[str]) -> list[str]:
 async def coroutine(text: str) -> str:
     """Use an event loop."""
     return text
+
+
+async def parts(text: str) -> AsyncIterator[str]:
+    """Stream."""
+    yield text
 
 
 @many(key="text")
@@ -198,6 +203,21 @@ def test_a_guard_above_is_refused() -> None:
     """The order of the decorators is told."""
     with pytest.raises(InvalidOption, match="above the guard's decorator"):
         model(isolate()(plain))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: isolate()(predict).aio("a"),
+        lambda: isolate()(coroutine)("a"),
+        lambda: isolate()(parts)("a").__anext__(),
+    ],
+    ids=["aio", "coroutine", "stream"],
+)
+def test_on_a_loop_that_is_not_asyncios_it_says_what_to_do(call: Callable[[], Any]) -> None:
+    """Under trio, say: no call begins that its caller cannot wait for."""
+    with pytest.raises(NotSupported, match=r"no asyncio event loop runs here.*trio"):
+        call().send(None)
 
 
 class TestReadiness:

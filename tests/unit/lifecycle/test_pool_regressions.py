@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from tests.unit.lifecycle.pools import Sizes, loaded, use
-from tests.unit.lifecycle.world import MB, TIMEOUT, World
+from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World
 
-from modelguard.errors import LoadFailed
+from modelguard import batched
+from modelguard.errors import GuardClosed, LoadFailed
 
 COROUTINES = 1000
 
@@ -102,6 +104,136 @@ class TestTheBudget:
         sizes.sizes.update(a=0, b=0)
         use(pool, "a", "b")
         assert {"b": 60} == loaded(pool)
+
+
+class TestALoaderWithACache:
+    """``unload`` closes a model that is evicted: the same object must not serve again."""
+
+    @pytest.mark.parametrize(
+        ("options", "keys"),
+        [({"max_models": 1}, ["a", "b"]), ({"ttl": "1h"}, ["a"]), ({}, ["a"])],
+        ids=["evicted", "too old", "closed"],
+    )
+    def test_is_refused_when_it_returns_a_model_that_was_closed(
+        self, world: World, options: dict[str, Any], keys: list[str]
+    ) -> None:
+        """The load fails, and says why; no call gets the closed model."""
+        pool = world.pool(functools.cache(world.loader.load), unload=lambda model: model.unload(), **options)
+        use(pool, *keys)
+        world.tick(7200)
+        if not options:
+            pool.close()
+        with pool, pytest.raises(LoadFailed, match="returned a model that it has returned before"), pool.lease("a"):
+            pass
+
+    def test_is_refused_when_two_keys_get_one_model(self, world: World) -> None:
+        """The eviction of one key would close the model that serves the other; the first one goes on."""
+        one = Model(world, 1, "a")
+        pool = world.pool(lambda _key: one, unload=lambda model: model.unload())
+        use(pool, "a")
+        with pytest.raises(LoadFailed, match="returned a model that it has returned before"):
+            use(pool, "b")
+        assert ["a"] == use(pool, "a")
+        assert not one.unloaded
+
+    def test_may_be_used_without_unload(self, world: World) -> None:
+        """Nothing closes the model then, and two keys may be names of one."""
+        one = Model(world, 1, "one")
+        pool = world.pool(lambda _key: one, max_models=1)
+        assert ["one"] * 3 == use(pool, "a", "b", "a")
+
+    @pytest.mark.parametrize("value", ["model", dict], ids=["text", "type"])
+    def test_of_plain_values_is_none(self, world: World, value: Any) -> None:
+        """Texts and classes hold nothing that could be closed."""
+        pool = world.pool(lambda _key: value, max_models=1, unload=lambda _model: None)
+        for key in "aba":
+            with pool.lease(key) as model:
+                assert value is model
+
+    def test_models_that_are_gone_are_forgotten(self, world: World) -> None:
+        """A new model may get the address of one that was freed."""
+        pool = world.pool(max_models=1, unload=lambda model: model.unload())
+        assert ["a", "b"] * 50 == use(pool, *(["a", "b"] * 50))
+
+
+class TestWarmups:
+    """A warm-up runs on the new model, also where it calls the service's own functions."""
+
+    def test_may_call_a_function_of_the_pool(self, world: World) -> None:
+        """It does not wait for the load that waits for it."""
+        pool = world.pool(warmup=lambda model: warmed.append((model.key, key_of(model.key))), wait_timeout=0)
+        warmed: list[Any] = []
+
+        @pool(key="key")
+        def key_of(model: Any, key: str) -> Any:
+            return model.key, key
+
+        assert ["a", "b"] == use(pool, "a", "b")
+        assert [("a", ("a", "a")), ("b", ("b", "b"))] == warmed
+
+    def test_may_call_a_batched_function_of_the_pool(self, world: World) -> None:
+        """The batch is computed at once, on the model that is warmed up."""
+        pool = world.pool(warmup=lambda _: warmed.append((predict("x"), list(predict.map(["y", "z"])))), wait_timeout=0)
+        warmed: list[Any] = []
+
+        @batched(max_size=4)
+        @pool(key=lambda _texts: "a")
+        def predict(model: Any, texts: list[str]) -> list[Any]:
+            return [(model.number, text) for text in texts]
+
+        assert ["a"] == use(pool, "a")
+        assert [((1, "x"), [(1, "y"), (1, "z")])] == warmed
+        predict.close()
+
+    def test_may_await_them(self, world: World) -> None:
+        """An ``async`` warm-up does the same on its own loop."""
+
+        async def warm(_model: Any) -> None:
+            warmed.append(await key_of("a"))
+
+        pool = world.pool(warmup=warm, wait_timeout=0)
+        warmed: list[Any] = []
+
+        @pool(key="key")
+        async def key_of(model: Any, key: str) -> Any:
+            return model.key, key
+
+        assert ["a"] == use(pool, "a")
+        assert [("a", "a")] == warmed
+
+
+class TestReopening:
+    """An application that has a pool in its lifespan can be started several times in one process."""
+
+    def test_by_entering_it_again(self, world: World) -> None:
+        """Between two blocks it is closed; each block has models of its own."""
+        pool = world.pool()
+        for loads in (1, 2):
+            with pool:
+                assert ["a"] == use(pool, "a")
+            assert loads == world.loader.calls
+            with pytest.raises(GuardClosed):
+                use(pool, "a")
+
+        async def once() -> Any:
+            async with pool:
+                return await _key_of(pool, "a")
+
+        assert ["a", "a"] == [run(once), run(once)]
+
+    def test_a_load_from_before_stays_out(self, world: World) -> None:
+        """A model that was being loaded when the pool was closed does not take the place of a newer one."""
+        world.loader.hold()
+        pool = world.pool()
+        before = world.spawn(use, pool, "a")
+        world.loader.reached()
+        pool.close()
+        with pool:
+            world.loader.open.set()
+            assert ["a"] == use(pool, "a")
+            assert isinstance(before.exception(TIMEOUT), GuardClosed)
+            assert ["a"] == use(pool, "a")
+            assert ["a"] == list(loaded(pool))
 
 
 def test_a_coroutine_inside_a_lease_gets_its_model_although_its_time_is_over(world: World) -> None:

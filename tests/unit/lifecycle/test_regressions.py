@@ -168,6 +168,32 @@ class TestWarmups:
         with pytest.raises(LoadFailed, match="warm-up of its new model waits for this thread"):
             nlp.load(timeout=TIMEOUT)
 
+    @pytest.mark.parametrize("own", [False, True], ids=["the loop's", "another"])
+    def test_that_await_themselves_through_an_executor_are_refused(self, world: World, own: bool) -> None:  # noqa: FBT001 - pytest's
+        """The same for a coroutine: ``run_in_executor`` hands no context on, so the call waits for the new model."""
+
+        async def warm(_: Any) -> None:
+            with ThreadPoolExecutor(1) as executor:
+                await asyncio.get_running_loop().run_in_executor(executor if own else None, call, "a")
+
+        nlp = world.guard(warmup=warm)
+        call = nlp(lambda model, text: (model, text))
+        with pytest.raises(LoadFailed, match="warm-up of its new model waits for this thread"):
+            nlp.load(timeout=TIMEOUT)
+
+    def test_may_await_a_thread_in_their_own_context(self, world: World) -> None:
+        """``asyncio.to_thread`` hands the context on."""
+
+        async def warm(_: Any) -> None:
+            warmed.append(await asyncio.to_thread(call))
+
+        warmed: list[int] = []
+        nlp = world.guard(warmup=warm)
+        call = nlp(lambda model: model.number)
+        nlp.load(timeout=TIMEOUT)
+        nlp.reload()
+        assert [1, 2] == warmed
+
     def test_may_use_an_executor_in_their_own_context(self, world: World) -> None:
         """With a copy of the context the executor's thread runs on the new model."""
 

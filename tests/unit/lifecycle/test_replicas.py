@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import pickle
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from modelguard import TTL, Idle, MemoryGrowth, MemoryLimit, Uses, batched, guard
-from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Overloaded
+from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, ModelRejected, Overloaded
 from modelguard.lifecycle.guard import guards
 from modelguard.lifecycle.replicas import ModelReplicas, replicas
 from modelguard.testing import Clock, Loader
@@ -32,6 +33,19 @@ def pair(modelguard_clock: Clock, modelguard_loader: Loader) -> ModelReplicas[An
     made = replicas(guard(modelguard_loader, reload_on=None, name="nlp"), 2)
     made._free._wait = 0.05  # for a free one; a load may take longer on a busy machine
     return made
+
+
+def test_a_loader_with_a_cache_is_refused() -> None:
+    """Copies that are one object would be used by two calls at once."""
+
+    class Model:
+        """Not thread-safe."""
+
+    pair = replicas(guard(functools.cache(Model), reload_on=None, name="nlp"), 2)
+    with pytest.raises(ModelRejected, match="returned a model that it has returned before"):
+        pair.load()
+    with pair.lease() as model:  # the first one serves
+        assert isinstance(model, Model)
 
 
 # Calls

@@ -324,6 +324,51 @@ def test_what_still_waits_at_the_end_of_the_timeout_is_refused(model: Gated) -> 
         waiting.result(TIMEOUT)
 
 
+def test_entering_it_again_reopens_it(model: Gated) -> None:
+    """An application that has it in its lifespan can be started several times in one process."""
+    model.gate.set()
+    f = batched(max_size=1)(model)
+    for _ in range(2):
+        with f:
+            assert (1, True) == (f(1), f.ready)
+        assert not f.ready
+        with pytest.raises(GuardClosed):
+            f(1)
+
+    async def once() -> None:
+        async with f:
+            assert [1] * 50 == await asyncio.gather(*(f.aio(1) for _ in range(50)))
+        with pytest.raises(GuardClosed):
+            await f.aio(1)
+
+    asyncio.run(once())
+    asyncio.run(once())
+
+
+def test_a_block_inside_of_another_does_not_lose_what_waits(model: Gated) -> None:
+    """Entering it while it is open changes nothing."""
+    with batched(max_size=1)(model) as f:
+        waiting = queued(f, model, 0, 1)
+        with f:
+            model.gate.set()
+        assert [0, 1] == [future.result(TIMEOUT) for future in waiting]
+
+
+def test_a_close_that_still_waits_does_not_refuse_what_comes_after_a_reopening(model: Gated) -> None:
+    """The close returns at once, and what waits then is computed."""
+    f = batched(max_size=1)(model)
+    before = queued(f, model, 0, 1)
+    closing = threading.Thread(target=f.close, args=(TIMEOUT,))
+    closing.start()
+    until(lambda: not f.ready)
+    with f:
+        closing.join(TIMEOUT)
+        assert not closing.is_alive()
+        after = f.submit(2)
+        model.gate.set()
+        assert [0, 1, 2] == [future.result(TIMEOUT) for future in (*before, after)]
+
+
 def test_it_is_closed_at_the_end_of_a_block(model: Gated) -> None:
     """At the end of ``with`` and of ``async with``."""
     model.gate.set()
