@@ -9,12 +9,13 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from modelguard import allocator, errors, memory, prefork, presets, serving, sharing, telemetry, weights
+    from modelguard import allocator, control, errors, memory, prefork, presets, serving, sharing, telemetry, weights
     from modelguard.isolation.isolate import Isolated, isolate
-    from modelguard.lifecycle._making import guard
     from modelguard.lifecycle.backoff import Backoff
-    from modelguard.lifecycle.guard import ModelGuard, guard_of
+    from modelguard.lifecycle.cron import Cron
+    from modelguard.lifecycle.guard import guard
     from modelguard.lifecycle.loaded import Loaded
+    from modelguard.lifecycle.model_guard import ModelGuard, guard_of
     from modelguard.lifecycle.policies import (
         TTL,
         Between,
@@ -41,6 +42,7 @@ __all__ = [
     "Between",
     "Breaker",
     "Changed",
+    "Cron",
     "Errors",
     "Idle",
     "Isolated",
@@ -56,6 +58,7 @@ __all__ = [
     "Uses",
     "allocator",
     "batched",
+    "control",
     "deadline",
     "errors",
     "guard",
@@ -75,8 +78,9 @@ __all__ = [
 _NAMES = {
     "modelguard.isolation.isolate": ("Isolated", "isolate"),
     "modelguard.lifecycle.backoff": ("Backoff",),
-    "modelguard.lifecycle._making": ("guard",),
-    "modelguard.lifecycle.guard": ("ModelGuard", "guard_of"),
+    "modelguard.lifecycle.cron": ("Cron",),
+    "modelguard.lifecycle.guard": ("guard",),
+    "modelguard.lifecycle.model_guard": ("ModelGuard", "guard_of"),
     "modelguard.lifecycle.loaded": ("Loaded",),
     "modelguard.lifecycle.policies": (
         "TTL",

@@ -29,6 +29,7 @@ PUBLIC = [
     "Between",
     "Breaker",
     "Changed",
+    "Cron",
     "Errors",
     "Idle",
     "Isolated",
@@ -45,6 +46,7 @@ PUBLIC = [
     "Uses",
     "allocator",
     "batched",
+    "control",
     "deadline",
     "errors",
     "guard",
@@ -85,6 +87,7 @@ OFFERED = {
         "stats",
         "trim",
     ],
+    "modelguard.control": ["listen", "stop"],
     "modelguard.environment": ["Cpus", "Limit", "available_cpus", "memory_limit"],
     "modelguard.memory": ["MemoryUsage", "PrivateMeter", "private", "usage"],
     "modelguard.prefork": [

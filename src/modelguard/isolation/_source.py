@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelguard.errors import NotSupported
 from modelguard.lifecycle import runtime
-from modelguard.lifecycle._making import guard
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._pool_leases import PooledFunction
 from modelguard.lifecycle._wrappers import owner_of
-from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.guard import guard
+from modelguard.lifecycle.model_guard import ModelGuard, hide
 
 if TYPE_CHECKING:
     from modelguard.isolation._options import IsolationOptions

@@ -6,18 +6,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from modelguard.lifecycle._enclosing import EnclosingCalls
 from modelguard.lifecycle._generation import Generation
 
-__all__ = ["CallState", "Enclosing", "HeldLease"]
+__all__ = ["CallState", "HeldLease"]
 
 M = TypeVar("M")
-
-#: What a context holds while a call runs: the call's generation and how deeply calls on it are nested. The end of the
-#: call empties the list, so a context that outlives its call (a task started inside it) can tell.
-Enclosing = list[Any]
 
 
 class HeldLease(Protocol):
@@ -36,7 +32,7 @@ class HeldLease(Protocol):
         ...
 
 
-class CallState(Generic[M]):
+class CallState(EnclosingCalls[M]):
     """Calls of one guard, and the generations that they run on.
 
     Attributes:
@@ -47,13 +43,11 @@ class CallState(Generic[M]):
         draining: Retired generations that are to be released when their calls have ended.
         abandoned: Those of them whose calls have taken too long.
         closed: Whether calls are refused.
-        enclosing: The generation of the call that the context is in.
         held_leases: Leases that objects hold, which a forked child may have to take again.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.enclosing: ContextVar[Enclosing | None] = ContextVar(f"modelguard {name}", default=None)
+        super().__init__(name)
         self.current: Generation[M] | None = None
         self.previous: Generation[M] | None = None
         self.draining: set[Generation[M]] = set()
@@ -90,30 +84,6 @@ class CallState(Generic[M]):
         held = (lease.held_here() for lease in list(self.held_leases))
         waited_for = self.draining - self.abandoned
         return next((one for one in held if one in waited_for and not one.dropped), None)
-
-    def enclosing_generation(self) -> Generation[M] | None:
-        """The generation of the call that encloses this one, if any."""
-        outer = tuple(self.enclosing.get() or ())  # one read: another thread may be emptying the list
-        return outer[0] if outer else None
-
-    def nest(self, generation: Generation[M]) -> Enclosing:
-        """Make what the context holds while a call runs on ``generation``."""
-        outer = self.enclosing.get()
-        if not outer:
-            return [generation, 1]
-        both = tuple(outer)  # one read, as above
-        return [generation, both[1] + 1 if both and both[0] is generation else 1]
-
-    @contextmanager
-    def running_on(self, generation: Generation[M]) -> Iterator[None]:
-        """Run guarded functions that the block calls on ``generation``. The block itself does not count as a use."""
-        enclosing = self.nest(generation)
-        token = self.enclosing.set(enclosing)
-        try:
-            yield
-        finally:
-            enclosing.clear()
-            self.enclosing.reset(token)
 
     @contextmanager
     def lent_current(self) -> Iterator[Generation[M] | None]:

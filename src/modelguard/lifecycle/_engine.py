@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from modelguard import _own_thread, _units
 from modelguard.errors import LoadFailed, WouldDeadlock
 from modelguard.lifecycle import _at_exit, _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
+from modelguard.lifecycle._checks import Checks
 from modelguard.lifecycle._context import GuardContext
-from modelguard.lifecycle._due import DueWork
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._policy import subset
@@ -26,9 +26,9 @@ from modelguard.lifecycle._release import drain_and_release, in_background, rele
 from modelguard.lifecycle._reload import Reload
 from modelguard.lifecycle._resolve import resolve
 from modelguard.lifecycle._rollback import roll_back
-from modelguard.lifecycle._state import GuardState, Outcome
+from modelguard.lifecycle._state import GuardState
+from modelguard.lifecycle._waiters import Outcome
 from modelguard.lifecycle._waiting import Timeout, wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
-from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Engine(Generic[M]):
         guard: Options, state and runtime.
         name: The guard's name.
         state: The guard's state, to be read.
+        checks: Ask the policies, and start what is due.
     """
 
     fork_rank = 1
@@ -66,7 +67,7 @@ class Engine(Generic[M]):
         self.name = options.name
         self.state: GuardState[M] = GuardState(options.name)
         self.guard = GuardContext(options, self.state, runtime)
-        self._due = DueWork(self.guard)
+        self.checks = Checks(self.guard, self._start)
         _engines.add(self)
         _at_exit.unload(self.guard)
         _fork.register(self)
@@ -168,7 +169,7 @@ class Engine(Generic[M]):
 
     def _after_call(self, generation: Generation[M]) -> None:
         if not generation.retired:
-            self._due.check_policy(self._start, sample=False)
+            self.checks.ask(sample=False)
         elif self.state.retired_call_ended(generation):
             self._release_in_background(generation)
 
@@ -287,20 +288,15 @@ class Engine(Generic[M]):
                     _ticker.TICKER.add(self)
         current = self.state.current
         if current is not None and current.uses >= current.alarm:
-            self._due.check_policy(
-                self._start, sample=False
-            )  # the ends of calls start nothing as long as there is a job
+            self.checks.ask(sample=False)  # the ends of calls start nothing as long as there is a job
 
     def _reload(self, job: LoadJob) -> Reload[M]:
-        return Reload(self.guard, self._due.evaluator.readings, job)
+        return Reload(self.guard, self.checks.readings, job)
 
     def _after_load(self) -> None:
         """Set the policy's alarm, before the job ends: a request in between would start another thread."""
-        try:
-            self._due.evaluator.after_load()
-        except Exception:  # noqa: BLE001 - a fault here must not lose the next job, for which others wait
-            logger.exception("modelguard could not ask the policies of guard %r", self.name)
-        if self.guard.options.reload_on is None and not self._due.trims and not self.state.failures:
+        self.checks.after_load()
+        if not self.checks.needed and not self.state.failures:
             _ticker.TICKER.remove(self)  # nothing can become due, and a process that forks should have few threads
 
     # Waiting
@@ -359,15 +355,22 @@ class Engine(Generic[M]):
 
     def check(self) -> bool:
         """Ask the policies now, and trim if it is time; true if a reload was started."""
-        return self._due.check(self._start)
+        return self.checks.check()
 
     def tick(self) -> None:
-        """:meth:`check`, as the ticker calls it: nothing here blocks it."""
-        self._due.tick(self._start)
+        """:meth:`check`, as the ticker calls it: does not block."""
+        self.checks.tick()
 
     def check_interval(self) -> float:
         """Seconds until :meth:`check` should be called again; infinity if only the ends of calls matter."""
-        return self._due.interval
+        return self.checks.interval
+
+    def set_paused(self, *, paused: bool) -> None:
+        """Hold back what policies ask for, or no longer; what is due by then starts soon."""
+        self.checks.set_paused(paused=paused)
+        if not paused and self.checks.needed and self.state.current is not None and self.guard.runtime.ticks:
+            with suppress(RuntimeError):  # the system gives no thread; the next call tries again
+                _ticker.TICKER.add(self)  # and wake it
 
     @property
     def renews_weights(self) -> bool:
@@ -377,12 +380,12 @@ class Engine(Generic[M]):
     def recycle_in_children(self, ask: Ask, *, takes_calls: bool) -> None:
         """Have children that are forked from now on ask for a fresh process instead of reloading."""
         self.state.raise_if_closed()
-        self._due.recycle_in_children(ask, takes_calls=takes_calls)
+        self.checks.recycle_in_children(ask, takes_calls=takes_calls)
 
     def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
         """Ask for a fresh process instead of reloading, from now on; without ``renews`` not for new weights."""
         self.state.raise_if_closed()
-        self._due.recycle_here(ask, renews=renews)
+        self.checks.recycle_here(ask, renews=renews)
 
     # The end, and forks
 
@@ -390,22 +393,24 @@ class Engine(Generic[M]):
         """Accept calls again after :meth:`close`; the next use loads a model."""
         self.state.reopen()
 
-    def close(self) -> None:
-        """Refuse further calls, wait for those under way up to ``drain_timeout``, and release the model."""
+    def close(self, timeout: _units.Duration | None = None) -> None:
+        """Refuse further calls, wait for those under way up to a bound, and release the model."""
+        seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
         _deadlocks.raise_on_event_loop(self.name, "close", "await guard.aclose()")
         self.raise_inside_call("close")
-        self.shut_down()
+        self.shut_down(seconds)
 
-    def shut_down(self) -> None:
+    def shut_down(self, timeout: float | None = None) -> None:
         """:meth:`close` without its checks, for an owner that has made them."""
         _ticker.TICKER.remove(self)
         for old in (self.state.close(), self.state.take_previous()):  # once it is closed, nothing is kept any more
             if old is not None:
-                drain_and_release(self.guard, old)
+                drain_and_release(self.guard, old, timeout)
 
-    async def aclose(self) -> None:
+    async def aclose(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`close` without blocking the event loop."""
-        await _in_thread.run(self.close, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
+        work = functools.partial(self.close, timeout)
+        await _in_thread.run(work, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
 
     def before_fork(self) -> None:
         """Keep other threads out of the state while the process forks."""
@@ -418,4 +423,4 @@ class Engine(Generic[M]):
     def after_fork_in_child(self) -> None:
         """Start with own locks, counters, jitter and readings; ask for recycling where that was prepared."""
         self.state.after_fork_in_child(self.guard.runtime.random())
-        self._due.after_fork_in_child()
+        self.checks.after_fork_in_child()

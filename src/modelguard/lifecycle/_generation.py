@@ -22,6 +22,8 @@ class Generation(Generic[M]):
         alarm: The number of uses at which the end of a call takes the slow path: a policy may be due or, once the
             generation is retired, a drain waits for its last call. One comparison on the hot path covers both.
         retired: It takes no new calls, except those nested in its own.
+        born: When it began to take calls, on the guard's clock.
+        began: The same on the wall clock, in seconds since the epoch.
         pid: The process that loaded it, which may be a parent of this one.
         dropped: No call may run on it any more; its model is being released.
     """
@@ -29,6 +31,7 @@ class Generation(Generic[M]):
     __slots__ = (
         "__weakref__",
         "alarm",
+        "began",
         "born",
         "dropped",
         "errors",
@@ -50,17 +53,18 @@ class Generation(Generic[M]):
         model: M,
         *,
         born: float,
+        began: float,
         jitter: float,
-        model_bytes: int = 0,
         version: str | None = None,
     ) -> None:
         self.number = number
         self.model = model
         self.version = version
         self.born = born
+        self.began = began
         self.jitter = jitter
         self.pid = os.getpid()
-        self.model_bytes = model_bytes
+        self.model_bytes = 0
         self.load_seconds = 0.0
         self.leases: list[None] = []
         self.uses = 0

@@ -71,6 +71,8 @@ def unload(guard: GuardContext[Any]) -> None:
 
 def _install(guard: GuardContext[Any], loaded: Unpacked) -> None:
     state, number = guard.state, guard.state.generations
-    generation = Generation(number + 1, loaded.model, version=loaded.version, born=guard.runtime.clock(), jitter=0.0)
+    runtime = guard.runtime
+    born, began = runtime.clock(), runtime.wall_clock()
+    generation = Generation(number + 1, loaded.model, version=loaded.version, born=born, began=began, jitter=0.0)
     state.install(LoadJob((), urgent=True), generation, discardable=False)
     _undo.append(lambda: state.forget_current(number))

@@ -8,7 +8,7 @@ from contextlib import suppress
 from contextvars import Token
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
-from modelguard.lifecycle._call_state import Enclosing
+from modelguard.lifecycle._enclosing import Enclosing
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._state import GuardState

@@ -125,7 +125,9 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
             "the loader returned a model that it has returned before; make a new one at each call, without a cache"
         )
     number = guard.state.generations + 1
-    return Generation(number, model, version=version, born=guard.runtime.clock(), jitter=guard.runtime.random())
+    runtime = guard.runtime
+    born, began = runtime.clock(), runtime.wall_clock()
+    return Generation(number, model, version=version, born=born, began=began, jitter=runtime.random())
 
 
 def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:

@@ -55,6 +55,8 @@ class Snapshot:
     Attributes:
         generation: Its number; the first is 1.
         age: Seconds since it began to take calls.
+        began: Wall clock when it began to take calls, in seconds since the epoch. ``time`` less ``age`` differs from it
+            if the clock was set, or the machine slept.
         idle: Seconds for which no call has run or ended, as the regular checks have seen it.
         uses: Calls and leases that have ended on it.
         consecutive_errors: Consecutive calls, up to the latest, that raised an ``Exception``.
@@ -73,6 +75,7 @@ class Snapshot:
 
     generation: int = 1
     age: float = 0.0
+    began: float = 0.0
     idle: float = 0.0
     uses: int = 0
     consecutive_errors: int = 0

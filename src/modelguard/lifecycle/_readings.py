@@ -119,6 +119,7 @@ class Readings:
         return Snapshot(
             generation=generation.number,
             age=age,
+            began=generation.began,
             idle=self._idle(generation, now),
             uses=generation.uses,
             consecutive_errors=generation.errors,

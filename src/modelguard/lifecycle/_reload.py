@@ -14,6 +14,7 @@ from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release
+from modelguard.telemetry.reasons import PROTECT_MEMORY
 
 if TYPE_CHECKING:
     from modelguard.telemetry import DiscardCause, HostLockHeld, Swap
@@ -27,8 +28,6 @@ _POLL = 0.01
 #: While it loads, a model takes more memory than afterwards: ja_ginza peaks at 1.17 times its size.
 PEAK = 1.25
 
-#: Reloads that free memory. Where it is short, they do not wait for a pause.
-_PROTECT_MEMORY = frozenset({"index_growth", "memory_growth", "memory_limit"})
 #: Seconds between two readings of the free memory while a load waits: each opens a few files, about 0.1 ms.
 _ROOM_INTERVAL = 0.25
 
@@ -103,10 +102,10 @@ class Reload(Generic[M]):
 
     def _replace(self) -> None:
         guard, runtime = self._guard, self._guard.runtime
-        with runtime.host_lock.held(
-            sleep=runtime.sleep, clock=runtime.clock, cancelled=lambda: guard.state.closed or self._job.cancelled
-        ) as lock:
+        with runtime.host_lock.held(sleep=runtime.sleep, clock=runtime.clock, cancelled=self._is_cancelled) as lock:
             deferred = self._wait_for_quiet()
+            if self._is_cancelled() and guard.state.put_off(self._job):
+                return
             if self._protects_memory():
                 self._release_previous()
             swap = self._choose_swap()
@@ -124,6 +123,11 @@ class Reload(Generic[M]):
 
     # Before the load
 
+    def _is_cancelled(self) -> bool:
+        """Whether the reload is not wanted any more: closed, rolled back, or paused before a policy's reload began."""
+        state = self._guard.state
+        return state.closed or self._job.cancelled or state.holds_back(self._job)
+
     def _wait_for_quiet(self) -> Deferred:
         """Wait for the beginning of a pause between calls, at most ``defer``, and while there is memory to wait.
 
@@ -133,7 +137,7 @@ class Reload(Generic[M]):
         started = since = runtime.clock()
         before = runtime.private()
         uses, call_ended, read = None, job.after_call, -math.inf
-        while not (job.urgent or job.cancelled or guard.state.closed):
+        while not job.urgent and not self._is_cancelled():
             generation, now = guard.state.current, runtime.clock()
             if generation is None or now - started >= guard.options.defer:
                 break
@@ -158,7 +162,7 @@ class Reload(Generic[M]):
         return room is not None and room < PEAK * (self._guard.state.model_bytes or 0)
 
     def _protects_memory(self) -> bool:
-        return any(reason.kind in _PROTECT_MEMORY for reason in self._job.reasons)
+        return any(reason.kind in PROTECT_MEMORY for reason in self._job.reasons)
 
     def _release_previous(self) -> None:
         """Release what is kept for a rollback, if there is anything."""

@@ -13,7 +13,8 @@ from modelguard.errors import GuardClosed, LoadFailed, Reloading
 from modelguard.lifecycle import _deadlocks
 from modelguard.lifecycle._in_thread import require_asyncio
 from modelguard.lifecycle._load_job import LoadJob
-from modelguard.lifecycle._state import GuardState, Outcome
+from modelguard.lifecycle._state import GuardState
+from modelguard.lifecycle._waiters import Outcome
 
 #: Seconds between two searches for a circle that can only be seen on the stacks.
 _PATIENCE = 0.5

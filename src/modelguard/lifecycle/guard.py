@@ -1,345 +1,218 @@
-"""``ModelGuard``: one model that is replaced in time, and provably gone afterwards."""
+"""``guard``: one model that is replaced in time, and provably gone afterwards."""
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from modelguard import _public, _units
-from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _growth, _misuse
-from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._leases import Lease
-from modelguard.lifecycle._wrappers import decorate, owner_of
+from modelguard.lifecycle.backoff import Backoff
+from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from modelguard.lifecycle._options import GuardOptions, SwapMode
+    from modelguard.lifecycle.loaded import Loaded
 
-    from modelguard.lifecycle._options import GuardOptions
-    from modelguard.lifecycle.runtime import Runtime
-    from modelguard.lifecycle.status import State, Status
-    from modelguard.telemetry.reasons import Reason
-
-__all__ = ["ModelGuard", "guard_of"]
+__all__ = ["guard"]
 
 M = TypeVar("M")
-S = TypeVar("S")
-P = ParamSpec("P")
-R = TypeVar("R")
 
-_guards: weakref.WeakSet[ModelGuard[Any]] = weakref.WeakSet()
 
-
-class ModelGuard(Generic[M]):
-    """A model with a lifecycle. Made by :func:`guard`; see there for the options.
-
-    It is a handle (``lease``, ``load``, ``reload``, ``status``, ``close``), a decorator, and a context manager that
-    loads on entry and closes on exit, for ``with`` and ``async with``. Entering it again after its end reopens it: an
-    application that has it in its lifespan can be started several times in one process.
-
-    Attributes:
-        engine: What runs the guard. For modelguard's own integrations; it may change without notice.
-    """
-
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *args: object, **kwargs: object) -> Self:  # noqa: D102 - Python's own
-            _misuse.check_made_by("guard(load, reload_on=...)", cls, args, kwargs)
-            return super().__new__(cls)
-
-    def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
-        self.engine: Engine[M] = Engine(options, runtime)
-        _guards.add(self)
-
-    @property
-    def name(self) -> str:
-        """The guard's name, as events and errors show it."""
-        return self.engine.name
-
-    @property
-    def prefork(self) -> bool:
-        """Whether :func:`modelguard.prefork.prepare` shares this guard's model when no guard is named there."""
-        return self.engine.guard.options.prefork
-
-    @property
-    def reload_on(self) -> Policy | None:
-        """The policy that replaces the model; None if only a call of :meth:`reload` does."""
-        return self.engine.guard.options.reload_on
-
-    def __reduce__(self) -> Any:
-        raise TypeError(f"guard {self.name!r} cannot be pickled: import the module that makes it, in each process")
-
-    def __repr__(self) -> str:
-        return f"<ModelGuard {self.name!r} {self._state()}>"
-
-    if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}: it is the guard, not the model. Decorate a "
-                f"function that takes the model, or write: with guard.lease() as model: model.{name}"
-            )
-
-    # Use
-
-    @overload
-    def __call__(self, function: classmethod[S, Concatenate[M, P], R], /) -> classmethod[S, P, R]: ...
-    @overload
-    def __call__(self, function: staticmethod[Concatenate[M, P], R], /) -> staticmethod[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[M, P], R], /) -> Callable[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[Concatenate[S, M, P], R], /) -> Callable[Concatenate[S, P], R]: ...
-    def __call__(self, function: Any, /) -> Any:
-        """Decorate a function that takes the model as its first parameter, after ``self`` or ``cls`` in a class.
-
-        Callers leave the model out. Each call runs on one generation from start to end: functions, methods, class and
-        static methods, coroutines, generators and asynchronous generators. A plain function that returns a lazy
-        iterator keeps its lease until that iterator ends.
-
-        Raises:
-            InvalidOption: It is not a function, or has no parameter to take the model.
-        """
-        in_use = _misuse.in_use(sys.getrefcount(function))
-        return decorate(self.engine, function, owner=self, in_use=in_use)
-
-    def lease(self, timeout: _units.Duration | None = None) -> Lease[M]:
-        """Use the model for a block: ``with guard.lease() as model:``, or ``async with`` without blocking the loop.
-
-        Args:
-            timeout: How long to wait for a model. Default: for the first load as long as it takes, and
-                ``wait_timeout`` while a model is being replaced.
-
-        Raises:
-            GuardClosed, LoadFailed, Reloading: On entry.
-        """
-        return Lease(self.engine, None if timeout is None else _units.seconds(timeout, "timeout", zero=True))
-
-    @property
-    def version(self) -> str | None:
-        """The version of the current model, as its loader gave it; None if it gave none, or if there is no model."""
-        return self.engine.state.version
-
-    @property
-    def ready(self) -> bool:
-        """Whether calls get a model: what a readiness probe should report.
-
-        One is loaded, or ``Idle`` has released it and the next call loads it (unless its ``ready`` is False).
-        """
-        return self.engine.ready
-
-    def load(self, timeout: _units.Duration | None = None) -> None:
-        """Load the model unless it is loaded. Blocks.
-
-        Raises:
-            LoadFailed: The load failed, or an earlier one did and its backoff has not passed.
-            Reloading: ``timeout`` has passed.
-            GuardClosed: The guard is closed.
-            WouldDeadlock: Called on a running event loop (use :meth:`aload`) or by the loader itself.
-        """
-        self.engine.load(timeout)
-
-    async def aload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`load` for a coroutine: does not block the event loop."""
-        await self.engine.aload(timeout)
-
-    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
-        """Replace the model by one whose load begins after this call. Does not wait for a pause or a backoff.
-
-        A load that is running already becomes stale: while an old generation takes calls, its model is discarded
-        (``LoadDiscarded``) and loaded again, once.
-
-        Args:
-            wait: Return when the new generation takes calls; if False, return at once.
-            timeout: How long to wait at most. Default: until the load has succeeded or failed.
-
-        Raises:
-            LoadFailed: The load failed. The old generation, if there is one, keeps taking calls.
-            Reloading: ``timeout`` has passed. The reload goes on.
-            GuardClosed: The guard is closed.
-            WouldDeadlock: With ``wait``: called inside a call on this guard, or on a running event loop.
-            InvalidOption: ``wait`` is not a bool.
-        """
-        if not isinstance(wait, bool):
-            raise InvalidOption("wait", wait, why="must be True or False", fix="To bound the wait, give timeout='5s'.")
-        self.engine.reload(wait=wait, timeout=timeout)
-
-    async def areload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`reload` for a coroutine: does not block the event loop."""
-        await self.engine.areload(timeout)
-
-    def unload(self, timeout: _units.Duration | None = None) -> None:
-        """Release the model until its next use, which loads it again. Blocks.
-
-        It waits for the calls that run, up to ``drain_timeout``, and for a load that is under way. Does nothing if no
-        model is loaded.
-
-        Args:
-            timeout: How long to wait at most. Default: until it is released.
-
-        Raises:
-            Reloading: ``timeout`` has passed. A release that has begun goes on.
-            GuardClosed: The guard is closed.
-            WouldDeadlock: Called inside a call on this guard, by its loader, or on a running event loop (use
-                :meth:`aunload`).
-        """
-        self.engine.unload(timeout)
-
-    async def aunload(self, timeout: _units.Duration | None = None) -> None:
-        """:meth:`unload` for a coroutine: does not block the event loop."""
-        await self.engine.aunload(timeout)
-
-    def rollback(self) -> None:
-        """Go back to the model that the current one has replaced. Needs ``keep_previous=True``.
-
-        It takes the next call: nothing is loaded, and nothing is awaited, so this may be called anywhere. A load under
-        way is cancelled; calls that run on the current model end on it, and it is released. From now on no policy
-        replaces the model, and ``Idle`` does not release it, until ``Modified`` or ``Changed`` see that the source has
-        changed since the load that was rolled back, or until :meth:`reload`.
-
-        Raises:
-            NoPreviousModel: None is kept.
-            GuardClosed: The guard is closed.
-        """
-        self.engine.rollback()
-
-    def check(self) -> bool:
-        """Ask the policies now, as the background thread does regularly; returns whether a reload was started."""
-        return self.engine.check()
-
-    def close(self) -> None:
-        """Refuse further calls, wait for those under way up to ``drain_timeout``, and release the model.
-
-        Closing twice does nothing. Afterwards every use raises ``GuardClosed``.
-
-        Raises:
-            WouldDeadlock: Called inside a call on this guard, whose end it would wait for, or on a running event loop
-                (use :meth:`aclose`).
-        """
-        self.engine.close()
-
-    async def aclose(self) -> None:
-        """:meth:`close` for a coroutine: does not block the event loop."""
-        await self.engine.aclose()
-
-    def status(self) -> Status:
-        """The guard's figures at this moment."""
-        from modelguard.lifecycle.status import Status
-
-        state = self.engine.state
-        with state.lock:
-            current = state.current
-            return Status(
-                name=self.name,
-                state=self._state(),
-                generation=current.number if current is not None else 0,
-                age=self.engine.guard.runtime.clock() - current.born if current is not None else 0.0,
-                uses=current.uses if current is not None else 0,
-                in_flight=state.in_flight,
-                reloads=state.reloads,
-                failures=state.failures,
-                last_error=state.failure.reason if state.failure is not None else None,
-                model_bytes=state.model_bytes,
-                last_release=state.last_release,
-                load_seconds=current.load_seconds if current is not None else 0.0,
-                growth=_growth.found(),
-                version=current.version if current is not None else None,
-                previous=state.previous.number if state.previous is not None else 0,
-                pinned=state.pinned,
-            )
-
-    def _state(self) -> State:
-        state = self.engine.state
-        with state.lock:
-            if state.closed:
-                return "closed"
-            if state.current is not None:
-                replacing = state.job is not None and state.job.replaces
-                return "degraded" if state.failures else "reloading" if replacing else "ready"
-            if state.job is not None:
-                waking = state.unloaded and not state.job.unloads
-                return "draining" if state.generations and not waking else "loading"
-            return "failed" if state.failures else "idle" if state.unloaded else "new"
-
-    def __enter__(self) -> ModelGuard[M]:
-        self.engine.reopen()
-        self.load()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> ModelGuard[M]:
-        self.engine.reopen()
-        await self.aload()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    # For servers
-
-    def recycle_in_children(self, ask: Callable[[tuple[Reason, ...]], object], *, takes_calls: bool = True) -> None:
-        """Make forked children keep the model that they share with this process.
-
-        In a child that is forked from now on, a private reload would undo the sharing. When a policy is due there, it
-        calls ``ask(reasons)``, once, so that the server replaces the whole worker; the model is used until then.
-        ``TTL``, ``Modified`` and ``Changed`` mean new weights, which a fresh child of this process would not have:
-        children ignore them, and this process acts on them.
-
-        Args:
-            ask: Called in the child, from whichever thread finds the policy due.
-            takes_calls: Whether calls run in this process too. If not, only ``TTL``, ``Modified`` and ``Changed`` count
-                here.
-        """
-        _misuse.check_ask(ask)
-        self.engine.recycle_in_children(ask, takes_calls=takes_calls)
-
-    def recycle_here(self, ask: Callable[[tuple[Reason, ...]], object]) -> None:
-        """Have this whole process replaced instead of its model.
-
-        From now on a due policy calls ``ask(reasons)``, once per generation, and the model is used until the process
-        ends. This is for servers whose processes each load their own model and are replaced by a fresh one.
-
-        Args:
-            ask: Called from whichever thread finds the policy due.
-        """
-        _misuse.check_ask(ask)
-        self.engine.recycle_here(ask)
-
-
-def guards() -> tuple[ModelGuard[Any], ...]:
-    """The guards of this process that somebody refers to, in no particular order."""
-    return tuple(_guards)
-
-
-def hide(guard: ModelGuard[Any]) -> None:
-    """Leave a guard out of :func:`guards`: this process never loads its model, or shows it in another way."""
-    _guards.discard(guard)
-
-
-def guard_of(function: Callable[..., object]) -> ModelGuard[Any]:
-    """The guard of a decorated function, for its ``status()``, ``reload()`` and so on.
+@overload
+def guard(
+    load: Callable[[], Awaitable[Loaded[M]]],
+    *,
+    reload_on: Policy | None,
+    swap: SwapMode = "auto",
+    warmup: Callable[[M], object] | None = None,
+    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
+    unload: Callable[[M], object] | None = None,
+    load_timeout: _units.Duration | None = None,
+    wait_timeout: _units.Duration = 30.0,
+    drain_timeout: _units.Duration = 30.0,
+    defer: _units.Duration = 5.0,
+    min_lifetime: _units.Duration = 0.0,
+    backoff: Backoff | None = None,
+    trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
+    prefork: bool = False,
+    name: str | None = None,
+) -> ModelGuard[M]: ...
+@overload
+def guard(
+    load: Callable[[], Loaded[M]],
+    *,
+    reload_on: Policy | None,
+    swap: SwapMode = "auto",
+    warmup: Callable[[M], object] | None = None,
+    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
+    unload: Callable[[M], object] | None = None,
+    load_timeout: _units.Duration | None = None,
+    wait_timeout: _units.Duration = 30.0,
+    drain_timeout: _units.Duration = 30.0,
+    defer: _units.Duration = 5.0,
+    min_lifetime: _units.Duration = 0.0,
+    backoff: Backoff | None = None,
+    trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
+    prefork: bool = False,
+    name: str | None = None,
+) -> ModelGuard[M]: ...
+@overload
+def guard(
+    load: Callable[[], Awaitable[M]],
+    *,
+    reload_on: Policy | None,
+    swap: SwapMode = "auto",
+    warmup: Callable[[M], object] | None = None,
+    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
+    unload: Callable[[M], object] | None = None,
+    load_timeout: _units.Duration | None = None,
+    wait_timeout: _units.Duration = 30.0,
+    drain_timeout: _units.Duration = 30.0,
+    defer: _units.Duration = 5.0,
+    min_lifetime: _units.Duration = 0.0,
+    backoff: Backoff | None = None,
+    trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
+    prefork: bool = False,
+    name: str | None = None,
+) -> ModelGuard[M]: ...
+@overload
+def guard(
+    load: Callable[[], M],
+    *,
+    reload_on: Policy | None,
+    swap: SwapMode = "auto",
+    warmup: Callable[[M], object] | None = None,
+    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
+    unload: Callable[[M], object] | None = None,
+    load_timeout: _units.Duration | None = None,
+    wait_timeout: _units.Duration = 30.0,
+    drain_timeout: _units.Duration = 30.0,
+    defer: _units.Duration = 5.0,
+    min_lifetime: _units.Duration = 0.0,
+    backoff: Backoff | None = None,
+    trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
+    prefork: bool = False,
+    name: str | None = None,
+) -> ModelGuard[M]: ...
+def guard(
+    load: Callable[[], Any],
+    *,
+    reload_on: Policy | None,
+    swap: SwapMode = "auto",
+    warmup: Callable[[Any], object] | None = None,
+    validate: Callable[..., object] | None = None,
+    unload: Callable[[Any], object] | None = None,
+    load_timeout: _units.Duration | None = None,
+    wait_timeout: _units.Duration = 30.0,
+    drain_timeout: _units.Duration = 30.0,
+    defer: _units.Duration = 5.0,
+    min_lifetime: _units.Duration = 0.0,
+    backoff: Backoff | None = None,
+    trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
+    prefork: bool = False,
+    name: str | None = None,
+) -> ModelGuard[Any]:
+    """Guard a model: load it once, lend it to calls, replace it when a policy says so, and prove that the old is gone.
+
+    Durations are seconds, a ``timedelta`` or text such as ``"250ms"``, ``"1h30m"`` or ``"2d"``. Nothing is loaded
+    before the first use or :meth:`ModelGuard.load`.
+
+    Args:
+        load: Makes the model, without arguments; may be ``async`` (it then runs on an event loop of its own). It runs
+            in a background thread, one at a time however many callers wait, so it must not need the main thread, as
+            signal handlers do. It returns the model, or ``Loaded(model, version=...)``. If it raises or returns None,
+            the load has failed. It must not use its own guard (``WouldDeadlock``).
+        reload_on: When to replace the model: policies joined by ``|`` (any) and ``&`` (all), or None to reload only on
+            request. Required, so that nothing is reloaded, or never reloaded, by accident.
+        swap: ``"load_first"``: the old generation takes calls until the new one is ready; needs memory for both.
+            ``"drain_first"``: calls wait while the old one ends and returns its memory, and only then the new one
+            loads; if that load fails, no generation takes calls until a retry succeeds. ``"auto"``: load first if 1.25
+            times the size of the model, as it was measured, may still be allocated, else drain first; load first if
+            one of the two is unknown. Once reloads have left a tenth of the model's size behind (at least 17 MB), the
+            next one drains first, which returns it.
+        warmup: Called with each new model before it takes calls, so that no request pays for what the first call
+            builds. Guarded functions that it calls run on the new model. If it raises, the load has failed. May be
+            ``async``.
+        validate: Called with each new model before the warm-up. If it raises, or returns something false other than
+            None, the model is rejected: the load has failed with ``ModelRejected``. May be ``async``. If it has a
+            second parameter without a default, it gets the model that takes calls now as well, to compare the two; None
+            if there is none: at the first load, after ``drain_first`` or ``Idle``, and under ``isolate``, whose molds
+            load one model each.
+        unload: Called with each old model after its last call and before it is dropped, also with a model that was
+            loaded and never used, and at interpreter exit: close its files and threads here. If it raises, the release
+            continues, and ``GenerationReleased.error`` reports the error. May be ``async``. A forked process does not
+            unload the model of its parent at its exit; and no exit handler runs in a process that a signal ends.
+        load_timeout: Limit for load, validation and warm-up together. After that the load has failed with
+            ``LoadTimeout``. A thread cannot be stopped, so the loader is left behind; if it ends after all, its model
+            is unloaded and dropped. Default: none. Set it if the loader uses the network.
+        wait_timeout: How long a call waits while the model is being replaced and no generation takes calls, before
+            ``Reloading``. The first load has no such limit; the ``timeout`` of :meth:`ModelGuard.lease` limits both.
+        drain_timeout: How long a replaced generation may take to finish its calls. After that the guard continues
+            without it and emits ``GenerationAbandoned``: the model stays loaded for these calls, and is released when
+            the last of them ends.
+        defer: How long a due reload waits for a pause between calls, because a loader that holds the GIL stalls every
+            call beside it. The load starts when no call has run for 50 ms after one ended, or when ``defer`` has
+            passed; a guard without any calls waits for all of it. 0 does not wait, and neither does
+            :meth:`ModelGuard.reload`, nor a policy that protects memory where ``"auto"`` would drain first.
+        min_lifetime: A policy does not replace or release a model before it has taken calls for this long, so that a
+            policy that is due at once after every load cannot cause one reload after another. This holds for policies
+            that protect memory too. What waits is in ``status().postponed`` and in the event ``ReloadPostponed``.
+            :meth:`ModelGuard.reload` and :meth:`ModelGuard.unload` do not wait. Default: 0, no bound.
+        backoff: How failed loads are retried. Default: ``Backoff("1s", "1m")``.
+        trim_every: Return freed memory to the system while calls run: at this interval (``"30s"``), or each time the
+            process has grown by this much (``"100 MB"``: text that ends in B is a size). It is done in the background
+            and for the whole process, so one guard with it is enough, and only if there were calls since the last
+            time. Each time emits ``MemoryTrimmed``. Default: only when a generation is released.
+        keep_previous: Keep the model that a reload has replaced, for :meth:`ModelGuard.rollback`, until the next reload
+            has succeeded. Costs the memory of a second model all the time, and of a third one during a load. Nothing is
+            kept where memory is short: after ``drain_first``, and after a reload because of ``MemoryGrowth`` or
+            ``MemoryLimit``.
+        prefork: Let :func:`modelguard.prefork.prepare` share this model among forked workers when no guard is named
+            there, as the servers' hooks do.
+        name: For events, logs and errors. Default: the loader's name; for a lambda, its module and line.
 
     Raises:
-        InvalidOption: No guard decorates ``function``.
+        InvalidOption: An option is invalid; the message gives its name, its value and the fix.
+        NotSupported: ``trim_every`` was given, and the allocator in force is not known.
+        NoMemoryLimit: A policy asks for a percentage of a memory limit, and there is none.
+
+    Warns:
+        PolicyNeverFires: A policy can never be due as it is written.
     """
-    owner = owner_of(function)
-    if not isinstance(owner, ModelGuard):
-        fix = "Decorate it, or keep the guard in a variable."
-        if isinstance(function, ModelGuard):
-            fix = "It is the guard itself: use it directly."
-        elif owner_of(getattr(function, "__wrapped__", None)) is not None:  # a batched function
-            fix = "A function that wraps it is: write guard_of(function.__wrapped__)."
-        raise InvalidOption("function", function, why="is not decorated by a guard", fix=fix)
-    return owner
+    # Here, to keep the import of modelguard light: only those who make a guard need them.
+    from modelguard.lifecycle import _options, runtime
+
+    _options.check_loader(load)
+    world = runtime.default()
+    if reload_on is not None:
+        _options.check_policy(reload_on, world.limit)
+    if trim_every is not None:
+        world.check_trim()
+    options: GuardOptions[Any] = _options.GuardOptions(
+        load=load,
+        reload_on=reload_on,
+        swap=swap,
+        warmup=warmup,
+        validate=validate,
+        unload=unload,
+        load_timeout=None if load_timeout is None else _units.seconds(load_timeout, "load_timeout"),
+        wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
+        drain_timeout=_units.seconds(drain_timeout, "drain_timeout", zero=True),
+        defer=_units.seconds(defer, "defer", zero=True),
+        min_lifetime=_options.check_min_lifetime(reload_on, min_lifetime),
+        backoff=Backoff() if backoff is None else backoff,
+        trim_schedule=None if trim_every is None else _options.TrimSchedule.parse(trim_every),
+        keep_previous=keep_previous,
+        prefork=prefork,
+        name=_options.loader_name(load) if name is None else name,
+    )
+    return ModelGuard(options, world)
 
 
 _public.set_module(globals(), "modelguard")

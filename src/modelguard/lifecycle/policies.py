@@ -7,10 +7,10 @@ asks the policy. So a policy is tested by giving it a snapshot.
 # Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
 # fields' types could not be resolved.
 import math
-from typing import TYPE_CHECKING
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
+from modelguard.lifecycle import _zones
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, Value
 from modelguard.lifecycle._source_policies import Changed, Modified, checked_jitter
 
@@ -27,9 +27,6 @@ __all__ = [
     "Snapshot",
     "Uses",
 ]
-
-if TYPE_CHECKING:
-    from datetime import tzinfo
 
 #: Bytes. Whoever writes ``MemoryGrowth(500)`` means megabytes; the service would reload every few seconds.
 _LEAST_SIZE = 1_000_000
@@ -179,13 +176,13 @@ class Between(Value):
         first, last = _time_of_day("start", start), _time_of_day("end", end)
         if first == last:
             raise InvalidOption("end", end, why="is the same as start", fix="Write a span, as in '02:00', '05:00'.")
-        _zone(tz)
-        self._set(start=start, end=end, tz=tz)
+        self._set(start=start, end=end, tz=_zones.check(tz))
 
     def due(self, now: Snapshot) -> bool:
         from datetime import datetime
 
-        moment = f"{datetime.fromtimestamp(now.time, _zone(self.tz)):%H:%M}"
+        zone = None if self.tz is None else _zones.named(self.tz)
+        moment = f"{datetime.fromtimestamp(now.time, zone):%H:%M}"
         if self.start < self.end:
             return self.start <= moment < self.end
         return moment >= self.start or moment < self.end
@@ -276,18 +273,6 @@ def _time_of_day(argument: str, given: object) -> str:
         why = "must be a time of day as HH:MM"
         raise InvalidOption(argument, given, why=why, fix=f"Write for example {argument}='02:30'.")
     return str(given)
-
-
-def _zone(name: str | None) -> "tzinfo | None":
-    from zoneinfo import ZoneInfo
-
-    if name is None:
-        return None
-    try:
-        return ZoneInfo(name)  # cached
-    except (OSError, TypeError, ValueError, LookupError) as error:
-        fix = "Give a name such as 'Europe/Berlin', and install tzdata where the system has no time zones."
-        raise InvalidOption("tz", name, why=f"is not a known time zone ({error})", fix=fix) from None
 
 
 def _bound(size: int | _units.Percentage, now: Snapshot) -> int | None:

@@ -6,11 +6,26 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from modelguard.telemetry import GenerationReleased, GrowthFound
+from modelguard.telemetry import GenerationReleased, GrowthFound, PostponeCause, Reason
 
 K = TypeVar("K", bound=Hashable)
 
 State = Literal["new", "loading", "ready", "reloading", "draining", "degraded", "idle", "failed", "closed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Postponed:
+    """What policies ask for, and must wait.
+
+    Attributes:
+        reasons: Which policies are due.
+        cause: Why it waits: ``"paused"`` or ``"min_lifetime"``.
+        seconds: How long it still waits; None while the guard is paused.
+    """
+
+    reasons: tuple[Reason, ...]
+    cause: PostponeCause
+    seconds: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +55,8 @@ class Status:
             is no model.
         previous: Number of the generation that ``rollback()`` would make current again; 0 if none is kept.
         pinned: Whether ``rollback()`` has made the current generation current, and its source has not changed since.
+        paused: Whether ``pause()`` holds back the policies.
+        postponed: A reload or release that is due and waits; None if there is none.
     """
 
     name: str
@@ -58,6 +75,8 @@ class Status:
     version: str | None = None
     previous: int = 0
     pinned: bool = False
+    paused: bool = False
+    postponed: Postponed | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ Mode = Literal["livemax", "livesum"]
 REASONS: tuple[ReasonKind, ...] = get_args(ReasonKind)
 SWAPS: tuple[events.Swap, ...] = get_args(events.Swap)
 LOCKS: tuple[events.HostLockHeld, ...] = get_args(events.HostLockHeld)
+POSTPONED: tuple[events.PostponeCause, ...] = get_args(events.PostponeCause)
 WORKER_ENDS: tuple[events.WorkerEndCause, ...] = get_args(events.WorkerEndCause)
 _ALIVE = {False: "gone", True: "alive", None: "unknown"}
 
@@ -133,6 +134,8 @@ def _of_loads() -> Iterator[Metric]:
     )
     yield Metric("model.size", "gauge", "Size of the model, measured at its load.", unit="By")
     yield counter("reloads.due", "Due policies that led to a reload.", "reason", REASONS)
+    yield counter("reloads.postponed", "Due policies that must wait.", "cause", POSTPONED)
+    yield Metric("paused", "gauge", "Processes in which the guard is paused.", unit="{process}", mode="livesum")
     yield counter("unloads", "Models released until their next use.")
     yield counter("rollbacks", "Rollbacks to the previous model.")
     yield counter("recycles.asked", "Due policies that led to a request for a new worker.", "reason", REASONS)
@@ -283,6 +286,9 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.LoadErrored: _of_a_failure,
     events.LoadDiscarded: lambda _: (Measure("loads.discarded", 1),),
     events.ReloadDue: lambda event: _each("reloads.due", event.reasons),
+    events.ReloadPostponed: lambda event: (Measure("reloads.postponed", len(event.reasons), event.cause),),
+    events.GuardPaused: lambda _: (Measure("paused", 1),),
+    events.GuardResumed: lambda _: (Measure("paused", 0),),
     events.UnloadStarted: lambda _: (Measure("unloads", 1),),
     events.RolledBack: lambda event: (Measure("rollbacks", 1), Measure("generation", event.generation)),
     events.RecycleAsked: lambda event: _each("recycles.asked", event.reasons),

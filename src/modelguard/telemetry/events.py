@@ -21,6 +21,10 @@ HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 #: the warm-up failed, ``rollback()`` was called, or a newer reload request replaced it.
 DiscardCause = Literal["closed", "late", "rejected", "rolled_back", "stale"]
 
+#: Why something that a policy asks for waits. ``"paused"``: ``pause()`` was called; ``"min_lifetime"``: the model has
+#: not taken calls for that long.
+PostponeCause = Literal["paused", "min_lifetime"]
+
 #: A callable that the user has given.
 Callback = Literal["reload_on", "probe", "recycle", "release", "unload"]
 
@@ -52,6 +56,33 @@ class ReloadDue(Event):
 
     generation: int
     reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReloadPostponed(Event):
+    """Policies have become due, and what they ask for must wait. Each policy is reported once for each generation.
+
+    Attributes:
+        generation: The number of the generation that would be replaced or released.
+        reasons: The policies that were not reported before.
+        cause: Why it waits.
+        seconds: For how long; None while the guard is paused.
+    """
+
+    generation: int
+    reasons: tuple[Reason, ...]
+    cause: PostponeCause
+    seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardPaused(Event):
+    """``pause()`` was called: policies start nothing until ``resume()``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardResumed(Event):
+    """``resume()`` was called after ``pause()``: policies decide again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +256,13 @@ class GenerationReleased(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationAbandoned(Event):
-    """Calls on a replaced generation outlasted ``drain_timeout``; it is released when the last of them ends."""
+    """Calls on a replaced or closed generation outlasted the wait for them; it is released when the last of them ends.
+
+    Attributes:
+        generation: Its number.
+        in_flight: How many calls still run on it.
+        drain_timeout: How long they were waited for: the guard's ``drain_timeout``, or the ``timeout`` of ``close()``.
+    """
 
     generation: int
     in_flight: int

@@ -177,7 +177,7 @@ def test_a_fault_after_a_load_loses_no_request(
     def fail() -> None:
         raise OSError("no clock")
 
-    monkeypatch.setattr(guard.engine._due.evaluator, "after_load", fail)
+    monkeypatch.setattr(guard.engine.checks._evaluator, "after_load", fail)
     world.loader.hold()
     first = world.spawn(guard.load)
     world.loader.reached()
