@@ -325,7 +325,7 @@ class GuardState(CallState[M]):
             self.current, self.previous, self.pinned = back, None, True
             back.retired = False
             back.errors = 0
-            self.failures, self.failure, self.retry_at = 0, None, -math.inf
+            self.failures, self.failure, self.retry_at, self.postponed = 0, None, -math.inf, None
             waiting: list[Future[Outcome]] = []
             if self.job is not None and self.job.replaces:
                 self.job.cancelled, self.job.replaces, self.job.covers = True, False, self.requests
