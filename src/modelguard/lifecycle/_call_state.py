@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+from modelguard import _reruns
 from modelguard.lifecycle._enclosing import EnclosingCalls
 from modelguard.lifecycle._generation import Generation
 
@@ -108,7 +109,10 @@ class CallState(EnclosingCalls[M]):
         generation.leases.pop()
         generation.uses = uses = generation.uses + 1
         if failed:
-            generation.errors += 1
+            if generation.errors == 0 and uses > 1:
+                generation.served = True
+            if not _reruns.active():
+                generation.errors += 1
             return True
         generation.errors = 0
         return uses >= generation.alarm

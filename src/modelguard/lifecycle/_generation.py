@@ -19,6 +19,8 @@ class Generation(Generic[M]):
         version: What the loader says it is; None if it says nothing.
         uses: Calls that have ended on it.
         errors: Consecutive calls, up to the latest, that raised.
+        served: Whether a call has succeeded, as the first error after it has noticed: a success has no time for that.
+        fruitless_reloads: How many reloads for errors in a row led to it, on whose models no call succeeded.
         alarm: The number of uses at which the end of a call takes the slow path: a policy may be due or, once the
             generation is retired, a drain waits for its last call. One comparison on the hot path covers both.
         retired: It takes no new calls, except those nested in its own.
@@ -35,6 +37,7 @@ class Generation(Generic[M]):
         "born",
         "dropped",
         "errors",
+        "fruitless_reloads",
         "jitter",
         "leases",
         "load_seconds",
@@ -43,6 +46,7 @@ class Generation(Generic[M]):
         "number",
         "pid",
         "retired",
+        "served",
         "uses",
         "version",
     )
@@ -69,6 +73,8 @@ class Generation(Generic[M]):
         self.leases: list[None] = []
         self.uses = 0
         self.errors = 0
+        self.served = False
+        self.fruitless_reloads = 0
         self.alarm: float = math.inf
         self.retired = False
         self.dropped = False

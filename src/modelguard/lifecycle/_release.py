@@ -125,6 +125,8 @@ def release(
         seconds=runtime.clock() - started,
         drain_seconds=drain_seconds,
         error=error,
+        in_use=runtime.in_use(),
+        held=runtime.held(),
         immortal=immortal,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
@@ -28,6 +28,8 @@ _POLL = 0.01
 #: While it loads, a model takes more memory than afterwards: ja_ginza peaks at 1.17 times its size.
 PEAK = 1.25
 
+#: Reloads for errors, and their second attempts.
+_FOR_ERRORS = frozenset({"errors", "retry"})
 #: Seconds between two readings of the free memory while a load waits: each opens a few files, about 0.1 ms.
 _ROOM_INTERVAL = 0.25
 
@@ -40,6 +42,13 @@ class Deferred(NamedTuple):
 
 
 NOT_DEFERRED = Deferred(0.0, 0)
+
+
+def _fruitless_reloads(old: Generation[Any] | None, job: LoadJob) -> int:
+    """How many reloads for errors will have led to a model that replaces ``old``, without a call that succeeded."""
+    if old is None or not old.errors or all(reason.kind not in _FOR_ERRORS for reason in job.reasons):
+        return 0
+    return 1 if old.served else old.fruitless_reloads + 1
 
 
 class Reload(Generic[M]):
@@ -55,6 +64,7 @@ class Reload(Generic[M]):
         self._guard = guard
         self._readings = readings
         self._job = job
+        self._fruitless_reloads = 0
 
     def run(self) -> None:
         """Do all of it. Never raises: failures go to those who wait, and to an event."""
@@ -109,6 +119,7 @@ class Reload(Generic[M]):
             if self._protects_memory():
                 self._release_previous()
             swap = self._choose_swap()
+            self._fruitless_reloads = _fruitless_reloads(guard.state.current, self._job)
             # Before an outage begins: a probe may take its time.
             at_load = self._readings.before_load() if swap == "drain_first" else None
             if swap == "load_first":
@@ -211,6 +222,7 @@ class Reload(Generic[M]):
             if loaded is None:
                 return
             generation = loaded.generation
+            generation.fruitless_reloads = self._fruitless_reloads
             waited = 0.0 if since is None else guard.runtime.clock() - since
             keep = guard.options.keep_previous and swap == "load_first" and not self._protects_memory()
             installed, over = guard.state.install(self._job, generation, discardable=discardable, keep=keep)

@@ -228,6 +228,9 @@ class GenerationReleased(Event):
         seconds: Duration of the release itself.
         drain_seconds: How long its last calls took to end; None if they outlasted ``drain_timeout``.
         error: The error that ``unload`` raised; None if it did not.
+        in_use: Bytes that malloc has handed out afterwards, in the whole process; None if it gives no figure.
+        held: Bytes that malloc has taken from the system and not returned by then; None if it gives no figure. For
+            glibc and mimalloc an upper bound: they count pages that were never touched.
         immortal: Whether ``prefork.prepare`` had made the model immortal. Then its objects stay in memory until the
             process ends, and each further generation that is made immortal adds its size. No collection was tried, and
             no holders were looked for.
@@ -245,6 +248,8 @@ class GenerationReleased(Event):
     seconds: float
     drain_seconds: float | None
     error: str | None
+    in_use: int | None = None
+    held: int | None = None
     immortal: bool = False
     version: str | None = None
 
@@ -280,6 +285,8 @@ class MemoryTrimmed(Event):
         trimmed_by: The allocator that did it; None if none could.
         trim_error: Why none could; None if one did.
         seconds: Duration of the trim.
+        in_use: As for ``GenerationReleased``.
+        held: As for ``GenerationReleased``.
     """
 
     bytes_before: int
@@ -287,6 +294,8 @@ class MemoryTrimmed(Event):
     trimmed_by: str | None
     trim_error: str | None
     seconds: float
+    in_use: int | None = None
+    held: int | None = None
 
     @property
     def freed(self) -> int:

@@ -80,6 +80,7 @@ class Clock:
             limit=lambda: self._limit,
             trim=lambda: "modelguard_clock",
             in_use=lambda: None,
+            held=lambda: None,
             check_trim=lambda: None,
             random=lambda: 0.0,
             start_thread=self._start,

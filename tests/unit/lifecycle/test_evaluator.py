@@ -76,12 +76,14 @@ def test_each_generation_draws_its_own_chance(world: World) -> None:
     assert [0.25, 0.5] == drawn
 
 
-@pytest.mark.parametrize(("draw", "seconds"), [(0.0, 100), (0.5, 95)])
-def test_a_draw_shortens_the_ttl_of_a_guard(world: World, draw: float, seconds: float) -> None:
-    """Processes that loaded together do not reload together."""
+@pytest.mark.parametrize(("loads", "draw", "seconds"), [(1, 0.0, 100), (1, 0.5, 75), (2, 0.0, 100), (2, 0.5, 95)])
+def test_a_draw_shortens_the_ttl_of_a_guard(world: World, loads: int, draw: float, seconds: float) -> None:
+    """Processes that loaded together do not reload together, and are far apart from the first reload on."""
     world.draw = draw
     guard = world.guard(reload_on=TTL("100s"))
-    guard.load()
+    for _ in range(loads):
+        guard.reload()
+        world.join()
     world.tick(seconds - 0.1)
     assert not guard.check()
     world.tick(0.2)

@@ -62,6 +62,8 @@ EVERY: tuple[Event, ...] = (
         seconds=0.1,
         drain_seconds=0.2,
         error="OSError: in unload",
+        in_use=150 * MB,
+        held=190 * MB,
     ),
     telemetry.GenerationAbandoned(guard="nlp", generation=1, in_flight=2, drain_timeout=30.0),
     telemetry.MemoryTrimmed(
