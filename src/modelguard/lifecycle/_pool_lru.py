@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from cachetools import Cache
 
 from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._probes import Probe
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
@@ -24,6 +25,7 @@ class PooledModel(Generic[M]):
     Attributes:
         pins: Callers that have found it and are about to take their lease.
         failure: Why its load failed, for the callers that waited for it.
+        probe: Knows whether its source has changed since its load; None without one.
     """
 
     def __init__(self, size: int) -> None:
@@ -33,6 +35,7 @@ class PooledModel(Generic[M]):
         self.expires = math.inf
         self.loading = True
         self.failure: Exception | None = None
+        self.probe: Probe | None = None
 
     @property
     def idle(self) -> bool:
@@ -45,6 +48,10 @@ class PooledModel(Generic[M]):
     def encloses_this_call(self) -> bool:
         """Whether the calling context is inside a call on it."""
         return self.engine is not None and self.engine.state.enclosing_generation() is not None
+
+    def is_outdated(self, now: float) -> bool:
+        """Whether it takes no new calls: it is too old, its source has changed, or others need its room."""
+        return now >= self.expires or (self.probe is not None and self.probe.answers.changed)
 
     def stop_lending(self) -> None:
         """Take no new calls: it is evicted when the calls under way are done."""
