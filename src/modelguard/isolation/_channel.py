@@ -142,7 +142,8 @@ class Channel:
         first, *others = parts
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         sent = self._socket.sendmsg([first], rights)  # a header is never split, but a signal may come first
-        self._socket.sendall(memoryview(first)[sent:])
+        if sent < len(first):  # to send nothing would fail if the other side has answered and closed meanwhile
+            self._socket.sendall(memoryview(first)[sent:])
         for part in others:
             self._socket.sendall(part)
 

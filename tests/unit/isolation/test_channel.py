@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -141,6 +144,29 @@ def test_an_answer_that_has_arrived_outlives_a_hang_up(ends: Ends) -> None:
         ends.one.receive()
     ends.one.close()
     ends.one.hang_up()
+
+
+class Hasty(socket.socket):
+    """Its other side answers what it has got, and closes, before the sender goes on."""
+
+    other: Channel
+
+    def sendmsg(self, *arguments: Any) -> int:
+        sent = super().sendmsg(*arguments)
+        self.other.receive()
+        self.other.send("refused")
+        self.other.close()
+        return sent
+
+
+def test_an_answer_that_comes_while_descriptors_are_sent_is_read() -> None:
+    """A broker that refuses a client closes the connection at once; the client must see why."""
+    near, far = pair()
+    hasty = Hasty(fileno=near.detach())
+    hasty.other = Channel(far)
+    with closing(Channel(hasty)) as channel:
+        channel.send("join", [0])
+        assert "refused" == channel.receive()
 
 
 def test_a_hang_up_wakes_who_waits(ends: Ends) -> None:
