@@ -254,12 +254,12 @@ def test_a_loop_over_a_pooled_generator_whose_time_is_over_may_call_its_pool(wor
     pool = world.pool(ttl=10, wait_timeout=TIMEOUT)
 
     @pool(key="key")
-    def numbers(model: Any, key: str) -> Iterator[int]:  # noqa: ARG001 - the pool's
+    def numbers(model: Any, key: str) -> Iterator[int]:
         for _ in range(3):
             yield model.number
 
     @pool(key="key")
-    def number(model: Any, key: str) -> int:  # noqa: ARG001 - the pool's
+    def number(model: Any, key: str) -> int:
         return int(model.number)
 
     def loop() -> list[tuple[int, int]]:
@@ -274,11 +274,11 @@ def test_a_loop_over_a_pooled_generator_whose_time_is_over_may_call_its_pool(wor
 
 
 def test_overlapping_streams_do_not_keep_a_model_whose_time_is_over(world: World) -> None:
-    """Another thread waits for the new model, and after ``wait_timeout`` the thread of the stream does too."""
+    """Another thread waits for the new model, and after half of ``wait_timeout`` the stream's thread does too."""
     pool = world.pool(ttl=10, wait_timeout=0.1)
 
     @pool(key="key")
-    def numbers(model: Any, key: str) -> Iterator[int]:  # noqa: ARG001 - the pool's
+    def numbers(model: Any, key: str) -> Iterator[int]:
         yield model.number
         yield model.number
 
