@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("gunicorn")
 
-from modelguard import guard  # noqa: E402 - after the check for gunicorn
-from modelguard.frameworks import gunicorn as ours  # noqa: E402
-from modelguard.frameworks._prefork_options import PreforkOptions, generations  # noqa: E402
+from modelguard import guard
+from modelguard.frameworks import gunicorn as ours
+from modelguard.frameworks._prefork_options import PreforkOptions, generations
 
 
 class Settings:
