@@ -25,6 +25,7 @@ NAMES = (
     "batching_http",
     "call_overhead",
     "fairness",
+    "fleet",
     "goodput",
     "import_cost",
     "isolation",

@@ -183,6 +183,26 @@ PROMISES = (
         r"rate without a leak",
         missed="decisions.md#a-leak-costs-its-page-faults",
     ),
+    Promise(
+        "10,000 replicas that were started together: the largest share that cannot answer at one time",
+        "at most 5 %",
+        "fleet",
+        r".*, 10,000: away",
+        missed="decisions.md#what-a-replica-alone-cannot-keep",
+    ),
+    Promise(
+        "the same: requests a second to the registry, over their mean",
+        "at most 3",
+        "fleet",
+        r".*, 10,000: herd",
+        missed="decisions.md#what-a-replica-alone-cannot-keep",
+    ),
+    Promise(
+        "the same: from the end of an outage of the registry until all have new weights, in waits of the backoff",
+        "at most 2",
+        "fleet",
+        r".*, 10,000: recovery",
+    ),
 )
 
 _HEAD = """\

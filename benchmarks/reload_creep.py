@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -124,8 +125,9 @@ def served(mode: str, count: int) -> list[float]:
             server.ask("/words")
 
             def ask() -> None:
-                while not over.is_set():
-                    server.ask("/words", timeout=300)
+                with suppress(ConnectionError):  # at the end
+                    while not over.is_set():
+                        server.ask("/words", timeout=300)
 
             clients = [threading.Thread(target=ask, daemon=True) for _ in range(CLIENTS)]
             for client in clients:
@@ -170,7 +172,7 @@ def main() -> None:
                 )
             part.set_title("bare process" if place == "bare" else "FastAPI under uvicorn, four clients")
             part.set_xlabel("reload")
-            part.set_ylim(bottom=0)
+        axes[0].set_ylim(bottom=0)
         axes[0].set_ylabel("MB above the process before the first load")
         axes[0].legend(frameon=False, loc="lower right", title="swap")
 

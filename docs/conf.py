@@ -89,7 +89,7 @@ SECTIONS = {
     "Sharing": ["sharing", "fork-safety"],
     "Isolation": ["isolation"],
     "Serving": ["serving", "scale-out"],
-    "Operations": ["faq", "diagnosis", "doctor", "metrics", "errors", "mistakes", "testing", "known-issues"],
+    "Operations": ["faq", "diagnosis", "doctor", "control", "metrics", "errors", "mistakes", "testing", "known-issues"],
     "Background": ["figures", "decisions"],
     "API reference": [
         "api/modelguard",

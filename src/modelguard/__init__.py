@@ -9,10 +9,12 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from modelguard import allocator, errors, memory, prefork, presets, serving, sharing, telemetry, weights
+    from modelguard import allocator, control, errors, memory, prefork, presets, serving, sharing, telemetry, weights
     from modelguard.isolation.isolate import Isolated, isolate
     from modelguard.lifecycle.backoff import Backoff
-    from modelguard.lifecycle.guard import ModelGuard, guard, guard_of
+    from modelguard.lifecycle.cron import Cron
+    from modelguard.lifecycle.guard import guard
+    from modelguard.lifecycle.model_guard import ModelGuard, guard_of
     from modelguard.lifecycle.policies import (
         TTL,
         Between,
@@ -37,6 +39,7 @@ __all__ = [
     "Batched",
     "Between",
     "Breaker",
+    "Cron",
     "Errors",
     "Idle",
     "Isolated",
@@ -51,6 +54,7 @@ __all__ = [
     "Uses",
     "allocator",
     "batched",
+    "control",
     "deadline",
     "errors",
     "guard",
@@ -70,7 +74,9 @@ __all__ = [
 _NAMES = {
     "modelguard.isolation.isolate": ("Isolated", "isolate"),
     "modelguard.lifecycle.backoff": ("Backoff",),
-    "modelguard.lifecycle.guard": ("ModelGuard", "guard", "guard_of"),
+    "modelguard.lifecycle.cron": ("Cron",),
+    "modelguard.lifecycle.guard": ("guard",),
+    "modelguard.lifecycle.model_guard": ("ModelGuard", "guard_of"),
     "modelguard.lifecycle.policies": (
         "TTL",
         "Between",

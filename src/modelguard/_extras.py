@@ -11,6 +11,7 @@ __all__ = ["load", "not_installed"]
 
 #: The install command for each package, by its import name.
 _COMMANDS = {
+    "cronsim": "pip install 'modelguard-lifecycle[cron]'",
     "joblib": "pip install joblib",
     "numpy": "pip install numpy",
     "opentelemetry": "pip install 'modelguard-lifecycle[opentelemetry]'",

@@ -218,6 +218,8 @@ def test_each_mistake_gives_its_message(
 ) -> None:
     """A reader who searches the page for a message finds the mistake; and the next correct call works."""
     error, says = observed(row, pages, request)
+    if error == "NotSupported" and "is not installed; pip install" in says and row.error != error:
+        pytest.skip(says)
     if os.environ.get("REWRITE"):
         rewrite(row, error, says)
         return

@@ -28,6 +28,7 @@ PUBLIC = [
     "Batched",
     "Between",
     "Breaker",
+    "Cron",
     "Errors",
     "Idle",
     "Isolated",
@@ -43,6 +44,7 @@ PUBLIC = [
     "Uses",
     "allocator",
     "batched",
+    "control",
     "deadline",
     "errors",
     "guard",
@@ -83,6 +85,7 @@ OFFERED = {
         "stats",
         "trim",
     ],
+    "modelguard.control": ["listen", "stop"],
     "modelguard.environment": ["Cpus", "Limit", "available_cpus", "memory_limit"],
     "modelguard.memory": ["MemoryUsage", "PrivateMeter", "private", "usage"],
     "modelguard.prefork": [

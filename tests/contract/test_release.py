@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
 
 
 def test_the_version_is_written_in_one_file() -> None:
@@ -46,3 +51,43 @@ def test_every_dependency_has_a_lower_bound_and_no_upper_one() -> None:
     asked = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
     foreign = [line for line in asked if not line.startswith(f"{PROJECT['name']}[")]
     assert [] == [line for line in foreign if not re.fullmatch(r"[a-z-]+(\[[a-z]+\])?>=[\d.]+", line)]
+
+
+@pytest.fixture
+def recipe() -> dict[str, Any]:
+    """The recipe with its own variables filled in."""
+    text = (ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8")
+    for name, value in yaml.safe_load(text)["context"].items():
+        text = text.replace(f"${{{{ {name} }}}}", value)
+    return dict(yaml.safe_load(text))
+
+
+class TestCondaRecipe:
+    """The recipe for conda-forge installs what the wheel installs."""
+
+    def test_it_is_of_this_version(self, recipe: dict[str, Any]) -> None:
+        """Name and version are those of the project, and the source is its archive."""
+        name, version = PROJECT["name"], PROJECT["version"]
+        assert {"name": name, "version": version} == recipe["package"]
+        assert recipe["source"]["url"].endswith(f"/m/{name}/{name.replace('-', '_')}-{version}.tar.gz")
+        assert re.fullmatch(r"[0-9a-f]{64}", recipe["source"]["sha256"])
+
+    def test_it_asks_for_the_same_packages(self, recipe: dict[str, Any]) -> None:
+        """Dependencies and their lower bounds, the build backend and the interpreter are those of pyproject.toml."""
+        run, host = ([line.replace(" ", "") for line in recipe["requirements"][part]] for part in ("run", "host"))
+        assert [f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]] == run
+        assert {"pip", *PYPROJECT["build-system"]["requires"]} < set(host)
+        assert f">={recipe['context']['python_min']}" == PROJECT["requires-python"]
+
+    def test_it_has_the_same_commands_and_licence(self, recipe: dict[str, Any]) -> None:
+        """The command line exists there too, and the licence goes with it."""
+        commands = [f"{name} = {where}" for name, where in PROJECT["scripts"].items()]
+        assert commands == recipe["build"]["python"]["entry_points"]
+        about = recipe["about"]
+        assert [PROJECT["description"], PROJECT["license"]] == [about["summary"], about["license"]]
+        assert [about["license_file"]] == PROJECT["license-files"]
+        assert (ROOT / about["license_file"]).exists()
+
+    def test_nothing_is_left_to_fill_in(self, recipe: dict[str, Any]) -> None:
+        """The recipe uses no variable that it does not set, save the interpreter, which the build sets."""
+        assert {"PYTHON"} == set(re.findall(r"\$\{\{ (\w+) \}\}", str(recipe)))

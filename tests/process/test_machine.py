@@ -20,7 +20,7 @@ from modelguard import Backoff, Uses, guard, telemetry
 from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
 from modelguard.lifecycle._host_lock import HostLock
 from modelguard.lifecycle._leases import Lease
-from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.runtime import Runtime, use
 
 pytestmark = pytest.mark.timeout(300)

@@ -154,3 +154,28 @@ def test_a_recycled_workers_counts_stay_and_its_gauges_go(tmp_path: Path) -> Non
             what="its counts are still there",
         )
         assert 1 == value(server, "loads_total", guard="nlp", swap="first"), "nobody loaded again"
+
+
+def test_files_do_not_grow_with_every_worker(tmp_path: Path) -> None:
+    """After six replacements there are those of the master, two workers and one more; no count is lost."""
+    with serving(tmp_path, "Errors(2)") as server:
+        counted = 0.0
+
+        def total() -> float:
+            answer = server.ask("/metrics")  # which fails if a file has been renamed since the folder was listed
+            return -1.0 if answer.status != 200 else value(server, "batch_size_sum", function="predict") or 0.0
+
+        for replaced in range(1, 7):
+            asked(server, "/", 10)
+            counted += 10
+
+            def recycled(expected: int = replaced) -> bool:
+                server.ask("/fail")
+                return server.replaced() >= expected
+
+            wait_until(recycled, what="a worker is replaced")
+            wait_until(lambda: len(server.children()) == 2, what="the old one is gone")
+        wait_until(lambda: total() >= counted, what="all counts are there")
+        wait_until(lambda: len(list((tmp_path / "metrics").glob("counter_*.db"))) <= 4, what="files are taken over")
+        histograms = list((tmp_path / "metrics").glob("histogram_*.db"))
+        assert len(histograms) <= 4

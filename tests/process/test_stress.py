@@ -17,7 +17,7 @@ import pytest
 
 from modelguard import Backoff, Uses, guard, pool, telemetry
 from modelguard.errors import LoadFailed, Overloaded
-from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.telemetry import Event, GenerationReleased
 

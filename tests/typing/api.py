@@ -15,6 +15,7 @@ from modelguard import (
     TTL,
     Batched,
     Breaker,
+    Cron,
     MemoryGrowth,
     ModelGuard,
     ModelPool,
@@ -23,6 +24,7 @@ from modelguard import (
     Snapshot,
     Uses,
     batched,
+    control,
     deadline,
     guard,
     guard_of,
@@ -37,6 +39,7 @@ from modelguard import (
 )
 from modelguard.adapters.spacy import IndexGrowth, Zoned, zoned
 from modelguard.adapters.torch import bucketed, pad_to_bucket
+from modelguard.frameworks.admin import Admin
 from modelguard.frameworks.asgi import ModelGuardMiddleware
 from modelguard.serving import BatchedStream, Stream, caller
 
@@ -53,6 +56,31 @@ class Model:
 
 def load() -> Model:
     return Model()
+
+
+def controlled() -> None:
+    assert_type(control.listen(sighup=True), None)
+    assert_type(control.stop(), None)
+    assert_type(Admin("0123456789abcdef", path="/admin", timeout="1m"), Admin)
+    starlette = Starlette()
+    starlette.add_middleware(ModelGuardMiddleware, admin=Admin("0123456789abcdef"))
+
+
+def at_three(model: ModelGuard[Model]) -> None:
+    assert_type(Cron("0 3 * * *", tz="Europe/Berlin", jitter="5m") | TTL("1d"), Policy)
+    assert_type(guard(load, reload_on=Cron("0 3 * * *")), ModelGuard[Model])
+
+
+def pauses(model: ModelGuard[Model]) -> None:
+    assert_type(model.pause(), None)
+    assert_type(model.close(timeout="5s"), None)
+    assert_type(model.resume(), None)
+    assert_type(model.status().paused, bool)
+    postponed = model.status().postponed
+    if postponed is not None:
+        assert_type(postponed.seconds, float | None)
+        assert_type(postponed.reasons, tuple[telemetry.Reason, ...])
+    assert_type(guard(load, reload_on=None, min_lifetime="1m"), ModelGuard[Model])
 
 
 async def load_async() -> Model:

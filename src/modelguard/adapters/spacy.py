@@ -29,7 +29,7 @@ from modelguard.errors import InvalidOption, NotSupported
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot
 from modelguard.lifecycle._signatures import plain_function
 from modelguard.lifecycle._wrappers import Guarded
-from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.telemetry.reasons import ReasonKind
 
 if TYPE_CHECKING:

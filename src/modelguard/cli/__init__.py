@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from modelguard.cli import _diagnose, _docs, _doctor, _presets, _run, _top
+from modelguard.cli import _completion, _ctl, _diagnose, _docs, _doctor, _presets, _run, _top
 
 __all__ = ["main"]
 
@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _completion.add_to(commands, parser)
+    _ctl.add_to(commands)
     _diagnose.add_to(commands)
     _docs.add_to(commands)
     _doctor.add_to(commands)

@@ -87,6 +87,14 @@ def folder() -> Path:
     raise InvalidOption("docs", str(package), why=why, fix="Install the wheel, or run from a source tree.")
 
 
+def page_names() -> tuple[str, ...]:
+    """The names of the pages; none if they are not installed."""
+    try:
+        return tuple(_pages())
+    except InvalidOption:
+        return ()
+
+
 def _pages() -> dict[str, Path]:
     return {page.stem: page for page in sorted(folder().glob("*.md")) if page.stem != _FRONT}
 

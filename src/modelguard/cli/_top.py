@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from modelguard.cli._pid import process_id
 from modelguard.errors import InvalidOption, ModelGuardError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _run(options: argparse.Namespace) -> None:
     from modelguard.cli import _top_view
 
     interval = _interval(options.interval)
-    read = make_reader(_pid(options.pid), _model_bytes(options.model_bytes))
+    read = make_reader(None if options.pid is None else process_id(options.pid), _model_bytes(options.model_bytes))
     if options.json:
         _repeat(read, _print_json, None if options.once else interval)
     else:
@@ -114,15 +115,6 @@ def _print_json(trees: list[TreeReport]) -> None:
     from modelguard.cli import _top_view
 
     print(json.dumps(_top_view.as_dict(trees)), flush=True)  # noqa: T201 - the output of the command
-
-
-def _pid(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
-        why = "must be a process id"
-        raise InvalidOption("PID", text, why=why, fix="Give one, such as the number in the server's pidfile.")
-    return int(text)
 
 
 def _interval(text: str | None) -> float:

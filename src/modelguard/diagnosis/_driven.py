@@ -17,7 +17,8 @@ from modelguard.diagnosis._target import Arguments, Say, Target
 from modelguard.environment import _allocator, _memory
 from modelguard.errors import ModelGuardError
 from modelguard.lifecycle._wrappers import owner_of
-from modelguard.lifecycle.guard import ModelGuard, guard
+from modelguard.lifecycle.guard import guard
+from modelguard.lifecycle.model_guard import ModelGuard
 
 __all__ = ["main"]
 

@@ -22,7 +22,7 @@ from modelguard.errors import (
     QuotaExceeded,
 )
 from modelguard.isolation import _registry as _isolated
-from modelguard.lifecycle.guard import guards
+from modelguard.lifecycle.model_guard import guards
 from modelguard.serving import _registry
 from modelguard.serving.deadlines import check_key, check_priority
 
@@ -155,13 +155,13 @@ class WebOptions:
         if method not in {"GET", "HEAD"} or path not in {self.livez, self.readyz}:
             return None
         if path == self.livez:
-            return _answer(HTTPStatus.OK, {"status": "alive"}, "application/json")
+            return json_answer(HTTPStatus.OK, {"status": "alive"})
         checked = _all_of_process() if self.guards is None else self.guards
         missing = [guard.name for guard in checked if not guard.ready]
         content: dict[str, Any] = {"status": "not ready" if missing else "ready"}
         if self.detail and missing:
             content["waiting_for"] = missing
-        return _answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, content, "application/json")
+        return json_answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, content)
 
     def timeout(self, header: str | None) -> float | Answer | None:
         """The time limit of a request in seconds, None for no limit; or the answer to an invalid header.
@@ -231,10 +231,13 @@ def _check_guards(given: Iterable[Ready]) -> tuple[Ready, ...]:
 def problem(status: int, detail: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
     """Make a problem document."""
     content = {"type": "about:blank", "title": _title(status), "status": int(status), "detail": detail}
-    return replace(_answer(status, content, "application/problem+json", headers), detail=detail)
+    return replace(json_answer(status, content, headers, media_type="application/problem+json"), detail=detail)
 
 
-def _answer(status: int, content: object, media_type: str, headers: tuple[tuple[str, str], ...] = ()) -> Answer:
+def json_answer(
+    status: int, content: object, headers: tuple[tuple[str, str], ...] = (), *, media_type: str = "application/json"
+) -> Answer:
+    """Make an answer of JSON, which no cache keeps."""
     body = json.dumps(content).encode()
     own = (("content-type", media_type), ("content-length", str(len(body))), ("cache-control", "no-store"))
     return Answer(int(status), (*own, *headers), body)

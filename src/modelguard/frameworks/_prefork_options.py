@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from modelguard import _units, prefork
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.guard import guards as all_guards
+from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.model_guard import guards as all_guards
 
 __all__ = ["PreforkOptions", "generations", "guards_to_share", "log_report"]
 

@@ -26,7 +26,7 @@ from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle.guard import ModelGuard
+    from modelguard.lifecycle.model_guard import ModelGuard
 
 __all__ = ["SharedState", "Workers"]
 

@@ -23,7 +23,9 @@ from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, Ready, WebOptions
 from modelguard.frameworks._asgi_answers import HeldResponse, Response, Scope, Send, WebsocketEnd
 from modelguard.frameworks._asgi_client import Receive, client_of
+from modelguard.frameworks._asgi_threads import in_thread
 from modelguard.frameworks._option_names import check_names
+from modelguard.frameworks.admin import Admin, check_admin
 from modelguard.serving.deadlines import on_behalf_of
 
 __all__ = ["ModelGuardMiddleware", "exception_handlers"]
@@ -94,6 +96,8 @@ class ModelGuardMiddleware:
         timeout_header: The header with which a client can shorten it, in seconds; None to read none.
         livez: Path of the liveness probe; None to leave it to the application.
         readyz: Path of the readiness probe; None to leave it to the application.
+        admin: A route to show, reload, unload, pause and resume guards: :mod:`modelguard.frameworks.admin`. Default:
+            none.
         guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
         fair_by: Whose a request is, so that callers share every batched function fairly: the name of a header, or a
@@ -118,12 +122,14 @@ class ModelGuardMiddleware:
         timeout_header: str | None = "Request-Timeout",
         livez: str | None = "/livez",
         readyz: str | None = "/readyz",
+        admin: Admin | None = None,
         guards: Iterable[Ready] | None = None,
         detail: bool = False,
         fair_by: str | Callable[[Scope], Hashable] | None = None,
         priority: Callable[[Scope], int] | None = None,
     ) -> None:
         self.app = app
+        self._admin = check_admin(admin)
         self._options = WebOptions(
             deadline=deadline,
             timeout_header=timeout_header,
@@ -150,6 +156,9 @@ class ModelGuardMiddleware:
 
     async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path") or "")
+        if self._admin is not None and self._admin.owns(path):
+            await Response(await self._answer_admin(self._admin, scope, path))(scope, receive, send)
+            return
         timeout = self._options.probe(scope["method"], path) or self._options.timeout(
             _header(scope, self._timeout_header)
         )
@@ -157,6 +166,15 @@ class ModelGuardMiddleware:
             await Response(timeout)(scope, receive, send)
         else:
             await self._serve_request(scope, receive, send, timeout)
+
+    @staticmethod
+    async def _answer_admin(admin: Admin, scope: Scope, path: str) -> Answer:
+        refusal = admin.refusal(_header(scope, b"authorization"))
+        if refusal is not None:
+            return refusal
+        query = scope.get("query_string", b"").decode("latin-1")
+        # A reload takes seconds, in which the event loop must go on.
+        return await in_thread(functools.partial(admin.answer, scope["method"], path, query))
 
     async def _serve_request(self, scope: Scope, receive: Receive, send: Send, timeout: float | None) -> None:
         client = client_of(receive, timeout)

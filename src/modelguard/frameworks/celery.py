@@ -27,7 +27,7 @@ from modelguard.frameworks._workers import Workers
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle.guard import ModelGuard
+    from modelguard.lifecycle.model_guard import ModelGuard
     from modelguard.prefork import ForkReport
 
 __all__ = ["install"]

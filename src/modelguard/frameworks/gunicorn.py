@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from modelguard import prefork, telemetry
 from modelguard.errors import ForkHazard, InvalidOption, ModelGuardError
 from modelguard.frameworks._asgi_leaving import leave_politely
+from modelguard.frameworks._metric_files import MetricFiles
 from modelguard.frameworks._prefork_options import PreforkOptions, generations, guards_to_share, log_report
 from modelguard.frameworks._rolling import RollingReplacement
 from modelguard.lifecycle import _ticker
@@ -45,9 +46,9 @@ from modelguard.sharing import _loads, _signals
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle.guard import ModelGuard
+    from modelguard.lifecycle.model_guard import ModelGuard
 
-__all__ = ["control_socket_disable", "on_starting", "post_fork", "preload_app"]
+__all__ = ["child_exit", "control_socket_disable", "on_starting", "post_fork", "preload_app"]
 
 #: The master must import the application; otherwise there is nothing to share.
 preload_app = True
@@ -95,6 +96,12 @@ def post_fork(server: Any, worker: Any) -> None:  # noqa: ARG001 - gunicorn's si
         _master.wake_when_serving(worker)
 
 
+def child_exit(server: Any, worker: Any) -> None:  # noqa: ARG001 - gunicorn's signature
+    """Hand the metric files of a worker that has ended to a worker to come (``PROMETHEUS_MULTIPROC_DIR``)."""
+    if _master is not None:
+        _master.metric_files.worker_ended(worker.pid)
+
+
 class _Master:
     """The process that loads, prepares and forks. It does all of this in gunicorn's main loop, between two forks."""
 
@@ -110,6 +117,7 @@ class _Master:
         self._forks_worker = False
         self._requests, self._send_requests = os.pipe()
         self._pid = os.getpid()
+        self.metric_files = MetricFiles(os.environ)
 
     def start(self) -> None:
         """Prepare the models, and hook into gunicorn's main loop."""
@@ -186,14 +194,17 @@ class _Master:
             pid: int = self._spawn_worker()
         finally:
             self._forks_worker = False
+        self.metric_files.worker_started(pid)
         return pid
 
     def _after_fork(self) -> None:
         """In a worker: let a signal end it, until gunicorn installs the handlers of workers.
 
-        The master's handlers note the signal for a main loop that the worker does not run.
+        The master's handlers note the signal for a main loop that the worker does not run. And take metric files over:
+        the warm-up, which follows, may count already.
         """
         if self._forks_worker and os.getppid() == self._pid:
+            self.metric_files.take_over()
             for number in (*_signals.ENDING, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
 

@@ -28,7 +28,7 @@ from modelguard.errors import InvalidOption, ModelGuardError, NotSupported, Over
 from modelguard.frameworks._answers import Answer, WebOptions, problem
 from modelguard.frameworks._replacement_lock import ReplacementLock
 from modelguard.isolation.isolate import Isolated
-from modelguard.lifecycle.guard import ModelGuard, guard_of
+from modelguard.lifecycle.model_guard import ModelGuard, guard_of
 from modelguard.serving import Batched, BatchedStream, Limits
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason

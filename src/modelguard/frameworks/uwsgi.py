@@ -35,7 +35,7 @@ from modelguard.frameworks._workers import Workers
 
 if TYPE_CHECKING:
     from modelguard import _units
-    from modelguard.lifecycle.guard import ModelGuard
+    from modelguard.lifecycle.model_guard import ModelGuard
     from modelguard.prefork import ForkReport
 
 __all__ = ["install"]

@@ -19,6 +19,7 @@ from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, Ready, WebOptions
 from modelguard.frameworks._option_names import check_names
+from modelguard.frameworks.admin import Admin, check_admin
 from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
 __all__ = ["ModelGuardMiddleware", "install"]
@@ -38,6 +39,8 @@ class ModelGuardMiddleware:
         timeout_header: The header with which a client can shorten it, in seconds; None to read none.
         livez: Path of the liveness probe; None to leave it to the application.
         readyz: Path of the readiness probe; None to leave it to the application.
+        admin: A route to show, reload, unload, pause and resume guards: :mod:`modelguard.frameworks.admin`. Default:
+            none.
         guards: What ``readyz`` asks. Default: all guards and batched functions of the process.
         detail: Whether a response contains the error's own text, with names of functions and figures. For development.
         fair_by: Whose a request is, so that callers share every batched function fairly: the name of a header, or a
@@ -60,12 +63,14 @@ class ModelGuardMiddleware:
         timeout_header: str | None = "Request-Timeout",
         livez: str | None = "/livez",
         readyz: str | None = "/readyz",
+        admin: Admin | None = None,
         guards: Iterable[Ready] | None = None,
         detail: bool = False,
         fair_by: str | Callable[[dict[str, Any]], Hashable] | None = None,
         priority: Callable[[dict[str, Any]], int] | None = None,
     ) -> None:
         self.app = app
+        self._admin = check_admin(admin)
         self._options = WebOptions(
             deadline=deadline,
             timeout_header=timeout_header,
@@ -81,8 +86,14 @@ class ModelGuardMiddleware:
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Serve one request."""
+        path = environ.get("PATH_INFO", "")
+        if self._admin is not None and self._admin.owns(path):
+            refusal = self._admin.refusal(environ.get("HTTP_AUTHORIZATION"))
+            query = environ.get("QUERY_STRING", "")
+            answer = refusal or self._admin.answer(environ["REQUEST_METHOD"], path, query)
+            return _respond(answer, environ, start_response)
         header = None if self._timeout_variable is None else environ.get(self._timeout_variable)
-        probe = self._options.probe(environ["REQUEST_METHOD"], environ.get("PATH_INFO", ""))
+        probe = self._options.probe(environ["REQUEST_METHOD"], path)
         timeout = probe or self._options.timeout(header)
         if isinstance(timeout, Answer):
             return _respond(timeout, environ, start_response)

@@ -26,7 +26,7 @@ from modelguard.lifecycle import runtime
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import subset
-from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.model_guard import ModelGuard, hide
 
 if TYPE_CHECKING:
     from modelguard.isolation._options import IsolationOptions

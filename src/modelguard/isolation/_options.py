@@ -16,7 +16,7 @@ from modelguard.lifecycle._options import check_policy
 from modelguard.lifecycle._policy import Policy, subset
 from modelguard.lifecycle._pool_leases import PooledFunction
 from modelguard.lifecycle._wrappers import owner_of
-from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.replicas import ModelReplicas
 from modelguard.serving.breaker import Breaker
 

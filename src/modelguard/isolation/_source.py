@@ -11,7 +11,8 @@ from modelguard.lifecycle import runtime
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._pool_leases import PooledFunction
 from modelguard.lifecycle._wrappers import owner_of
-from modelguard.lifecycle.guard import ModelGuard, guard, hide
+from modelguard.lifecycle.guard import guard
+from modelguard.lifecycle.model_guard import ModelGuard, hide
 
 if TYPE_CHECKING:
     from modelguard.isolation._options import IsolationOptions

@@ -7,29 +7,27 @@ does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, insta
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from modelguard import _own_thread, _units, telemetry
+from modelguard import _own_thread, _units
 from modelguard.errors import LoadFailed, WouldDeadlock
 from modelguard.lifecycle import _at_exit, _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
+from modelguard.lifecycle._checks import Checks
 from modelguard.lifecycle._context import GuardContext
-from modelguard.lifecycle._evaluator import Evaluator
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._policy import subset
-from modelguard.lifecycle._recycling import Ask, Recycling
+from modelguard.lifecycle._recycling import Ask
 from modelguard.lifecycle._release import drain_and_release, release_and_report
 from modelguard.lifecycle._reload import Reload
 from modelguard.lifecycle._resolve import resolve
-from modelguard.lifecycle._state import GuardState, Outcome
-from modelguard.lifecycle._trimming import Trimmer
+from modelguard.lifecycle._state import GuardState
+from modelguard.lifecycle._waiters import Outcome
 from modelguard.lifecycle._waiting import Timeout, wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
-from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
@@ -59,6 +57,7 @@ class Engine(Generic[M]):
         guard: Options, state and runtime.
         name: The guard's name.
         state: The guard's state, to be read.
+        checks: Ask the policies, and start what is due.
     """
 
     fork_rank = 1
@@ -67,10 +66,7 @@ class Engine(Generic[M]):
         self.name = options.name
         self.state: GuardState[M] = GuardState(options.name)
         self.guard = GuardContext(options, self.state, runtime)
-        self._evaluator = Evaluator(self.guard)
-        self._trimmer = None if options.trim_schedule is None else Trimmer(options.trim_schedule, self.guard)
-        self._recycling = Recycling(self.guard)
-        self._ticking = threading.Lock()
+        self.checks = Checks(self.guard, self._start)
         _engines.add(self)
         _at_exit.unload(self.guard)
         _fork.register(self)
@@ -172,7 +168,7 @@ class Engine(Generic[M]):
 
     def _after_call(self, generation: Generation[M]) -> None:
         if not generation.retired:
-            self._check_policy(sample=False)
+            self.checks.ask(sample=False)
         elif self.state.retired_call_ended(generation):
             self._release_in_background(generation)
 
@@ -295,18 +291,15 @@ class Engine(Generic[M]):
                     _ticker.TICKER.add(self)
         current = self.state.current
         if current is not None and current.uses >= current.alarm:
-            self._check_policy(sample=False)  # the ends of calls start nothing as long as there is a job
+            self.checks.ask(sample=False)  # the ends of calls start nothing as long as there is a job
 
     def _reload(self, job: LoadJob) -> Reload[M]:
-        return Reload(self.guard, self._evaluator.readings, job)
+        return Reload(self.guard, self.checks.readings, job)
 
     def _after_load(self) -> None:
         """Set the policy's alarm, before the job ends: a request in between would start another thread."""
-        try:
-            self._evaluator.after_load()
-        except Exception:  # noqa: BLE001 - a fault here must not lose the next job, for which others wait
-            logger.exception("modelguard could not ask the policies of guard %r", self.name)
-        if self.guard.options.reload_on is None and self._trimmer is None and not self.state.failures:
+        self.checks.after_load()
+        if not self.checks.needed and not self.state.failures:
             _ticker.TICKER.remove(self)  # nothing can become due, and a process that forks should have few threads
 
     # Waiting
@@ -369,29 +362,22 @@ class Engine(Generic[M]):
 
     def check(self) -> bool:
         """Ask the policies now, and trim if it is time; true if a reload was started."""
-        current = self.state.current
-        if self._trimmer is not None and current is not None:
-            self._trimmer.check((current.number, current.uses))
-        return self._check_policy(sample=True)
+        return self.checks.check()
 
     def tick(self) -> None:
-        """:meth:`check`, as the ticker calls it: a policy of the author's, which may block, has a thread of its own."""
-        policy = self.guard.options.reload_on
-        if policy is None or all(part.kind != "custom" for part in policy.parts()):
-            self.check()
-        elif self._ticking.acquire(blocking=False):  # else the last check has not ended yet
-            self.guard.runtime.start_thread(self._tick_aside, f"modelguard-check-{self.name}")
-
-    def _tick_aside(self) -> None:
-        try:
-            self.check()
-        finally:
-            self._ticking.release()
+        """:meth:`check`, as the ticker calls it: does not block."""
+        self.checks.tick()
 
     def check_interval(self) -> float:
         """Seconds until :meth:`check` should be called again; infinity if only the ends of calls matter."""
-        interval = self._evaluator.interval
-        return interval if self._trimmer is None else min(interval, self._trimmer.interval)
+        return self.checks.interval
+
+    def set_paused(self, *, paused: bool) -> None:
+        """Hold back what policies ask for, or no longer; what is due by then starts soon."""
+        self.checks.set_paused(paused=paused)
+        if not paused and self.checks.needed and self.state.current is not None and self.guard.runtime.ticks:
+            with suppress(RuntimeError):  # the system gives no thread; the next call tries again
+                _ticker.TICKER.add(self)  # and wake it
 
     @property
     def renews_weights(self) -> bool:
@@ -401,39 +387,12 @@ class Engine(Generic[M]):
     def recycle_in_children(self, ask: Ask, *, takes_calls: bool) -> None:
         """Have children that are forked from now on ask for a fresh process instead of reloading."""
         self.state.raise_if_closed()
-        self._recycling.in_children(ask, takes_calls=takes_calls)
-        self._evaluator.decide_by(self._recycling.policy)
+        self.checks.recycle_in_children(ask, takes_calls=takes_calls)
 
     def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
         """Ask for a fresh process instead of reloading, from now on; without ``renews`` not for new weights."""
         self.state.raise_if_closed()
-        self._recycling.in_this_process(ask)
-        if not renews:
-            self._evaluator.decide_by(subset(self.guard.options.reload_on, renews=False))
-
-    def _check_policy(self, *, sample: bool) -> bool:
-        """Ask the policy, and start what is due; true if that is a reload."""
-        due = None if _inline.active() else self._evaluator.evaluate(sample=sample)
-        if due is None:
-            return False
-        state, over = self.state, due.generation
-        if over is None:
-            return self._start(state.request_if_idle(due.reasons, urgent=state.current is None))
-        if due.unload:
-            self._start(state.request_unload(due.reasons, instead_of=over))
-            return False
-        if self._recycling.here:
-            try:
-                self._recycling.request(due, over.number)
-            except Exception as error:  # noqa: BLE001 - the process serves on; the event reports it
-                self._evaluator.report_error("recycle", error)
-            return False
-        # Where no calls run there is no pause between calls to wait for.
-        urgent = not self._recycling.takes_calls
-        job = state.request_if_idle(due.reasons, urgent=urgent, after_call=not sample, instead_of=over)
-        if job is not None:
-            telemetry.emit(telemetry.ReloadDue(guard=self.name, generation=over.number, reasons=due.reasons))
-        return self._start(job)
+        self.checks.recycle_here(ask, renews=renews)
 
     # The end, and forks
 
@@ -441,22 +400,24 @@ class Engine(Generic[M]):
         """Accept calls again after :meth:`close`; the next use loads a model."""
         self.state.reopen()
 
-    def close(self) -> None:
-        """Refuse further calls, wait for those under way up to ``drain_timeout``, and release the model."""
+    def close(self, timeout: _units.Duration | None = None) -> None:
+        """Refuse further calls, wait for those under way up to a bound, and release the model."""
+        seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
         _deadlocks.raise_on_event_loop(self.name, "close", "await guard.aclose()")
         self.raise_inside_call("close")
-        self.shut_down()
+        self.shut_down(seconds)
 
-    def shut_down(self) -> None:
+    def shut_down(self, timeout: float | None = None) -> None:
         """:meth:`close` without its checks, for an owner that has made them."""
         _ticker.TICKER.remove(self)
         old = self.state.close()
         if old is not None:
-            drain_and_release(self.guard, old)
+            drain_and_release(self.guard, old, timeout)
 
-    async def aclose(self) -> None:
+    async def aclose(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`close` without blocking the event loop."""
-        await _in_thread.run(self.close, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
+        work = functools.partial(self.close, timeout)
+        await _in_thread.run(work, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
 
     def before_fork(self) -> None:
         """Keep other threads out of the state while the process forks."""
@@ -469,9 +430,4 @@ class Engine(Generic[M]):
     def after_fork_in_child(self) -> None:
         """Start with own locks, counters, jitter and readings; ask for recycling where that was prepared."""
         self.state.after_fork_in_child(self.guard.runtime.random())
-        self._ticking = threading.Lock()
-        self._recycling.after_fork_in_child()
-        self._evaluator.decide_by(self._recycling.policy)
-        self._evaluator.after_fork_in_child()
-        if self._trimmer is not None:
-            self._trimmer.after_fork_in_child()
+        self.checks.after_fork_in_child()

@@ -109,10 +109,7 @@ class Evaluator(Generic[M]):
             self.interval = _IDLE
             return None
         if state.failures:
-            self.interval = max(0.0, state.retry_at - self._guard.runtime.clock())
-            if self.interval > 0:
-                return None
-            return Due((Reason("retry", f"retry after failure {state.failures}"),), None)
+            return self._retry()
         generation = state.current
         if generation is None:
             self.interval = math.inf
@@ -121,10 +118,19 @@ class Evaluator(Generic[M]):
         reasons = self._ask(snapshot)
         self._set_alarm(generation, snapshot)
         if not reasons:
+            state.postpone(None)
             return None
         state.set_alarm(generation, math.inf)
         # If a member asks for each of the two: what nobody uses is not loaded afresh.
         return Due(tuple(reasons), generation, unload=any(reasons.values()))
+
+    def _retry(self) -> Due[M] | None:
+        state = self._guard.state
+        if state.paused and state.current is not None:
+            self.interval = _IDLE
+            return None
+        self.interval = max(0.0, state.retry_at - self._guard.runtime.clock())
+        return None if self.interval > 0 else Due((Reason("retry", f"retry after failure {state.failures}"),), None)
 
     def _ask(self, snapshot: Snapshot) -> dict[Reason, bool]:
         """The reasons of the members that are due, and whether each asks to unload.

@@ -18,9 +18,13 @@ class Generation(Generic[M]):
             first and checks the leases afterwards. So one of them always sees the other.
         uses: Calls that have ended on it.
         errors: Consecutive calls, up to the latest, that raised.
+        served: Whether a call has succeeded, as the first error after it has noticed: a success has no time for that.
+        fruitless_reloads: How many reloads for errors in a row led to it, on whose models no call succeeded.
         alarm: The number of uses at which the end of a call takes the slow path: a policy may be due or, once the
             generation is retired, a drain waits for its last call. One comparison on the hot path covers both.
         retired: It takes no new calls, except those nested in its own.
+        born: When it began to take calls, on the guard's clock.
+        began: The same on the wall clock, in seconds since the epoch.
         pid: The process that loaded it, which may be a parent of this one.
         dropped: No call may run on it any more; its model is being released.
     """
@@ -28,9 +32,11 @@ class Generation(Generic[M]):
     __slots__ = (
         "__weakref__",
         "alarm",
+        "began",
         "born",
         "dropped",
         "errors",
+        "fruitless_reloads",
         "jitter",
         "leases",
         "load_seconds",
@@ -39,20 +45,24 @@ class Generation(Generic[M]):
         "number",
         "pid",
         "retired",
+        "served",
         "uses",
     )
 
-    def __init__(self, number: int, model: M, *, born: float, jitter: float, model_bytes: int = 0) -> None:
+    def __init__(self, number: int, model: M, *, born: float, began: float, jitter: float) -> None:
         self.number = number
         self.model = model
         self.born = born
+        self.began = began
         self.jitter = jitter
         self.pid = os.getpid()
-        self.model_bytes = model_bytes
+        self.model_bytes = 0
         self.load_seconds = 0.0
         self.leases: list[None] = []
         self.uses = 0
         self.errors = 0
+        self.served = False
+        self.fruitless_reloads = 0
         self.alarm: float = math.inf
         self.retired = False
         self.dropped = False

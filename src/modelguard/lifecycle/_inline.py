@@ -70,6 +70,7 @@ def unload(guard: GuardContext[Any]) -> None:
 
 def _install(guard: GuardContext[M], model: M) -> None:
     state, number = guard.state, guard.state.generations
-    generation = Generation(number + 1, model, born=guard.runtime.clock(), jitter=0.0)
+    runtime = guard.runtime
+    generation = Generation(number + 1, model, born=runtime.clock(), began=runtime.wall_clock(), jitter=0.0)
     state.install(LoadJob((), urgent=True), generation, discardable=False)
     _undo.append(lambda: state.forget_current(number))

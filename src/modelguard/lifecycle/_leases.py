@@ -8,9 +8,10 @@ from contextlib import suppress
 from contextvars import Token
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
+from modelguard.lifecycle._enclosing import Enclosing
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._state import Enclosing, GuardState
+from modelguard.lifecycle._state import GuardState
 
 if TYPE_CHECKING:
     from types import TracebackType

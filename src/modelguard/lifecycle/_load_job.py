@@ -1,11 +1,25 @@
-"""One load or release under way."""
+"""One load or release: under way, or due and postponed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from modelguard.telemetry import Reason
+    from modelguard.telemetry import PostponeCause, Reason
+
+
+class PostponedJob(NamedTuple):
+    """What a policy asks for, and must wait.
+
+    Attributes:
+        reasons: Which policies are due.
+        cause: Why it waits.
+        until: When it may begin, on the guard's clock; None while the guard is paused.
+    """
+
+    reasons: tuple[Reason, ...]
+    cause: PostponeCause
+    until: float | None
 
 
 class LoadJob:
@@ -17,11 +31,12 @@ class LoadJob:
         after_call: It was requested at the end of a call, where a pause between calls may begin.
         replaces: There is a current generation that it has yet to replace.
         unloads: It releases the current generation and loads none. Those who need one meanwhile wait for its end.
+        by_policy: Nobody but a policy asked for it, so it does not begin while the guard is paused.
         covers: The last request that its load answers; later ones make that load stale. None before the load begins.
         threads: Identities of the threads that do its work, to detect a load that waits for itself.
     """
 
-    __slots__ = ("after_call", "covers", "reasons", "replaces", "threads", "unloads", "urgent")
+    __slots__ = ("after_call", "by_policy", "covers", "reasons", "replaces", "threads", "unloads", "urgent")
 
     def __init__(
         self,
@@ -31,11 +46,13 @@ class LoadJob:
         replaces: bool = False,
         after_call: bool = False,
         unloads: bool = False,
+        by_policy: bool = False,
     ) -> None:
         self.reasons = reasons
         self.urgent = urgent
         self.after_call = after_call
         self.replaces = replaces
         self.unloads = unloads
+        self.by_policy = by_policy
         self.covers: int | None = None
         self.threads: set[int] = set()

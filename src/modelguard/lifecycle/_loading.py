@@ -123,7 +123,8 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
             "the loader returned a model that it has returned before; make a new one at each call, without a cache"
         )
     number = guard.state.generations + 1
-    return Generation(number, model, born=guard.runtime.clock(), jitter=guard.runtime.random())
+    runtime = guard.runtime
+    return Generation(number, model, born=runtime.clock(), began=runtime.wall_clock(), jitter=runtime.random())
 
 
 def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:

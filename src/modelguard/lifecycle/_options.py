@@ -19,7 +19,7 @@ from modelguard.lifecycle import _adapters, _policy_hints
 from modelguard.lifecycle._known_models import KnownModels
 from modelguard.lifecycle._policy import alternatives
 from modelguard.lifecycle.backoff import Backoff
-from modelguard.lifecycle.policies import Idle, MemoryGrowth, MemoryLimit, Modified, Policy
+from modelguard.lifecycle.policies import TTL, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
 
 M = TypeVar("M")
 
@@ -63,6 +63,7 @@ class GuardOptions(Generic[M]):
     wait_timeout: float
     drain_timeout: float
     defer: float
+    min_lifetime: float
     backoff: Backoff
     trim_schedule: TrimSchedule | None
     prefork: bool
@@ -181,6 +182,20 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
             _check_memory(part, limit())
         elif isinstance(part, Modified) and not part.path.exists():
             warn_never_due(part, f"{part.path} does not exist yet, so no change can be seen until it does")
+
+
+def check_min_lifetime(policy: Policy | None, given: _units.Duration) -> float:
+    """The seconds of ``min_lifetime``.
+
+    Raises:
+        InvalidOption: It is not a duration, or longer than the age at which a ``TTL`` alone replaces the model.
+    """
+    seconds = _units.seconds(given, "min_lifetime", zero=True)
+    for member in alternatives(policy):
+        if isinstance(member, TTL) and member.seconds < seconds:
+            fix = f"Give at most {_units.format_seconds(member.seconds)!r}, or a longer TTL."
+            raise InvalidOption("min_lifetime", given, why=f"is longer than {member!r}, which is due before", fix=fix)
+    return seconds
 
 
 def memory_bound(argument: str, value: int | str | _units.Percentage, limit: Callable[[], int | None]) -> int:

@@ -43,14 +43,20 @@ class Snapshot:
     Attributes:
         generation: Its number; the first is 1.
         age: Seconds since it began to take calls.
+        began: Wall clock when it began to take calls, in seconds since the epoch. ``time`` less ``age`` differs from it
+            if the clock was set, or the machine slept.
         idle: Seconds for which no call has run or ended, as the regular checks have seen it.
         uses: Calls and leases that have ended on it.
         consecutive_errors: Consecutive calls, up to the latest, that raised an ``Exception``.
+        fruitless_reloads: Reloads for errors in a row, up to this generation, that did not help: no call has succeeded
+            since. 0 as soon as one has.
         memory: The latest readings of private memory in bytes, oldest first, at most three,
             taken since the generation settled. Empty until then.
         baseline: Private memory when it settled, in bytes, None until then.
         limit: The effective memory limit of this process in bytes, None if there is none.
         jitter: A number in [0, 1), drawn once per process and generation.
+        first: Whether it is the first generation, in a process that loaded it itself. Replicas that are started
+            together are in step there.
         time: Wall clock, in seconds since the epoch.
         files: What is known about the paths that a policy watches.
         gauges: Figures that the model's adapter reads from the model (spaCy: ``lexemes``, ``strings``,
@@ -60,13 +66,16 @@ class Snapshot:
 
     generation: int = 1
     age: float = 0.0
+    began: float = 0.0
     idle: float = 0.0
     uses: int = 0
     consecutive_errors: int = 0
+    fruitless_reloads: int = 0
     memory: tuple[int, ...] = ()
     baseline: int | None = None
     limit: int | None = None
     jitter: float = 0.0
+    first: bool = False
     time: float = 0.0
     files: Mapping[Path, FileChange] = field(default_factory=_nothing)
     gauges: Mapping[str, int] = field(default_factory=_nothing)

@@ -22,6 +22,7 @@ from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_lru import PooledModel, PoolLRU, RoomQueue
+from modelguard.lifecycle._waiting import Timeout
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._state import GuardState
@@ -102,7 +103,7 @@ class PoolEngine(Generic[K, M]):
         with self._changed:
             self._closed = False
 
-    def close(self) -> None:
+    def close(self, timeout: Timeout | None = None) -> None:
         """Refuse further leases, wait for those under way, and release every model."""
         _deadlocks.raise_on_event_loop(self.name, "close", "await pool.aclose()")
         with self._changed:
@@ -115,12 +116,13 @@ class PoolEngine(Generic[K, M]):
             self._changed.notify_all()
         for model in models:
             if model.engine is not None:
-                model.engine.close()
+                model.engine.close(None if timeout is None else timeout.left())
         self._close_evicted()
 
-    async def aclose(self) -> None:
+    async def aclose(self, timeout: Timeout | None = None) -> None:
         """:meth:`close` without blocking the event loop."""
-        await _in_thread.run(self.close, f"modelguard-close-{self.name}", self.runtime.start_thread)
+        work = partial(self.close, timeout)
+        await _in_thread.run(work, f"modelguard-close-{self.name}", self.runtime.start_thread)
 
     # Finding a model
 

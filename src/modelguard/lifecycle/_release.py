@@ -31,17 +31,24 @@ IMMORTAL = 1 << 31
 NOISE = 16 * 2**20
 
 
-def drain_and_release(guard: GuardContext[M], old: Generation[M]) -> None:
-    """Wait for a retired generation's calls and release it; after ``drain_timeout``, abandon it to them."""
+def drain_and_release(guard: GuardContext[M], old: Generation[M], timeout: float | None = None) -> None:
+    """Wait for a retired generation's calls and release it; after ``timeout`` seconds, abandon it to them.
+
+    Args:
+        guard: Whose generation it is.
+        old: The generation.
+        timeout: Default: the guard's ``drain_timeout``.
+    """
     started = guard.runtime.clock()
-    remaining = guard.state.drain(old, guard.options.drain_timeout)
+    timeout = guard.options.drain_timeout if timeout is None else timeout
+    remaining = guard.state.drain(old, timeout)
     if remaining:
         telemetry.emit(
             telemetry.GenerationAbandoned(
                 guard=guard.name,
                 generation=old.number,
                 in_flight=remaining,
-                drain_timeout=guard.options.drain_timeout,
+                drain_timeout=timeout,
             )
         )
         return
@@ -106,6 +113,8 @@ def release(
         seconds=runtime.clock() - started,
         drain_seconds=drain_seconds,
         error=error,
+        in_use=runtime.in_use(),
+        held=runtime.held(),
         immortal=immortal,
     )
 

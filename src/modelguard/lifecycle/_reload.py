@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from modelguard import _units, telemetry
 from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
@@ -14,6 +14,7 @@ from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._readings import Readings
 from modelguard.lifecycle._release import drain_and_release, release
+from modelguard.telemetry.reasons import PROTECT_MEMORY
 
 if TYPE_CHECKING:
     from modelguard.telemetry import DiscardCause, HostLockHeld, Swap
@@ -27,8 +28,8 @@ _POLL = 0.01
 #: While it loads, a model takes more memory than afterwards: ja_ginza peaks at 1.17 times its size.
 PEAK = 1.25
 
-#: Reloads that free memory. Where it is short, they do not wait for a pause.
-_PROTECT_MEMORY = frozenset({"index_growth", "memory_growth", "memory_limit"})
+#: Reloads for errors, and their second attempts.
+_FOR_ERRORS = frozenset({"errors", "retry"})
 #: Seconds between two readings of the free memory while a load waits: each opens a few files, about 0.1 ms.
 _ROOM_INTERVAL = 0.25
 
@@ -41,6 +42,13 @@ class Deferred(NamedTuple):
 
 
 NOT_DEFERRED = Deferred(0.0, 0)
+
+
+def _fruitless_reloads(old: Generation[Any] | None, job: LoadJob) -> int:
+    """How many reloads for errors will have led to a model that replaces ``old``, without a call that succeeded."""
+    if old is None or not old.errors or all(reason.kind not in _FOR_ERRORS for reason in job.reasons):
+        return 0
+    return 1 if old.served else old.fruitless_reloads + 1
 
 
 class Reload(Generic[M]):
@@ -56,6 +64,7 @@ class Reload(Generic[M]):
         self._guard = guard
         self._readings = readings
         self._job = job
+        self._fruitless_reloads = 0
 
     def run(self) -> None:
         """Do all of it. Never raises: failures go to those who wait, and to an event."""
@@ -100,11 +109,12 @@ class Reload(Generic[M]):
 
     def _replace(self) -> None:
         guard, runtime = self._guard, self._guard.runtime
-        with runtime.host_lock.held(
-            sleep=runtime.sleep, clock=runtime.clock, cancelled=lambda: guard.state.closed
-        ) as lock:
+        with runtime.host_lock.held(sleep=runtime.sleep, clock=runtime.clock, cancelled=self._is_cancelled) as lock:
             deferred = self._wait_for_quiet()
+            if self._is_cancelled() and guard.state.put_off(self._job):
+                return
             swap = self._choose_swap()
+            self._fruitless_reloads = _fruitless_reloads(guard.state.current, self._job)
             if swap == "load_first":
                 old, since = guard.state.current, None
             else:
@@ -117,6 +127,10 @@ class Reload(Generic[M]):
 
     # Before the load
 
+    def _is_cancelled(self) -> bool:
+        """Whether the reload is no longer wanted: the guard was closed, or paused while a policy's reload waited."""
+        return self._guard.state.closed or self._guard.state.holds_back(self._job)
+
     def _wait_for_quiet(self) -> Deferred:
         """Wait for the beginning of a pause between calls, at most ``defer``, and while there is memory to wait.
 
@@ -126,7 +140,7 @@ class Reload(Generic[M]):
         started = since = runtime.clock()
         before = runtime.private()
         uses, call_ended, read = None, job.after_call, -math.inf
-        while not job.urgent and not guard.state.closed:
+        while not job.urgent and not self._is_cancelled():
             generation, now = guard.state.current, runtime.clock()
             if generation is None or now - started >= guard.options.defer:
                 break
@@ -145,7 +159,7 @@ class Reload(Generic[M]):
 
     def _memory_is_short(self) -> bool:
         """Whether this reload is to free memory, and there is less than a second copy would need."""
-        if all(reason.kind not in _PROTECT_MEMORY for reason in self._job.reasons):
+        if all(reason.kind not in PROTECT_MEMORY for reason in self._job.reasons):
             return False
         room = self._guard.runtime.headroom()
         return room is not None and room < PEAK * (self._guard.state.model_bytes or 0)
@@ -182,6 +196,7 @@ class Reload(Generic[M]):
             if loaded is None:
                 return
             generation = loaded.generation
+            generation.fruitless_reloads = self._fruitless_reloads
             waited = 0.0 if since is None else guard.runtime.clock() - since
             installed, old = guard.state.install(self._job, generation, discardable=discardable)
             if installed:

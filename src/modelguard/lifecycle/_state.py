@@ -10,29 +10,22 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from modelguard import _reruns
 from modelguard.errors import GuardClosed, LoadFailed
 from modelguard.lifecycle._creep import Creep
+from modelguard.lifecycle._enclosing import EnclosingCalls
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._known_models import is_plain_value
-from modelguard.lifecycle._load_job import LoadJob
+from modelguard.lifecycle._load_job import LoadJob, PostponedJob
+from modelguard.lifecycle._waiters import Outcome, Waiters
 
 if TYPE_CHECKING:
     from modelguard.telemetry import GenerationReleased, Reason
 
 M = TypeVar("M")
-
-#: How a wait ends: None if a generation was installed, else the error that the waiter raises.
-Outcome = LoadFailed | GuardClosed | None
-
-#: What a context holds while a call runs: the call's generation and how deeply calls on it are nested. The end of the
-#: call empties the list, so a context that outlives its call (a task started inside it) can tell.
-Enclosing = list[Any]
 
 
 class HeldLease(Protocol):
@@ -51,13 +44,15 @@ class HeldLease(Protocol):
         ...
 
 
-class GuardState(Generic[M]):
+class GuardState(EnclosingCalls[M]):
     """State of one guard. Fields are read freely; they change only inside its methods, under ``lock``.
 
     Attributes:
         current: The generation that takes new calls; None if there is none.
         job: The load under way, if any.
         unloaded: There is no generation because it was released until its next use.
+        paused: Policies start nothing. What others ask for goes on.
+        postponed: What the policies of the current generation ask for, and must wait.
         least_memory: The least private memory, in bytes, that a release has left so far.
         creep: What replacements leave behind. Used by the one load that runs.
         epoch: How many forks lie between this process and the one that made the guard.
@@ -65,14 +60,15 @@ class GuardState(Generic[M]):
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.enclosing: ContextVar[Enclosing | None] = ContextVar(f"modelguard {name}", default=None)
+        super().__init__(name)
         self.current: Generation[M] | None = None
         self.job: LoadJob | None = None
         self.draining: set[Generation[M]] = set()
         self.abandoned: set[Generation[M]] = set()
         self.closed = False
         self.unloaded = False
+        self.paused = False
+        self.postponed: PostponedJob | None = None
         self.requests = 0
         self.generations = 0
         self.reloads = 0
@@ -93,7 +89,7 @@ class GuardState(Generic[M]):
         self.lock = threading.RLock()
         self.drained = threading.Condition(self.lock)
         self.job_ended = threading.Condition(self.lock)
-        self.waiting: dict[Future[Outcome], int] = {}
+        self.waiting = Waiters()
 
     # Calls
 
@@ -121,37 +117,16 @@ class GuardState(Generic[M]):
         waited_for = self.draining - self.abandoned
         return next((one for one in held if one in waited_for and not one.dropped), None)
 
-    def enclosing_generation(self) -> Generation[M] | None:
-        """The generation of the call that encloses this one, if any."""
-        outer = tuple(self.enclosing.get() or ())  # one read: another thread may be emptying the list
-        return outer[0] if outer else None
-
-    def nest(self, generation: Generation[M]) -> Enclosing:
-        """Make what the context holds while a call runs on ``generation``."""
-        outer = self.enclosing.get()
-        if not outer:
-            return [generation, 1]
-        both = tuple(outer)  # one read, as above
-        return [generation, both[1] + 1 if both and both[0] is generation else 1]
-
-    @contextmanager
-    def running_on(self, generation: Generation[M]) -> Iterator[None]:
-        """Run guarded functions that the block calls on ``generation``. The block itself does not count as a use."""
-        enclosing = self.nest(generation)
-        token = self.enclosing.set(enclosing)
-        try:
-            yield
-        finally:
-            enclosing.clear()
-            self.enclosing.reset(token)
-
     @staticmethod
     def leave(generation: Generation[M], failed: bool) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
         """Return a lease; true if a policy may be due or a drain waits."""
         generation.leases.pop()
         generation.uses = uses = generation.uses + 1
         if failed:
-            generation.errors += 1
+            if generation.errors == 0 and uses > 1:
+                generation.served = True
+            if not _reruns.active():
+                generation.errors += 1
             return True
         generation.errors = 0
         return uses >= generation.alarm
@@ -183,7 +158,7 @@ class GuardState(Generic[M]):
         """
         with self.lock:
             self.raise_if_closed()
-            return self._add_waiter(0)
+            return self.waiting.add(0)
 
     def wait_for_request(self, request: int) -> Future[Outcome]:
         """Wait for a model whose load began after ``request`` was made."""
@@ -192,24 +167,12 @@ class GuardState(Generic[M]):
                 done: Future[Outcome] = Future()
                 done.set_result(GuardClosed(self.name))
                 return done
-            return self._add_waiter(request)
-
-    def _add_waiter(self, request: int) -> Future[Outcome]:
-        future: Future[Outcome] = Future()
-        future.set_running_or_notify_cancel()  # so that a waiter's cancellation cannot touch it
-        self.waiting[future] = request
-        return future
+            return self.waiting.add(request)
 
     def stop_waiting(self, future: Future[Outcome]) -> None:
         """Remove a waiter whose time ran out."""
         with self.lock:
-            self.waiting.pop(future, None)
-
-    def _pop_waiting(self, covers: float) -> list[Future[Outcome]]:
-        done = [future for future, request in self.waiting.items() if request <= covers]
-        for future in done:
-            del self.waiting[future]
-        return done
+            self.waiting.remove(future)
 
     def raise_if_closed(self) -> None:
         """Raise GuardClosed after ``close()``."""
@@ -229,6 +192,7 @@ class GuardState(Generic[M]):
             self.requests += 1
             if self.job is not None:
                 self.job.urgent = self.job.urgent or urgent
+                self.job.by_policy = False
                 return self.requests, None
             self.job = LoadJob(reasons, urgent=urgent, replaces=self.current is not None)
             return self.requests, self.job
@@ -239,24 +203,31 @@ class GuardState(Generic[M]):
         *,
         urgent: bool,
         after_call: bool = False,
+        by_policy: bool = False,
         instead_of: Generation[M] | None = None,
     ) -> LoadJob | None:
         """Ask for a load unless one is under way, the guard is closed, or ``instead_of`` is no longer current."""
         with self.lock:
-            if self.job is not None or self.closed or instead_of not in (None, self.current):
+            if self._refuses_jobs(by_policy=by_policy) or instead_of not in (None, self.current):
                 return None
             job = self.request(reasons, urgent=urgent)[1]
             if job is not None:
                 job.after_call = after_call
+                job.by_policy = by_policy
             return job
 
-    def request_unload(self, reasons: tuple[Reason, ...], *, instead_of: Generation[M] | None = None) -> LoadJob | None:
+    def _refuses_jobs(self, *, by_policy: bool) -> bool:
+        return self.job is not None or self.closed or (by_policy and self.paused)
+
+    def request_unload(
+        self, reasons: tuple[Reason, ...], *, instead_of: Generation[M] | None = None, by_policy: bool = False
+    ) -> LoadJob | None:
         """Ask for the release of the current generation until its next use; None if it cannot begin now.
 
         That is: a load is under way, the guard is closed, or there is no generation, or not ``instead_of``.
         """
         with self.lock:
-            if self.job is not None or self.closed or self.current is None:
+            if self._refuses_jobs(by_policy=by_policy) or self.current is None:
                 return None
             if instead_of not in (None, self.current):
                 return None
@@ -303,7 +274,7 @@ class GuardState(Generic[M]):
             self.unloaded = False
             self.model_bytes = max(self.model_bytes or 0, generation.model_bytes)
             self.failures, self.failure, self.retry_at = 0, None, -math.inf
-            waiting = self._pop_waiting(covers)
+            waiting = self.waiting.pop(covers)
         for future in waiting:
             future.set_result(None)
         return True, old
@@ -323,7 +294,7 @@ class GuardState(Generic[M]):
             # Not kept: the cause's traceback holds the loader's frames, and these may hold half a model.
             self.failure = failure.again(failure.retry_after)
             self.retry_at = retry_at
-            waiting = self._pop_waiting(covers)
+            waiting = self.waiting.pop(covers)
         for future in waiting:
             future.set_result(failure)
 
@@ -347,6 +318,33 @@ class GuardState(Generic[M]):
                 return None
             self.job = LoadJob(followup, urgent=True, replaces=self.current is not None)
             return self.job
+
+    # What policies ask for, and must wait
+
+    def set_paused(self, *, paused: bool) -> bool:
+        """Let policies start nothing, or let them again; true if that is a change."""
+        with self.lock:
+            changed, self.paused = self.paused is not paused, paused
+            if changed and not paused:
+                self.postponed = None
+            return changed
+
+    def postpone(self, job: PostponedJob | None) -> None:
+        """Record what the policies ask for and must wait; None if that is nothing."""
+        if job is not self.postponed:
+            with self.lock:
+                self.postponed = None if self.current is None else job
+
+    def holds_back(self, job: LoadJob) -> bool:
+        """Whether a job must not begin, because the guard is paused and only a policy asked for it."""
+        return self.paused and job.by_policy
+
+    def put_off(self, job: LoadJob) -> bool:
+        """Give up a policy's job that has not begun; false if somebody else has asked for a load meanwhile."""
+        with self.lock:
+            if job.by_policy:
+                job.covers, job.replaces = self.requests, False
+            return job.by_policy
 
     # The end of a generation
 
@@ -379,6 +377,7 @@ class GuardState(Generic[M]):
     def _retire(self, generation: Generation[M]) -> None:
         generation.retired = True
         generation.alarm = 0
+        self.postponed = None
         self.draining.add(generation)
 
     def drain(self, generation: Generation[M], timeout: float) -> int:
@@ -429,7 +428,7 @@ class GuardState(Generic[M]):
             self.closed = True
             self.unloaded = False
             old = self.retire_current()
-            waiting = self._pop_waiting(math.inf)
+            waiting = self.waiting.pop(math.inf)
         for future in waiting:
             future.set_result(GuardClosed(self.name))
         return old
@@ -456,7 +455,7 @@ class GuardState(Generic[M]):
         held = [lease for lease in self.held_leases if lease.survives_fork()]
         self._renew_locks()
         self.epoch += 1
-        self.job = None
+        self.job = self.postponed = None
         self.draining.clear()
         self.abandoned.clear()
         self.reloads = self.failures = 0

@@ -90,5 +90,7 @@ class Trimmer:
                 trimmed_by=trim.allocator,
                 trim_error=trim.error,
                 seconds=seconds,
+                in_use=runtime.in_use(),
+                held=runtime.held(),
             )
         )

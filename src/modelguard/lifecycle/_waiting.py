@@ -12,7 +12,8 @@ from modelguard import _units
 from modelguard.errors import GuardClosed, LoadFailed, Reloading
 from modelguard.lifecycle import _deadlocks
 from modelguard.lifecycle._load_job import LoadJob
-from modelguard.lifecycle._state import GuardState, Outcome
+from modelguard.lifecycle._state import GuardState
+from modelguard.lifecycle._waiters import Outcome
 
 
 class Timeout:

@@ -9,28 +9,55 @@ asks the policy. So a policy is tested by giving it a snapshot.
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
+from modelguard.lifecycle import _zones
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, Value
+from modelguard.lifecycle.backoff import Backoff
 
 __all__ = ["TTL", "Between", "Errors", "Idle", "MemoryGrowth", "MemoryLimit", "Modified", "Policy", "Snapshot", "Uses"]
 
-if TYPE_CHECKING:
-    from datetime import tzinfo
+#: How much wider the jitter of a process's first generation is, and the part of the bound that it takes at most.
+_FIRST, _FIRST_MOST = 5, 0.5
+
+#: How old a model must be before it is replaced for errors that the last reload has not ended.
+_WHILE_FRUITLESS = Backoff("1m", "1h")
 
 #: Bytes. Whoever writes ``MemoryGrowth(500)`` means megabytes; the service would reload every few seconds.
 _LEAST_SIZE = 1_000_000
 
 
-class TTL(Value):
+class _Jittered(Value):
+    """A policy whose bound each process brings forward by a random part, so that replicas do not reload in step.
+
+    The first generation does so by five times as much, at most by half. Replicas that were started together are spread
+    over half of the bound then, and stay apart: ``benchmarks/fleet.py`` shows what less would do.
+    """
+
+    jitter: float
+
+    def _set_jitter(self, jitter: object) -> None:
+        if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
+            raise InvalidOption(
+                "jitter", jitter, why="must be a number from 0 to 1", fix="Write for example jitter=0.1."
+            )
+        self._set(jitter=float(jitter))
+
+    def _brought_forward(self, now: Snapshot) -> float:
+        """By which part of the bound this process is early."""
+        widest = max(self.jitter, min(_FIRST * self.jitter, _FIRST_MOST)) if now.first else self.jitter
+        return widest * now.jitter
+
+
+class TTL(_Jittered):
     """Due when the generation is older than ``age``.
 
     Args:
         age: Seconds, a ``timedelta``, or text such as ``"1h30m"``.
         jitter: Each process shortens the age by a random part of at most this much, so that workers do not reload in
-            step: 0.1 makes ``TTL("1h")`` fire between 54 and 60 minutes. 0 to 1.
+            step: 0.1 makes ``TTL("1h")`` fire between 54 and 60 minutes. A process's first model, which replicas load
+            together, gets five times as much, at most half: it is replaced after 30 to 60 minutes. 0 to 1.
 
     Raises:
         InvalidOption: ``age`` is not a positive duration, or ``jitter`` is not in 0 to 1.
@@ -39,14 +66,10 @@ class TTL(Value):
     kind = "ttl"
     renews = True
     seconds: float
-    jitter: float
 
     def __init__(self, age: _units.Duration, *, jitter: float = 0.1) -> None:
-        if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
-            raise InvalidOption(
-                "jitter", jitter, why="must be a number from 0 to 1", fix="Write for example jitter=0.1."
-            )
-        self._set(seconds=_units.seconds(age, "age"), jitter=float(jitter))
+        self._set_jitter(jitter)
+        self._set(seconds=_units.seconds(age, "age"))
 
     def due(self, now: Snapshot) -> bool:
         return now.age >= self._age(now)
@@ -55,30 +78,40 @@ class TTL(Value):
         return Horizon(uses=math.inf, seconds=max(0.0, self._age(now) - now.age))
 
     def _age(self, now: Snapshot) -> float:
-        return self.seconds * (1 - self.jitter * now.jitter)
+        return self.seconds * (1 - self._brought_forward(now))
 
     def __repr__(self) -> str:
         return f"TTL({_units.format_seconds(self.seconds)!r})"
 
 
-class Uses(Value):
+class Uses(_Jittered):
     """Due when ``count`` calls or leases have ended on the generation.
 
+    Args:
+        count: How many.
+        jitter: Each process needs fewer by a random part of at most this much, so that workers with equal shares of the
+            traffic do not reload in step: 0.1 makes ``Uses(1000)`` fire between 901 and 1,000 calls, and ``Uses(10)``
+            at 10. A process's first model gets five times as much, at most half. 0 to 1.
+
     Raises:
-        InvalidOption: ``count`` is not a whole number of at least 1.
+        InvalidOption: ``count`` is not a whole number of at least 1, or ``jitter`` is not in 0 to 1.
     """
 
     kind = "uses"
     count: int
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, jitter: float = 0.1) -> None:
+        self._set_jitter(jitter)
         self._set(count=_units.whole_number(count, "count"))
 
     def due(self, now: Snapshot) -> bool:
-        return now.uses >= self.count
+        return now.uses >= self._least(now)
 
     def horizon(self, now: Snapshot) -> Horizon:
-        return Horizon(uses=max(1, self.count - now.uses), seconds=math.inf)
+        return Horizon(uses=max(1, self._least(now) - now.uses), seconds=math.inf)
+
+    def _least(self, now: Snapshot) -> int:
+        return max(1, math.ceil(self.count * (1 - self._brought_forward(now))))
 
     def __repr__(self) -> str:
         return f"Uses({self.count})"
@@ -87,7 +120,12 @@ class Uses(Value):
 class Errors(Value):
     """Due when this many consecutive calls have raised an ``Exception``.
 
-    Interrupts and cancellations are not errors of the model and do not count.
+    Interrupts and cancellations are not errors of the model and do not count. Of a batch that raised and is run again
+    in parts, to find the item at fault, the first run counts.
+
+    A reload does not help against an input or a dependency that makes every call fail. So if no call has succeeded
+    since a reload for errors, the next one waits: until the model is a minute old, then two, then four, up to an hour,
+    each shortened by a random part of up to half.
 
     Raises:
         InvalidOption: ``consecutive`` is not a whole number of at least 1.
@@ -100,7 +138,10 @@ class Errors(Value):
         self._set(consecutive=_units.whole_number(consecutive, "consecutive"))
 
     def due(self, now: Snapshot) -> bool:
-        return now.consecutive_errors >= self.consecutive
+        if now.consecutive_errors < self.consecutive:
+            return False
+        fruitless = now.fruitless_reloads
+        return fruitless == 0 or now.age >= _WHILE_FRUITLESS.seconds(fruitless, now.jitter)
 
     def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - the guard asks after every error by itself
         return Horizon(uses=math.inf, seconds=math.inf)
@@ -172,13 +213,13 @@ class Between(Value):
         first, last = _time_of_day("start", start), _time_of_day("end", end)
         if first == last:
             raise InvalidOption("end", end, why="is the same as start", fix="Write a span, as in '02:00', '05:00'.")
-        _zone(tz)
-        self._set(start=start, end=end, tz=tz)
+        self._set(start=start, end=end, tz=_zones.check(tz))
 
     def due(self, now: Snapshot) -> bool:
         from datetime import datetime
 
-        moment = f"{datetime.fromtimestamp(now.time, _zone(self.tz)):%H:%M}"
+        zone = None if self.tz is None else _zones.named(self.tz)
+        moment = f"{datetime.fromtimestamp(now.time, zone):%H:%M}"
         if self.start < self.end:
             return self.start <= moment < self.end
         return moment >= self.start or moment < self.end
@@ -190,11 +231,12 @@ class Between(Value):
         return f"Between({self.start!r}, {self.end!r})"
 
 
-class _Memory(Value):
+class _Memory(_Jittered):
     reads_memory = True
     size: int | _units.Percentage
 
-    def __init__(self, size: int | str) -> None:
+    def __init__(self, size: int | str, *, jitter: float = 0.1) -> None:
+        self._set_jitter(jitter)
         parsed = _units.size_or_percentage(size, "size")
         if isinstance(parsed, int) and parsed < _LEAST_SIZE:
             why = f"is {parsed} bytes, less than any process changes by in a second"
@@ -220,9 +262,12 @@ class MemoryGrowth(_Memory):
     Args:
         size: Bytes, text such as ``"500 MB"`` or ``"1.5 GiB"``, or a percentage of the effective limit such as
             ``"20%"``.
+        jitter: Each process allows less growth by a random part of at most this much, so that replicas that leak at the
+            same pace do not reload in step. A process's first model gets five times as much, at most half:
+            ``MemoryGrowth("500 MB")`` fires between 250 and 500 MB there, and between 450 and 500 MB later. 0 to 1.
 
     Raises:
-        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage.
+        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage, or ``jitter`` is not in 0 to 1.
         NoMemoryLimit: A percentage was given and nothing limits this process (raised by ``guard``).
     """
 
@@ -230,7 +275,9 @@ class MemoryGrowth(_Memory):
 
     def due(self, now: Snapshot) -> bool:
         memory, bound = now.settled_memory, _bound(self.size, now)
-        return memory is not None and now.baseline is not None and bound is not None and memory - now.baseline >= bound
+        if memory is None or now.baseline is None or bound is None:
+            return False
+        return memory - now.baseline >= bound * (1 - self._brought_forward(now))
 
 
 class MemoryLimit(_Memory):
@@ -242,9 +289,10 @@ class MemoryLimit(_Memory):
     Args:
         size: Bytes, text such as ``"3 GB"``, or a percentage of the effective cgroup limit such as ``"80%"``. The
             percentage is of the whole limit: each of N workers in one container should ask for 80 % / N.
+        jitter: As for ``MemoryGrowth``: a part of the room between a fresh model and ``size``. 0 to 1.
 
     Raises:
-        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage.
+        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage, or ``jitter`` is not in 0 to 1.
         NoMemoryLimit: A percentage was given and nothing limits this process (raised by ``guard``).
     """
 
@@ -252,7 +300,10 @@ class MemoryLimit(_Memory):
 
     def due(self, now: Snapshot) -> bool:
         memory, bound = now.settled_memory, _bound(self.size, now)
-        return memory is not None and bound is not None and memory >= bound and self.futile(now) is None
+        if memory is None or bound is None or self.futile(now) is not None:
+            return False
+        room = 0 if now.baseline is None else bound - now.baseline
+        return memory >= bound - room * self._brought_forward(now)
 
     def futile(self, now: Snapshot) -> str | None:
         bound = _bound(self.size, now)
@@ -274,9 +325,12 @@ class Modified(Value):
         path: The file or folder. A folder counts as changed when any file below it does.
         quiet: Seconds, ``timedelta`` or text. Default two seconds.
         atomic: Whether writers always replace the path by a rename.
+        spread: Each process waits for a random part of this time on top, so that replicas which see the change at the
+            same moment do not load in step. With forty times the length of a load, about one in forty loads at a time.
+            Default zero.
 
     Raises:
-        InvalidOption: ``path`` is empty, ``quiet`` is not a duration, or ``atomic`` is not a bool.
+        InvalidOption: ``path`` is empty, ``quiet`` or ``spread`` is not a duration, or ``atomic`` is not a bool.
     """
 
     kind = "modified"
@@ -284,19 +338,33 @@ class Modified(Value):
     path: Path
     quiet: float
     atomic: bool
+    spread: float
 
-    def __init__(self, path: str | os.PathLike[str], *, quiet: _units.Duration = 2.0, atomic: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        quiet: _units.Duration = 2.0,
+        atomic: bool = False,
+        spread: _units.Duration = 0.0,
+    ) -> None:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise InvalidOption(
                 "path", path, why="must be a path that is not empty", fix="Give the path that the loader reads."
             )
         if not isinstance(atomic, bool):
             raise InvalidOption("atomic", atomic, why="must be True or False", fix="Write atomic=True.")
-        self._set(path=Path(path).absolute(), quiet=_units.seconds(quiet, "quiet", zero=True), atomic=atomic)
+        self._set(
+            path=Path(path).absolute(),
+            quiet=_units.seconds(quiet, "quiet", zero=True),
+            atomic=atomic,
+            spread=_units.seconds(spread, "spread", zero=True),
+        )
 
     def due(self, now: Snapshot) -> bool:
         seen = now.files.get(self.path)
-        return seen is not None and seen.changed and (self.atomic or seen.quiet >= self.quiet)
+        wait = (0.0 if self.atomic else self.quiet) + self.spread * now.jitter
+        return seen is not None and seen.changed and seen.quiet >= wait
 
     def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - a file may change at any time
         return Horizon(uses=math.inf, seconds=1.0)
@@ -312,18 +380,6 @@ def _time_of_day(argument: str, given: object) -> str:
         why = "must be a time of day as HH:MM"
         raise InvalidOption(argument, given, why=why, fix=f"Write for example {argument}='02:30'.")
     return str(given)
-
-
-def _zone(name: str | None) -> "tzinfo | None":
-    from zoneinfo import ZoneInfo
-
-    if name is None:
-        return None
-    try:
-        return ZoneInfo(name)  # cached
-    except (OSError, TypeError, ValueError, LookupError) as error:
-        fix = "Give a name such as 'Europe/Berlin', and install tzdata where the system has no time zones."
-        raise InvalidOption("tz", name, why=f"is not a known time zone ({error})", fix=fix) from None
 
 
 def _bound(size: int | _units.Percentage, now: Snapshot) -> int | None:

@@ -15,6 +15,7 @@ from modelguard.lifecycle._known_models import KnownModels
 from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_leases import Keyed, PoolLease
+from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle.backoff import Backoff
 
 if TYPE_CHECKING:
@@ -104,18 +105,24 @@ class ModelPool(Generic[K, M]):
         """The pool's figures at this moment."""
         return self._engine.status()
 
-    def close(self) -> None:
-        """Refuse further leases, wait for those under way up to the drain timeout of 30 s, release every model.
+    def close(self, timeout: _units.Duration | None = None) -> None:
+        """Refuse further leases, wait for those under way, release every model.
+
+        Leases that still run after that keep their models, as those of :meth:`ModelGuard.close` do.
+
+        Args:
+            timeout: How long to wait for the leases of all models together. Default: 30 s for each model.
 
         Raises:
+            InvalidOption: ``timeout`` is not a duration.
             WouldDeadlock: Called inside a lease of this pool, whose end it would wait for, or on a running event loop
                 (use :meth:`aclose`).
         """
-        self._engine.close()
+        self._engine.close(Timeout(timeout))
 
-    async def aclose(self) -> None:
+    async def aclose(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`close` for a coroutine: does not block the event loop."""
-        await self._engine.aclose()
+        await self._engine.aclose(Timeout(timeout))
 
     def __enter__(self) -> Self:
         self._engine.reopen()
@@ -190,6 +197,7 @@ def pool(
         wait_timeout=30.0,
         drain_timeout=30.0,
         defer=0.0,
+        min_lifetime=0.0,
         backoff=Backoff() if backoff is None else backoff,
         trim_schedule=None,
         prefork=False,

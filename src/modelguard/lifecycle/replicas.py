@@ -15,8 +15,9 @@ from modelguard.lifecycle._free_replicas import FreeReplicas
 from modelguard.lifecycle._known_models import KnownModels
 from modelguard.lifecycle._pool_leases import PoolLease, call_on
 from modelguard.lifecycle._turns import Turns, in_turn
+from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle._wrappers import wrap
-from modelguard.lifecycle.guard import ModelGuard, hide
+from modelguard.lifecycle.model_guard import ModelGuard, hide
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
@@ -157,6 +158,16 @@ class ModelReplicas(Generic[M]):
         for guard in self._guards:
             await guard.aunload()
 
+    def pause(self) -> None:
+        """Let policies start nothing until :meth:`resume`, as :meth:`ModelGuard.pause` does."""
+        for guard in self._guards:
+            guard.pause()
+
+    def resume(self) -> None:
+        """End :meth:`pause`."""
+        for guard in self._guards:
+            guard.resume()
+
     def _roll(self) -> None:
         with self._rolling:
             for guard in self._guards:
@@ -172,15 +183,24 @@ class ModelReplicas(Generic[M]):
         """The figures of each replica at this moment."""
         return tuple(guard.status() for guard in self._guards)
 
-    def close(self) -> None:
-        """Close all replicas, as :meth:`ModelGuard.close` does."""
-        for guard in self._guards:
-            guard.close()
+    def close(self, timeout: _units.Duration | None = None) -> None:
+        """Close all replicas, as :meth:`ModelGuard.close` does.
 
-    async def aclose(self) -> None:
-        """:meth:`close` for a coroutine: does not block the event loop."""
+        Args:
+            timeout: How long to wait for the calls on all of them together. Default: ``drain_timeout`` for each.
+
+        Raises:
+            InvalidOption: ``timeout`` is not a duration.
+        """
+        limit = Timeout(timeout)
         for guard in self._guards:
-            await guard.aclose()
+            guard.close(limit.left())
+
+    async def aclose(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`close` for a coroutine: does not block the event loop."""
+        limit = Timeout(timeout)
+        for guard in self._guards:
+            await guard.aclose(limit.left())
 
     def __enter__(self) -> Self:
         for guard in self._guards:

@@ -49,6 +49,14 @@ def in_use() -> int | None:
         return None
 
 
+def held() -> int | None:
+    """Bytes that malloc has taken from the system and not returned, None if it gives no figure."""
+    try:
+        return _allocator.stats().resident
+    except NotSupported:
+        return None
+
+
 def check_trim() -> None:
     """Check that free memory can be returned to the system.
 
@@ -85,6 +93,7 @@ class Runtime:
         limit: The effective memory limit in bytes, None if there is none.
         trim: Returns free memory to the system and gives the allocator's kind, or raises NotSupported.
         in_use: Bytes that malloc has handed out, None if unknown.
+        held: Bytes that malloc has taken from the system and not returned, None if unknown.
         check_trim: Raises NotSupported where trimming is not possible.
         fingerprint: Identity of a watched path, None while it is missing.
         random: A number in [0, 1).
@@ -101,6 +110,7 @@ class Runtime:
     limit: Callable[[], int | None] = lambda: _limits.memory_limit().bytes
     trim: Callable[[], str] = trim
     in_use: Callable[[], int | None] = in_use
+    held: Callable[[], int | None] = held
     check_trim: Callable[[], None] = check_trim
     fingerprint: Callable[[Path], _fingerprints.Fingerprint | None] = _fingerprints.fingerprint
     random: Callable[[], float] = random.random

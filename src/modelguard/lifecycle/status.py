@@ -6,11 +6,26 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from modelguard.telemetry import GenerationReleased, GrowthFound
+from modelguard.telemetry import GenerationReleased, GrowthFound, PostponeCause, Reason
 
 K = TypeVar("K", bound=Hashable)
 
 State = Literal["new", "loading", "ready", "reloading", "draining", "degraded", "idle", "failed", "closed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Postponed:
+    """What policies ask for, and must wait.
+
+    Attributes:
+        reasons: Which policies are due.
+        cause: Why it waits: ``"paused"`` or ``"min_lifetime"``.
+        seconds: How long it still waits; None while the guard is paused.
+    """
+
+    reasons: tuple[Reason, ...]
+    cause: PostponeCause
+    seconds: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +51,8 @@ class Status:
         load_seconds: How long the load of the current generation took; 0 if there is none.
         growth: What ``modelguard.diagnosis.watch`` has found to make this process grow; None if it does not grow,
             or if nobody watches.
+        paused: Whether ``pause()`` holds back the policies.
+        postponed: A reload or release that is due and waits; None if there is none.
     """
 
     name: str
@@ -51,6 +68,8 @@ class Status:
     last_release: GenerationReleased | None
     load_seconds: float = 0.0
     growth: GrowthFound | None = None
+    paused: bool = False
+    postponed: Postponed | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
 
+from modelguard import _reruns
 from modelguard.errors import (
     GuardClosed,
     ItemRefused,
@@ -199,7 +200,8 @@ def _compute_suspicious(function: BatchFunction, batch: _Items, known: list[Know
             batch.fail(healthy, error)
             errors = [error]
     for at in alone:
-        failed = batch.run([at]) if batch.live(at) else None
+        with _reruns.running():
+            failed = batch.run([at]) if batch.live(at) else None
         if failed is not None:
             errors.append(failed)
             batch.blame(at, failed)
@@ -217,7 +219,8 @@ def _isolate(function: BatchFunction, batch: _Items, part: list[int], first: Bas
         trust=function.suspects.trusts_tracebacks,
         breaks=lambda error: isinstance(error, _WHOLE_BATCH),
     )
-    isolation.find(part, first)
+    with _reruns.running():
+        isolation.find(part, first)
     if isolation.named_right is not None:
         function.suspects.traceback_was(right=isolation.named_right)
     for at, error in isolation.bad.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from modelguard.lifecycle.guard import guards
+from modelguard.lifecycle.model_guard import guards
 
 __all__ = ["loading", "wait_for_loads"]
 

@@ -20,8 +20,8 @@ from modelguard.environment import _allocator, _memory
 from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, NotSupported
 from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle._wrappers import owner_of
-from modelguard.lifecycle.guard import ModelGuard
-from modelguard.lifecycle.guard import guards as all_guards
+from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.model_guard import guards as all_guards
 from modelguard.sharing import _graph, _hazards, _immortal, _loads, _prepared, _trial
 from modelguard.sharing._hazards import Hazard
 from modelguard.sharing._immortal import ImmortalReport

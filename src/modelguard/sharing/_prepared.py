@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelguard.errors import ForkOrder
-from modelguard.lifecycle.guard import ModelGuard
+from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.sharing import _hazards, _loads, _restore, _signals
 from modelguard.sharing._hazards import Hazard
 

@@ -13,7 +13,7 @@ from typing import Any
 from modelguard import _units
 from modelguard.telemetry import events
 from modelguard.telemetry._logger import logger
-from modelguard.telemetry.reasons import Reason
+from modelguard.telemetry.reasons import PROTECT_MEMORY, Reason
 
 _WARNINGS = (
     events.LoadErrored,
@@ -51,13 +51,20 @@ def log_event(event: events.Event) -> None:
     stays = isinstance(event, events.GenerationReleased) and (event.alive or event.immortal)
     failed = isinstance(event, events.WorkerEnded) and event.cause in {"crashed", "timeout"}
     unreachable = isinstance(event, events.BatchSizeChosen) and not event.reachable
-    needs_attention = isinstance(event, _WARNINGS) or stays or failed or unreachable
+    needs_attention = isinstance(event, _WARNINGS) or stays or failed or unreachable or _leaves_memory(event)
     level = logging.WARNING if needs_attention else logging.INFO
     if isinstance(event, events.BatchFinished):
         level = logging.DEBUG
     if logger.isEnabledFor(level):
         fields = {f"modelguard_{name}": value for name, value in dataclasses.asdict(event).items()}
         logger.log(level, "%s: %s", event.guard, describe(event), extra=fields)
+
+
+def _leaves_memory(event: events.Event) -> bool:
+    """Whether a paused guard holds back a policy that protects memory."""
+    if not isinstance(event, events.ReloadPostponed) or event.cause != "paused":
+        return False
+    return any(reason.kind in PROTECT_MEMORY for reason in event.reasons)
 
 
 def describe(event: events.Event) -> str:
@@ -114,6 +121,11 @@ def _growth(event: events.GrowthFound) -> str:
     return f"{grown}, {event.share:.0%} of it by {event.cause}: {event.seen}. {event.fix}"
 
 
+def _postponed(event: events.ReloadPostponed) -> str:
+    until = "the guard is paused" if event.seconds is None else f"waits {event.seconds:.1f} s for min_lifetime"
+    return f"generation {event.generation} is due, but {until}: {_reasons(event.reasons)}"
+
+
 def _batch_finished(event: events.BatchFinished) -> str:
     return f"a batch of {event.size} took {event.run_seconds:.3f} s; {event.waiting} waiting"
 
@@ -159,6 +171,9 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
         f"generation {event.generation} is released until the next use: {_reasons(event.reasons)}"
     ),
     events.ReloadDue: lambda event: f"reload due after generation {event.generation}: {_reasons(event.reasons)}",
+    events.ReloadPostponed: _postponed,
+    events.GuardPaused: lambda _: "paused: policies start nothing until resume()",
+    events.GuardResumed: lambda _: "resumed: policies decide again",
     events.RecycleAsked: lambda event: (
         f"asked the server for a new process after generation {event.generation}: {_reasons(event.reasons)}"
     ),

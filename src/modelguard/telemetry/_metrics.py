@@ -23,6 +23,7 @@ Mode = Literal["livemax", "livesum"]
 REASONS: tuple[ReasonKind, ...] = get_args(ReasonKind)
 SWAPS: tuple[events.Swap, ...] = get_args(events.Swap)
 LOCKS: tuple[events.HostLockHeld, ...] = get_args(events.HostLockHeld)
+POSTPONED: tuple[events.PostponeCause, ...] = get_args(events.PostponeCause)
 WORKER_ENDS: tuple[events.WorkerEndCause, ...] = get_args(events.WorkerEndCause)
 _ALIVE = {False: "gone", True: "alive", None: "unknown"}
 
@@ -123,7 +124,12 @@ def _of_loads() -> Iterator[Metric]:
     )
     yield Metric("model.size", "gauge", "Size of the model, measured at its load.", unit="By")
     yield counter("reloads.due", "Due policies that led to a reload.", "reason", REASONS)
+    yield counter("reloads.postponed", "Due policies that must wait.", "cause", POSTPONED)
+    yield Metric("paused", "gauge", "Processes in which the guard is paused.", unit="{process}", mode="livesum")
     yield counter("unloads", "Models released until their next use.")
+    yield Metric(
+        "idle", "gauge", "Processes whose model is released until its next use.", unit="{process}", mode="livesum"
+    )
     yield counter("recycles.asked", "Due policies that led to a request for a new worker.", "reason", REASONS)
     yield counter("swaps.chosen", "How the next generation replaces the current one.", "swap", SWAPS[1:])
     yield counter("policies.futile", "Policies that were ignored because a reload could not help.")
@@ -149,6 +155,8 @@ def _of_releases() -> Iterator[Metric]:
     yield Metric("drain.duration", "histogram", "Time until the last call had ended.", unit="s", buckets=_LOADING)
     yield Metric("unload.errors", "counter", "Unload hooks that raised.")
     yield Metric("generations.abandoned", "counter", "Replaced generations with calls that outlasted drain_timeout.")
+    yield Metric("allocator.in_use", "gauge", "Memory that malloc had handed out after a release or a trim.", unit="By")
+    yield Metric("allocator.held", "gauge", "Memory that malloc had taken from the system by then.", unit="By")
     yield Metric("trims", "counter", "Trims made because of trim_every.")
     yield Metric("trim.freed", "counter", "Private memory returned by these trims.", unit="By")
     yield Metric("trim.duration", "histogram", "Time of these trims.", unit="s", buckets=_SHORT)
@@ -213,6 +221,7 @@ def _of_a_load(event: events.LoadFinished) -> tuple[Measure, ...]:
         Measure("load.outage", event.waited_seconds),
         Measure("load.last_success.timestamp", event.time),
         Measure("load.failing", 0),
+        Measure("idle", 0),
         Measure("generation", event.generation),
         Measure("model.size", event.model_bytes),
     )
@@ -231,12 +240,18 @@ def _of_a_release(event: events.GenerationReleased) -> tuple[Measure, ...]:
         Measure("release.duration", event.seconds),
         Measure("unload.errors", 0 if event.error is None else 1),
         *drained,
+        *_of_malloc(event),
     )
 
 
 def _of_a_trim(event: events.MemoryTrimmed) -> tuple[Measure, ...]:
     freed = Measure("trim.freed", max(0, event.freed))
-    return Measure("trims", 1), freed, Measure("trim.duration", event.seconds)
+    return Measure("trims", 1), freed, Measure("trim.duration", event.seconds), *_of_malloc(event)
+
+
+def _of_malloc(event: events.GenerationReleased | events.MemoryTrimmed) -> tuple[Measure, ...]:
+    figures = {"allocator.in_use": event.in_use, "allocator.held": event.held}
+    return tuple(Measure(name, amount) for name, amount in figures.items() if amount is not None)
 
 
 def _of_a_batch(event: events.BatchFinished) -> tuple[Measure, ...]:
@@ -272,7 +287,10 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.LoadErrored: _of_a_failure,
     events.LoadDiscarded: lambda _: (Measure("loads.discarded", 1),),
     events.ReloadDue: lambda event: _each("reloads.due", event.reasons),
-    events.UnloadStarted: lambda _: (Measure("unloads", 1),),
+    events.ReloadPostponed: lambda event: (Measure("reloads.postponed", len(event.reasons), event.cause),),
+    events.GuardPaused: lambda _: (Measure("paused", 1),),
+    events.GuardResumed: lambda _: (Measure("paused", 0),),
+    events.UnloadStarted: lambda _: (Measure("unloads", 1), Measure("idle", 1)),
     events.RecycleAsked: lambda event: _each("recycles.asked", event.reasons),
     events.SwapChosen: lambda event: (Measure("swaps.chosen", 1, event.swap),),
     events.PolicyFutile: lambda _: (Measure("policies.futile", 1),),

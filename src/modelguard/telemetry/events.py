@@ -21,6 +21,10 @@ HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 #: the warm-up failed, or a newer reload request replaced it.
 DiscardCause = Literal["closed", "late", "rejected", "stale"]
 
+#: Why something that a policy asks for waits. ``"paused"``: ``pause()`` was called; ``"min_lifetime"``: the model has
+#: not taken calls for that long.
+PostponeCause = Literal["paused", "min_lifetime"]
+
 #: A callable that the user has given.
 Callback = Literal["reload_on", "recycle", "release", "unload"]
 
@@ -52,6 +56,33 @@ class ReloadDue(Event):
 
     generation: int
     reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReloadPostponed(Event):
+    """Policies have become due, and what they ask for must wait. Each policy is reported once for each generation.
+
+    Attributes:
+        generation: The number of the generation that would be replaced or released.
+        reasons: The policies that were not reported before.
+        cause: Why it waits.
+        seconds: For how long; None while the guard is paused.
+    """
+
+    generation: int
+    reasons: tuple[Reason, ...]
+    cause: PostponeCause
+    seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardPaused(Event):
+    """``pause()`` was called: policies start nothing until ``resume()``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardResumed(Event):
+    """``resume()`` was called after ``pause()``: policies decide again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +207,9 @@ class GenerationReleased(Event):
         seconds: Duration of the release itself.
         drain_seconds: How long its last calls took to end; None if they outlasted ``drain_timeout``.
         error: The error that ``unload`` raised; None if it did not.
+        in_use: Bytes that malloc has handed out afterwards, in the whole process; None if it gives no figure.
+        held: Bytes that malloc has taken from the system and not returned by then; None if it gives no figure. For
+            glibc and mimalloc an upper bound: they count pages that were never touched.
         immortal: Whether ``prefork.prepare`` had made the model immortal. Then its objects stay in memory until the
             process ends, and each further generation that is made immortal adds its size. No collection was tried, and
             no holders were looked for.
@@ -192,6 +226,8 @@ class GenerationReleased(Event):
     seconds: float
     drain_seconds: float | None
     error: str | None
+    in_use: int | None = None
+    held: int | None = None
     immortal: bool = False
 
     @property
@@ -202,7 +238,13 @@ class GenerationReleased(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationAbandoned(Event):
-    """Calls on a replaced generation outlasted ``drain_timeout``; it is released when the last of them ends."""
+    """Calls on a replaced or closed generation outlasted the wait for them; it is released when the last of them ends.
+
+    Attributes:
+        generation: Its number.
+        in_flight: How many calls still run on it.
+        drain_timeout: How long they were waited for: the guard's ``drain_timeout``, or the ``timeout`` of ``close()``.
+    """
 
     generation: int
     in_flight: int
@@ -219,6 +261,8 @@ class MemoryTrimmed(Event):
         trimmed_by: The allocator that did it; None if none could.
         trim_error: Why none could; None if one did.
         seconds: Duration of the trim.
+        in_use: As for ``GenerationReleased``.
+        held: As for ``GenerationReleased``.
     """
 
     bytes_before: int
@@ -226,6 +270,8 @@ class MemoryTrimmed(Event):
     trimmed_by: str | None
     trim_error: str | None
     seconds: float
+    in_use: int | None = None
+    held: int | None = None
 
     @property
     def freed(self) -> int:

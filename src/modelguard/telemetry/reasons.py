@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["Reason", "ReasonKind"]
+__all__ = ["PROTECT_MEMORY", "Reason", "ReasonKind"]
 
 #: ``"combination"``: policies joined by ``&``, which are due together. ``"custom"``: a user-defined policy.
 #: ``"woken"``: the first use after the model was released by ``Idle`` or ``unload()``.
 ReasonKind = Literal[
     "combination",
+    "cron",
     "custom",
     "errors",
     "first_use",
@@ -24,6 +25,10 @@ ReasonKind = Literal[
     "uses",
     "woken",
 ]
+
+
+#: Policies that free memory. Where it is short, their reloads do not wait for a pause between calls.
+PROTECT_MEMORY: frozenset[ReasonKind] = frozenset({"index_growth", "memory_growth", "memory_limit"})
 
 
 class Reason(NamedTuple):

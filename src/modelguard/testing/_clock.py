@@ -17,7 +17,7 @@ from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._host_lock import Held, HostLock
 from modelguard.lifecycle._pool_engine import pool_engines
 from modelguard.lifecycle._ticker import TICKER
-from modelguard.lifecycle.guard import ModelGuard, guard_of, guards
+from modelguard.lifecycle.model_guard import ModelGuard, guard_of, guards
 from modelguard.testing._loader import any_held
 
 __all__ = ["Clock"]
@@ -78,6 +78,7 @@ class Clock:
             limit=lambda: self._limit,
             trim=lambda: "modelguard_clock",
             in_use=lambda: None,
+            held=lambda: None,
             check_trim=lambda: None,
             random=lambda: 0.0,
             start_thread=self._start,
@@ -94,7 +95,7 @@ class Clock:
 
     @property
     def wall(self) -> datetime:
-        """The time of day, as ``Between`` reads it, in UTC. Set it to a ``datetime``; it advances with :attr:`now`."""
+        """The time of day in UTC, for ``Between`` and ``Cron``. Set it to a ``datetime``; it goes on with ``now``."""
         return datetime.fromtimestamp(self._wall_at_zero + self._clock(), UTC)
 
     @wall.setter

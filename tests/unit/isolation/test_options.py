@@ -11,7 +11,7 @@ from modelguard import TTL, Isolated, Uses, batched, guard, guard_of, isolate, p
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import _registry
-from modelguard.lifecycle.guard import guards
+from modelguard.lifecycle.model_guard import guards
 
 model = guard(dict, reload_on=None, name="model")
 many = pool(dict, max_memory="1 GB")

@@ -76,12 +76,14 @@ def test_each_generation_draws_its_own_chance(world: World) -> None:
     assert [0.25, 0.5] == drawn
 
 
-@pytest.mark.parametrize(("draw", "seconds"), [(0.0, 100), (0.5, 95)])
-def test_a_draw_shortens_the_ttl_of_a_guard(world: World, draw: float, seconds: float) -> None:
-    """Processes that loaded together do not reload together."""
+@pytest.mark.parametrize(("loads", "draw", "seconds"), [(1, 0.0, 100), (1, 0.5, 75), (2, 0.0, 100), (2, 0.5, 95)])
+def test_a_draw_shortens_the_ttl_of_a_guard(world: World, loads: int, draw: float, seconds: float) -> None:
+    """Processes that loaded together do not reload together, and are far apart from the first reload on."""
     world.draw = draw
     guard = world.guard(reload_on=TTL("100s"))
-    guard.load()
+    for _ in range(loads):
+        guard.reload()
+        world.join()
     world.tick(seconds - 0.1)
     assert not guard.check()
     world.tick(0.2)
@@ -177,7 +179,7 @@ def test_a_fault_after_a_load_loses_no_request(
     def fail() -> None:
         raise OSError("no clock")
 
-    monkeypatch.setattr(guard.engine._evaluator, "after_load", fail)
+    monkeypatch.setattr(guard.engine.checks._evaluator, "after_load", fail)
     world.loader.hold()
     first = world.spawn(guard.load)
     world.loader.reached()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, World, number, outcome, until
 
-from modelguard import Uses, telemetry
-from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
+from modelguard import Uses, replicas, telemetry
+from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, WouldDeadlock
+from modelguard.lifecycle.runtime import use
 from modelguard.telemetry import GenerationAbandoned, GenerationReleased, LoadDiscarded, LoadFinished
 
 
@@ -160,6 +161,60 @@ def test_calls_are_not_waited_for_longer_than_the_drain_timeout(world: World) ->
         assert ["still", "here"] == model.words("still here")
     world.join()
     assert 1 == len(world.seen(GenerationReleased))
+
+
+@pytest.mark.parametrize("way", ["close", "aclose"])
+def test_the_timeout_bounds_the_wait_for_calls(world: World, way: str) -> None:
+    """After it ``close()`` returns, the calls go on with a whole model, and the last of them releases it."""
+    guard = world.guard(drain_timeout="1h")
+    close = guard.close if way == "close" else lambda timeout: asyncio.run(guard.aclose(timeout))
+    with guard.lease() as model:
+        outcome(world.spawn(close, "1ms"))
+        abandoned = world.last(GenerationAbandoned)
+        assert (1, 0.001, "closed", 1) == (
+            abandoned.in_flight,
+            abandoned.drain_timeout,
+            guard.status().state,
+            guard.status().in_flight,
+        )
+        assert ["still", "here"] == model.words("still here")
+        with pytest.raises(GuardClosed):
+            outcome(world.spawn(guard.load))
+    world.join()
+    assert (1, 0) == (len(world.seen(GenerationReleased)), guard.status().in_flight)
+
+
+def test_a_longer_timeout_than_the_drain_timeout_counts(world: World) -> None:
+    """The last chance of a shutdown is the caller's to give."""
+    guard = world.guard(drain_timeout=0)
+    with guard.lease():
+        closing = world.spawn(guard.close, "1h")
+        until(lambda: guard.status().state == "closed")
+        assert not closing.done()
+    outcome(closing)
+    assert [] == world.seen(GenerationAbandoned)
+
+
+@pytest.mark.parametrize("timeout", [-1, "soon", True, "5"])
+def test_a_bad_timeout_closes_nothing(world: World, timeout: object) -> None:
+    """The message names it, and the guard is as it was."""
+    guard = world.guard()
+    guard.load()
+    for close in (guard.close, lambda bad: asyncio.run(guard.aclose(bad))):
+        with pytest.raises(InvalidOption, match="timeout="):
+            close(timeout)
+    assert 1 == number(guard)
+
+
+def test_a_pool_and_replicas_share_the_timeout(world: World) -> None:
+    """It bounds the wait for the calls on all their models together."""
+    models = world.pool()
+    with use(lambda: world.runtime):
+        pair = replicas(world.guard(drain_timeout="1h"), 2)
+    with models.lease("a"), models.lease("b"), pair.lease():
+        outcome(world.spawn(models.close, "1ms"))
+        outcome(world.spawn(pair.close, "1ms"))
+        assert 3 == len(world.seen(GenerationAbandoned))
 
 
 def test_who_waits_for_a_model_is_told(world: World) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from modelguard import TTL, Idle, MemoryGrowth, MemoryLimit, Uses, batched, guard
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, ModelRejected, Overloaded
-from modelguard.lifecycle.guard import guards
+from modelguard.lifecycle.model_guard import guards
 from modelguard.lifecycle.replicas import ModelReplicas, replicas
 from modelguard.testing import Clock, Loader
 

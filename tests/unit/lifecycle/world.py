@@ -95,6 +95,7 @@ class World:
         self.model_size = 0
         self.headroom: int | None = None
         self.in_use: int | None = None
+        self.held: int | None = None
         self.limit: int | None = None
         self.draw = 0.0
         self.trims = 0
@@ -113,6 +114,7 @@ class World:
             limit=lambda: self.limit,
             trim=self.trim,
             in_use=lambda: self.in_use,
+            held=lambda: self.held,
             check_trim=lambda: None,
             fingerprint=self.files.get,
             random=lambda: self.draw,

@@ -25,6 +25,9 @@ EVERY: tuple[Event, ...] = (
         time=1000.0,
     ),
     telemetry.UnloadStarted(guard="nlp", generation=1, reasons=(Reason("idle", "Idle('10m')"),)),
+    telemetry.ReloadPostponed(guard="nlp", generation=1, reasons=(TTL,), cause="min_lifetime", seconds=30.0),
+    telemetry.GuardPaused(guard="nlp"),
+    telemetry.GuardResumed(guard="nlp"),
     telemetry.ReloadDue(guard="nlp", generation=1, reasons=(TTL, Reason("uses", "Uses(50000)"))),
     telemetry.RecycleAsked(guard="nlp", generation=1, reasons=(Reason("memory_growth", "MemoryGrowth('500 MB')"),)),
     telemetry.SwapChosen(guard="nlp", swap="drain_first", why="room", model_bytes=100 * MB, headroom=None),
@@ -57,6 +60,8 @@ EVERY: tuple[Event, ...] = (
         seconds=0.1,
         drain_seconds=0.2,
         error="OSError: in unload",
+        in_use=150 * MB,
+        held=190 * MB,
     ),
     telemetry.GenerationAbandoned(guard="nlp", generation=1, in_flight=2, drain_timeout=30.0),
     telemetry.MemoryTrimmed(

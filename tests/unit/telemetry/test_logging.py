@@ -17,6 +17,8 @@ from modelguard.telemetry import (
     GenerationAbandoned,
     GenerationReleased,
     GrowthFound,
+    GuardPaused,
+    GuardResumed,
     LoadDiscarded,
     LoadErrored,
     LoadFinished,
@@ -26,6 +28,7 @@ from modelguard.telemetry import (
     Reason,
     RecycleAsked,
     ReloadDue,
+    ReloadPostponed,
     RequestsRefused,
     SwapChosen,
     UnloadStarted,
@@ -37,6 +40,7 @@ from modelguard.telemetry import (
 )
 
 MB = 10**6
+LIMIT = Reason("memory_limit", "MemoryLimit('1 GB')")
 FIRST_USE = Reason("first_use", "first use")
 
 
@@ -130,6 +134,23 @@ LINES: list[tuple[Event, str, str]] = [
         "WARNING",
         "load failed (attempt 2): OSError: no weights; no model is loaded, next attempt in 1.5 s",
     ),
+    (
+        ReloadPostponed(guard="nlp", generation=3, reasons=(FIRST_USE,), cause="paused", seconds=None),
+        "INFO",
+        "generation 3 is due, but the guard is paused: first use",
+    ),
+    (
+        ReloadPostponed(guard="nlp", generation=3, reasons=(LIMIT,), cause="paused", seconds=None),
+        "WARNING",
+        "generation 3 is due, but the guard is paused: MemoryLimit('1 GB')",
+    ),
+    (
+        ReloadPostponed(guard="nlp", generation=3, reasons=(LIMIT,), cause="min_lifetime", seconds=12.3),
+        "INFO",
+        "generation 3 is due, but waits 12.3 s for min_lifetime: MemoryLimit('1 GB')",
+    ),
+    (GuardPaused(guard="nlp"), "INFO", "paused: policies start nothing until resume()"),
+    (GuardResumed(guard="nlp"), "INFO", "resumed: policies decide again"),
     (
         LoadDiscarded(guard="nlp", cause="late"),
         "INFO",

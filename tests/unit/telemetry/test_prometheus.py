@@ -57,6 +57,8 @@ GUARD, FUNCTION = {"guard": "nlp"}, {"function": "predict"}
         ("load_failing", GUARD, 0),
         ("generation", GUARD, 2),
         ("model_size_bytes", GUARD, 120 * MB),
+        ("allocator_in_use_bytes", GUARD, 150 * MB),
+        ("allocator_held_bytes", GUARD, 190 * MB),
         ("reloads_due_total", {**GUARD, "reason": "ttl"}, 1),
         ("reloads_due_total", {**GUARD, "reason": "uses"}, 1),
         ("recycles_asked_total", {**GUARD, "reason": "memory_growth"}, 1),
@@ -114,6 +116,28 @@ def test_what_grew_meanwhile_is_no_negative_count(registry: Any) -> None:
         )
     )
     assert 0 == registry.get_sample_value("modelguard_trim_freed_bytes_total", GUARD)
+
+
+def test_an_idle_guard_shows_until_it_has_loaded(registry: Any) -> None:
+    """The gauge is one while the model is released until its next use, and zero before and after."""
+    hook = prometheus(registry)
+    seen = []
+    for event in (EVERY[1], telemetry.UnloadStarted(guard="nlp", generation=1, reasons=()), EVERY[1]):
+        hook(event)
+        seen.append(registry.get_sample_value("modelguard_idle", GUARD))
+    assert [0, 1, 0] == seen
+
+
+def test_an_allocator_without_figures_has_no_gauge(registry: Any) -> None:
+    """Nothing is written for a figure that the allocator does not report: zero would be a figure too."""
+    hook = prometheus(registry)
+    hook(
+        telemetry.MemoryTrimmed(
+            guard="nlp", bytes_before=2, bytes_after=1, trimmed_by=None, trim_error="no", seconds=0.0, held=5
+        )
+    )
+    figures = [registry.get_sample_value(f"modelguard_allocator_{name}_bytes", GUARD) for name in ("in_use", "held")]
+    assert [None, 5] == figures
 
 
 def test_a_failing_guard_shows_until_it_has_loaded(registry: Any) -> None:

@@ -1,0 +1,132 @@
+"""``modelguard ctl``: commands for the guards of a running process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from modelguard import _units
+from modelguard.cli._pid import process_id
+from modelguard.errors import InvalidOption
+
+USAGE = 2
+
+#: Seconds to wait for reloads and releases.
+TIMEOUT = 300.0
+COMMANDS = ("status", "reload", "unload", "pause", "resume")
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``modelguard``."""
+    parser = commands.add_parser(
+        "ctl",
+        help="show, reload, unload, pause or resume the guards of a running process",
+        description="Sends a command to a process that has called modelguard.control.listen(), as the same user. "
+        "status: show the guards; reload: replace their models; unload: release them until their next use; pause: "
+        "let policies start nothing; resume: end that.",
+        epilog="exit status: 0 success, 1 a guard could not do it, 2 the process takes no commands",
+    )
+    parser.add_argument("pid", metavar="PID", help="the process, such as a worker; or a server, with --all")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the guard, default: all guards of the process")
+    parser.add_argument("--all", action="store_true", help="all processes below PID that take commands, one by one")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until the models are reloaded")
+    parser.add_argument("--timeout", metavar="T", help="how long to wait for a process, default: 5m")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each process")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    from modelguard.control import _client
+
+    try:
+        timeout = TIMEOUT if options.timeout is None else _units.seconds(options.timeout, "--timeout", zero=True)
+        pid = process_id(options.pid)
+        pids = _processes(pid, every=options.all or options.command == "status")
+    except (InvalidOption, _client.Unreachable) as error:
+        return _fail(str(error))
+    except ProcessLookupError as error:
+        return _fail(str(error.strerror))
+    waits = options.command in {"reload", "unload"}
+    request = _client.Request(options.command, options.name, not options.no_wait, timeout if waits else 0.0)
+    return max(_run(each, request, as_json=options.json, may_end=each != pid) for each in pids)
+
+
+def _processes(pid: int, *, every: bool) -> list[int]:
+    """The processes that get the command.
+
+    Raises:
+        Unreachable: The process takes no commands; the message names those below it that do.
+        ProcessLookupError: There is no such process.
+    """
+    from modelguard.control import _client
+
+    found = _client.listening_below(pid)
+    if every and found:
+        return found
+    if pid not in found:
+        others = [str(each) for each in found]
+        below = f"; these processes below it do: {' '.join(others)} (--all for all of them)" if others else ""
+        why = "; call modelguard.control.listen() where its application is made" if not others else ""
+        raise _client.Unreachable(f"process {pid} takes no commands{below}{why}")
+    return [pid]
+
+
+def _run(pid: int, request: Any, *, as_json: bool, may_end: bool) -> int:
+    """Send the command to one process, and print what it answers.
+
+    Args:
+        pid: The process.
+        request: The command.
+        as_json: Whether to print JSON.
+        may_end: Whether it does not matter if the process has ended since it was found.
+    """
+    from modelguard.control import _client
+
+    try:
+        answer = _client.ask(pid, request)
+    except _client.Unreachable as error:
+        return 0 if may_end and not _client.runs(pid) else _fail(str(error))
+    failed = answer.error is not None or any(guard["error"] is not None for guard in answer.guards)
+    if as_json:
+        content = {"pid": pid, "error": answer.error, "guards": answer.guards}
+        print(json.dumps(content), flush=True)  # noqa: T201 - the output of the command
+    elif answer.error is None:
+        print("\n".join(_lines(pid, answer.guards)), flush=True)  # noqa: T201
+    else:
+        _fail(f"process {pid}: {answer.error}")
+    return int(failed)
+
+
+def _lines(pid: int, guards: Iterable[dict[str, Any]]) -> list[str]:
+    rows = [_row(guard) for guard in guards]
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{pid}", *(f"  {name:{width}}  {text}" for name, text in rows)] if rows else [f"{pid}  no guards"]
+
+
+def _row(guard: dict[str, Any]) -> tuple[str, str]:
+    status = guard["status"]
+    parts = [f"{status['state']}{', paused' if status['paused'] else ''}"]
+    if status["generation"]:
+        age = _units.format_seconds(round(status["age"]))
+        parts.append(f"generation {status['generation']}, {age} old, {status['uses']} calls")
+    if status["in_flight"]:
+        parts.append(f"{status['in_flight']} in flight")
+    if status["postponed"] is not None:
+        waits = status["postponed"]
+        until = "" if waits["seconds"] is None else f" for {waits['seconds']:.0f} s"
+        parts.append(f"due, waits{until} ({waits['cause']}): {', '.join(waits['reasons'])}")
+    if status["last_error"] is not None:
+        parts.append(f"failed: {status['last_error']}")
+    if guard["error"] is not None:
+        parts.append(f"error: {guard['error']}")
+    return guard["name"], "; ".join(parts)
+
+
+def _fail(why: str) -> int:
+    print(f"modelguard ctl: {why}", file=sys.stderr)  # noqa: T201
+    return USAGE

@@ -1,0 +1,61 @@
+"""Control of the guards of a running process: by ``modelguard ctl``, and by SIGHUP. Off unless the service asks for it.
+
+::
+
+    from modelguard import control
+
+    control.listen()               # then: modelguard ctl PID status|reload|unload|pause|resume [NAME]
+    control.listen(sighup=True)    # and: kill -HUP PID reloads all guards
+
+The socket is a Unix socket without a file (Linux). It takes commands from processes of the same user and of root, and
+it ends with the process, however that ends. A forked worker gets a socket of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from modelguard.errors import InvalidOption, NotSupported
+from modelguard.isolation import _role
+
+__all__ = ["listen", "stop"]
+
+
+def listen(*, sighup: bool = False) -> None:
+    """Take commands for the guards of this process, and of processes that it forks from now on.
+
+    Call it once, where the application is made. Further calls change nothing, except that they may add ``sighup``. In
+    the processes of isolated functions, which import the application too, it does nothing.
+
+    Args:
+        sighup: Whether the signal SIGHUP reloads every guard that has a model. A handler that was there before is
+            called as well.
+
+    Raises:
+        NotSupported: This is not Linux; with ``sighup``: the server (gunicorn, uWSGI) uses the signal itself, or this
+            is not the main thread.
+        InvalidOption: ``sighup`` is not a bool.
+        OSError: Another process holds the name of the socket.
+    """
+    if not isinstance(sighup, bool):
+        raise InvalidOption("sighup", sighup, why="must be True or False", fix="Write sighup=True.")
+    if sys.platform != "linux":
+        raise NotSupported("modelguard.control.listen()", reason="it needs a Unix socket without a file, as on Linux")
+    if _role.current() != "owner":
+        return
+    from modelguard.control import _listener, _sighup
+
+    if sighup:
+        _sighup.check()
+    _listener.start()
+    if sighup:
+        _sighup.install(_listener.wake)
+
+
+def stop() -> None:
+    """Take no more commands, and give SIGHUP back to its earlier handler. Commands under way go on."""
+    if "modelguard.control._listener" in sys.modules:
+        from modelguard.control import _listener, _sighup
+
+        _sighup.remove()
+        _listener.stop()

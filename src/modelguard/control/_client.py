@@ -1,0 +1,113 @@
+"""The other end: sends a command to a process, and finds those that take commands."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from modelguard.control import _messages
+from modelguard.environment import _proc
+
+__all__ = ["Answered", "Request", "Unreachable", "ask", "listening_below", "runs"]
+
+#: Seconds in which a process must have answered, beside those that the command itself may take.
+_PATIENCE = 10.0
+
+
+class Unreachable(Exception):
+    """The process takes no commands, or not this user's."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command.
+
+    Attributes:
+        command: What to do.
+        name: Of the guard; None for all.
+        wait: Whether to wait for a reload.
+        timeout: Seconds to wait at most, for all guards together.
+    """
+
+    command: str
+    name: str | None = None
+    wait: bool = True
+    timeout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a process answered.
+
+    Attributes:
+        pid: The process.
+        error: Why nothing was done; None if something was.
+        guards: For each guard its name, the error and the status.
+    """
+
+    pid: int
+    error: str | None
+    guards: tuple[dict[str, Any], ...]
+
+
+def ask(pid: int, request: Request) -> Answered:
+    """Send a command, and wait for the answer.
+
+    Raises:
+        Unreachable: The process takes no commands, or does not answer.
+    """
+    content = {"command": request.command, "name": request.name, "wait": request.wait, "timeout": request.timeout}
+    try:
+        with _connect(pid) as connected:
+            _messages.send(connected, content)
+            answer = _messages.receive(connected, _messages.LONGEST_ANSWER, request.timeout + _PATIENCE)
+    except TimeoutError:
+        raise Unreachable(f"process {pid} did not answer in {request.timeout + _PATIENCE:g} s") from None
+    except (OSError, _messages.Malformed) as error:
+        raise Unreachable(f"process {pid} did not answer: {str(error) or 'it hung up'}") from None
+    return Answered(pid, answer.get("error"), tuple(answer.get("guards", ())))
+
+
+def _connect(pid: int) -> socket.socket:
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.settimeout(_PATIENCE)
+        connected.connect(_messages.address(pid))
+        # The kernel says who listens: no other process can take the name of this one.
+        found, user = _messages.peer(connected)
+    except ConnectionRefusedError:
+        connected.close()
+        why = f"process {pid} takes no commands; call modelguard.control.listen() where its application is made"
+        raise Unreachable(why) from None
+    except BaseException:
+        connected.close()
+        raise
+    if found != pid or user not in {os.geteuid(), 0}:
+        connected.close()
+        raise Unreachable(f"the socket of process {pid} belongs to process {found} of user {user}")
+    return connected
+
+
+def listening_below(pid: int) -> list[int]:
+    """The processes below this one, itself included, that take commands, parents before children.
+
+    Raises:
+        ProcessLookupError: There is no such process.
+    """
+    known = _proc.processes()
+    if pid not in known:
+        raise ProcessLookupError(3, f"there is no process {pid}")
+    found = []
+    for process in _proc.descendants(pid, known):
+        with suppress(Unreachable, OSError):
+            _connect(process.pid).close()
+            found.append(process.pid)
+    return found
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    return pid in _proc.processes()

@@ -1,0 +1,72 @@
+"""How a process and ``modelguard ctl`` find each other, check each other, and talk: one line of JSON each way."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import time
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["Malformed", "address", "peer", "receive", "send"]
+
+#: The longest request, in bytes.
+LONGEST_REQUEST = 4096
+#: The longest answer, in bytes: the status of a few thousand guards.
+LONGEST_ANSWER = 4 * 2**20
+
+_CREDENTIALS = struct.Struct("3i")
+_CHUNK = 65_536
+
+
+class Malformed(Exception):
+    """The other end has sent something else than one line of JSON of the allowed length."""
+
+
+def address(pid: int) -> str:
+    """Where a process listens: a name without a file, which the kernel removes with the socket.
+
+    With the number of the namespace of process ids: containers that share a network count from 1 each.
+    """
+    namespace = 0
+    with suppress(OSError):
+        namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - a link of the kernel's
+    return f"\0modelguard-control/{namespace}/{pid}"
+
+
+def peer(connected: socket.socket) -> tuple[int, int]:
+    """The process id and the user at the other end, as the kernel knows them."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(credentials)
+    return pid, user
+
+
+def send(connected: socket.socket, content: object) -> None:
+    """Send one line."""
+    connected.sendall(json.dumps(content).encode() + b"\n")
+
+
+def receive(connected: socket.socket, longest: int, seconds: float) -> Any:
+    """Receive one line of at most ``longest`` bytes within ``seconds``.
+
+    Raises:
+        Malformed: It is not one, or the connection ended before.
+        TimeoutError: It did not come in time.
+    """
+    until = time.monotonic() + seconds
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connected.settimeout(left)
+        chunk = connected.recv(min(_CHUNK, longest + 1 - len(line)))
+        line += chunk
+        if not chunk or len(line) > longest:
+            raise Malformed
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        raise Malformed from None

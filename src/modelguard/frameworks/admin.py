@@ -1,0 +1,172 @@
+"""An HTTP route for the guards of a service: status, reload, unload, pause and resume. Off unless a secret is given.
+
+::
+
+    from modelguard.frameworks.admin import Admin
+
+    app.add_middleware(ModelGuardMiddleware, admin=Admin(os.environ["ADMIN_SECRET"]))    # Starlette, FastAPI
+    wsgi.install(app, admin=Admin(os.environ["ADMIN_SECRET"]))                           # Flask
+
+    curl -H "Authorization: Bearer $ADMIN_SECRET" localhost:8000/modelguard/status
+    curl -H "Authorization: Bearer $ADMIN_SECRET" -X POST "localhost:8000/modelguard/reload?name=nlp"
+
+A request reaches one worker. ``modelguard ctl PID --all`` reaches all of a server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from http import HTTPStatus
+from urllib.parse import parse_qs
+
+from modelguard import _units
+from modelguard.control import _commands
+from modelguard.errors import InvalidOption
+from modelguard.frameworks._answers import Answer, json_answer, problem
+from modelguard.telemetry import logger
+
+__all__ = ["Admin"]
+
+_SHORTEST_SECRET = 16
+#: The longest query string that is read, in characters. Bodies are not read at all.
+_LONGEST_QUERY = 2048
+_SCHEME = "bearer"
+
+
+class _Hidden:
+    """Stands for a secret in messages."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+class Admin:
+    """The route, for ``ModelGuardMiddleware(admin=...)`` of ASGI and WSGI.
+
+    ``GET PATH/status``, and ``POST PATH/reload``, ``/unload``, ``/pause`` and ``/resume``, each for all guards or for
+    ``?name=``. The answer is JSON: the process id, and the figures of each guard. 401 without the secret, 404 for an
+    unknown name or command, 405 for a wrong method, 409 if a guard could not do it. A reload is awaited, unless the
+    query has ``wait=false``. Nothing is read of a request but its first lines.
+
+    Args:
+        secret: What the header ``Authorization: Bearer`` must have: at least 16 printable ASCII characters without
+            spaces. Take it from the environment. It is shown in no message, log or ``repr``.
+        path: Where the route is.
+        timeout: How long a request waits at most. Default five minutes.
+
+    Raises:
+        InvalidOption: The secret is missing or too short, or another option is invalid.
+    """
+
+    __slots__ = ("_digest", "_path", "_timeout")
+
+    def __init__(self, secret: str, *, path: str = "/modelguard", timeout: _units.Duration = 300.0) -> None:
+        self._digest = _digest(_check_secret(secret))
+        if not (isinstance(path, str) and path.startswith("/") and path.strip("/")):
+            why = "must be a path that begins with '/'"
+            raise InvalidOption("path", path, why=why, fix="Write path='/modelguard'.")
+        self._path = path.rstrip("/")
+        self._timeout = _units.seconds(timeout, "timeout")
+
+    def __repr__(self) -> str:
+        return f"<Admin at {self._path}>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("Admin cannot be pickled: it would write its secret down")
+
+    def owns(self, path: str) -> bool:
+        """Whether a request for this path is for the route."""
+        return path == self._path or path.startswith(f"{self._path}/")
+
+    def refusal(self, authorization: str | None) -> Answer | None:
+        """The answer to a request without the secret; None if it has it.
+
+        Args:
+            authorization: The header; None if there is none.
+        """
+        scheme, _, given = (authorization or "").partition(" ")
+        # Digests, so that the time of the comparison does not depend on the length either.
+        fits = hmac.compare_digest(_digest(given.strip()), self._digest)
+        if fits and scheme.lower() == _SCHEME:
+            return None
+        if authorization is not None:
+            logger.warning("modelguard: a request to %s had a wrong secret", self._path)
+        headers = (("www-authenticate", "Bearer"),)
+        return problem(HTTPStatus.UNAUTHORIZED, "This needs the header Authorization: Bearer SECRET.", headers)
+
+    def answer(self, method: str, path: str, query: str) -> Answer:
+        """Do what a request with the secret asks for. Blocks.
+
+        Args:
+            method: The HTTP method.
+            path: The path, which the route owns.
+            query: The query string.
+        """
+        word = path.removeprefix(self._path).strip("/")
+        if word not in _commands.COMMANDS:
+            known = ", ".join(_commands.COMMANDS)
+            return problem(HTTPStatus.NOT_FOUND, f"There is no such command. The commands are {known}.")
+        command: _commands.Command = word
+        allowed = ("GET", "HEAD") if command == "status" else ("POST",)
+        if method not in allowed:
+            headers = (("allow", ", ".join(allowed)),)
+            return problem(HTTPStatus.METHOD_NOT_ALLOWED, f"{command} takes {allowed[0]}.", headers)
+        wanted = _read_query(query)
+        if wanted is None:
+            return problem(HTTPStatus.BAD_REQUEST, "The query may have name=GUARD and wait=true or wait=false.")
+        name, wait = wanted
+        try:
+            results = _commands.run(command, name, wait=wait, timeout=self._timeout)
+        except InvalidOption as error:
+            return problem(HTTPStatus.NOT_FOUND, str(error))
+        status = HTTPStatus.CONFLICT if any(result.error is not None for result in results) else HTTPStatus.OK
+        content = {"pid": os.getpid(), "guards": [result.as_dict() for result in results]}
+        return json_answer(status, content)
+
+
+def check_admin(admin: object) -> Admin | None:
+    """Check the option ``admin`` of a middleware.
+
+    Raises:
+        InvalidOption: It is not an :class:`Admin`.
+    """
+    if admin is None or isinstance(admin, Admin):
+        return admin
+    # The value may be the secret itself.
+    raise InvalidOption(
+        "admin", _Hidden(), why="must be an Admin", fix="Write admin=Admin(os.environ['ADMIN_SECRET'])."
+    )
+
+
+def _check_secret(secret: object) -> str:
+    fix = "Take it from the environment: Admin(os.environ['ADMIN_SECRET'])."
+    if not isinstance(secret, str):
+        raise InvalidOption("secret", _Hidden(), why=f"must be text, not {_units.kind_of(secret)}", fix=fix)
+    if len(secret) < _SHORTEST_SECRET:
+        why = f"has {len(secret)} characters, and must have at least {_SHORTEST_SECRET}"
+        fix = "Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'."
+        raise InvalidOption("secret", _Hidden(), why=why, fix=fix)
+    if not (secret.isascii() and secret.isprintable()) or " " in secret:
+        why = "must be printable ASCII without spaces, as a header carries it"
+        raise InvalidOption("secret", _Hidden(), why=why, fix=fix)
+    return secret
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).digest()
+
+
+def _read_query(query: str) -> tuple[str | None, bool] | None:
+    """The name, and whether to wait; None if the query has anything else."""
+    if len(query) > _LONGEST_QUERY:
+        return None
+    try:
+        words = parse_qs(query, keep_blank_values=True, max_num_fields=2)
+    except ValueError:
+        return None
+    names, waits = words.pop("name", [None]), words.pop("wait", ["true"])
+    if words or len(names) != 1 or waits not in (["true"], ["false"]):
+        return None
+    return names[0], waits == ["true"]

@@ -1,0 +1,163 @@
+"""``Cron``: a policy that is due at the moments of a cron expression."""
+
+# Not `from __future__ import annotations`: as in policies.py.
+import math
+from collections.abc import Iterator
+from datetime import UTC, datetime, tzinfo
+from functools import lru_cache
+from itertools import islice, pairwise, takewhile
+from typing import Any
+
+from modelguard import _extras, _public, _units
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle import _zones
+from modelguard.lifecycle._policy import Horizon, Snapshot, Value
+
+__all__ = ["Cron"]
+
+_FIELDS = 5
+_NAMED = {
+    "@hourly": "0 * * * *",
+    "@daily": "0 0 * * *",
+    "@midnight": "0 0 * * *",
+    "@weekly": "0 0 * * 0",
+    "@monthly": "0 0 1 * *",
+    "@yearly": "0 0 1 1 *",
+    "@annually": "0 0 1 1 *",
+}
+#: How many of its moments, and in which time, are looked at for the shortest time between two of them.
+_LOOKED_AT = 400
+_SECONDS_LOOKED_AT = 5 * 366 * 86_400
+#: The wall clock may be set, and a machine may sleep: seconds after which it is read again.
+_LONGEST = 30.0
+
+
+class Cron(Value):
+    """Due once for each moment of a cron expression: ``Cron("0 3 * * *", tz="Europe/Berlin")`` replaces at 3 o'clock.
+
+    It is due if such a moment has come since the generation began to take calls. So a process that slept over several
+    of them reloads once, and a policy joined by ``&`` may come later: ``Cron("0 3 * * *") & Uses(1000)`` is due after
+    3 o'clock, once there were 1,000 calls. Needs the extra ``cron`` (cronsim).
+
+    A moment in the hour that a change to daylight saving time leaves out comes at the end of that hour. One in the hour
+    that it repeats comes once, except where the expression names each hour or several (``*`` or ``*/2``), as Debian's
+    cron does it.
+
+    Args:
+        expression: Minute, hour, day of the month, month and day of the week. ``L``, ``MON#2`` and names work; seconds
+            and ``@daily`` do not.
+        tz: The name of a time zone, such as ``"Europe/Berlin"``. Default: the local time of the machine, which is UTC
+            in most containers.
+        jitter: Each process waits a random part of at most this long after the moment, so that a fleet does not reload
+            in the same second. A duration, not a share: default one minute, 0 for none.
+
+    Raises:
+        InvalidOption: The expression is not valid or never comes, the time zone is unknown, or ``jitter`` is not a
+            duration or longer than the time between two moments.
+        NotSupported: cronsim is not installed.
+    """
+
+    kind = "cron"
+    renews = True
+    expression: str
+    tz: str | None
+    jitter: float
+
+    def __init__(self, expression: str, *, tz: str | None = None, jitter: _units.Duration = 60.0) -> None:
+        words = _check_fields(expression)
+        seconds = _units.seconds(jitter, "jitter", zero=True)
+        if 0 < seconds < 1:
+            fix = "Write for example jitter='5m'. Only the jitter of TTL is a share."
+            raise InvalidOption("jitter", jitter, why="is less than a second", fix=fix)
+        if tz is None:
+            _zones.local()
+        else:
+            _zones.check(tz)
+        shortest = _shortest_gap(words)
+        if seconds > shortest:
+            why = f"is longer than the {_units.format_seconds(shortest)} between two moments of {words!r}"
+            raise InvalidOption("jitter", jitter, why=why, fix=f"Give at most {_units.format_seconds(shortest)!r}.")
+        self._set(expression=words, tz=tz, jitter=seconds)
+
+    def due(self, now: Snapshot) -> bool:
+        return now.time >= self._moment(now)
+
+    def horizon(self, now: Snapshot) -> Horizon:
+        return Horizon(uses=math.inf, seconds=min(_LONGEST, max(0.0, self._moment(now) - now.time)))
+
+    def _moment(self, now: Snapshot) -> float:
+        """When it is due, in seconds since the epoch."""
+        return _next_moment(self.expression, self.tz, now.began) + self.jitter * now.jitter
+
+    def __repr__(self) -> str:
+        zone = "" if self.tz is None else f", tz={self.tz!r}"
+        return f"Cron({self.expression!r}{zone})"
+
+
+def _check_fields(expression: object) -> str:
+    """The expression with single spaces, if it has the form of one."""
+    fix = "Write five fields, as in '0 3 * * *': minute, hour, day of the month, month, day of the week."
+    if not isinstance(expression, str):
+        why = f"must be a cron expression, not {_units.kind_of(expression)}"
+        raise InvalidOption("expression", expression, why=why, fix=fix)
+    words = expression.split()
+    if len(words) == 1 and words[0].lower() in _NAMED:
+        instead = _NAMED[words[0].lower()]
+        raise InvalidOption("expression", expression, why="is not supported", fix=f"Write {instead!r}.")
+    if len(words) != _FIELDS:
+        raise InvalidOption("expression", expression, why=f"has {len(words)} fields, not five", fix=fix)
+    return " ".join(words)
+
+
+@lru_cache(maxsize=128)  # the same for all checks of one generation
+def _next_moment(expression: str, tz: str | None, since: float) -> float:
+    """The first moment after ``since``, in seconds since the epoch; infinity if there is none in 50 years."""
+    return next(_moments(expression, since, _zones.local() if tz is None else _zones.named(tz)), math.inf)
+
+
+def _shortest_gap(expression: str) -> float:
+    """The shortest time between two of its moments, in seconds; infinity for moments that are years apart.
+
+    Raises:
+        InvalidOption: It is not valid, or there is no moment.
+    """
+    # From a fixed day, a leap year's first: the answer must not depend on when the process starts. In UTC: a change to
+    # daylight saving time may bring two moments together once a year, which then count as one.
+    first = datetime(2024, 1, 1, tzinfo=UTC).timestamp()
+    if next(_moments(expression, first, UTC), None) is None:
+        raise _never(expression)
+    near = takewhile(lambda moment: moment < first + _SECONDS_LOOKED_AT, _moments(expression, first, UTC))
+    moments = list(islice(near, _LOOKED_AT))
+    return min((later - earlier for earlier, later in pairwise(moments)), default=math.inf)
+
+
+def _moments(expression: str, since: float, zone: tzinfo) -> Iterator[float]:
+    cronsim = _extras.load("cronsim", "modelguard.Cron")
+    try:
+        simulated = cronsim.CronSim(expression, datetime.fromtimestamp(since, zone))
+    except cronsim.CronSimError as error:
+        if _is_valid_without_month(cronsim, expression):
+            raise _never(expression) from None
+        fix = "Write for example '0 3 * * *' for 3 o'clock."
+        why = f"is not a cron expression ({str(error).lower()})"
+        raise InvalidOption("expression", expression, why=why, fix=fix) from None
+    return (moment.timestamp() for moment in simulated)
+
+
+def _is_valid_without_month(cronsim: Any, expression: str) -> bool:
+    """Whether each field is valid by itself, and it is the month that does not have the day."""
+    minute, hour, day, month, weekday = expression.split()
+    try:
+        for words in (f"{minute} {hour} {day} * {weekday}", f"{minute} {hour} * {month} {weekday}"):
+            cronsim.CronSim(words, datetime(2024, 1, 1, tzinfo=UTC))
+    except cronsim.CronSimError:
+        return False
+    return True
+
+
+def _never(expression: str) -> InvalidOption:
+    why = "never comes: its months do not have such a day"
+    return InvalidOption("expression", expression, why=why, fix="Write 'L' as the day for the last one of a month.")
+
+
+_public.set_module(globals(), "modelguard")

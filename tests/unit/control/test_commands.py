@@ -1,0 +1,190 @@
+"""What can be asked of the guards of a process."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from modelguard import ModelGuard, control, guard
+from modelguard.control import _commands, _listener, _sighup
+from modelguard.errors import InvalidOption, NotSupported
+from modelguard.isolation import _role
+from modelguard.lifecycle import model_guard
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModelGuard[Any], ModelGuard[Any]]]:
+    """The only guards of this process: one with a model, one that was never loaded."""
+    monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
+    loaded, new = guard(dict, reload_on=None, name="nlp"), guard(dict, reload_on=None, name="asr")
+    with loaded:
+        yield loaded, new
+
+
+Pair = tuple[ModelGuard[Any], ModelGuard[Any]]
+
+
+def ask(command: str, name: str | None = None) -> dict[str, str | None]:
+    """The error of each guard."""
+    results = _commands.run(command, name, wait=True, timeout=60)  # type: ignore[arg-type]
+    return {result.name: result.error for result in results}
+
+
+class TestCommands:
+    def test_reload_replaces_what_is_loaded(self, pair: Pair) -> None:
+        """Without a name, guards without a model are left alone: a server's master need not load one."""
+        assert {"asr": None, "nlp": None} == ask("reload")
+        assert (2, "new") == (pair[0].status().generation, pair[1].status().state)
+
+    def test_reload_by_name_of_what_was_never_loaded(self, pair: Pair) -> None:
+        """It loads nothing, and says so."""
+        assert "never loaded" in str(ask("reload", "asr")["asr"])
+        assert "new" == pair[1].status().state
+
+    def test_unload_pause_and_resume(self, pair: Pair) -> None:
+        """Each does what the method of the guard does."""
+        ask("unload")
+        assert "idle" == pair[0].status().state
+        ask("pause", "nlp")
+        assert [True, False] == [one.status().paused for one in pair]
+        ask("pause")
+        ask("resume")
+        assert [False, False] == [one.status().paused for one in pair]
+
+    def test_a_refusal_is_an_answer(self, pair: Pair) -> None:
+        """A closed guard has nothing to reload: the error is its own, and the others are done."""
+        pair[0].close()
+        assert "closed" in str(ask("reload", "nlp")["nlp"])
+        assert {"asr": None, "nlp": None} == ask("reload")
+
+    def test_an_unknown_name(self, pair: Pair) -> None:
+        """The error names those that there are, and nothing is done."""
+        with pytest.raises(
+            InvalidOption, match=r"name='x': is not a guard of this process. Its guards are: 'asr', 'nlp'"
+        ):
+            ask("reload", "x")
+        assert 1 == pair[0].status().generation
+
+    def test_the_status_is_plain(self, pair: Pair) -> None:
+        """Numbers, texts and None, so that JSON can carry it."""
+        (_, result) = _commands.run("status", None, wait=True, timeout=None)
+        assert ("ready", True, 1, None) == tuple(
+            result.status[key] for key in ("state", "ready", "generation", "postponed")
+        )
+        values = {type(value) for value in result.status.values()}
+        assert values <= {str, int, float, bool, type(None)}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        None,
+        [],
+        {},
+        {"command": "shutdown"},
+        {"command": ["status"]},
+        {"command": "status", "name": 5},
+        {"command": "reload", "wait": "no"},
+        {"command": "reload", "timeout": "5s"},
+    ],
+    ids=str,
+)
+def test_what_is_no_command_does_nothing(request_: object, pair: Pair) -> None:
+    """Whatever comes over the socket, the answer is an error."""
+    assert {"error": "the request is not a known command"} == _listener._answer(request_)
+    assert 1 == pair[0].status().generation
+
+
+class TestListen:
+    @pytest.mark.parametrize("sighup", [1, "yes", None])
+    def test_a_bad_sighup(self, sighup: Any) -> None:
+        """The message names it."""
+        with pytest.raises(InvalidOption, match="sighup="):
+            control.listen(sighup=sighup)
+
+    def test_elsewhere_than_on_linux(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The error says what is missing."""
+        monkeypatch.setattr(sys, "platform", "darwin")
+        with pytest.raises(NotSupported, match="as on Linux"):
+            control.listen()
+
+    def test_in_the_processes_of_isolated_functions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They import the application, and its line does nothing there."""
+        monkeypatch.setattr(_role, "_role", "importing")
+        control.listen(sighup=True)
+        assert None is _listener._listener
+
+    def test_under_uwsgi(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It uses SIGHUP itself, and is named, with what to do instead."""
+        monkeypatch.setitem(sys.modules, "uwsgi", types.ModuleType("uwsgi"))
+        with pytest.raises(NotSupported, match=r"uWSGI uses SIGHUP itself; .*modelguard ctl PID reload --all"):
+            control.listen(sighup=True)
+        assert None is _listener._listener
+
+    def test_under_gunicorn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """So does gunicorn; a program that only imports it may use the signal."""
+        monkeypatch.setitem(sys.modules, "gunicorn.arbiter", types.ModuleType("gunicorn.arbiter"))
+        monkeypatch.delenv("SERVER_SOFTWARE", raising=False)
+        _sighup.check()
+        monkeypatch.setenv("SERVER_SOFTWARE", "gunicorn/27.0")
+        with pytest.raises(NotSupported, match="gunicorn uses SIGHUP itself"):
+            control.listen(sighup=True)
+
+    def test_in_another_thread(self) -> None:
+        """Only the main thread can install a handler."""
+        errors: list[Exception] = []
+
+        def work() -> None:
+            try:
+                control.listen(sighup=True)
+            except NotSupported as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert ["main thread" in str(error) for error in errors] == [True]
+
+
+class TestHandler:
+    @pytest.fixture(autouse=True)
+    def _restore(self) -> Iterator[None]:
+        before = signal.getsignal(signal.SIGHUP)
+        yield
+        _sighup.remove()
+        signal.signal(signal.SIGHUP, before)
+
+    @pytest.mark.parametrize("earlier", [signal.SIG_DFL, signal.SIG_IGN], ids=str)
+    def test_without_an_earlier_handler(self, earlier: signal.Handlers) -> None:
+        """It wakes the listener, and the end gives the signal back."""
+        signal.signal(signal.SIGHUP, earlier)
+        woken: list[None] = []
+        _sighup.install(lambda: woken.append(None))
+        signal.raise_signal(signal.SIGHUP)
+        _sighup.remove()
+        assert (1, earlier) == (len(woken), signal.getsignal(signal.SIGHUP))
+
+    def test_an_earlier_handler_is_called_too(self) -> None:
+        """Once for each signal, also if the line is written twice."""
+        calls: list[str] = []
+        signal.signal(signal.SIGHUP, lambda *_: calls.append("earlier"))
+        wake: Callable[[], None] = lambda: calls.append("ours")  # noqa: E731 - the same object twice
+        _sighup.install(wake)
+        _sighup.install(wake)
+        signal.raise_signal(signal.SIGHUP)
+        assert ["ours", "earlier"] == calls
+
+    def test_a_later_handler_is_left_alone(self) -> None:
+        """What somebody has put above it stays."""
+        _sighup.install(lambda: None)
+        later = signal.default_int_handler
+        signal.signal(signal.SIGHUP, later)
+        _sighup.remove()
+        assert later is signal.getsignal(signal.SIGHUP)

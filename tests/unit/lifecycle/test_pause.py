@@ -1,0 +1,376 @@
+"""Policies that must wait: ``pause()`` and ``resume()``, and ``min_lifetime``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.lifecycle.world import MB, World, number, until
+
+from modelguard import TTL, Errors, Idle, MemoryLimit, ModelGuard, Policy, Uses, replicas
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle.runtime import use
+from modelguard.lifecycle.status import Postponed
+from modelguard.telemetry import (
+    GuardPaused,
+    GuardResumed,
+    LoadStarted,
+    Reason,
+    RecycleAsked,
+    ReloadDue,
+    ReloadPostponed,
+    UnloadStarted,
+)
+
+
+def check(world: World, guard: ModelGuard[object], seconds: float = 0.0) -> int:
+    """Let time pass, ask the policies as the ticker does, and give the generation then."""
+    world.tick(seconds)
+    guard.check()
+    world.join()
+    return guard.status().generation
+
+
+class TestPause:
+    def test_no_policy_replaces_the_model(self, world: World) -> None:
+        """However long and often it is due; after ``resume()`` it happens at once."""
+        guard = world.guard(reload_on=TTL("1h", jitter=0) | Uses(3), defer=0)
+        guard.load()
+        guard.pause()
+        for _ in range(5):
+            number(guard)
+            assert 1 == check(world, guard, 7200)
+        guard.resume()
+        assert (2, False) == (check(world, guard), guard.status().paused)
+
+    def test_the_status_says_what_waits(self, world: World) -> None:
+        """Which policies are due, why it waits, and for how long: nobody knows."""
+        guard = world.guard(reload_on=TTL("1h", jitter=0), defer=0)
+        guard.load()
+        guard.pause()
+        check(world, guard)
+        assert (True, None) == (guard.status().paused, guard.status().postponed)
+        check(world, guard, 3600)
+        reasons = (Reason("ttl", "TTL('1h')"),)
+        assert Postponed(reasons=reasons, cause="paused", seconds=None) == guard.status().postponed
+        guard.resume()
+        assert None is guard.status().postponed
+
+    def test_each_policy_is_reported_once(self, world: World) -> None:
+        """A ``MemoryLimit`` too, that becomes due after another policy: the log is not filled."""
+        guard = world.guard(reload_on=TTL("1h", jitter=0) | MemoryLimit("200 MB"), defer=0)
+        guard.load()
+        for _ in range(3):
+            check(world, guard, 5)
+        guard.pause()
+        for _ in range(5):
+            check(world, guard, 3600)
+        world.memory = 300 * MB
+        for _ in range(10):
+            check(world, guard, 60)
+        seen = [
+            ([reason.kind for reason in event.reasons], event.cause, event.seconds)
+            for event in world.seen(ReloadPostponed)
+        ]
+        assert [(["ttl"], "paused", None), (["memory_limit"], "paused", None)] == seen
+
+    def test_reload_by_hand_still_works(self, world: World) -> None:
+        """So an operator can replace the model during the incident; the guard stays paused."""
+        guard = world.guard(reload_on=Uses(1), defer=0)
+        guard.load()
+        guard.pause()
+        guard.reload()
+        assert (2, True) == (guard.status().generation, guard.status().paused)
+        guard.unload()
+        assert "idle" == guard.status().state
+        assert 3 == number(guard)
+
+    def test_what_is_no_longer_due_no_longer_waits(self, world: World) -> None:
+        """A call that succeeds ends a row of errors, and nothing happens after ``resume()``."""
+        guard = world.guard(reload_on=Errors(1), defer=0)
+
+        def call(*, fails: bool) -> None:
+            with guard.lease():
+                if fails:
+                    raise OSError
+
+        guard.load()
+        guard.pause()
+        with pytest.raises(OSError):  # noqa: PT011 - the call's own
+            call(fails=True)
+        assert "paused" == getattr(guard.status().postponed, "cause", None)
+        call(fails=False)
+        check(world, guard)
+        assert None is guard.status().postponed
+        guard.resume()
+        assert 1 == check(world, guard)
+
+    def test_idle_models_stay(self, world: World) -> None:
+        """``Idle`` is a policy like the others: it releases nothing while the guard is paused."""
+        guard = world.guard(reload_on=Idle("1m"))
+        guard.load()
+        guard.pause()
+        for _ in range(5):
+            check(world, guard, 60)
+        assert ("ready", []) == (guard.status().state, world.seen(UnloadStarted))
+        guard.resume()
+        check(world, guard)
+        assert "idle" == guard.status().state
+
+    def test_no_process_is_replaced(self, world: World) -> None:
+        """Where a due policy asks the server for a fresh process, it does not ask."""
+        guard = world.guard(reload_on=Uses(1))
+        asked: list[object] = []
+        guard.recycle_here(asked.append)
+        guard.load()
+        guard.pause()
+        number(guard)
+        check(world, guard)
+        assert ([], []) == (asked, world.seen(RecycleAsked))
+        guard.resume()
+        check(world, guard)
+        assert 1 == len(asked)
+
+    def test_a_failed_reload_is_not_tried_again(self, world: World) -> None:
+        """While the old model serves; ``resume()`` goes on with it."""
+        guard = world.guard(reload_on=Uses(1), defer=0)
+        guard.load()
+        world.loader.fails = True
+        number(guard)
+        check(world, guard)
+        world.loader.fails = False
+        guard.pause()
+        for _ in range(5):
+            assert 1 == check(world, guard, 60)
+        assert ("degraded", 2) == (guard.status().state, world.loader.calls)
+        assert guard.engine.check_interval() >= 1
+        guard.resume()
+        assert 2 == check(world, guard)
+
+    def test_a_service_without_a_model_comes_up(self, world: World) -> None:
+        """Loads that calls need go on: the first one, and the retry of one that failed."""
+        guard = world.guard(reload_on=Uses(1), swap="drain_first", defer=0)
+        guard.pause()
+        assert 1 == number(guard)
+        world.loader.fails = world.loader.recovers_after_this = True
+        guard.reload(wait=False)
+        world.join()
+        assert "failed" == guard.status().state
+        assert 2 == check(world, guard, 60)
+
+    def test_a_reload_that_waits_for_its_beginning_is_given_up(self, world: World) -> None:
+        """It was due before the pause, and waits for a moment without calls: it does not begin afterwards."""
+        waiting, go = threading.Event(), threading.Event()
+
+        def sleep(seconds: float) -> None:
+            waiting.set()
+            assert go.wait(60)
+            world.tick(seconds)
+
+        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="5s", runtime=replace(world.runtime, sleep=sleep))
+        guard.load()
+        world.tick(3600)
+        assert guard.check()
+        assert waiting.wait(60)
+        guard.pause()
+        go.set()
+        world.join()
+        assert (1, "ready", 1) == (guard.status().generation, guard.status().state, len(world.seen(LoadStarted)))
+        guard.resume()
+        assert 2 == check(world, guard)
+
+    def test_a_request_keeps_the_reload_that_waits(self, world: World) -> None:
+        """``reload()`` joins the one that is due, which the pause then does not end."""
+        waiting, go = threading.Event(), threading.Event()
+
+        def sleep(seconds: float) -> None:
+            waiting.set()
+            assert go.wait(60)
+            world.tick(seconds)
+
+        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="5s", runtime=replace(world.runtime, sleep=sleep))
+        guard.load()
+        world.tick(3600)
+        guard.check()
+        assert waiting.wait(60)
+        guard.reload(wait=False)
+        guard.pause()
+        go.set()
+        world.join()
+        assert 2 == guard.status().generation
+
+    def test_a_request_after_the_pause_is_answered(self, world: World) -> None:
+        """The reload that was given up and the one that is asked for do not lose each other."""
+        inside, go = threading.Event(), threading.Event()
+
+        def sleep(seconds: float) -> None:
+            inside.set()
+            assert go.wait(60)
+            world.tick(seconds)
+
+        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="5s", runtime=replace(world.runtime, sleep=sleep))
+        guard.load()
+        world.tick(3600)
+        guard.check()
+        assert inside.wait(60)
+        guard.pause()
+        caller = world.spawn(guard.reload)
+        until(lambda: len(guard.engine.state.waiting) == 1)
+        go.set()
+        caller.result(60)
+        assert 2 == guard.status().generation
+
+    def test_a_load_that_has_begun_goes_on(self, world: World) -> None:
+        """Its model is installed: to throw it away would cost a second load."""
+        guard = world.guard(reload_on=Uses(1), defer=0)
+        guard.load()
+        world.loader.hold()
+        number(guard)
+        guard.check()
+        world.loader.reached()
+        guard.pause()
+        world.loader.open.set()
+        world.join()
+        assert 2 == guard.status().generation
+
+    def test_is_no_counter(self, world: World) -> None:
+        """Twice is once, in any state of the guard; each change has one event."""
+        guard = world.guard()
+        guard.resume()
+        for _ in range(3):
+            guard.pause()
+        guard.resume()
+        guard.resume()
+        guard.close()
+        guard.pause()
+        assert (2, 1, True) == (len(world.seen(GuardPaused)), len(world.seen(GuardResumed)), guard.status().paused)
+
+    def test_children_are_paused_too(self, world: World) -> None:
+        """A worker that is forked during the incident starts paused."""
+        guard = world.guard(reload_on=Uses(1))
+        guard.load()
+        guard.pause()
+        guard.engine.before_fork()
+        guard.engine.after_fork_in_parent()
+        guard.engine.after_fork_in_child()
+        number(guard)
+        assert (1, True) == (check(world, guard), guard.status().paused)
+
+    def test_replicas_pause_together(self, world: World) -> None:
+        """Each of them, by one call."""
+        with use(lambda: world.runtime):
+            pair = replicas(world.guard(reload_on=Uses(1)), 2)
+        pair.pause()
+        assert [True, True] == [status.paused for status in pair.status()]
+        pair.resume()
+        assert [False, False] == [status.paused for status in pair.status()]
+
+
+class TestMinLifetime:
+    def test_a_young_model_is_not_replaced(self, world: World) -> None:
+        """A policy that is due at once after each load causes one reload each time, not a storm."""
+        guard = world.guard(reload_on=Uses(1), min_lifetime="1m", defer=0)
+        guard.load()
+        for _ in range(600):
+            number(guard)
+            check(world, guard, 1)
+        assert 11 == guard.status().generation
+
+    def test_the_status_says_how_long_it_waits(self, world: World) -> None:
+        """And the event, once."""
+        guard = world.guard(reload_on=Uses(1), min_lifetime="1m", defer=0)
+        guard.load()
+        check(world, guard, 10)
+        number(guard)
+        check(world, guard, 20)
+        waits = guard.status().postponed
+        assert waits is not None
+        assert ("min_lifetime", 30) == (waits.cause, waits.seconds)
+        assert [50] == [event.seconds for event in world.seen(ReloadPostponed)]
+        assert guard.engine.check_interval() <= 1
+        assert 2 == check(world, guard, 30)
+        assert None is guard.status().postponed
+
+    def test_memory_waits_too(self, world: World) -> None:
+        """A limit that the fresh model is soon above again is what makes storms."""
+        guard = world.guard(reload_on=MemoryLimit("200 MB"), min_lifetime="10m", defer=0)
+        guard.load()
+        for _ in range(4):
+            check(world, guard, 5)
+        world.memory = 300 * MB
+        for _ in range(4):
+            assert 1 == check(world, guard, 10)
+        assert ["memory_limit"] == [reason.kind for event in world.seen(ReloadPostponed) for reason in event.reasons]
+        assert 2 == check(world, guard, 600)
+
+    def test_reload_and_unload_by_hand_do_not_wait(self, world: World) -> None:
+        """The bound is on policies."""
+        guard = world.guard(reload_on=Uses(1), min_lifetime="1m")
+        guard.load()
+        guard.reload()
+        guard.unload()
+        assert ("idle", 1) == (guard.status().state, guard.status().reloads)
+
+    def test_a_failed_load_waits_for_its_backoff_alone(self, world: World) -> None:
+        """The bound concerns models that serve."""
+        guard = world.guard(reload_on=Uses(1), min_lifetime="1h", defer=0)
+        world.loader.fails = world.loader.recovers_after_this = True
+        with pytest.raises(Exception, match="no weights"):
+            guard.load()
+        world.join()
+        assert 1 == check(world, guard, 2)
+
+    @given(st.lists(st.tuples(st.sampled_from(["call", "check", "pause", "resume"]), st.floats(0, 30)), max_size=60))
+    @settings(max_examples=60)
+    def test_models_live_at_least_that_long(
+        self, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, float]]
+    ) -> None:
+        """Whatever happens, two loads by policies are a minute apart, and none begins while the guard is paused."""
+        world = World(tmp_path_factory.mktemp("world"))
+        world.inline = True
+        loads: list[float] = []
+
+        def load() -> object:
+            loads.append(world.now)
+            return object()
+
+        guard = world.guard(load, reload_on=Uses(2) | Errors(1), min_lifetime="1m", defer=0)
+        guard.load()
+        paused = False
+        for step, seconds in steps:
+            world.tick(seconds)
+            before = len(loads)
+            if step == "call":
+                with guard.lease():
+                    pass
+            elif step == "check":
+                guard.check()
+            else:
+                paused = step == "pause"
+                (guard.pause if paused else guard.resume)()
+            assert not (paused and len(loads) > before)
+        assert all(later - earlier >= 60 for earlier, later in pairwise(loads))
+
+    @pytest.mark.parametrize("policy", [TTL("30s"), Uses(5) | TTL("30s")])
+    def test_longer_than_a_ttl_is_rejected(self, world: World, policy: Policy) -> None:
+        """That ``TTL`` could never mean what it says."""
+        with pytest.raises(InvalidOption, match=r"min_lifetime='1m': is longer than TTL\('30s'\).*at most '30s'"):
+            world.guard(reload_on=policy, min_lifetime="1m")
+
+    def test_together_with_a_ttl_in_a_combination(self, world: World) -> None:
+        """Where the ``TTL`` only restricts another policy, any length is accepted."""
+        assert world.guard(reload_on=TTL("30s") & Uses(5), min_lifetime="1m").reload_on is not None
+
+
+@pytest.mark.parametrize("act", [ModelGuard.pause, ModelGuard.resume])
+def test_a_guard_without_policies(world: World, act: Callable[[ModelGuard[object]], None]) -> None:
+    """Pausing it changes nothing and starts no thread."""
+    guard = world.guard()
+    guard.load()
+    act(guard)
+    assert (1, []) == (check(world, guard), world.seen(ReloadDue))
