@@ -230,8 +230,8 @@ class PoolEngine(Generic[K, M]):
         overdue = self.runtime.clock() - model.expires
         if overdue < 0 or self._models.encloses_this_call():
             return True
-        # Bounded, or streams that overlap, as a pool of threads steps them, could keep the old model for ever. The bound is
-        # half of the time that others wait, so that they get the new model, or its room, in the other half.
+        # Bounded, or streams that overlap, as a pool of threads steps them, could keep the old model for ever. The
+        # bound is half of the time that others wait: they get the new model, or its room, in the other half.
         return overdue < self.options.wait_timeout / 2 and model.half_used_here()
 
     def _expired(self, model: PooledModel[M]) -> bool:
