@@ -175,7 +175,7 @@ def _call(file: str, functions: tuple[str, ...]) -> int | None:
 
 
 def _guards() -> dict[str, Any]:
-    module = sys.modules.get("modelguard.lifecycle.guard")
+    module = sys.modules.get("modelguard.lifecycle.model_guard")
     if module is None:
         return {"guards": []}
     return {

@@ -19,6 +19,8 @@ from modelguard.telemetry import GenerationReleased, LoadStarted, ReloadDue, Unl
 
 def idle_for(world: World, guard: ModelGuard[object], seconds: float) -> None:
     """Let time pass as the ticker does, which checks every second."""
+    world.join()  # what the last call has started may still be evaluating, and two do not at once
+    guard.check()
     for _ in range(int(seconds)):
         world.tick(1.0)
         guard.check()
