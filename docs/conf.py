@@ -50,7 +50,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|SmallObjects"),
     (
         "py:class",
-        r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|_Memory|_Jittered|Value)",
+        r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|ProbeAnswers|_Jittered|_Memory|Value)",
     ),
     ("py:class", r"(.*\.)?(Engine|ForkingProcess|GuardOptions|PoolEngine|ProcessHistory|ReasonKind|SwapMode)"),
     ("py:class", r"(.*\.)?(Bound|Changes|Decorator|Generation|Hook|Ready|Reloadable|State)"),
@@ -84,7 +84,7 @@ INDEX = f"""\
 #: The sidebar, in reading order. Sphinx reports a page that is missing here.
 SECTIONS = {
     "Start": ["tutorial"],
-    "Lifecycle": ["lifecycle", "pool", "spacy"],
+    "Lifecycle": ["lifecycle", "pool", "recipes", "spacy"],
     "Environment": ["environment", "memory", "torch"],
     "Sharing": ["sharing", "fork-safety"],
     "Isolation": ["isolation"],

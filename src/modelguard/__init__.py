@@ -14,10 +14,12 @@ if typing.TYPE_CHECKING:
     from modelguard.lifecycle.backoff import Backoff
     from modelguard.lifecycle.cron import Cron
     from modelguard.lifecycle.guard import guard
+    from modelguard.lifecycle.loaded import Loaded
     from modelguard.lifecycle.model_guard import ModelGuard, guard_of
     from modelguard.lifecycle.policies import (
         TTL,
         Between,
+        Changed,
         Errors,
         Idle,
         MemoryGrowth,
@@ -39,10 +41,12 @@ __all__ = [
     "Batched",
     "Between",
     "Breaker",
+    "Changed",
     "Cron",
     "Errors",
     "Idle",
     "Isolated",
+    "Loaded",
     "MemoryGrowth",
     "MemoryLimit",
     "ModelGuard",
@@ -77,9 +81,11 @@ _NAMES = {
     "modelguard.lifecycle.cron": ("Cron",),
     "modelguard.lifecycle.guard": ("guard",),
     "modelguard.lifecycle.model_guard": ("ModelGuard", "guard_of"),
+    "modelguard.lifecycle.loaded": ("Loaded",),
     "modelguard.lifecycle.policies": (
         "TTL",
         "Between",
+        "Changed",
         "Errors",
         "Idle",
         "MemoryGrowth",

@@ -64,7 +64,7 @@ def wrongs(expression: str) -> list[str]:
         for label, value in MATCHER.findall(inner):
             if label not in {*metric.labels, *TARGET}:
                 found.append(f"{name} has no label {label}")
-            elif label == metric.label and value not in metric.values:
+            elif label == metric.label and not metric.only_current and value not in metric.values:
                 found.append(f"{label} of {name} is never {value}")
             elif label == "le" and float(value) not in metric.buckets:
                 found.append(f"{name} has no bucket {value}")
@@ -150,6 +150,8 @@ def label_of(metric: Metric) -> str:
     """What the table says of a second label."""
     if metric.label is None:
         return ""
+    if metric.only_current:
+        return f"`{metric.label}`: the current one"
     values = "a [reason](#reasons)" if metric.values == REASONS else ", ".join(f"`{each}`" for each in metric.values)
     return f"`{metric.label}`: {values}"
 

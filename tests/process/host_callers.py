@@ -165,8 +165,7 @@ class Caller:
 
     def text(self) -> str:
         """What it has written to stderr."""
-        self.errors.seek(0)
-        return self.errors.read()
+        return Path(self.errors.name).read_text()  # not from this file, whose position the program writes at
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,20 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from modelguard import Backoff, Breaker, Errors, Idle, MemoryGrowth, Modified, Uses, guard, isolate, pool
+from modelguard import (
+    Backoff,
+    Breaker,
+    Changed,
+    Errors,
+    Idle,
+    Loaded,
+    MemoryGrowth,
+    Modified,
+    Uses,
+    guard,
+    isolate,
+    pool,
+)
 
 if "ISOLATION_WEIGHTS" not in os.environ:  # molds inherit the environment of the process that has made the file
     with tempfile.NamedTemporaryFile(prefix="isolation-weights-", delete=False) as file:
@@ -161,6 +174,43 @@ def failing(_: Model, fail: bool) -> int:  # noqa: FBT001 - as a user would writ
 @guard(load, reload_on=Modified(WEIGHTS, atomic=True), backoff=QUICK)
 def watching(loaded: Model) -> int:
     """Be replaced when the switch changes."""
+    return loaded.pid
+
+
+#: Processes that have asked, beside the revision that they got.
+ASKED = Path(f"{WEIGHTS}.asked")
+
+
+def revision() -> str:
+    """The version of the weights; says who has asked."""
+    with ASKED.open("a") as asked:
+        asked.write(f"{os.getpid()}\n")
+    return WEIGHTS.read_text()
+
+
+def load_revision() -> Loaded[Model]:
+    """Load the weights with their version."""
+    return Loaded(load(), version=f"revision {WEIGHTS.read_text()}")
+
+
+@isolate(workers=1)
+@guard(load_revision, reload_on=Changed(revision, every="100ms"), backoff=QUICK)
+def revised(loaded: Model) -> int:
+    """Be replaced when the weights have another revision."""
+    return loaded.pid
+
+
+@isolate(workers=1)
+@guard(load_revision, reload_on=Changed(revision, every="100ms"), keep_previous=True, backoff=QUICK)
+def undoable(loaded: Model) -> int:
+    """The same, with the previous mold kept."""
+    return loaded.pid
+
+
+@isolate(workers=1, start="spawn")
+@guard(load_revision, reload_on=Changed(revision, every="100ms"), backoff=QUICK)
+def revised_by_spawn(loaded: Model) -> int:
+    """The same in fresh interpreters."""
     return loaded.pid
 
 

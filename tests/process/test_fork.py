@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from modelguard import TTL, Uses, batched, guard, pool, telemetry
+from modelguard import TTL, Changed, Uses, batched, guard, pool, telemetry
 from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.telemetry import Event, Reason, RecycleAsked
 
@@ -103,6 +103,38 @@ def test_the_childs_policies_go_on() -> None:
             time.sleep(0.02)
 
     in_child(child)
+
+
+def test_the_childs_probes_start_anew() -> None:
+    """A probe that hangs in the parent while it forks is asked by the child in a thread of the child's own."""
+    parent, value = os.getpid(), ["a"]
+    hang, hangs, over = threading.Event(), threading.Event(), threading.Event()
+
+    def probe() -> str:
+        if os.getpid() == parent and hang.is_set():
+            hangs.set()
+            over.wait(60)
+        return value[0]
+
+    guarded = guard(Model, reload_on=Changed(probe, every="50ms"), defer=0)
+    who = guarded(lambda model: model.pid)
+    assert parent == who()
+    hang.set()
+    assert hangs.wait(20)
+
+    def child() -> None:
+        assert parent == who(), "it has the parent's model"
+        value[0] = "b"
+        deadline = time.monotonic() + 15
+        while who() == parent:
+            assert time.monotonic() < deadline, "the child's probe was never asked"
+            time.sleep(0.02)
+        assert 1 == guarded.status().reloads
+        guarded.close()
+
+    in_child(child)
+    over.set()
+    guarded.close()
 
 
 def test_a_fork_during_a_load_leaves_the_child_free_to_load() -> None:

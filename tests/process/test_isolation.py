@@ -27,6 +27,7 @@ from modelguard.errors import (
     GuardClosed,
     LoadFailed,
     LoadTimeout,
+    NoPreviousModel,
     NotSupported,
     Overloaded,
     QueueFull,
@@ -435,6 +436,54 @@ class TestPolicies:
             first = watching()
             functions.WEIGHTS.write_text(str(time.time()))
             wait_until(lambda: watching() != first, "the next mold")
+
+    @pytest.mark.parametrize("name", ["revised", "revised_by_spawn"])
+    def test_a_changed_source_makes_a_new_mold_with_a_new_version(self, name: str) -> None:
+        """The owner asks the probe, molds and workers do not, and the owner knows the version of each mold."""
+        functions.WEIGHTS.write_text("1")
+        with using(getattr(functions, name)) as revised:
+            first = revised()
+            assert ("revision 1", "revision 1") == (revised.version, revised.status().version)
+            functions.WEIGHTS.write_text("2")
+            wait_until(lambda: revised() != first, "the next mold")
+            assert "revision 2" == revised.version
+            assert {str(os.getpid())} == set(functions.ASKED.read_text().split())
+        functions.ASKED.unlink()
+        assert None is revised.version
+
+    def test_a_rollback_returns_to_the_previous_mold(self) -> None:
+        """It answers the next call, with its version, and stays until the source has another revision."""
+        functions.WEIGHTS.write_text("1")
+        with using(functions.undoable) as undoable:
+            first = undoable()
+            with pytest.raises(NoPreviousModel):
+                undoable.rollback()
+            functions.WEIGHTS.write_text("2")
+            wait_until(lambda: undoable() != first, "the next mold")
+            second = undoable()
+            undoable.rollback()
+            assert (first, "revision 1") == (undoable(), undoable.version)
+            assert (True, 0) == (undoable.status().pinned, undoable.status().previous)
+            wait_until(lambda: second not in [mold.pid for mold in molds()], "the end of the mold that was replaced")
+            asked = len(functions.ASKED.read_text().split())
+            wait_until(lambda: len(functions.ASKED.read_text().split()) > asked + 5, "some polls")
+            assert first == undoable()
+            functions.WEIGHTS.write_text("3")
+            wait_until(lambda: undoable.version == "revision 3", "the next revision")
+        functions.ASKED.unlink()
+
+    def test_a_kept_mold_that_died_is_no_way_back(self) -> None:
+        """The current one serves on, and the error says why."""
+        functions.WEIGHTS.write_text("1")
+        with using(functions.undoable) as undoable:
+            first = undoable()
+            undoable.reload()
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda: undoable._scope._molds.previous.died is not None, "the news of its death")
+            with pytest.raises(NoPreviousModel, match="have ended"):
+                undoable.rollback()
+            assert first != undoable()
+        functions.ASKED.unlink()
 
     def test_idle_ends_all_processes_until_the_next_call(self) -> None:
         """The mold and its workers are gone, the function stays ready, and a call gets a new mold."""

@@ -15,7 +15,9 @@ from modelguard import (
     TTL,
     Batched,
     Breaker,
+    Changed,
     Cron,
+    Loaded,
     MemoryGrowth,
     ModelGuard,
     ModelPool,
@@ -102,6 +104,57 @@ guard(
     validate=lambda model: model.predict("a b") == ["a", "b"],
     unload=lambda model: model.predict("bye"),
 )
+
+# A loader may give the version too; the guard's model is the one inside.
+
+
+def load_version() -> Loaded[Model]:
+    return Loaded(Model(), version="2026-11-20")
+
+
+async def load_version_async() -> Loaded[Model]:
+    return Loaded(Model(), version="2026-11-20")
+
+
+def load_version_of(key: str) -> Loaded[Model]:
+    return Loaded(Model(key), version=key)
+
+
+assert_type(guard(load_version, reload_on=None), ModelGuard[Model])
+assert_type(guard(load_version_async, reload_on=None), ModelGuard[Model])
+assert_type(guard(lambda: Loaded(Model(), version="1"), reload_on=None), ModelGuard[Model])
+assert_type(pool(load_version_of, max_memory="1 GB"), ModelPool[str, Model])
+assert_type(guard(load_version, reload_on=None).status().version, str | None)
+
+# A probe is any function; that of a pool takes the key.
+
+
+def etag() -> str:
+    return "33a64df5"
+
+
+async def revision() -> tuple[int, str]:
+    return 1, "a"
+
+
+assert_type(Changed(etag) & TTL("1h"), Policy)
+assert_type(guard(load, reload_on=Changed(revision, every=30, timeout="2s")), ModelGuard[Model])
+assert_type(pool(load_version_of, max_memory="1 GB", reload_on=Changed(len)), ModelPool[str, Model])
+
+# `validate` takes the new model, or the new one and the old one.
+
+
+def compare(new: Model, old: Model | None) -> bool:
+    return old is None or new.predict("a") == old.predict("a")
+
+
+assert_type(guard(load, reload_on=None, validate=compare), ModelGuard[Model])
+assert_type(guard(load_async, reload_on=None, validate=compare), ModelGuard[Model])
+
+kept = guard(load_version, reload_on=Changed(etag), keep_previous=True)
+assert_type(kept, ModelGuard[Model])
+assert_type(kept.rollback(), None)
+assert_type(kept.status().previous, int)
 
 # Functions: the caller's signature is the written one without the model.
 

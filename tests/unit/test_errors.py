@@ -32,6 +32,7 @@ from modelguard.errors import (
     ModelRejected,
     ModelTooLarge,
     NoMemoryLimit,
+    NoPreviousModel,
     NotSupported,
     Overloaded,
     PublishFailed,
@@ -84,6 +85,7 @@ EXAMPLES: list[ModelGuardError] = [
     ItemTooHeavy("embed", weight=16, max_weight=10),
     BatchFailed("embed", "OSError: no weights", size=32),
     WrongResults("embed", "it returned None", size=32),
+    NoPreviousModel("nlp", why="the guard keeps none", fix="Keep one."),
 ]
 
 CLASSES = {name: found for name, found in vars(errors).items() if inspect.isclass(found) and name in errors.__all__}

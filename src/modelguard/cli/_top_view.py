@@ -145,6 +145,7 @@ def summary(tree: TreeReport) -> str:
         f"{who} {format_bytes(tree.pss)}: {copies}.",
         f"Private: {format_bytes(tree.uss)}. RSS adds up to {format_bytes(tree.rss)}: it counts shared pages N times.",
     ]
+    lines += _versions(tree)
     swap = sum(process.swap for process in tree.processes)
     if swap:
         lines.append(f"In swap: {format_bytes(swap)}.")
@@ -152,6 +153,18 @@ def summary(tree: TreeReport) -> str:
         pids = ", ".join(map(str, tree.unread))
         lines.append(f"Not counted, because they belong to other users: {pids}. Run this as root to see all.")
     return "\n".join(lines)
+
+
+def _versions(tree: TreeReport) -> list[str]:
+    """The versions of the models, each with the processes that have it: during a rollout there are several."""
+    having: dict[tuple[str, str], list[int]] = {}
+    for process in tree.processes:
+        for guard, version in process.versions.items():
+            having.setdefault((guard, version), []).append(process.pid)
+    shown = (
+        f"{guard} is version {version} in {', '.join(map(str, pids))}" for (guard, version), pids in having.items()
+    )
+    return [f"Models: {'; '.join(shown)}."] if having else []
 
 
 def as_dict(trees: Sequence[TreeReport]) -> dict[str, Any]:

@@ -12,6 +12,7 @@
     ├── LoadFailed (RuntimeError)         no model could be loaded
     │   ├── LoadTimeout (TimeoutError)    the loader took longer than load_timeout
     │   └── ModelRejected                 the loader returned None, or validate rejected the model
+    ├── NoPreviousModel (RuntimeError)    rollback() was called, and no previous model is kept
     ├── Overloaded (RuntimeError)         no capacity now: try again later
     │   ├── Reloading (TimeoutError)      the call timed out while the model was being loaded or replaced
     │   ├── QueueFull                     the queue has reached its limit
@@ -66,6 +67,7 @@ from modelguard.errors._lifecycle import (
     LoadTimeout,
     ModelRejected,
     ModelTooLarge,
+    NoPreviousModel,
     PolicyNeverFires,
     Reloading,
     UnhashableKey,
@@ -116,6 +118,7 @@ __all__ = [
     "ModelRejected",
     "ModelTooLarge",
     "NoMemoryLimit",
+    "NoPreviousModel",
     "NotSupported",
     "Overloaded",
     "PolicyNeverFires",

@@ -10,6 +10,7 @@ __all__ = [
     "LoadTimeout",
     "ModelRejected",
     "ModelTooLarge",
+    "NoPreviousModel",
     "PolicyNeverFires",
     "Reloading",
     "UnhashableKey",
@@ -44,6 +45,21 @@ class LoadTimeout(LoadFailed, TimeoutError):
 
 class ModelRejected(LoadFailed):
     """The loader returned None, or ``validate`` rejected what it returned."""
+
+
+class NoPreviousModel(ModelGuardError, RuntimeError):
+    """``rollback()`` was called, and no previous model is kept.
+
+    Attributes:
+        guard: The guard's name.
+        why: Why none is kept.
+    """
+
+    def __init__(self, guard: str, *, why: str, fix: str) -> None:
+        super().__init__(f"guard {guard!r} has no previous model: {why}. {fix}")
+        self.guard = guard
+        self.why = why
+        self.fix = fix
 
 
 class Reloading(Overloaded, TimeoutError):

@@ -161,6 +161,11 @@ class WebOptions:
         content: dict[str, Any] = {"status": "not ready" if missing else "ready"}
         if self.detail and missing:
             content["waiting_for"] = missing
+        versions = {
+            guard.name: version for guard in checked if (version := getattr(guard, "version", None)) is not None
+        }
+        if versions:
+            content["versions"] = versions
         return json_answer(HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK, content)
 
     def timeout(self, header: str | None) -> float | Answer | None:

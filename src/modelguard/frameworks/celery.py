@@ -43,9 +43,9 @@ def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> N
     """Make a Celery worker prepare its models before it forks its pool, and replace a process when a policy is due.
 
     In a process of the pool a due policy does not load anything: the current task ends, its result is delivered, the
-    process exits, and the parent forks another one, which is warm before it takes a task. ``TTL`` and ``Modified`` mean
-    new weights: the parent loads and prepares them, and then every process is replaced. Processes are replaced one at a
-    time, and no task is lost; an idle process is replaced only after its next task.
+    process exits, and the parent forks another one, which is warm before it takes a task. ``TTL``, ``Modified`` and
+    ``Changed`` mean new weights: the parent loads and prepares them, and then every process is replaced. Processes are
+    replaced one at a time, and no task is lost; an idle process is replaced only after its next task.
 
     In a pool that does not fork (solo, threads, eventlet, gevent) the guards work as in any other program, and a log
     message says so. A worker that cannot be prepared does not start: it logs the reason and exits with status 1.

@@ -3,8 +3,8 @@
 The master imports the application, loads the models of its guards and prepares them to be shared (see
 :mod:`modelguard.prefork`); workers are warm before their first request. If a policy of a worker is due (``Uses``,
 ``Errors``, ``MemoryGrowth``, ``MemoryLimit``), the worker is replaced by a new one, forked from the master's unused
-copy of the model. ``TTL`` and ``Modified`` mean new weights: the master loads and prepares them, then all workers are
-replaced, one at a time. A new worker serves before the old one ends, so no request is lost and none waits.
+copy of the model. ``TTL``, ``Modified`` and ``Changed`` mean new weights: the master loads and prepares them, then all
+workers are replaced, one at a time. A new worker serves before the old one ends, so no request is lost and none waits.
 
 This applies to the guards made with ``prefork=True``; if there is none, to all guards that the application makes on
 import.

@@ -54,9 +54,9 @@ def install(*guards: ModelGuard[Any], min_lifetime: _units.Duration = 10.0) -> F
     """Prepare the master, and replace each worker when a policy is due. Call it last in the application's module.
 
     In a worker a due policy does not load anything: the current request is answered, the worker ends, and the master
-    forks another one, which is warm before it accepts requests. ``TTL`` and ``Modified`` mean new weights: the master
-    loads and prepares them, and then every worker is replaced. Workers are replaced one at a time, and no request is
-    lost; an idle worker is replaced after its next request.
+    forks another one, which is warm before it accepts requests. ``TTL``, ``Modified`` and ``Changed`` mean new weights:
+    the master loads and prepares them, and then every worker is replaced. Workers are replaced one at a time, and no
+    request is lost; an idle worker is replaced after its next request.
 
     Environment variables set the options of the preparation, as for :mod:`modelguard.frameworks.gunicorn`.
 

@@ -330,7 +330,7 @@ class _Broker:
     def _tell_state(self) -> None:
         """Tell the clients whether a worker can answer, and which processes there are."""
         mold = self._molds.current
-        state = pickle.dumps((self.scope.ready, [] if mold is None else mold.pids()))
+        state = pickle.dumps((self.scope.ready, [] if mold is None else mold.pids(), self.scope.version))
         for client in self._clients.values():
             if client.state != state:
                 if client.send(STATE, state):

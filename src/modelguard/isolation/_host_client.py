@@ -45,6 +45,7 @@ class Membership:
 
     Attributes:
         ready: Whether a worker can answer, as the broker has said last.
+        version: The version of the current model, as the broker has said last; None if it has none.
         gone: Whether the broker has ended.
         on_loss: Called, in the supervisor's thread, if the broker ends after a worker could answer.
     """
@@ -54,6 +55,7 @@ class Membership:
     ) -> None:
         self.pid = pid
         self.ready = False
+        self.version: str | None = None
         self.gone = False
         self.on_loss: Callable[[], object] | None = None
         self._was_ready = False
@@ -158,7 +160,7 @@ class Membership:
                 return
 
     def _end(self) -> None:
-        self.gone, self.ready = True, False
+        self.gone, self.ready, self.version = True, False, None
         self._close_idle()
         supervisor().call(self._forget)
 
@@ -174,7 +176,7 @@ class Membership:
         elif message[:1] == REPORT:
             _news.replay(message[1:])
         else:
-            self.ready, self._family = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
+            self.ready, self._family, self.version = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
             self._was_ready = self._was_ready or self.ready
 
     def _broker_ended(self) -> None:

@@ -18,6 +18,7 @@ from modelguard.isolation._instructions import Origin
 from modelguard.isolation._options import IsolationOptions
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import subset
+from modelguard.lifecycle.policies import Changed
 
 __all__ = ["NAME", "check_shareable", "identity_of", "orders_for", "prefix_of"]
 
@@ -35,10 +36,18 @@ def check_shareable(source: GuardOptions[Any]) -> None:
     """Check that the broker, which does not import the application, can decide when a mold is replaced.
 
     Raises:
-        InvalidOption: A policy that asks for new weights is a class of the application's own.
+        InvalidOption: A policy that asks for new weights is a class of the application's own, or has a function of its
+            own; or the guard keeps its previous model.
     """
+    if source.keep_previous:
+        why = "cannot be used with keep_previous=True: the broker keeps no previous mold"
+        raise InvalidOption("scope", "host", why=why, fix="Leave keep_previous out, or write scope='process'.")
     renewing = subset(source.reload_on, renews=True, unloads=True)
     for part in () if renewing is None else renewing.parts():
+        if isinstance(part, Changed):
+            why = "cannot be used with Changed, whose probe is a function of your own"
+            fix = "Use TTL or Modified, or call reload() when it is time."
+            raise InvalidOption("scope", "host", why=why, fix=fix)
         if type(part).__module__.partition(".")[0] != "modelguard":
             why = f"cannot be used with {type(part).__qualname__}, which asks for new models and is a class of your own"
             fix = "Use TTL or Modified, or call reload() when it is time."

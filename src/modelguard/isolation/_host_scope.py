@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from modelguard import _units
-from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NotSupported, Reloading
+from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
 from modelguard.isolation import _role
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._host_client import BrokerGone, Membership
@@ -275,6 +275,12 @@ class HostScope:
         membership = self._look()
         return membership is not None and membership.ready
 
+    @property
+    def version(self) -> str | None:
+        """The version of the model in the broker's current mold, as far as it was heard."""
+        membership = self._membership
+        return None if membership is None else membership.version
+
     def _look(self) -> Membership | None:
         membership = self._membership
         if membership is not None and not membership.gone:
@@ -300,6 +306,11 @@ class HostScope:
         return IsolationStatus(name=self._name, state="closed" if self._ended.is_set() else "new", queued=queued)
 
     # Its molds
+
+    def rollback(self) -> NoReturn:
+        """The broker keeps no molds."""
+        fix = "Only scope='process' keeps the previous model."
+        raise NoPreviousModel(self._name, why="molds that processes share are not kept", fix=fix)
 
     def load(self, timeout: _units.Duration | None) -> None:
         """Start the broker and its mold."""

@@ -63,7 +63,8 @@ def main(control: int, news: int) -> NoReturn:
         with suppress(OSError):
             channel.send(("failed", portable(error, instructions["name"], plain=instructions["shared"]), text))
         leave(1)
-    channel.send(("ready", time.monotonic() - started, _code.files() if instructions["shared"] else None))
+    files = _code.files() if instructions["shared"] else None
+    channel.send(("ready", time.monotonic() - started, files, mold.version))
     if instructions["forks"]:
         mold.serve()
     mold.become_spawned_worker()
@@ -106,13 +107,20 @@ class _Mold:
         _role.enter("mold", isolated.isolated_function, self._function)
         engine = self._guard.engine
         start_thread = _start_behind_others if instructions["beside_calls"] else THREADS.start
-        engine.move_to(Runtime(ticks=False, start_thread=start_thread))  # no ticks: workers ask the policies themselves
+        # No ticks: workers ask the policies themselves. No probes: the owner asks them.
+        engine.move_to(Runtime(ticks=False, probes=False, start_thread=start_thread))
         if instructions["forks"]:
             self._guard.recycle_in_children(self._wear, takes_calls=False)
             prefork.prepare(self._guard)
         else:
             engine.recycle_here(self._wear, renews=False)
             self._guard.load()
+
+    @property
+    def version(self) -> str | None:
+        """The version of the model, as its loader gave it."""
+        version: str | None = self._guard.version
+        return version
 
     def _wear(self, reasons: object) -> None:
         del reasons  # an event has reported them

@@ -1,7 +1,8 @@
 """The guard of an isolated function in its owner: its model is a mold.
 
 So everything that :mod:`modelguard.lifecycle` promises of models holds for molds: one load at a time, a replacement
-beside the old one, backoff after failures, draining, ``TTL`` and ``Modified``, one replacement at a time on the host.
+beside the old one, backoff after failures, draining, ``TTL``, ``Modified`` and ``Changed``, one replacement at a time
+on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelguard.environment import _proc
-from modelguard.errors import GuardClosed, ModelRejected, NotSupported
+from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported
 from modelguard.isolation import _news, _target
 from modelguard.isolation._code import Files
 from modelguard.isolation._instructions import Origin
@@ -26,6 +27,7 @@ from modelguard.lifecycle import runtime
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import subset
+from modelguard.lifecycle.loaded import Loaded
 from modelguard.lifecycle.model_guard import ModelGuard, hide
 
 if TYPE_CHECKING:
@@ -107,13 +109,32 @@ class MoldGuard:
         return mold
 
     def end_at_once(self) -> None:
-        """Kill the current mold and its workers, when nobody can call them any more."""
-        if self._current is not None:
-            self._current.end_at_once()
+        """Kill the molds and their workers, when nobody can call them any more."""
+        for mold in (self._current, self.previous):
+            if mold is not None:
+                mold.end_at_once()
+
+    @property
+    def previous(self) -> Mold | None:
+        """The mold that is kept for a rollback; None if there is none."""
+        mold: Mold | None = getattr(self.guard.engine.state.previous, "model", None)
+        return mold
+
+    def rollback(self) -> None:
+        """Make the previous mold current again.
+
+        Raises:
+            NoPreviousModel: None is kept, or its processes have ended.
+        """
+        if self.previous is not None and self.previous.died is not None:
+            fix = "Call reload() to load a model."
+            raise NoPreviousModel(self._options.name, why="the processes of the one that was kept have ended", fix=fix)
+        self.guard.rollback()
+        self._current = self.current
 
     # What the guard calls
 
-    def _load(self) -> Mold:
+    def _load(self) -> Mold | Loaded[Mold]:
         global _exit_registered
         if not _exit_registered:
             atexit.register(end_all)
@@ -150,7 +171,7 @@ class MoldGuard:
             raise Rejected(error.reason) from error.__cause__
         self._current = mold
         self.code = mold.code
-        return mold
+        return mold if mold.version is None else Loaded(mold, version=mold.version)
 
     def _end(self, mold: Mold) -> None:
         if self._current is mold:

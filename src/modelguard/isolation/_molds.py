@@ -67,6 +67,7 @@ class Mold:
         died: When it ended by itself, on the monotonic clock; None while it lives.
         heir: The worker that has taken its place; None if none has.
         code: The files of its modules, if it was asked for them.
+        version: The version of its model, as the loader gave it.
     """
 
     #: A fork of a mold costs little memory, and saves the time that a new worker needs.
@@ -78,6 +79,7 @@ class Mold:
         self.born = time.monotonic()
         self.died: float | None = None
         self.code = options.instructions["code"]
+        self.version: str | None = None
         self.options = options
         self._supervisor = supervisor
         self._on_death = on_death
@@ -270,7 +272,7 @@ class Mold:
 
     def _heed(self, control: Channel, what: str, *details: Any) -> None:
         if what == "ready":
-            _, self.code = details
+            _, self.code, self.version = details
             self.roster.settle()
         elif what == "failed":
             error, text = details

@@ -146,6 +146,6 @@ def check_function(function: Any, recycle_on: Policy | None) -> None:
         raise InvalidOption("recycle_on", recycle_on, why=why, fix="Write for example Uses(10_000).")
     if owner is not None and subset(recycle_on, renews=True, unloads=True) is not None:
         why = "would renew or unload a pool's models, which the pool does"
-        fix = "Give the pool a ttl, and leave TTL, Modified and Idle out."
+        fix = "Give the pool a ttl, and leave TTL, Modified, Changed and Idle out."
         raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
     check_policy(recycle_on, runtime.default().limit)

@@ -119,6 +119,11 @@ class PoolScope:
         """Whether it takes calls: the mold of a key is made when one needs it."""
         return not self._closed
 
+    @property
+    def version(self) -> None:
+        """Each key has a model of its own; the pool's status has their versions."""
+        return None
+
     def status(self, queued: int) -> IsolationStatus:
         """State, processes and counts of all keys together."""
         pool, now = self._pool.status(), time.monotonic()
@@ -140,6 +145,10 @@ class PoolScope:
             timed_out=sum(one["timeout"] for one in counts),
             pool=pool,
         )
+
+    def rollback(self) -> NoReturn:
+        """There is no one model to go back to."""
+        raise NotSupported("rollback", reason="each key of a pool has a mold of its own, and none is kept")
 
     def load(self, timeout: _units.Duration | None) -> None:
         """Molds are made when a call needs their key."""

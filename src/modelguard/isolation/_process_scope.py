@@ -97,6 +97,11 @@ class ProcessScope:
         mold = self._molds.current
         return self._molds.guard.ready if mold is None else mold.roster.is_ready
 
+    @property
+    def version(self) -> str | None:
+        """The version of the model in the current mold."""
+        return self._molds.guard.version
+
     def status(self, queued: int) -> IsolationStatus:
         """State, processes and counts."""
         molds, mold = self._molds.guard.status(), self._molds.current
@@ -123,7 +128,14 @@ class ProcessScope:
             recycled=counts.get("recycled", 0),
             crashed=counts.get("crashed", 0),
             timed_out=counts.get("timeout", 0),
+            version=molds.version,
+            previous=molds.previous,
+            pinned=molds.pinned,
         )
+
+    def rollback(self) -> None:
+        """Make the previous mold current again."""
+        self._molds.rollback()
 
     def load(self, timeout: _units.Duration | None) -> None:
         """Start the mold."""
@@ -159,5 +171,6 @@ class ProcessScope:
 
     def abandon(self) -> None:
         """Leave the parent's processes alone."""
-        if self._molds.current is not None:
-            self._molds.current.abandon()
+        for mold in (self._molds.current, self._molds.previous):
+            if mold is not None:
+                mold.abandon()

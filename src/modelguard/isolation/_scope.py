@@ -75,8 +75,17 @@ class Scope(Protocol):
         """Whether a worker can answer."""
         ...
 
+    @property
+    def version(self) -> str | None:
+        """The version of the current model; None if it has none, or if there are several models."""
+        ...
+
     def status(self, queued: int) -> IsolationStatus:
         """Its state, its processes and its counts, with so many calls that wait for a thread."""
+        ...
+
+    def rollback(self) -> None:
+        """Make the previous mold current again."""
         ...
 
     def load(self, timeout: _units.Duration | None) -> None:

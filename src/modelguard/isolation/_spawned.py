@@ -101,7 +101,7 @@ class SpawnedWorkers(Mold):
                 if what == "failed":
                     self._not_loaded(*details)
                 elif what == "ready":
-                    _, self.code = details
+                    _, self.code, self.version = details
                 if not launched.control.has_unread:
                     return
         except (EOFError, OSError):

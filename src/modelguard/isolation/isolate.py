@@ -190,6 +190,11 @@ class Isolated(Generic[P, R]):
         """
         return self._scope.ready
 
+    @property
+    def version(self) -> str | None:
+        """The version of the model in the current mold, as its loader gave it; None if it gave none."""
+        return self._scope.version
+
     def status(self) -> IsolationStatus:
         """Its state, its processes and its counts."""
         return self._scope.status(self._submitted.waiting)
@@ -230,6 +235,18 @@ class Isolated(Generic[P, R]):
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for coroutines; does not block the event loop."""
         await self._scope.areload(timeout)
+
+    def rollback(self) -> None:
+        """Go back to the mold that the current one has replaced, as :meth:`ModelGuard.rollback` does, at once.
+
+        Needs a guard with ``keep_previous=True``: the previous mold and its workers stay alive, and take their memory.
+
+        Raises:
+            NoPreviousModel: None is kept, or its processes have ended.
+            GuardClosed: After :meth:`close`.
+            NotSupported: The function's model is one of a pool.
+        """
+        self._scope.rollback()
 
     def close(self) -> None:
         """Refuse further calls, wait for those that run up to the guard's ``drain_timeout``, end all processes."""
@@ -320,8 +337,8 @@ def isolate(
 
     The guard's policies decide. ``Uses``, ``MemoryGrowth``, ``MemoryLimit``, ``Errors`` and policies of your own are
     asked in each worker, and replace that worker by a fresh fork, which takes calls before the old worker ends.
-    ``TTL``, ``Modified`` and :meth:`Isolated.reload` make a new mold; the old one serves until the workers of the new
-    one are ready.
+    ``TTL``, ``Modified``, ``Changed`` and :meth:`Isolated.reload` make a new mold; the old one serves until the workers
+    of the new one are ready.
 
     Decorate a function at the top level of a module::
 
@@ -339,7 +356,8 @@ def isolate(
         start: ``"fork"``: workers are forked from a mold and share its memory. ``"spawn"``: each worker is a fresh
             interpreter that loads the model for itself, for models that do not survive a fork (CUDA). Workers share no
             memory, and one takes as long to replace as the model takes to load.
-        recycle_on: For functions without a guard: when to replace a worker (or, for ``TTL`` and ``Modified``, all).
+        recycle_on: For functions without a guard: when to replace a worker (or, for ``TTL``, ``Modified`` and
+            ``Changed``, all).
         retry: Run a call once more if its worker crashed. Only for functions that may safely run twice.
         max_queue: How many calls may wait for a worker, and how many submitted calls for a thread; more get
             ``QueueFull``.

@@ -56,6 +56,9 @@ class IsolationStatus:
         timed_out: Those that were killed at the timeout.
         broker: With ``scope="host"``, the process id of the broker, which owns the mold; None if there is none.
         clients: The processes that the broker serves.
+        version: Version of the current mold's model, as its loader gave it with ``Loaded``; None if it gave none.
+        previous: Number of the mold that ``rollback()`` would make current again; 0 if none is kept.
+        pinned: Whether ``rollback()`` has made the current mold current, and its source has not changed since.
         pool: Over a pool, its figures: a mold with its workers counts as the model of its key. ``mold`` is None then,
             and ``workers`` are those of all keys.
     """
@@ -78,6 +81,9 @@ class IsolationStatus:
     timed_out: int = 0
     broker: int | None = None
     clients: tuple[int, ...] = ()
+    version: str | None = None
+    previous: int = 0
+    pinned: bool = False
     pool: PoolStatus[Any] | None = None
 
 

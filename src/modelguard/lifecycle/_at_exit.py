@@ -10,6 +10,7 @@ from typing import Any
 from modelguard import _shutdown, telemetry
 from modelguard.lifecycle import _release
 from modelguard.lifecycle._context import GuardContext
+from modelguard.lifecycle._generation import Generation
 
 _guards: weakref.WeakSet[GuardContext[Any]] = weakref.WeakSet()
 
@@ -29,9 +30,13 @@ def _unload_all(seconds: float) -> None:
 
 def _unload(guard: GuardContext[Any], seconds: float) -> None:
     """Call the hook, unless calls still run on the model after ``seconds`` or a parent process loaded it."""
-    old = guard.state.close()
-    if old is None or old.pid != os.getpid() or guard.state.drain(old, seconds):
-        return
+    current, previous = guard.state.close(), guard.state.take_previous()
+    for old in (current, previous):
+        if old is not None and old.pid == os.getpid() and not guard.state.drain(old, seconds):
+            _call(guard, old)
+
+
+def _call(guard: GuardContext[Any], old: Generation[Any]) -> None:
     error = _release.unload(guard, guard.state.take_model(old))
     if error is not None:
         telemetry.emit(telemetry.CallbackErrored(guard=guard.name, callback="unload", error=error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from modelguard.environment._shown_versions import ShownVersion
 from modelguard.lifecycle._state import GuardState
 
 if TYPE_CHECKING:
@@ -19,15 +20,17 @@ class GuardContext(Generic[M]):
     Attributes:
         options: Set once.
         state: Changed by its own methods only.
+        shown: The version that ``modelguard top`` reads of this process.
         runtime: A test may replace it, to move a guard to another clock. Read it anew each time.
     """
 
-    __slots__ = ("__weakref__", "options", "runtime", "state")
+    __slots__ = ("__weakref__", "options", "runtime", "shown", "state")
 
     def __init__(self, options: GuardOptions[M], state: GuardState[M], runtime: Runtime) -> None:
         self.options = options
         self.state = state
         self.runtime = runtime
+        self.shown = ShownVersion(options.name)
 
     @property
     def name(self) -> str:

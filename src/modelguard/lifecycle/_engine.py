@@ -22,9 +22,10 @@ from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle._recycling import Ask
-from modelguard.lifecycle._release import drain_and_release, release_and_report
+from modelguard.lifecycle._release import drain_and_release, in_background, release_and_report
 from modelguard.lifecycle._reload import Reload
 from modelguard.lifecycle._resolve import resolve
+from modelguard.lifecycle._rollback import roll_back
 from modelguard.lifecycle._state import GuardState
 from modelguard.lifecycle._waiters import Outcome
 from modelguard.lifecycle._waiting import Timeout, wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
@@ -174,14 +175,7 @@ class Engine(Generic[M]):
 
     def _release_in_background(self, generation: Generation[M]) -> None:
         """Release an abandoned generation after its last call, which must not wait for that."""
-
-        def work() -> None:
-            release_and_report(self.guard, generation, drain_seconds=None)
-
-        try:
-            self.guard.runtime.start_thread(work, f"modelguard-release-{self.name}")
-        except RuntimeError:  # the system gives no thread
-            work()
+        in_background(self.guard, functools.partial(release_and_report, self.guard, generation, drain_seconds=None))
 
     # Loads
 
@@ -237,6 +231,10 @@ class Engine(Generic[M]):
         """:meth:`unload` without blocking the event loop."""
         work = functools.partial(self.unload, timeout)
         await _in_thread.run(work, f"modelguard-unload-{self.name}", self.guard.runtime.start_thread)
+
+    def rollback(self) -> None:
+        """Make the generation that the current one has replaced current again. Does not block."""
+        roll_back(self.guard)
 
     def warm_up(self) -> None:
         """Run the warm-up on the current generation, if there are both."""
@@ -381,7 +379,7 @@ class Engine(Generic[M]):
 
     @property
     def renews_weights(self) -> bool:
-        """Whether a part of the policy asks for new weights (``TTL``, ``Modified``)."""
+        """Whether a part of the policy asks for new weights (``TTL``, ``Modified``, ``Changed``)."""
         return subset(self.guard.options.reload_on, renews=True) is not None
 
     def recycle_in_children(self, ask: Ask, *, takes_calls: bool) -> None:
@@ -410,9 +408,9 @@ class Engine(Generic[M]):
     def shut_down(self, timeout: float | None = None) -> None:
         """:meth:`close` without its checks, for an owner that has made them."""
         _ticker.TICKER.remove(self)
-        old = self.state.close()
-        if old is not None:
-            drain_and_release(self.guard, old, timeout)
+        for old in (self.state.close(), self.state.take_previous()):  # once it is closed, nothing is kept any more
+            if old is not None:
+                drain_and_release(self.guard, old, timeout)
 
     async def aclose(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`close` without blocking the event loop."""

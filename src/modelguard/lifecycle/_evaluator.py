@@ -10,7 +10,7 @@ from modelguard import telemetry
 from modelguard.lifecycle import _growth
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._policy import Policy, Snapshot, alternatives
+from modelguard.lifecycle._policy import Policy, Snapshot, alternatives, source_part
 from modelguard.lifecycle._readings import Readings
 from modelguard.telemetry.reasons import Reason
 
@@ -53,6 +53,7 @@ class Evaluator(Generic[M]):
         self.interval = math.inf
         self._guard = guard
         self._members = alternatives(guard.options.reload_on)
+        self._members_if_pinned = alternatives(source_part(guard.options.reload_on))
         self._lock = threading.Lock()
         self._reported: set[str] = set()
         self._uses_seen = -1
@@ -60,6 +61,8 @@ class Evaluator(Generic[M]):
     def decide_by(self, policy: Policy | None) -> None:
         """Ask only this part of the guard's policy from now on."""
         self._members = alternatives(policy)
+        self._members_if_pinned = alternatives(source_part(policy))
+        self.readings.decide_by(policy)
 
     def evaluate(self, *, sample: bool) -> Due[M] | None:
         """Ask the policy whether a load is due.
@@ -90,7 +93,7 @@ class Evaluator(Generic[M]):
         self._lock = threading.Lock()
         self._reported.clear()
         self._uses_seen = -1
-        self.readings.start(self._guard.state.current)
+        self.readings.after_fork_in_child(self._guard.state.current)
         self.after_load()
 
     def report_error(self, callback: Callback, error: BaseException, *, about: str = "") -> None:
@@ -114,6 +117,9 @@ class Evaluator(Generic[M]):
         if generation is None:
             self.interval = math.inf
             return None
+        if self.readings.generation != generation.number:  # after a rollback
+            self._reported.clear()
+            self.readings.start(generation)
         snapshot = self.readings.snapshot(generation, settled=state.draining <= state.abandoned, sample=sample)
         reasons = self._ask(snapshot)
         self._set_alarm(generation, snapshot)
@@ -138,7 +144,7 @@ class Evaluator(Generic[M]):
         A member that raises is reported, and the others still count.
         """
         reasons: dict[Reason, bool] = {}
-        for member in self._members:
+        for member in self._asked():
             try:
                 self._report_futile_parts(member, snapshot)
                 reasons |= dict.fromkeys(member.reasons(snapshot), member.unloads)
@@ -156,16 +162,18 @@ class Evaluator(Generic[M]):
                         generation=snapshot.generation,
                         policy=repr(part),
                         detail=detail,
-                        cause=_growth.cause(),
+                        cause=_growth.cause() if part.reads_memory else None,
                     )
                 )
 
     def _set_alarm(self, generation: Generation[M], snapshot: Snapshot) -> None:
         """Let calls end on the fast path until the policy's answer may change."""
-        if not self._members:
+        members = self._asked()
+        if not members:
+            self._guard.state.set_alarm(generation, math.inf)
             return
         uses, seconds = math.inf, math.inf
-        for member in self._members:
+        for member in members:
             try:
                 horizon = member.horizon(snapshot)
             except _POLICY_ERRORS as error:
@@ -177,6 +185,10 @@ class Evaluator(Generic[M]):
         until_reading = self.readings.interval
         self.interval = min(seconds, max(until_reading, _IDLE) if idle else until_reading)
         self._guard.state.set_alarm(generation, snapshot.uses + uses)
+
+    def _asked(self) -> tuple[Policy, ...]:
+        """What decides now. After a rollback that is only a new change of the source."""
+        return self._members_if_pinned if self._guard.state.pinned else self._members
 
     def _first_report(self, about: str) -> bool:
         if about in self._reported:

@@ -16,6 +16,7 @@ class Generation(Generic[M]):
         leases: One entry per call that runs on it now. It is a list because ``append`` and ``pop`` are atomic and cost
             a quarter of a lock. A call takes its lease first and checks ``retired`` afterwards; a swap sets ``retired``
             first and checks the leases afterwards. So one of them always sees the other.
+        version: What the loader says it is; None if it says nothing.
         uses: Calls that have ended on it.
         errors: Consecutive calls, up to the latest, that raised.
         served: Whether a call has succeeded, as the first error after it has noticed: a success has no time for that.
@@ -47,11 +48,22 @@ class Generation(Generic[M]):
         "retired",
         "served",
         "uses",
+        "version",
     )
 
-    def __init__(self, number: int, model: M, *, born: float, began: float, jitter: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        model: M,
+        *,
+        born: float,
+        began: float,
+        jitter: float,
+        version: str | None = None,
+    ) -> None:
         self.number = number
         self.model = model
+        self.version = version
         self.born = born
         self.began = began
         self.jitter = jitter

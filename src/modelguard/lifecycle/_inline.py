@@ -12,6 +12,7 @@ from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._resolve import resolve
+from modelguard.lifecycle.loaded import Unpacked, unpacked
 
 M = TypeVar("M")
 
@@ -48,7 +49,7 @@ def load(guard: GuardContext[M]) -> None:
     with _lock:
         guard.state.raise_if_closed()
         if guard.state.current is None:
-            _install(guard, resolve(guard.options.load()))
+            _install(guard, unpacked(resolve(guard.options.load())))
 
 
 async def aload(guard: GuardContext[M]) -> None:
@@ -56,10 +57,10 @@ async def aload(guard: GuardContext[M]) -> None:
     guard.state.raise_if_closed()
     if guard.state.current is None:
         made: Any = guard.options.load()
-        model = await made if asyncio.iscoroutine(made) else made
+        loaded = unpacked(await made if asyncio.iscoroutine(made) else made)
         with _lock:
             if guard.state.current is None:  # another task may have been faster
-                _install(guard, model)
+                _install(guard, loaded)
 
 
 def unload(guard: GuardContext[Any]) -> None:
@@ -68,9 +69,10 @@ def unload(guard: GuardContext[Any]) -> None:
         guard.state.retire_until_next_use(if_unused=False)
 
 
-def _install(guard: GuardContext[M], model: M) -> None:
+def _install(guard: GuardContext[Any], loaded: Unpacked) -> None:
     state, number = guard.state, guard.state.generations
     runtime = guard.runtime
-    generation = Generation(number + 1, model, born=runtime.clock(), began=runtime.wall_clock(), jitter=0.0)
+    born, began = runtime.clock(), runtime.wall_clock()
+    generation = Generation(number + 1, loaded.model, version=loaded.version, born=born, began=began, jitter=0.0)
     state.install(LoadJob((), urgent=True), generation, discardable=False)
     _undo.append(lambda: state.forget_current(number))

@@ -33,10 +33,21 @@ class LoadJob:
         unloads: It releases the current generation and loads none. Those who need one meanwhile wait for its end.
         by_policy: Nobody but a policy asked for it, so it does not begin while the guard is paused.
         covers: The last request that its load answers; later ones make that load stale. None before the load begins.
+        cancelled: A rollback came before its model took calls, so that model is discarded.
         threads: Identities of the threads that do its work, to detect a load that waits for itself.
     """
 
-    __slots__ = ("after_call", "by_policy", "covers", "reasons", "replaces", "threads", "unloads", "urgent")
+    __slots__ = (
+        "after_call",
+        "by_policy",
+        "cancelled",
+        "covers",
+        "reasons",
+        "replaces",
+        "threads",
+        "unloads",
+        "urgent",
+    )
 
     def __init__(
         self,
@@ -53,6 +64,7 @@ class LoadJob:
         self.after_call = after_call
         self.replaces = replaces
         self.unloads = unloads
+        self.cancelled = False
         self.by_policy = by_policy
         self.covers: int | None = None
         self.threads: set[int] = set()

@@ -16,7 +16,9 @@ from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
+from modelguard.lifecycle._release import release_and_report
 from modelguard.lifecycle._resolve import resolve
+from modelguard.lifecycle.loaded import unpacked
 
 if TYPE_CHECKING:
     from modelguard.telemetry import DiscardCause
@@ -29,7 +31,7 @@ _BEAT = 0.005
 
 
 @dataclass
-class Loaded(Generic[M]):
+class Made(Generic[M]):
     """A model that was made.
 
     Attributes:
@@ -55,7 +57,7 @@ class Rejected(Exception):
 Discard = Callable[[Generation[M], "DiscardCause"], None]
 
 
-def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Loaded[M]:
+def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Made[M]:
     """Load, validate and warm up a model within ``load_timeout``.
 
     Args:
@@ -69,7 +71,7 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Loaded[M]
         BaseException: Whatever the loader or the warm-up raised.
     """
 
-    def work() -> Loaded[M]:
+    def work() -> Made[M]:
         job.threads.add(threading.get_ident())
         try:
             return _make(guard, discard)
@@ -82,11 +84,11 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Loaded[M]
         work,
         start_thread=guard.runtime.start_thread,
         name=f"modelguard-loader-{guard.name}",
-        when_late=lambda loaded: discard(loaded.generation, "late"),
+        when_late=lambda made: discard(made.generation, "late"),
     )
 
 
-def _make(guard: GuardContext[M], discard: Discard[M]) -> Loaded[M]:
+def _make(guard: GuardContext[M], discard: Discard[M]) -> Made[M]:
     runtime = guard.runtime
     before, in_use_before, started = runtime.private(), runtime.in_use(), runtime.clock()
     with StallMeter() as meter:
@@ -104,11 +106,11 @@ def _make(guard: GuardContext[M], discard: Discard[M]) -> Loaded[M]:
     generation.born = runtime.clock()
     generation.uses = generation.errors = 0
     generation.load_seconds = runtime.clock() - started
-    return Loaded(generation, seconds=generation.load_seconds, stall=meter.longest)
+    return Made(generation, seconds=generation.load_seconds, stall=meter.longest)
 
 
 def _load(guard: GuardContext[M]) -> Generation[M]:
-    model = resolve(guard.options.load())
+    model, version = unpacked(resolve(guard.options.load()))
     if model is None:
         raise Rejected("the loader returned None; return the model")
     if isinstance(model, GeneratorType):
@@ -124,26 +126,42 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
         )
     number = guard.state.generations + 1
     runtime = guard.runtime
-    return Generation(number, model, born=runtime.clock(), began=runtime.wall_clock(), jitter=runtime.random())
+    born, began = runtime.clock(), runtime.wall_clock()
+    return Generation(number, model, version=version, born=born, began=began, jitter=runtime.random())
 
 
 def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
     """Validate and warm up. Guarded functions that this calls run on the new generation."""
     with guard.state.running_on(generation), _own_thread.stay():
         if guard.options.validate is not None:
-            _validate(guard.options.validate, generation)
+            _validate(guard, generation)
         if guard.options.warmup is not None:
             resolve(guard.options.warmup(generation.model))
 
 
-def _validate(validate: Callable[[M], object], generation: Generation[M]) -> None:
+def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:
     try:
-        answer = resolve(validate(generation.model))
+        answer = _verdict(guard, generation)
         rejected = answer is not None and not answer
     except Exception as error:
         raise Rejected(f"validate raised {type(error).__name__}: {error}") from error
     if rejected:
         raise Rejected(f"validate returned {answer!r}")
+
+
+def _verdict(guard: GuardContext[M], generation: Generation[M]) -> object:
+    """What ``validate`` returns, called with the old model too if it takes that."""
+    validate = guard.options.validate
+    assert validate is not None  # noqa: S101 - the caller has looked
+    if not guard.options.validates_both:
+        return resolve(validate(generation.model))
+    old = None
+    try:
+        with guard.state.lent_current() as old:
+            return resolve(validate(generation.model, None if old is None else old.model))
+    finally:
+        if old is not None and old.retired and guard.state.retired_call_ended(old):  # closed meanwhile, and given up
+            release_and_report(guard, old, drain_seconds=None)
 
 
 def _within(

@@ -18,8 +18,9 @@ from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
 from modelguard.lifecycle import _adapters, _policy_hints
 from modelguard.lifecycle._known_models import KnownModels
 from modelguard.lifecycle._policy import alternatives
+from modelguard.lifecycle._signatures import fits
 from modelguard.lifecycle.backoff import Backoff
-from modelguard.lifecycle.policies import TTL, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
+from modelguard.lifecycle.policies import TTL, Changed, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
 
 M = TypeVar("M")
 
@@ -57,7 +58,7 @@ class GuardOptions(Generic[M]):
     reload_on: Policy | None
     swap: SwapMode
     warmup: Callable[[M], object] | None
-    validate: Callable[[M], object] | None
+    validate: Callable[..., object] | None
     unload: Callable[[M], object] | None
     load_timeout: float | None
     wait_timeout: float
@@ -68,12 +69,14 @@ class GuardOptions(Generic[M]):
     trim_schedule: TrimSchedule | None
     prefork: bool
     name: str
+    keep_previous: bool = False
     family: KnownModels | None = None  # of the guards among which no model may be the same object
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):
-            if getattr(self, argument) is not None:
-                check_callable(argument, getattr(self, argument), arguments=1, fix=_FIXES[argument])
+            given = getattr(self, argument)
+            if given is not None and not (argument == "validate" and takes_old_model(given)):
+                check_callable(argument, given, arguments=1, fix=_FIXES[argument])
         if self.swap not in get_args(SwapMode):
             names = ", ".join(repr(name) for name in get_args(SwapMode))
             raise InvalidOption("swap", self.swap, why="must be one of the known modes", fix=f"Choose one of {names}.")
@@ -81,9 +84,21 @@ class GuardOptions(Generic[M]):
             raise InvalidOption("backoff", self.backoff, why="must be a Backoff", fix="Write Backoff('1s', '1m').")
         if not isinstance(self.prefork, bool):
             raise InvalidOption("prefork", self.prefork, why="must be True or False", fix="Write prefork=True.")
+        if not isinstance(self.keep_previous, bool):
+            why = "must be True or False"
+            raise InvalidOption("keep_previous", self.keep_previous, why=why, fix="Write keep_previous=True.")
+        if self.keep_previous and self.swap == "drain_first":
+            why = "keeps two models in memory, and swap='drain_first' never has two"
+            fix = "Leave one of them out; swap='auto' keeps the previous model where there is room."
+            raise InvalidOption("keep_previous", self.keep_previous, why=why, fix=fix)
         if not isinstance(self.name, str) or not self.name.strip():
             why = "must be text that is not empty"
             raise InvalidOption("name", self.name, why=why, fix="Give a short name, or leave it out.")
+
+    @property
+    def validates_both(self) -> bool:
+        """Whether ``validate`` takes the old model too."""
+        return self.validate is not None and takes_old_model(self.validate)
 
     @property
     def ready_when_idle(self) -> bool:
@@ -100,6 +115,22 @@ class PoolOptions(NamedTuple):
     max_models: float
     ttl: float
     wait_timeout: float
+    reload_on: Changed | None = None
+
+
+def check_pool_policy(policy: object) -> None:
+    """Check the policy of a pool.
+
+    Raises:
+        InvalidOption: It is neither None nor a ``Changed`` whose probe takes the key.
+    """
+    if policy is None:
+        return
+    if not isinstance(policy, Changed):
+        why = f"must be Changed(probe) or None, not {_units.kind_of(policy)}"
+        fix = "Of the policies a pool takes Changed, with a probe of the key; ttl= bounds the age of its models."
+        raise InvalidOption("reload_on", policy, why=why, fix=fix)
+    check_callable("probe", policy.probe, arguments=1, fix="It gets the key: Changed(lambda key: etag(key)).")
 
 
 _HOW = ("a function without arguments", "a function of one argument")
@@ -109,6 +140,11 @@ _FIXES = {
     "validate": "Write a function of the model, such as validate=lambda model: model('2 + 2') == '4'.",
     "unload": "Write a function of the model, such as unload=lambda model: model.close().",
 }
+
+
+def takes_old_model(validate: Any) -> bool:
+    """Whether ``validate`` has a second parameter that needs a value: for the old model."""
+    return callable(validate) and fits(validate, 2) and not fits(validate, 1)
 
 
 def check_callable(argument: str, value: object, *, arguments: int, fix: str) -> None:
@@ -180,6 +216,8 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
     for part in policy.parts():
         if isinstance(part, MemoryLimit | MemoryGrowth):
             _check_memory(part, limit())
+        elif isinstance(part, Changed):
+            check_callable("probe", part.probe, arguments=0, fix="Bind its arguments: Changed(lambda: etag(url)).")
         elif isinstance(part, Modified) and not part.path.exists():
             warn_never_due(part, f"{part.path} does not exist yet, so no change can be seen until it does")
 

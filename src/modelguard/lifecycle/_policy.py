@@ -3,7 +3,7 @@
 # Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
 # fields' types could not be resolved.
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,18 @@ class FileChange(NamedTuple):
     quiet: float
 
 
+class ProbeAnswers(NamedTuple):
+    """What the guard knows about what a probe returns.
+
+    Attributes:
+        changed: Whether it returns another value than just before the generation's load, often enough in a row.
+        unsteady: Whether its values change too often to be sure of any.
+    """
+
+    changed: bool
+    unsteady: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """The readings of one generation at one moment.
@@ -59,6 +71,7 @@ class Snapshot:
             together are in step there.
         time: Wall clock, in seconds since the epoch.
         files: What is known about the paths that a policy watches.
+        probes: What is known about the answers of the probes of ``Changed``.
         gauges: Figures that the model's adapter reads from the model (spaCy: ``lexemes``, ``strings``,
             ``index_bytes``).
         first_gauges: The same figures when the generation began to take calls.
@@ -78,6 +91,7 @@ class Snapshot:
     first: bool = False
     time: float = 0.0
     files: Mapping[Path, FileChange] = field(default_factory=_nothing)
+    probes: Mapping[Callable[..., object], ProbeAnswers] = field(default_factory=_nothing)
     gauges: Mapping[str, int] = field(default_factory=_nothing)
     first_gauges: Mapping[str, int] = field(default_factory=_nothing)
 
@@ -106,8 +120,10 @@ class Policy(ABC):
     #: Whether it reads ``memory``, ``baseline`` or ``settled_memory`` of the snapshot: only then the guard takes
     #: readings.
     reads_memory: bool = False
-    #: Whether it asks for new weights (TTL, Modified), and not for a fresh process.
+    #: Whether it asks for new weights (TTL, Modified, Changed), and not for a fresh process.
     renews: bool = False
+    #: Whether it is due because the source of the model has changed (Modified, Changed).
+    watches_source: bool = False
     #: Whether the model is released when it is due, and loaded again by the next call (Idle), and not replaced.
     unloads: bool = False
     #: Whether it only restricts others that it is joined to by ``&`` (Between).
@@ -244,6 +260,23 @@ def subset(policy: Policy | None, *, renews: bool, unloads: bool = False) -> Pol
         return policy if unloads else None
     asks_for_weights = all(part.renews for part in policy.parts() if not part.restricts)
     return policy if asks_for_weights is renews else None
+
+
+def source_part(policy: Policy | None) -> Policy | None:
+    """The part of a policy that is due only if the source of the model has changed; None if there is no such part.
+
+    ``Modified(path) & Between(...)`` is such a part, and of ``(Changed(probe) | TTL("1h")) & Between(...)`` it is
+    ``Changed(probe) & Between(...)``.
+    """
+    if isinstance(policy, _Any):
+        kept = tuple(part for member in policy.members if (part := source_part(member)) is not None)
+        return _Any(kept) if kept else None
+    if isinstance(policy, _All):
+        parts = [source_part(member) for member in policy.members]
+        if all(part is None for part in parts):
+            return None
+        return _All(tuple(member if part is None else part for part, member in zip(parts, policy.members, strict=True)))
+    return policy if policy is not None and policy.watches_source else None
 
 
 _public.set_module(globals(), "modelguard")

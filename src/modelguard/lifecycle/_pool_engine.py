@@ -17,11 +17,12 @@ from cachetools import LRUCache
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded
-from modelguard.lifecycle import _deadlocks, _fork, _in_thread
+from modelguard.lifecycle import _deadlocks, _fork, _in_thread, _ticker
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_lru import PooledModel, PoolLRU, RoomQueue
+from modelguard.lifecycle._pool_sources import REMEMBERED, PoolSources
 from modelguard.lifecycle._waiting import Timeout
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
 
-#: Sizes and failures are remembered for the latest keys, this many.
-_REMEMBERED = 256
 _POLL = 0.02
 _JITTER = 0.1
 
@@ -62,8 +61,9 @@ class PoolEngine(Generic[K, M]):
         self._make = make
         self.runtime = runtime
         self._models: PoolLRU[K, M] = PoolLRU(options.max_memory)
-        self._sizes: LRUCache[K, int] = LRUCache(_REMEMBERED)
-        self._failed: LRUCache[K, Engine[M]] = LRUCache(_REMEMBERED)
+        self._sizes: LRUCache[K, int] = LRUCache(REMEMBERED)
+        self._failed: LRUCache[K, Engine[M]] = LRUCache(REMEMBERED)
+        self._sources: PoolSources[K] = PoolSources(options.name, options.reload_on)
         self._closed = False
         self._loads = self._evictions = 0
         self._fetches: dict[K, Future[Lease[M]]] = {}
@@ -96,6 +96,11 @@ class PoolEngine(Generic[K, M]):
                 max_memory=int(self._models.maxsize),
                 loads=self._loads,
                 evictions=self._evictions,
+                versions={
+                    key: version
+                    for key, model in loaded.items()
+                    if model.engine and (version := model.engine.state.version) is not None
+                },
             )
 
     def reopen(self) -> None:
@@ -106,6 +111,7 @@ class PoolEngine(Generic[K, M]):
     def close(self, timeout: Timeout | None = None) -> None:
         """Refuse further leases, wait for those under way, and release every model."""
         _deadlocks.raise_on_event_loop(self.name, "close", "await pool.aclose()")
+        _ticker.TICKER.remove(self)
         with self._changed:
             models = list(self._models.values())
             for model in models:
@@ -227,7 +233,7 @@ class PoolEngine(Generic[K, M]):
         """Whether the caller may use ``model`` now. While it loads, only its own warm-up may."""
         if model.loading:
             return model.encloses_this_call
-        overdue = self.runtime.clock() - model.expires
+        overdue = model.overdue(self.runtime.clock())
         if overdue < 0 or self._models.encloses_this_call():
             return True
         # Bounded, or streams that overlap, as a pool of threads steps them, could keep the old model for ever. The
@@ -235,7 +241,7 @@ class PoolEngine(Generic[K, M]):
         return overdue < self.options.wait_timeout / 2 and model.half_used_here()
 
     def _expired(self, model: PooledModel[M]) -> bool:
-        return self.runtime.clock() >= model.expires
+        return model.overdue(self.runtime.clock()) >= 0
 
     def _raise_if_too_large(self, key: K) -> None:
         if (need := self._estimate(key)) > (budget := int(self._models.maxsize)):
@@ -273,8 +279,29 @@ class PoolEngine(Generic[K, M]):
         with self._turn(key, model, deadline):
             self._close_evicted()  # their memory is needed now
             model.engine = self._failed.pop(key, None) or self._make(key, self.runtime)
+            with self._changed:
+                probe = self._sources.of(key)
+            at_load = self._sources.before_load(probe, self.runtime)
             model.engine.ensure_loaded()
+            if probe is not None:
+                probe.loaded(at_load, self.runtime)
+                model.probe = probe
+                if self.runtime.ticks:
+                    _ticker.TICKER.add(self)
             return self._admit(key, model)
+
+    # Sources
+
+    def tick(self) -> None:
+        """Ask the probes of the loaded models for which it is time. Does not wait for answers."""
+        with self._changed:
+            probes = [model.probe for model in self._models.values() if model.probe is not None]
+        for probe in probes:
+            probe.poll(self.runtime)
+
+    def check_interval(self) -> float:
+        """Seconds until :meth:`tick` should be called again."""
+        return self._sources.interval
 
     @contextmanager
     def _turn(self, key: K, model: PooledModel[M], deadline: float) -> Iterator[None]:
@@ -386,6 +413,8 @@ class PoolEngine(Generic[K, M]):
         self._renew_locks()
         for key, model in list(self._models.items()):
             model.pins = 0
+            if model.probe is not None:
+                model.probe.after_fork_in_child(self.runtime)
             if model.loading:
                 del self._models[key]
 

@@ -11,6 +11,7 @@ from cachetools import Cache
 
 from modelguard.lifecycle import _deadlocks
 from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._probes import Probe
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
@@ -25,6 +26,7 @@ class PooledModel(Generic[M]):
     Attributes:
         pins: Callers that have found it and are about to take their lease.
         failure: Why its load failed, for the callers that waited for it.
+        probe: Knows whether its source has changed since its load; None without one.
     """
 
     def __init__(self, size: int) -> None:
@@ -32,8 +34,10 @@ class PooledModel(Generic[M]):
         self.size = size
         self.pins = 0
         self.expires = math.inf
+        self._changed_since = math.inf
         self.loading = True
         self.failure: Exception | None = None
+        self.probe: Probe | None = None
 
     @property
     def idle(self) -> bool:
@@ -56,6 +60,15 @@ class PooledModel(Generic[M]):
         if self.engine is None or _deadlocks.on_event_loop():
             return False
         return any(lease.held_here() is not None for lease in list(self.engine.state.held_leases))
+
+    def overdue(self, now: float) -> float:
+        """Seconds since which it takes no new calls: too old, its source has changed, or others need its room.
+
+        Negative while it takes calls.
+        """
+        changed = self.probe is not None and self.probe.answers.changed
+        self._changed_since = min(self._changed_since, now) if changed else math.inf
+        return now - min(self.expires, self._changed_since)
 
     def stop_lending(self, now: float) -> None:
         """Take no new calls from ``now`` on: it is evicted when the calls under way are done."""

@@ -7,14 +7,15 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._fingerprints import Fingerprint
 from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._policy import SAMPLES, FileChange, Snapshot
-from modelguard.lifecycle.policies import Modified
+from modelguard.lifecycle._policy import SAMPLES, FileChange, Policy, Snapshot
+from modelguard.lifecycle._probes import Probes
+from modelguard.lifecycle.policies import Changed, Modified
 
 #: A generation has settled after this many calls or seconds, once its predecessor is gone. By then it has built its
 #: lazy buffers, and any further increase is growth.
@@ -31,8 +32,24 @@ def pause_after(cost: float) -> float:
     return min(max(cost / _BUSY, _FASTEST), _SLOWEST)
 
 
+class AtLoad(NamedTuple):
+    """What the source of the model was just before its load.
+
+    Attributes:
+        files: Identity of the watched paths.
+        answers: Of the probes.
+    """
+
+    files: dict[Path, Fingerprint | None]
+    answers: Mapping[Changed, object]
+
+
 class Readings:
-    """Takes the readings of one guard. Not thread safe: one thread at a time may ask."""
+    """Takes the readings of one guard. Not thread safe: one thread at a time may ask.
+
+    Attributes:
+        generation: The number of the generation that they are of; 0 for none.
+    """
 
     def __init__(self, guard: GuardContext[Any]) -> None:
         self._guard = guard
@@ -40,6 +57,7 @@ class Readings:
         self._reads_memory = policy is not None and policy.reads_memory
         parts = policy.parts() if policy is not None else ()
         self._paths = tuple({part.path for part in parts if isinstance(part, Modified)})
+        self._probes = Probes(guard.name, policy)
         self._at_load: dict[Path, Fingerprint | None] = {}
         self._idle_since = guard.runtime.clock()
         self._limit = guard.runtime.limit() if self._reads_memory else None
@@ -47,7 +65,7 @@ class Readings:
 
     def start(self, generation: Generation[Any] | None) -> None:
         """Start with no readings, for ``generation``."""
-        self._number = generation.number if generation is not None else 0
+        self.generation = generation.number if generation is not None else 0
         self._first: list[int] = []
         self._latest: deque[int] = deque(maxlen=SAMPLES)
         self._next_reading = -math.inf
@@ -55,21 +73,30 @@ class Readings:
         self._first_gauges = _gauges(generation)
         self._uses = 0
 
-    def before_load(self) -> dict[Path, Fingerprint | None]:
-        """Identity of the watched paths. Take it before the loader reads them."""
-        return {path: self._guard.runtime.fingerprint(path) for path in self._paths}
+    def decide_by(self, policy: Policy | None) -> None:
+        """Ask only the probes of this part of the guard's policy from now on."""
+        self._probes.decide_by(policy)
 
-    def loaded(
-        self, generation: Generation[Any], files: dict[Path, Fingerprint | None], *, replaced: bool = False
-    ) -> None:
-        """Start for a new generation, whose load began when the watched paths had these identities.
+    def after_fork_in_child(self, generation: Generation[Any] | None) -> None:
+        """Start the child's own readings. Its model, and so what its source was, is the parent's."""
+        self._probes.after_fork_in_child(self._guard.runtime)
+        self.start(generation)
+
+    def before_load(self) -> AtLoad:
+        """The state of the source. Take it before the loader reads it. Waits for probes, up to their ``timeout``."""
+        answers = self._probes.before_load(self._guard.runtime)
+        return AtLoad({path: self._guard.runtime.fingerprint(path) for path in self._paths}, answers)
+
+    def loaded(self, generation: Generation[Any], at_load: AtLoad, *, replaced: bool = False) -> None:
+        """Start for a new generation.
 
         Args:
             generation: The new generation.
-            files: The identities.
+            at_load: What its source was before its load.
             replaced: Whether there was another one before. A reload is no use, so it does not end idleness.
         """
-        self._at_load = files
+        self._at_load = at_load.files
+        self._probes.loaded(at_load.answers, self._guard.runtime)
         if not replaced:
             self._idle_since = self._guard.runtime.clock()
         self.start(generation)
@@ -86,6 +113,7 @@ class Readings:
         age = now - generation.born
         if sample:
             self._read_files(now)
+            self._probes.poll(self._guard.runtime)
             if settled and (generation.uses >= SETTLE_USES or age >= SETTLE_SECONDS):
                 self._read_memory(now)
         return Snapshot(
@@ -103,6 +131,7 @@ class Readings:
             first=generation.number == 1 and self._guard.state.epoch == 0,
             time=self._guard.runtime.wall_clock(),
             files=MappingProxyType({path: self._change(path, *seen, now) for path, seen in self._seen.items()}),
+            probes=self._probes.answers(),
             gauges=_gauges(generation),
             first_gauges=self._first_gauges,
         )

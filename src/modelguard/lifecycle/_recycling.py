@@ -56,8 +56,8 @@ class Recycling:
     def policy(self) -> Policy | None:
         """The part of the guard's policy that decides in this process.
 
-        ``TTL`` and ``Modified`` mean new weights, which a fresh child of the same parent would not have: they are the
-        parent's business.
+        ``TTL``, ``Modified`` and ``Changed`` mean new weights, which a fresh child of the same parent would not have:
+        they are the parent's business.
         """
         whole = self._guard.options.reload_on
         if not self.takes_calls:

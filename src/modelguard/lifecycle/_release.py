@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard import telemetry
@@ -47,12 +48,21 @@ def drain_and_release(guard: GuardContext[M], old: Generation[M], timeout: float
             telemetry.GenerationAbandoned(
                 guard=guard.name,
                 generation=old.number,
+                version=old.version,
                 in_flight=remaining,
                 drain_timeout=timeout,
             )
         )
         return
     release_and_report(guard, old, drain_seconds=guard.runtime.clock() - started)
+
+
+def in_background(guard: GuardContext[Any], work: Callable[[], None]) -> None:
+    """Do the work of a release in another thread; in this one if the system gives none."""
+    try:
+        guard.runtime.start_thread(work, f"modelguard-release-{guard.name}")
+    except RuntimeError:
+        work()
 
 
 def release_and_report(guard: GuardContext[M], old: Generation[M], *, drain_seconds: float | None) -> None:
@@ -65,6 +75,7 @@ def release_and_report(guard: GuardContext[M], old: Generation[M], *, drain_seco
             telemetry.CallbackErrored(guard=guard.name, callback="release", error=f"{type(error).__name__}: {error}")
         )
     guard.state.record_release(old, event)
+    guard.shown.show(guard.state.version)
     if event is not None:
         telemetry.emit(event)
 
@@ -103,6 +114,7 @@ def release(
     return telemetry.GenerationReleased(
         guard=guard.name,
         generation=generation.number,
+        version=generation.version,
         bytes_before=before,
         bytes_after=after,
         alive=alive,

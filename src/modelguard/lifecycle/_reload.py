@@ -12,7 +12,7 @@ from modelguard.lifecycle import _loading
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
-from modelguard.lifecycle._readings import Readings
+from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release
 from modelguard.telemetry.reasons import PROTECT_MEMORY
 
@@ -81,6 +81,8 @@ class Reload(Generic[M]):
 
     def fail(self, kind: type[LoadFailed], reason: str, cause: BaseException | None) -> None:
         """End in failure: tell those who wait, and set the time of the next attempt."""
+        if self._job.cancelled:  # nobody waits for it
+            return
         state, runtime = self._guard.state, self._guard.runtime
         attempt = state.failures + 1
         wait = self._guard.options.backoff.seconds(attempt, runtime.random())
@@ -104,6 +106,7 @@ class Reload(Generic[M]):
         requested = any(reason.kind == "requested" for reason in reasons)
         old = guard.state.retire_until_next_use(if_unused=not requested)
         if old is not None:
+            self._release_previous()
             telemetry.emit(telemetry.UnloadStarted(guard=guard.name, generation=old.number, reasons=reasons))
             drain_and_release(guard, old)
 
@@ -113,23 +116,28 @@ class Reload(Generic[M]):
             deferred = self._wait_for_quiet()
             if self._is_cancelled() and guard.state.put_off(self._job):
                 return
+            if self._protects_memory():
+                self._release_previous()
             swap = self._choose_swap()
             self._fruitless_reloads = _fruitless_reloads(guard.state.current, self._job)
+            # Before an outage begins: a probe may take its time.
+            at_load = self._readings.before_load() if swap == "drain_first" else None
             if swap == "load_first":
                 old, since = guard.state.current, None
             else:
-                old, since = guard.state.retire_current(), runtime.clock()
+                old, since = guard.state.retire_current(self._job), runtime.clock()
                 if old is not None:
                     drain_and_release(guard, old)
-            self._load_and_install(swap, lock=lock, deferred=deferred, since=since)
+            self._load_and_install(swap, lock=lock, deferred=deferred, since=since, at_load=at_load)
             if old is not None and old.dropped and guard.state.current is not None:
                 guard.state.creep.record(runtime.private(), one_copy=swap == "drain_first")
 
     # Before the load
 
     def _is_cancelled(self) -> bool:
-        """Whether the reload is no longer wanted: the guard was closed, or paused while a policy's reload waited."""
-        return self._guard.state.closed or self._guard.state.holds_back(self._job)
+        """Whether the reload is not wanted any more: closed, rolled back, or paused before a policy's reload began."""
+        state = self._guard.state
+        return state.closed or self._job.cancelled or state.holds_back(self._job)
 
     def _wait_for_quiet(self) -> Deferred:
         """Wait for the beginning of a pause between calls, at most ``defer``, and while there is memory to wait.
@@ -159,10 +167,19 @@ class Reload(Generic[M]):
 
     def _memory_is_short(self) -> bool:
         """Whether this reload is to free memory, and there is less than a second copy would need."""
-        if all(reason.kind not in PROTECT_MEMORY for reason in self._job.reasons):
+        if not self._protects_memory():
             return False
         room = self._guard.runtime.headroom()
         return room is not None and room < PEAK * (self._guard.state.model_bytes or 0)
+
+    def _protects_memory(self) -> bool:
+        return any(reason.kind in PROTECT_MEMORY for reason in self._job.reasons)
+
+    def _release_previous(self) -> None:
+        """Release what is kept for a rollback, if there is anything."""
+        previous = self._guard.state.take_previous()
+        if previous is not None:
+            drain_and_release(self._guard, previous)
 
     def _choose_swap(self) -> Swap:
         guard = self._guard
@@ -170,6 +187,9 @@ class Reload(Generic[M]):
         chosen: Swap
         if guard.options.swap == "auto":
             need = int(PEAK * (size or 0))
+            if room is not None and room < need and guard.state.previous is not None:
+                self._release_previous()
+                room = guard.runtime.headroom()
             chosen = "load_first" if room is None or room >= need else "drain_first"
             free = "an unknown amount" if room is None else _units.format_bytes(room)
             why = f"a second copy needs {_units.format_bytes(need)} while it loads, and {free} is free"
@@ -184,30 +204,40 @@ class Reload(Generic[M]):
     # Load and install
 
     def _load_and_install(
-        self, swap: Swap, *, lock: HostLockHeld, deferred: Deferred = NOT_DEFERRED, since: float | None = None
+        self,
+        swap: Swap,
+        *,
+        lock: HostLockHeld,
+        deferred: Deferred = NOT_DEFERRED,
+        since: float | None = None,
+        at_load: AtLoad | None = None,
     ) -> None:
         """Make a generation and install it. One that became stale while it loaded is made once more."""
         guard = self._guard
         for discardable in (True, False):
             if not guard.state.begin(self._job):
                 return
-            files = self._readings.before_load()
+            at_load = self._readings.before_load() if at_load is None else at_load
             loaded = self._make(lock=lock, deferred=deferred)
             if loaded is None:
                 return
             generation = loaded.generation
             generation.fruitless_reloads = self._fruitless_reloads
             waited = 0.0 if since is None else guard.runtime.clock() - since
-            installed, old = guard.state.install(self._job, generation, discardable=discardable)
+            keep = guard.options.keep_previous and swap == "load_first" and not self._protects_memory()
+            installed, over = guard.state.install(self._job, generation, discardable=discardable, keep=keep)
             if installed:
-                self._readings.loaded(generation, files, replaced=swap != "first")
+                guard.shown.show(generation.version)
+                self._readings.loaded(generation, at_load, replaced=swap != "first")
                 self._emit_finished(loaded, swap, waited)
-                if old is not None:
+                for old in over:
                     drain_and_release(guard, old)
                 return
-            self._discard(generation, "closed" if guard.state.closed else "stale")
+            at_load = None
+            cancelled: DiscardCause = "rolled_back" if self._job.cancelled else "stale"
+            self._discard(generation, "closed" if guard.state.closed else cancelled)
 
-    def _make(self, *, lock: HostLockHeld, deferred: Deferred) -> _loading.Loaded[M] | None:
+    def _make(self, *, lock: HostLockHeld, deferred: Deferred) -> _loading.Made[M] | None:
         """Make a generation; None if that failed, which has then been reported."""
         guard = self._guard
         telemetry.emit(
@@ -231,11 +261,12 @@ class Reload(Generic[M]):
             self.fail(LoadFailed, f"{type(error).__name__}: {error}", error)
         return None
 
-    def _emit_finished(self, loaded: _loading.Loaded[M], swap: Swap, waited: float) -> None:
+    def _emit_finished(self, loaded: _loading.Made[M], swap: Swap, waited: float) -> None:
         telemetry.emit(
             telemetry.LoadFinished(
                 guard=self._guard.name,
                 generation=loaded.generation.number,
+                version=loaded.generation.version,
                 reasons=self._job.reasons,
                 seconds=loaded.seconds,
                 stall_seconds=loaded.stall,
@@ -247,4 +278,5 @@ class Reload(Generic[M]):
 
     def _discard(self, generation: Generation[M], cause: DiscardCause) -> None:
         release(self._guard, generation)
-        telemetry.emit(telemetry.LoadDiscarded(guard=self._guard.name, cause=cause))
+        event = telemetry.LoadDiscarded(guard=self._guard.name, cause=cause, version=generation.version)
+        telemetry.emit(event)

@@ -24,6 +24,17 @@ def takes_positional(function: Any) -> bool:
     return parameters is None or any(one.kind in _POSITIONAL for one in parameters)
 
 
+def fits(function: Any, arguments: int) -> bool:
+    """Whether it can be called with so many positional arguments, as far as its signature is known."""
+    try:
+        inspect.signature(function).bind(*(None for _ in range(arguments)))
+    except TypeError:
+        return False
+    except ValueError:  # many built-in functions have none
+        return True
+    return True
+
+
 def first_name(function: Any) -> str | None:
     """The name of its first parameter, None if it has none or no signature."""
     first = next(iter(_parameters(function) or ()), None)

@@ -11,12 +11,11 @@ import math
 import threading
 import weakref
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from modelguard import _reruns
 from modelguard.errors import GuardClosed, LoadFailed
+from modelguard.lifecycle._call_state import CallState
 from modelguard.lifecycle._creep import Creep
-from modelguard.lifecycle._enclosing import EnclosingCalls
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._known_models import is_plain_value
 from modelguard.lifecycle._load_job import LoadJob, PostponedJob
@@ -28,44 +27,24 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 
 
-class HeldLease(Protocol):
-    """A lease that an object holds, rather than a running call."""
-
-    def held_here(self) -> Generation[Any] | None:
-        """Its generation, if this thread last used it; None otherwise and after its end."""
-        ...
-
-    def survives_fork(self) -> bool:
-        """Whether a child that was just forked still uses it."""
-        ...
-
-    def retake_in_child(self) -> None:
-        """Take it again in that child."""
-        ...
-
-
-class GuardState(EnclosingCalls[M]):
+class GuardState(CallState[M]):
     """State of one guard. Fields are read freely; they change only inside its methods, under ``lock``.
 
     Attributes:
-        current: The generation that takes new calls; None if there is none.
         job: The load under way, if any.
+        pinned: A rollback has made the current generation current again, and its source has not changed since.
         unloaded: There is no generation because it was released until its next use.
         paused: Policies start nothing. What others ask for goes on.
         postponed: What the policies of the current generation ask for, and must wait.
         least_memory: The least private memory, in bytes, that a release has left so far.
         creep: What replacements leave behind. Used by the one load that runs.
         epoch: How many forks lie between this process and the one that made the guard.
-        held_leases: Leases that objects hold, which a forked child may have to take again.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.current: Generation[M] | None = None
         self.job: LoadJob | None = None
-        self.draining: set[Generation[M]] = set()
-        self.abandoned: set[Generation[M]] = set()
-        self.closed = False
+        self.pinned = False
         self.unloaded = False
         self.paused = False
         self.postponed: PostponedJob | None = None
@@ -81,72 +60,11 @@ class GuardState(EnclosingCalls[M]):
         self.creep = Creep()
         self._released_model: weakref.ref[Any] | None = None
         self.epoch = 0
-        self.held_leases: weakref.WeakSet[HeldLease] = weakref.WeakSet()
-        self._renew_locks()
 
     def _renew_locks(self) -> None:
-        # Reentrant: the garbage collector may return a dropped lease at any point, also under this lock.
-        self.lock = threading.RLock()
-        self.drained = threading.Condition(self.lock)
+        super()._renew_locks()
         self.job_ended = threading.Condition(self.lock)
         self.waiting = Waiters()
-
-    # Calls
-
-    def enter(self) -> Generation[M] | None:
-        """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
-
-        :meth:`Engine.wrapper` writes out the common case of this.
-        """
-        outer = self.enclosing_generation() if self.enclosing.get() else None
-        with self.lock:
-            generation = self.current if outer is None or outer.dropped else outer
-            if generation is None and not self.closed:
-                generation = self._half_used_here()
-            if generation is not None:
-                generation.leases.append(None)
-            return generation
-
-    def _half_used_here(self) -> Generation[M] | None:
-        """While no generation is current: one that is drained and whose drain waits for this very thread.
-
-        A loop over a guarded generator calls other guarded functions between two steps. If these waited for the next
-        generation, the drain would wait for the generator, and so for them.
-        """
-        held = (lease.held_here() for lease in list(self.held_leases))
-        waited_for = self.draining - self.abandoned
-        return next((one for one in held if one in waited_for and not one.dropped), None)
-
-    @staticmethod
-    def leave(generation: Generation[M], failed: bool) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
-        """Return a lease; true if a policy may be due or a drain waits."""
-        generation.leases.pop()
-        generation.uses = uses = generation.uses + 1
-        if failed:
-            if generation.errors == 0 and uses > 1:
-                generation.served = True
-            if not _reruns.active():
-                generation.errors += 1
-            return True
-        generation.errors = 0
-        return uses >= generation.alarm
-
-    def retired_call_ended(self, generation: Generation[M]) -> bool:
-        """Record the end of a call on a retired generation; true if it was the last call on an abandoned one."""
-        with self.lock:
-            self.drained.notify_all()
-            if generation.leases or generation not in self.abandoned:
-                return False
-            self.abandoned.remove(generation)
-            generation.dropped = True
-            return True
-
-    @property
-    def in_flight(self) -> int:
-        """Calls that run now, on the current generation and on those that are being drained or were abandoned."""
-        with self.lock:
-            generations = {*self.draining, *self.abandoned} | ({self.current} if self.current is not None else set())
-            return sum(len(generation.leases) for generation in generations)
 
     # Waiting for a generation
 
@@ -241,34 +159,43 @@ class GuardState(EnclosingCalls[M]):
             return job is None or self.job_ended.wait_for(lambda: self.job is not job, timeout)
 
     def begin(self, job: LoadJob) -> bool:
-        """Record that the loader is about to be called, which answers all requests so far; false if closed."""
+        """Record that the loader is about to be called, which answers all requests so far; false if it must not be."""
         with self.lock:
+            if job.cancelled:
+                return False
             job.covers = self.requests
             return not self.closed
 
     def install(
-        self, job: LoadJob, generation: Generation[M], *, discardable: bool
-    ) -> tuple[bool, Generation[M] | None]:
+        self, job: LoadJob, generation: Generation[M], *, discardable: bool, keep: bool = False
+    ) -> tuple[bool, list[Generation[M]]]:
         """Make ``generation`` the current one.
 
         Args:
             job: The load that made it.
             generation: Loaded, validated and warm.
             discardable: Whether a newer request may discard it unused, as long as there is a current generation.
+            keep: Whether the generation that it replaces is kept for a rollback.
 
         Returns:
-            Whether it is current now, and the generation that it replaced, which the caller must drain and release.
+            Whether it is current now, and the generations that the caller must drain and release.
         """
         with self.lock:
             covers = job.covers or 0
             stale = discardable and self.requests > covers and self.current is not None
-            if self.closed or stale:
-                return False, None
+            if self.closed or job.cancelled or stale:
+                return False, []
+            over = [] if (outdated := self._take_previous()) is None else [outdated]
+            self.pinned = False
             self.generations = generation.number
             old, self.current = self.current, generation
             job.replaces = False  # done: the rest of the job is the end of the old generation
             if old is not None:
                 self._retire(old)
+                if keep:
+                    self._keep(old)
+                else:
+                    over.append(old)
             if generation.number > 1 and not self.unloaded:
                 self.reloads += 1
             self.unloaded = False
@@ -277,7 +204,7 @@ class GuardState(EnclosingCalls[M]):
             waiting = self.waiting.pop(covers)
         for future in waiting:
             future.set_result(None)
-        return True, old
+        return True, over
 
     def fail(self, job: LoadJob, failure: LoadFailed, *, retry_at: float) -> None:
         """Record that a load has failed, and tell everyone who waits for it, once.
@@ -285,6 +212,8 @@ class GuardState(EnclosingCalls[M]):
         Those who asked for a reload after it had begun wait on: their load has yet to begin.
         """
         with self.lock:
+            if job.cancelled:
+                return
             covers = self.requests if job.covers is None else job.covers
             if self.requests <= covers and self.job is job:
                 # At the same time: a caller that came between the failure and the end of the job would wait in vain.
@@ -342,19 +271,68 @@ class GuardState(EnclosingCalls[M]):
     def put_off(self, job: LoadJob) -> bool:
         """Give up a policy's job that has not begun; false if somebody else has asked for a load meanwhile."""
         with self.lock:
-            if job.by_policy:
+            if job.by_policy and not job.cancelled:
                 job.covers, job.replaces = self.requests, False
             return job.by_policy
 
     # The end of a generation
 
-    def retire_current(self) -> Generation[M] | None:
-        """Take the current generation out of service and return it, to be drained and released."""
+    def retire_current(self, job: LoadJob | None = None) -> Generation[M] | None:
+        """Take the current generation out of service and return it, to be drained and released.
+
+        Args:
+            job: What replaces it; nothing is retired for a job that was cancelled.
+        """
         with self.lock:
+            if job is not None and job.cancelled:
+                return None
             old, self.current = self.current, None
             if old is not None:
                 self._retire(old)
             return old
+
+    def take_previous(self) -> Generation[M] | None:
+        """Keep the previous generation no longer; returns it, to be drained and released."""
+        with self.lock:
+            return self._take_previous()
+
+    def _take_previous(self) -> Generation[M] | None:
+        previous, self.previous = self.previous, None
+        if previous is not None:
+            self._retire(previous)
+        return previous
+
+    def _keep(self, old: Generation[M]) -> None:
+        self.draining.discard(old)
+        self.previous = old
+
+    def roll_back(self, failure: LoadFailed) -> tuple[Generation[M], Generation[M]] | None:
+        """Make the previous generation current again, and leave it there until its source changes.
+
+        Args:
+            failure: What those get who wait for a load that this cancels.
+
+        Returns:
+            The generation that takes calls now, and the one that took them, which the caller must drain and release.
+            None if none is kept.
+        """
+        with self.lock:
+            self.raise_if_closed()
+            old, back = self.current, self.previous
+            if old is None or back is None:
+                return None
+            self._retire(old)
+            self.current, self.previous, self.pinned = back, None, True
+            back.retired = False
+            back.errors = 0
+            self.failures, self.failure, self.retry_at, self.postponed = 0, None, -math.inf, None
+            waiting: list[Future[Outcome]] = []
+            if self.job is not None and self.job.replaces:
+                self.job.cancelled, self.job.replaces, self.job.covers = True, False, self.requests
+                waiting = self.waiting.pop(self.requests)
+        for future in waiting:
+            future.set_result(failure)
+        return back, old
 
     def retire_until_next_use(self, *, if_unused: bool) -> Generation[M] | None:
         """Take the current generation out of service, to be released until its next use.
@@ -365,7 +343,7 @@ class GuardState(EnclosingCalls[M]):
         with self.lock:
             if self.current is None or (if_unused and self.current.leases):
                 return None
-            self.unloaded = True
+            self.unloaded, self.pinned = True, False
             return self.retire_current()
 
     def set_alarm(self, generation: Generation[M], uses: float) -> None:
@@ -404,13 +382,14 @@ class GuardState(EnclosingCalls[M]):
             return model
 
     def knows(self, model: object) -> bool:
-        """Whether it is the current model, or the last one that was released. Plain values do not count."""
+        """Whether it is the current model, the one that is kept, or the last that was released. Values do not count."""
         if is_plain_value(model):
             return False
         with self.lock:
             current = None if self.current is None else self.current.model
             released = None if self._released_model is None else self._released_model()
-            return model is current or model is released
+            previous = None if self.previous is None else self.previous.model
+            return any(model is known for known in (current, previous, released))
 
     def record_release(self, generation: Generation[M], event: GenerationReleased | None) -> None:
         """Record what the release of a drained generation gave back, if that is known."""
@@ -426,7 +405,7 @@ class GuardState(EnclosingCalls[M]):
         """Refuse every further call; returns the generation that was current."""
         with self.lock:
             self.closed = True
-            self.unloaded = False
+            self.unloaded = self.pinned = False
             old = self.retire_current()
             waiting = self.waiting.pop(math.inf)
         for future in waiting:
@@ -461,11 +440,11 @@ class GuardState(EnclosingCalls[M]):
         self.reloads = self.failures = 0
         self.failure, self.retry_at, self.last_release, self.least_memory = None, -math.inf, None, None
         self.creep = Creep()
-        generation = self.current
-        if generation is not None:
-            generation.leases = []
-            generation.uses = generation.errors = 0
-            generation.jitter = jitter
+        for generation in (self.current, self.previous):
+            if generation is not None:
+                generation.leases = []
+                generation.uses = generation.errors = 0
+                generation.jitter = jitter
         enclosing = self.enclosing.get()
         if enclosing:
             enclosing[0].leases = [None] * enclosing[1]

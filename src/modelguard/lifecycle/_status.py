@@ -32,6 +32,9 @@ def of(engine: Engine[Any]) -> Status:
             last_release=state.last_release,
             load_seconds=current.load_seconds if current is not None else 0.0,
             growth=_growth.found(),
+            version=current.version if current is not None else None,
+            previous=state.previous.number if state.previous is not None else 0,
+            pinned=state.pinned,
             paused=state.paused,
             postponed=_postponed(state.postponed, now),
         )

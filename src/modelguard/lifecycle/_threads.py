@@ -53,6 +53,27 @@ class NamedThreads:
             self._end()
             raise
 
+    def start_once(self, work: Work, name: str) -> None:
+        """Run ``work`` in a new thread of that name, which ends with it.
+
+        Raises:
+            RuntimeError: The system gives no thread, or the interpreter is shutting down.
+        """
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._end()
+
+        with self._lock:
+            self._running += 1
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except BaseException:
+            self._end()
+            raise
+
     def finish(self, seconds: float) -> None:
         """Wait until no work runs, at most this many seconds."""
         with self._less:

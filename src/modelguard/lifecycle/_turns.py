@@ -97,6 +97,7 @@ class _InTurn(Policy):
         self.kind = policy.kind  # type: ignore[misc] # of the class elsewhere
         self.reads_memory = policy.reads_memory
         self.renews = policy.renews
+        self.watches_source = policy.watches_source
         self.unloads = policy.unloads
         self.restricts = policy.restricts
 

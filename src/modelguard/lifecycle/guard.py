@@ -12,6 +12,7 @@ from modelguard.lifecycle.policies import Policy
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._options import GuardOptions, SwapMode
+    from modelguard.lifecycle.loaded import Loaded
 
 __all__ = ["guard"]
 
@@ -20,12 +21,12 @@ M = TypeVar("M")
 
 @overload
 def guard(
-    load: Callable[[], Awaitable[M]],
+    load: Callable[[], Awaitable[Loaded[M]]],
     *,
     reload_on: Policy | None,
     swap: SwapMode = "auto",
     warmup: Callable[[M], object] | None = None,
-    validate: Callable[[M], object] | None = None,
+    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
     unload: Callable[[M], object] | None = None,
     load_timeout: _units.Duration | None = None,
     wait_timeout: _units.Duration = 30.0,
@@ -34,6 +35,47 @@ def guard(
     min_lifetime: _units.Duration = 0.0,
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
+    prefork: bool = False,
+    name: str | None = None,
+) -> ModelGuard[M]: ...
+@overload
+def guard(
+    load: Callable[[], Loaded[M]],
+    *,
+    reload_on: Policy | None,
+    swap: SwapMode = "auto",
+    warmup: Callable[[M], object] | None = None,
+    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
+    unload: Callable[[M], object] | None = None,
+    load_timeout: _units.Duration | None = None,
+    wait_timeout: _units.Duration = 30.0,
+    drain_timeout: _units.Duration = 30.0,
+    defer: _units.Duration = 5.0,
+    min_lifetime: _units.Duration = 0.0,
+    backoff: Backoff | None = None,
+    trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
+    prefork: bool = False,
+    name: str | None = None,
+) -> ModelGuard[M]: ...
+@overload
+def guard(
+    load: Callable[[], Awaitable[M]],
+    *,
+    reload_on: Policy | None,
+    swap: SwapMode = "auto",
+    warmup: Callable[[M], object] | None = None,
+    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
+    unload: Callable[[M], object] | None = None,
+    load_timeout: _units.Duration | None = None,
+    wait_timeout: _units.Duration = 30.0,
+    drain_timeout: _units.Duration = 30.0,
+    defer: _units.Duration = 5.0,
+    min_lifetime: _units.Duration = 0.0,
+    backoff: Backoff | None = None,
+    trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -44,7 +86,7 @@ def guard(
     reload_on: Policy | None,
     swap: SwapMode = "auto",
     warmup: Callable[[M], object] | None = None,
-    validate: Callable[[M], object] | None = None,
+    validate: Callable[[M], object] | Callable[[M, M | None], object] | None = None,
     unload: Callable[[M], object] | None = None,
     load_timeout: _units.Duration | None = None,
     wait_timeout: _units.Duration = 30.0,
@@ -53,6 +95,7 @@ def guard(
     min_lifetime: _units.Duration = 0.0,
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -62,7 +105,7 @@ def guard(
     reload_on: Policy | None,
     swap: SwapMode = "auto",
     warmup: Callable[[Any], object] | None = None,
-    validate: Callable[[Any], object] | None = None,
+    validate: Callable[..., object] | None = None,
     unload: Callable[[Any], object] | None = None,
     load_timeout: _units.Duration | None = None,
     wait_timeout: _units.Duration = 30.0,
@@ -71,6 +114,7 @@ def guard(
     min_lifetime: _units.Duration = 0.0,
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
+    keep_previous: bool = False,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[Any]:
@@ -82,8 +126,8 @@ def guard(
     Args:
         load: Makes the model, without arguments; may be ``async`` (it then runs on an event loop of its own). It runs
             in a background thread, one at a time however many callers wait, so it must not need the main thread, as
-            signal handlers do. If it raises or returns None, the load has failed. It must not use its own guard
-            (``WouldDeadlock``).
+            signal handlers do. It returns the model, or ``Loaded(model, version=...)``. If it raises or returns None,
+            the load has failed. It must not use its own guard (``WouldDeadlock``).
         reload_on: When to replace the model: policies joined by ``|`` (any) and ``&`` (all), or None to reload only on
             request. Required, so that nothing is reloaded, or never reloaded, by accident.
         swap: ``"load_first"``: the old generation takes calls until the new one is ready; needs memory for both.
@@ -96,7 +140,10 @@ def guard(
             builds. Guarded functions that it calls run on the new model. If it raises, the load has failed. May be
             ``async``.
         validate: Called with each new model before the warm-up. If it raises, or returns something false other than
-            None, the model is rejected: the load has failed with ``ModelRejected``. May be ``async``.
+            None, the model is rejected: the load has failed with ``ModelRejected``. May be ``async``. If it has a
+            second parameter without a default, it gets the model that takes calls now as well, to compare the two; None
+            if there is none: at the first load, after ``drain_first`` or ``Idle``, and under ``isolate``, whose molds
+            load one model each.
         unload: Called with each old model after its last call and before it is dropped, also with a model that was
             loaded and never used, and at interpreter exit: close its files and threads here. If it raises, the release
             continues, and ``GenerationReleased.error`` reports the error. May be ``async``. A forked process does not
@@ -122,6 +169,10 @@ def guard(
             process has grown by this much (``"100 MB"``: text that ends in B is a size). It is done in the background
             and for the whole process, so one guard with it is enough, and only if there were calls since the last
             time. Each time emits ``MemoryTrimmed``. Default: only when a generation is released.
+        keep_previous: Keep the model that a reload has replaced, for :meth:`ModelGuard.rollback`, until the next reload
+            has succeeded. Costs the memory of a second model all the time, and of a third one during a load. Nothing is
+            kept where memory is short: after ``drain_first``, and after a reload because of ``MemoryGrowth`` or
+            ``MemoryLimit``.
         prefork: Let :func:`modelguard.prefork.prepare` share this model among forked workers when no guard is named
             there, as the servers' hooks do.
         name: For events, logs and errors. Default: the loader's name; for a lambda, its module and line.
@@ -157,6 +208,7 @@ def guard(
         min_lifetime=_options.check_min_lifetime(reload_on, min_lifetime),
         backoff=Backoff() if backoff is None else backoff,
         trim_schedule=None if trim_every is None else _options.TrimSchedule.parse(trim_every),
+        keep_previous=keep_previous,
         prefork=prefork,
         name=_options.loader_name(load) if name is None else name,
     )

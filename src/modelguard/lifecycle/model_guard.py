@@ -121,6 +121,11 @@ class ModelGuard(Generic[M]):
         return Lease(self.engine, None if timeout is None else _units.seconds(timeout, "timeout", zero=True))
 
     @property
+    def version(self) -> str | None:
+        """The version of the current model, as its loader gave it; None if it gave none, or if there is no model."""
+        return self.engine.state.version
+
+    @property
     def ready(self) -> bool:
         """Whether calls get a model: what a readiness probe should report.
 
@@ -202,6 +207,20 @@ class ModelGuard(Generic[M]):
     def resume(self) -> None:
         """End :meth:`pause`, however often it was called. What is due by then starts within about a second."""
         self.engine.set_paused(paused=False)
+
+    def rollback(self) -> None:
+        """Go back to the model that the current one has replaced. Needs ``keep_previous=True``.
+
+        It takes the next call: nothing is loaded, and nothing is awaited, so this may be called anywhere. A load under
+        way is cancelled; calls that run on the current model end on it, and it is released. From now on no policy
+        replaces the model, and ``Idle`` does not release it, until ``Modified`` or ``Changed`` see that the source has
+        changed since the load that was rolled back, or until :meth:`reload`.
+
+        Raises:
+            NoPreviousModel: None is kept.
+            GuardClosed: The guard is closed.
+        """
+        self.engine.rollback()
 
     def check(self) -> bool:
         """Ask the policies now, as the background thread does regularly; returns whether a reload was started."""

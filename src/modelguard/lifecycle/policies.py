@@ -7,16 +7,27 @@ asks the policy. So a policy is tested by giving it a snapshot.
 # Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
 # fields' types could not be resolved.
 import math
-import os
-from pathlib import Path
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _zones
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, Value
+from modelguard.lifecycle._source_policies import Changed, Modified
 from modelguard.lifecycle.backoff import Backoff
 
-__all__ = ["TTL", "Between", "Errors", "Idle", "MemoryGrowth", "MemoryLimit", "Modified", "Policy", "Snapshot", "Uses"]
+__all__ = [
+    "TTL",
+    "Between",
+    "Changed",
+    "Errors",
+    "Idle",
+    "MemoryGrowth",
+    "MemoryLimit",
+    "Modified",
+    "Policy",
+    "Snapshot",
+    "Uses",
+]
 
 #: How much wider the jitter of a process's first generation is, and the part of the bound that it takes at most.
 _FIRST, _FIRST_MOST = 5, 0.5
@@ -311,66 +322,6 @@ class MemoryLimit(_Memory):
             return None
         held, allowed = _units.format_bytes(now.baseline), _units.format_bytes(bound)
         return f"the process holds {held} with a fresh model, and the bound is {allowed}"
-
-
-class Modified(Value):
-    """Due when a file or folder has changed since the generation's load began.
-
-    A half-written file is never loaded: a change counts once the path has been unchanged for ``quiet``. If writers
-    replace the path atomically (write beside it, then rename), set ``atomic=True``, and a change counts at once. While
-    the path is missing, nothing is due. Name, inode, size and time of change are compared. Links are followed, except
-    folders that are links inside a watched folder. Of a folder, at most 10,000 files are compared.
-
-    Args:
-        path: The file or folder. A folder counts as changed when any file below it does.
-        quiet: Seconds, ``timedelta`` or text. Default two seconds.
-        atomic: Whether writers always replace the path by a rename.
-        spread: Each process waits for a random part of this time on top, so that replicas which see the change at the
-            same moment do not load in step. With forty times the length of a load, about one in forty loads at a time.
-            Default zero.
-
-    Raises:
-        InvalidOption: ``path`` is empty, ``quiet`` or ``spread`` is not a duration, or ``atomic`` is not a bool.
-    """
-
-    kind = "modified"
-    renews = True
-    path: Path
-    quiet: float
-    atomic: bool
-    spread: float
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        quiet: _units.Duration = 2.0,
-        atomic: bool = False,
-        spread: _units.Duration = 0.0,
-    ) -> None:
-        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-            raise InvalidOption(
-                "path", path, why="must be a path that is not empty", fix="Give the path that the loader reads."
-            )
-        if not isinstance(atomic, bool):
-            raise InvalidOption("atomic", atomic, why="must be True or False", fix="Write atomic=True.")
-        self._set(
-            path=Path(path).absolute(),
-            quiet=_units.seconds(quiet, "quiet", zero=True),
-            atomic=atomic,
-            spread=_units.seconds(spread, "spread", zero=True),
-        )
-
-    def due(self, now: Snapshot) -> bool:
-        seen = now.files.get(self.path)
-        wait = (0.0 if self.atomic else self.quiet) + self.spread * now.jitter
-        return seen is not None and seen.changed and seen.quiet >= wait
-
-    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - a file may change at any time
-        return Horizon(uses=math.inf, seconds=1.0)
-
-    def __repr__(self) -> str:
-        return f"Modified({str(self.path)!r})"
 
 
 def _time_of_day(argument: str, given: object) -> str:

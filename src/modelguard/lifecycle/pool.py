@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar, overload
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption, UnhashableKey
@@ -17,9 +17,11 @@ from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_leases import Keyed, PoolLease
 from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle.backoff import Backoff
+from modelguard.lifecycle.policies import Changed
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._options import GuardOptions
+    from modelguard.lifecycle.loaded import Loaded
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
 
@@ -139,12 +141,14 @@ class ModelPool(Generic[K, M]):
         await self.aclose()
 
 
+@overload
 def pool(
-    load: Callable[[K], M],
+    load: Callable[[K], Loaded[M]],
     *,
     max_memory: int | str,
     max_models: int | None = None,
     ttl: _units.Duration | None = None,
+    reload_on: Changed | None = None,
     wait_timeout: _units.Duration = 30.0,
     warmup: Callable[[M], object] | None = None,
     validate: Callable[[M], object] | None = None,
@@ -152,18 +156,51 @@ def pool(
     load_timeout: _units.Duration | None = None,
     backoff: Backoff | None = None,
     name: str | None = None,
-) -> ModelPool[K, M]:
+) -> ModelPool[K, M]: ...
+@overload
+def pool(
+    load: Callable[[K], M],
+    *,
+    max_memory: int | str,
+    max_models: int | None = None,
+    ttl: _units.Duration | None = None,
+    reload_on: Changed | None = None,
+    wait_timeout: _units.Duration = 30.0,
+    warmup: Callable[[M], object] | None = None,
+    validate: Callable[[M], object] | None = None,
+    unload: Callable[[M], object] | None = None,
+    load_timeout: _units.Duration | None = None,
+    backoff: Backoff | None = None,
+    name: str | None = None,
+) -> ModelPool[K, M]: ...
+def pool(
+    load: Callable[[Any], Any],
+    *,
+    max_memory: int | str,
+    max_models: int | None = None,
+    ttl: _units.Duration | None = None,
+    reload_on: Changed | None = None,
+    wait_timeout: _units.Duration = 30.0,
+    warmup: Callable[[Any], object] | None = None,
+    validate: Callable[[Any], object] | None = None,
+    unload: Callable[[Any], object] | None = None,
+    load_timeout: _units.Duration | None = None,
+    backoff: Backoff | None = None,
+    name: str | None = None,
+) -> ModelPool[Any, Any]:
     """Keep many models within one memory budget: load each on its first use, evict the least recently used for room.
 
     A model in use is never evicted. One load runs at a time, so that each model's size can be measured. A model that
     was loaded before needs that much room beforehand; one that never was needs as much as the largest one known.
 
     Args:
-        load: Makes the model of a key; may be ``async``.
+        load: Makes the model of a key; may be ``async``. It returns the model, or ``Loaded(model, version=...)``.
         max_memory: Budget for all models together: bytes, ``"2 GB"``, or a percentage of the memory limit, ``"60%"``.
         max_models: How many models at most. Default: as many as the budget holds.
         ttl: A model older than this (less up to a tenth, at random) takes no new leases: it is released when its last
             lease ends, and loaded anew. Default: no bound.
+        reload_on: ``Changed(probe)``, whose probe takes the key: a model whose source has changed is treated as one
+            that is older than ``ttl``. Probes are asked while their model is loaded. Default: none.
         wait_timeout: How long a lease waits for room, before ``Overloaded``.
         warmup: Called with each new model before it takes calls.
         validate: Called with each new model before the warm-up. If it raises or returns something false, the model is
@@ -182,11 +219,12 @@ def pool(
     from modelguard.lifecycle import _options, runtime
 
     _options.check_loader(load, arguments=1)
+    _options.check_pool_policy(reload_on)
     if max_models is not None:
         _units.whole_number(max_models, "max_models")
     title = _options.loader_name(load) if name is None else name
     world = runtime.default()
-    common = _options.GuardOptions[M](
+    common = _options.GuardOptions[Any](
         load=lambda: None,  # replaced for each key
         reload_on=None,
         swap="auto",
@@ -206,10 +244,10 @@ def pool(
         family=None if unload is None else KnownModels(),
     )
 
-    def options_for(key: Any) -> GuardOptions[M]:
+    def options_for(key: Any) -> GuardOptions[Any]:
         return replace(common, load=partial(load, key), name=f"{title}[{key!r}]")
 
-    def make(key: Any, runtime: Runtime) -> Engine[M]:
+    def make(key: Any, runtime: Runtime) -> Engine[Any]:
         # Without ticks: a key whose load failed is tried again when somebody asks for it.
         runtime = replace(runtime, ticks=False) if runtime.ticks else runtime
         return Engine(options_for(key), runtime)
@@ -220,6 +258,7 @@ def pool(
         max_models=math.inf if max_models is None else max_models,
         ttl=math.inf if ttl is None else _units.seconds(ttl, "ttl"),
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
+        reload_on=reload_on,
     )
     return ModelPool(PoolEngine(make, options, world), options_for)
 

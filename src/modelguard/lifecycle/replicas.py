@@ -158,6 +158,16 @@ class ModelReplicas(Generic[M]):
         for guard in self._guards:
             await guard.aunload()
 
+    def rollback(self) -> None:
+        """Go back to the previous model of each replica, as :meth:`ModelGuard.rollback` does. Does not block.
+
+        Raises:
+            NoPreviousModel: One of them keeps none; then all stay as they are.
+            GuardClosed: They are closed.
+        """
+        for guard in sorted(self._guards, key=_previous):  # one without comes first
+            guard.rollback()
+
     def pause(self) -> None:
         """Let policies start nothing until :meth:`resume`, as :meth:`ModelGuard.pause` does."""
         for guard in self._guards:
@@ -221,6 +231,10 @@ class ModelReplicas(Generic[M]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _previous(guard: ModelGuard[Any]) -> int:
+    return guard.status().previous
 
 
 def _has_model(guard: ModelGuard[Any]) -> bool:

@@ -98,8 +98,10 @@ class Runtime:
         fingerprint: Identity of a watched path, None while it is missing.
         random: A number in [0, 1).
         start_thread: Runs a callable in a background thread of the given name.
+        start_once: The same in a thread that ends with the callable, and is not kept for more work.
         host_lock: The right to hold two copies of a model.
         ticks: Whether the process's ticker thread asks the policies in the background.
+        probes: Whether the probes of ``Changed`` are asked in this process, and not in the one that it belongs to.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -115,8 +117,10 @@ class Runtime:
     fingerprint: Callable[[Path], _fingerprints.Fingerprint | None] = _fingerprints.fingerprint
     random: Callable[[], float] = random.random
     start_thread: Callable[[Callable[[], None], str], None] = _threads.THREADS.start
+    start_once: Callable[[Callable[[], None], str], None] = _threads.THREADS.start_once
     host_lock: _host_lock.HostLock = _host_lock.HOST_LOCK
     ticks: bool = True
+    probes: bool = True
 
     def try_trim(self) -> Trim:
         """Return free memory to the system if that is possible here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from modelguard.telemetry import GenerationReleased, GrowthFound, PostponeCause, Reason
@@ -51,6 +51,10 @@ class Status:
         load_seconds: How long the load of the current generation took; 0 if there is none.
         growth: What ``modelguard.diagnosis.watch`` has found to make this process grow; None if it does not grow,
             or if nobody watches.
+        version: Version of the current model, as its loader gave it with ``Loaded``; None if it gave none, or if there
+            is no model.
+        previous: Number of the generation that ``rollback()`` would make current again; 0 if none is kept.
+        pinned: Whether ``rollback()`` has made the current generation current, and its source has not changed since.
         paused: Whether ``pause()`` holds back the policies.
         postponed: A reload or release that is due and waits; None if there is none.
     """
@@ -68,6 +72,9 @@ class Status:
     last_release: GenerationReleased | None
     load_seconds: float = 0.0
     growth: GrowthFound | None = None
+    version: str | None = None
+    previous: int = 0
+    pinned: bool = False
     paused: bool = False
     postponed: Postponed | None = None
 
@@ -84,6 +91,7 @@ class PoolStatus(Generic[K]):
         max_memory: The budget in bytes.
         loads: Loads that have succeeded.
         evictions: Models released to make room or because of their ``ttl``.
+        versions: Version of each loaded model whose loader gave one.
     """
 
     name: str
@@ -93,3 +101,4 @@ class PoolStatus(Generic[K]):
     max_memory: int
     loads: int
     evictions: int
+    versions: dict[K, str] = field(default_factory=dict)

@@ -97,8 +97,8 @@ def prepare(
         freeze: Hide all objects from the garbage collector (``gc.freeze``), because its marks would copy their pages.
         immortalize: Stop counting references to the models' objects, so that reading them does not copy their pages
             (CPython 3.12 or newer). This cannot be undone: such objects are never freed. ``"auto"``: if the interpreter
-            supports it and the models take at least 16 MB, and not for guards with ``TTL`` or ``Modified``, whose old
-            models this process could never free. True: always, or raise ``NotSupported``.
+            supports it and the models take at least 16 MB, and not for guards with ``TTL``, ``Modified`` or
+            ``Changed``, whose old models this process could never free. True: always, or raise ``NotSupported``.
         on_hazard: ``"fix"``: refuse what no child could survive, let children repair what they can, and warn about the
             rest. ``"refuse"``: refuse every hazard. ``"warn"``: warn about all and repair nothing.
         warm_timeout: How long a warm-up may take in the trial child before it counts as hung, and how long to wait for
@@ -315,7 +315,7 @@ def _worth_it(chosen: tuple[ModelGuard[Any], ...]) -> tuple[tuple[ModelGuard[Any
         return (), why
     kept = tuple(guard for guard in chosen if not guard.engine.renews_weights)
     renewed = ", ".join(guard.name for guard in chosen if guard not in kept)
-    why = f"{renewed}: old models could never be freed after TTL or Modified" if renewed else None
+    why = f"{renewed}: old models could never be freed after TTL, Modified or Changed" if renewed else None
     if kept and (size := _size(kept)) < _IMMORTALIZE_FROM:
         small = f"the models take only {_units.format_bytes(size)}"
         return (), small if why is None else f"{small}; {why}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelguard import _units
-from modelguard.environment import _proc, _remote
+from modelguard.environment import _proc, _remote, _shown_versions
 from modelguard.environment._allocator_kinds import Kind
 from modelguard.environment._proc import ProcessStat
 from modelguard.errors import InvalidOption, NotSupported
@@ -48,6 +48,7 @@ class ProcessReport:
         where: Where ``uss`` is.
         swap: Its share of the memory that was moved to swap.
         rss: All its pages in memory, shared or not: misleading if processes share memory.
+        versions: The versions of its models, by the names of their guards, as far as their loaders gave any.
     """
 
     pid: int
@@ -65,6 +66,7 @@ class ProcessReport:
     where: Places
     swap: int
     rss: int
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +255,7 @@ class TreeWatch:
             where=_places.places(mappings, arenas=arenas),
             swap=_places.total(mappings, "SwapPss"),
             rss=_places.total(mappings, "Rss"),
+            versions=_shown_versions.versions_in(mappings),
         )
 
     def _forget_all_but(self, kept: set[tuple[int, int, _proc.MemoryLayout]]) -> None:

@@ -17,6 +17,7 @@ from modelguard.telemetry.reasons import PROTECT_MEMORY, Reason
 
 _WARNINGS = (
     events.LoadErrored,
+    events.RolledBack,
     events.GenerationAbandoned,
     events.PolicyFutile,
     events.GrowthFound,
@@ -33,6 +34,7 @@ _DISCARDED: dict[events.DiscardCause, str] = {
     "closed": "the guard was closed",
     "late": "it was ready only after load_timeout",
     "rejected": "validate or warmup failed",
+    "rolled_back": "rollback() was called during its load",
     "stale": "a newer reload request replaced it",
 }
 
@@ -81,7 +83,7 @@ def _load_started(event: events.LoadStarted) -> str:
 
 def _load_finished(event: events.LoadFinished) -> str:
     return (
-        f"generation {event.generation} is ready after {event.seconds:.2f} s "
+        f"{_generation(event)} is ready after {event.seconds:.2f} s "
         f"({_units.format_bytes(event.model_bytes)}, longest stall {event.stall_seconds * 1e3:.0f} ms)"
     )
 
@@ -95,18 +97,18 @@ def _load_errored(event: events.LoadErrored) -> str:
 def _released(event: events.GenerationReleased) -> str:
     if event.immortal:
         return (
-            f"generation {event.generation} was dropped, but stays in memory until the process ends: "
+            f"{_generation(event)} was dropped, but stays in memory until the process ends: "
             "prefork.prepare() made its objects immortal, and each further generation adds as much"
         )
     if event.alive:
         held_by = "; ".join(event.holders) or "unknown"
-        return f"generation {event.generation} was dropped but is still alive, held by: {held_by}"
-    return f"generation {event.generation} released, {_units.format_bytes(event.freed)} returned to the system"
+        return f"{_generation(event)} was dropped but is still alive, held by: {held_by}"
+    return f"{_generation(event)} released, {_units.format_bytes(event.freed)} returned to the system"
 
 
 def _abandoned(event: events.GenerationAbandoned) -> str:
     calls = f"{event.in_flight} of its calls outlasted drain_timeout={event.drain_timeout:g} s"
-    return f"generation {event.generation} is abandoned: {calls}; it will be released when they end"
+    return f"{_generation(event)} is abandoned: {calls}; it will be released when they end"
 
 
 def _futile(event: events.PolicyFutile) -> str:
@@ -162,6 +164,16 @@ def _circuit_opened(event: events.CircuitOpened) -> str:
     return f"circuit open after {event.failures} failed batches, {retry}: {event.error}"
 
 
+def _generation(
+    event: events.LoadFinished | events.RolledBack | events.GenerationReleased | events.GenerationAbandoned,
+) -> str:
+    return f"generation {event.generation}{_version(event.version)}"
+
+
+def _version(version: str | None) -> str:
+    return "" if version is None else f" (version {version})"
+
+
 def _reasons(reasons: tuple[Reason, ...]) -> str:
     return ", ".join(map(str, reasons))
 
@@ -169,6 +181,9 @@ def _reasons(reasons: tuple[Reason, ...]) -> str:
 _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.UnloadStarted: lambda event: (
         f"generation {event.generation} is released until the next use: {_reasons(event.reasons)}"
+    ),
+    events.RolledBack: lambda event: (
+        f"rolled back to {_generation(event)}, from generation {event.replaced}{_version(event.replaced_version)}"
     ),
     events.ReloadDue: lambda event: f"reload due after generation {event.generation}: {_reasons(event.reasons)}",
     events.ReloadPostponed: _postponed,
@@ -181,7 +196,9 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.LoadStarted: _load_started,
     events.LoadFinished: _load_finished,
     events.LoadErrored: _load_errored,
-    events.LoadDiscarded: lambda event: f"a loaded model was discarded: {_DISCARDED[event.cause]}",
+    events.LoadDiscarded: lambda event: (
+        f"a loaded model{_version(event.version)} was discarded: {_DISCARDED[event.cause]}"
+    ),
     events.GenerationReleased: _released,
     events.GenerationAbandoned: _abandoned,
     events.MemoryTrimmed: lambda event: f"trimmed, {_units.format_bytes(event.freed)} returned to the system",

@@ -52,6 +52,7 @@ class Metric(NamedTuple):
         values: All values of that label.
         buckets: Upper bounds of a histogram's buckets.
         mode: How the gauges of several processes are combined.
+        only_current: Of the second label's values, which are not known beforehand, only the current one has a series.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Metric(NamedTuple):
     values: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     mode: Mode = "livemax"
+    only_current: bool = False
 
     @property
     def full_name(self) -> str:
@@ -122,11 +124,20 @@ def _of_loads() -> Iterator[Metric]:
         "Number of the current generation; 0 if a load failed and there is none.",
         unit="{generation}",
     )
+    yield Metric(
+        "model.info",
+        "gauge",
+        "1 for the version of the current model, as its loader gave it.",
+        unit="{model}",
+        label="version",
+        only_current=True,
+    )
     yield Metric("model.size", "gauge", "Size of the model, measured at its load.", unit="By")
     yield counter("reloads.due", "Due policies that led to a reload.", "reason", REASONS)
     yield counter("reloads.postponed", "Due policies that must wait.", "cause", POSTPONED)
     yield Metric("paused", "gauge", "Processes in which the guard is paused.", unit="{process}", mode="livesum")
     yield counter("unloads", "Models released until their next use.")
+    yield counter("rollbacks", "Rollbacks to the previous model.")
     yield Metric(
         "idle", "gauge", "Processes whose model is released until its next use.", unit="{process}", mode="livesum"
     )
@@ -291,6 +302,7 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.GuardPaused: lambda _: (Measure("paused", 1),),
     events.GuardResumed: lambda _: (Measure("paused", 0),),
     events.UnloadStarted: lambda _: (Measure("unloads", 1), Measure("idle", 1)),
+    events.RolledBack: lambda event: (Measure("rollbacks", 1), Measure("generation", event.generation)),
     events.RecycleAsked: lambda event: _each("recycles.asked", event.reasons),
     events.SwapChosen: lambda event: (Measure("swaps.chosen", 1, event.swap),),
     events.PolicyFutile: lambda _: (Measure("policies.futile", 1),),
@@ -351,6 +363,7 @@ class Recorder:
     def __init__(self, record: Callable[[Metric, tuple[str, ...], float], None]) -> None:
         self._record = record
         self._seen: set[tuple[Subject, str]] = set()
+        self._versions: dict[str, tuple[int, str]] = {}  # of each guard, the generation and the version that is shown
         self._thread = threading.local()
 
     def __call__(self, event: events.Event) -> None:
@@ -388,3 +401,20 @@ class Recorder:
         for name, amount, value in measures:
             metric = METRICS[name]
             self._record(metric, (event.guard,) if value is None else (event.guard, value), amount)
+        if isinstance(event, events.LoadFinished | events.RolledBack):
+            self._show_version(event.guard, event.generation, event.version)
+        elif isinstance(event, events.GenerationReleased) and event.generation == self._shown_generation(event.guard):
+            self._show_version(event.guard, event.generation, None)
+
+    def _shown_generation(self, guard: str) -> int | None:
+        return self._versions[guard][0] if guard in self._versions else None
+
+    def _show_version(self, guard: str, generation: int, version: str | None) -> None:
+        """Show one version of a guard's model at a time: a metric must not grow with each new one."""
+        metric = METRICS["model.info"]
+        _, shown = self._versions.pop(guard, (0, None))
+        if shown is not None and shown != version:
+            self._record(metric, (guard, shown), 0)
+        if version is not None:
+            self._versions[guard] = generation, version
+            self._record(metric, (guard, version), 1)

@@ -18,15 +18,15 @@ Swap = Literal["first", "load_first", "drain_first"]
 HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 
 #: Why a loaded model was not used: the guard was closed, the load took longer than ``load_timeout``, ``validate`` or
-#: the warm-up failed, or a newer reload request replaced it.
-DiscardCause = Literal["closed", "late", "rejected", "stale"]
+#: the warm-up failed, ``rollback()`` was called, or a newer reload request replaced it.
+DiscardCause = Literal["closed", "late", "rejected", "rolled_back", "stale"]
 
 #: Why something that a policy asks for waits. ``"paused"``: ``pause()`` was called; ``"min_lifetime"``: the model has
 #: not taken calls for that long.
 PostponeCause = Literal["paused", "min_lifetime"]
 
 #: A callable that the user has given.
-Callback = Literal["reload_on", "recycle", "release", "unload"]
+Callback = Literal["reload_on", "probe", "recycle", "release", "unload"]
 
 #: Why a worker of an isolated function ended. ``"recycled"``: a policy was due, and a fresh worker took its place;
 #: ``"reforked"``: one of the workers took the place of the mold, and a child of that one took this one's place;
@@ -97,6 +97,23 @@ class UnloadStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolledBack(Event):
+    """``rollback()`` has made the previous generation current again.
+
+    Attributes:
+        generation: Its number.
+        version: The version of its model; None if the loader gave none.
+        replaced: Number of the generation that took calls until then, which is released.
+        replaced_version: The version of that one's model.
+    """
+
+    generation: int
+    version: str | None
+    replaced: int
+    replaced_version: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecycleAsked(Event):
     """A policy has become due in a process that is replaced as a whole: the server was asked for a new process."""
 
@@ -152,6 +169,7 @@ class LoadFinished(Event):
         model_bytes: Growth of private memory during the load, or the size that the model's adapter reports if larger.
         swap: How it replaced the old generation.
         waited_seconds: With ``drain_first``, how long no generation took calls.
+        version: The version of its model; None if the loader gave none.
     """
 
     generation: int
@@ -161,6 +179,7 @@ class LoadFinished(Event):
     model_bytes: int
     swap: Swap
     waited_seconds: float
+    version: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +205,11 @@ class LoadDiscarded(Event):
 
     Attributes:
         cause: The reason.
+        version: The version of the model; None if the loader gave none.
     """
 
     cause: DiscardCause
+    version: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +234,7 @@ class GenerationReleased(Event):
         immortal: Whether ``prefork.prepare`` had made the model immortal. Then its objects stay in memory until the
             process ends, and each further generation that is made immortal adds its size. No collection was tried, and
             no holders were looked for.
+        version: The version of its model; None if the loader gave none.
     """
 
     generation: int
@@ -229,6 +251,7 @@ class GenerationReleased(Event):
     in_use: int | None = None
     held: int | None = None
     immortal: bool = False
+    version: str | None = None
 
     @property
     def freed(self) -> int:
@@ -249,6 +272,7 @@ class GenerationAbandoned(Event):
     generation: int
     in_flight: int
     drain_timeout: float
+    version: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +305,9 @@ class MemoryTrimmed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFutile(Event):
-    """A policy would be due again immediately after every reload, so it is ignored for this generation.
+    """A policy is ignored for this generation.
+
+    It would be due again immediately after every reload, or its probe returns values that change too often.
 
     Attributes:
         generation: The number of the generation.
@@ -321,7 +347,10 @@ class GrowthFound(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackErrored(Event):
-    """A callable that the user has given (a policy, a recycler) raised; the guard continued without it."""
+    """A callable that the user has given (a policy, a probe, a recycler) raised; the guard continued without it.
+
+    A probe of ``Changed`` that takes longer than its ``timeout`` counts as one that raised ``TimeoutError``.
+    """
 
     callback: Callback
     error: str

@@ -23,7 +23,7 @@ __all__ = ["opentelemetry"]
 _NAME = "modelguard"
 _SPAN = "modelguard.load"
 #: If a model is discarded for one of these causes, the load has ended. After other causes, LoadErrored ends the load.
-_ENDING: frozenset[events.DiscardCause] = frozenset({"closed", "stale"})
+_ENDING: frozenset[events.DiscardCause] = frozenset({"closed", "rolled_back", "stale"})
 _ATTRIBUTES = (str, bool, int, float)
 
 
@@ -52,7 +52,7 @@ def opentelemetry(
             why = f"must be OpenTelemetry's {kind.__name__}"
             raise InvalidOption(argument, given, why=why, fix="Leave it out to use the global one, or give one.")
     meter = metrics.get_meter(_NAME, meter_provider=meter_provider)
-    instruments = {metric.name: _make(meter, metric) for metric in _metrics.METRICS.values()}
+    instruments = {metric.name: _make(metrics, meter, metric) for metric in _metrics.METRICS.values()}
     return _OpenTelemetryHook(instruments, _LoadSpans(trace, trace.get_tracer(_NAME, tracer_provider=tracer_provider)))
 
 
@@ -144,6 +144,29 @@ class _LoadSpans:
         span.end(_nanoseconds(event))  # outside of the lock, because it may export the span, which takes time
 
 
+class _Current:
+    """The current series of such a metric. The SDK asks for them, because a gauge keeps what it was once set to.
+
+    Args:
+        api: OpenTelemetry's module of metrics.
+    """
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+        self._current: dict[tuple[str, ...], dict[str, str]] = {}
+
+    def put(self, amount: float, labels: dict[str, str]) -> None:
+        """Show these labels with 1, or with 0 no more."""
+        if amount:
+            self._current[tuple(labels.values())] = labels
+        else:
+            self._current.pop(tuple(labels.values()), None)
+
+    def observe(self, _options: object) -> list[Any]:
+        """What the SDK exports now."""
+        return [self._api.Observation(1, labels) for labels in list(self._current.values())]
+
+
 def _add(span: Span, event: events.Event) -> None:
     span.add_event(type(event).__name__, _attributes(event), _nanoseconds(event))
 
@@ -168,11 +191,15 @@ def _api(module: str) -> Any:
     return _extras.load(f"opentelemetry.{module}", "modelguard.telemetry.opentelemetry")
 
 
-def _make(meter: Any, metric: _metrics.Metric) -> Callable[..., None]:
+def _make(api: Any, meter: Any, metric: _metrics.Metric) -> Callable[..., None]:
     about = {"unit": metric.unit, "description": metric.help}
     if metric.kind == "counter":
         add: Callable[..., None] = meter.create_counter(metric.full_name, **about).add
         return add
+    if metric.only_current:
+        current = _Current(api)
+        meter.create_observable_gauge(metric.full_name, [current.observe], **about)
+        return current.put
     if metric.kind == "gauge":
         put: Callable[..., None] = meter.create_gauge(metric.full_name, **about).set
         return put

@@ -56,7 +56,7 @@ def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], N
     several = _writes_files()
     if several:
         _reject_second_writer(registry)
-    hook = _PrometheusHook(_register(client, registry))
+    hook = _PrometheusHook(_register(client, registry), removes=not several)  # no series is removed from a file
     if several:
         global _writer
         _writer = weakref.ref(hook)
@@ -66,9 +66,9 @@ def prometheus(registry: CollectorRegistry | None = None) -> Callable[[Event], N
 class _PrometheusHook:
     """Records each event in the metrics."""
 
-    def __init__(self, metrics: dict[str, Any]) -> None:
+    def __init__(self, metrics: dict[str, Any], *, removes: bool) -> None:
         self._size = len(metrics)
-        self._recorder = _metrics.Recorder(partial(_record, metrics))
+        self._recorder = _metrics.Recorder(partial(_record, metrics, removes))
 
     def __call__(self, event: Event) -> None:
         self._recorder(event)
@@ -77,7 +77,16 @@ class _PrometheusHook:
         return f"<Prometheus hook: {self._size} metrics>"
 
 
-def _record(metrics: dict[str, Any], metric: _metrics.Metric, labels: tuple[str, ...], amount: float) -> None:
+def _record(
+    metrics: dict[str, Any],
+    removes: bool,  # noqa: FBT001 - bound by partial
+    metric: _metrics.Metric,
+    labels: tuple[str, ...],
+    amount: float,
+) -> None:
+    if metric.only_current and not amount and removes:
+        metrics[metric.name].remove(*labels)
+        return
     series = metrics[metric.name].labels(*labels)
     if metric.kind == "counter":
         series.inc(amount)

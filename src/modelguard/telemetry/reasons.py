@@ -9,6 +9,7 @@ __all__ = ["PROTECT_MEMORY", "Reason", "ReasonKind"]
 #: ``"combination"``: policies joined by ``&``, which are due together. ``"custom"``: a user-defined policy.
 #: ``"woken"``: the first use after the model was released by ``Idle`` or ``unload()``.
 ReasonKind = Literal[
+    "changed",
     "combination",
     "cron",
     "custom",

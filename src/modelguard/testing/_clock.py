@@ -15,7 +15,7 @@ from modelguard.errors import InvalidOption
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._host_lock import Held, HostLock
-from modelguard.lifecycle._pool_engine import pool_engines
+from modelguard.lifecycle._pool_engine import PoolEngine, pool_engines
 from modelguard.lifecycle._ticker import TICKER
 from modelguard.lifecycle.model_guard import ModelGuard, guard_of, guards
 from modelguard.testing._loader import any_held
@@ -51,6 +51,7 @@ class Clock:
         "_lock",
         "_memory",
         "_over",
+        "_probed",
         "_runtime",
         "_test",
         "_threads",
@@ -64,6 +65,7 @@ class Clock:
         self._ticks = math.ceil(time.monotonic()) * _TICKS
         self._wall_at_zero = time.time() - self._clock()
         self._over = False
+        self._probed = False
         self._memory = _START
         self._limit: int | None = None
         self._headroom: int | None = None
@@ -82,6 +84,7 @@ class Clock:
             check_trim=lambda: None,
             random=lambda: 0.0,
             start_thread=self._start,
+            start_once=self._start_probe,
             host_lock=_FreeLock(),
             ticks=False,
         )
@@ -222,13 +225,22 @@ class Clock:
         """The engines of guards with this clock; pooled models are left out, since a ticker does not check them."""
         return [guard.engine for guard in guards() if guard.engine.guard.runtime is self._runtime]
 
+    def _pools(self) -> list[PoolEngine[Any, Any]]:
+        return [pool for pool in pool_engines() if pool.runtime is self._runtime]
+
     def _evaluate(self) -> None:
-        for engine in self._engines():
-            engine.check()
-        self.settle()
+        self._probed = True
+        while self._probed:  # what a probe has returned is evaluated at the same time
+            self._probed = False
+            for engine in self._engines():
+                engine.check()
+            for pool in self._pools():
+                pool.tick()
+            self.settle()
 
     def _interval(self) -> float:
-        return min((engine.check_interval() for engine in self._engines()), default=math.inf)
+        engines = min((engine.check_interval() for engine in self._engines()), default=math.inf)
+        return min((pool.check_interval() for pool in self._pools()), default=engines)
 
     def _running(self) -> list[threading.Thread]:
         with self._lock:
@@ -253,6 +265,10 @@ class Clock:
         with self._lock:
             self._threads.append(thread)
         thread.start()
+
+    def _start_probe(self, work: Callable[[], None], name: str) -> None:
+        self._probed = True
+        self._start(work, name)
 
     def _require_test(self, use: str) -> None:
         if self._over:

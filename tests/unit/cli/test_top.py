@@ -97,6 +97,21 @@ def test_what_is_not_counted_is_listed() -> None:
     assert "In swap: 5 MB." in text
 
 
+def test_versions_of_models_are_shown() -> None:
+    """During a rollout the processes of one server have several, and one that has none is not listed."""
+    several = tree()
+    processes = [
+        dataclasses.replace(process, versions=versions)
+        for process, versions in zip(several.processes, ({}, {"nlp": "v1", "ner": "a"}, {"nlp": "v2"}), strict=True)
+    ]
+    processes.append(dataclasses.replace(PROCESS, pid=13, parent=10, versions={"nlp": "v1"}))
+    text = shown([TreeReport(tuple(processes))])
+    assert "Models: nlp is version v1 in 11, 13; ner is version a in 11; nlp is version v2 in 12." in text
+    assert "Models" not in shown([several])
+    as_json = _top_view.as_dict([TreeReport(tuple(processes))])["trees"][0]["processes"]
+    assert [{}, {"nlp": "v1", "ner": "a"}, {"nlp": "v2"}, {"nlp": "v1"}] == [one["versions"] for one in as_json]
+
+
 def test_several_trees_are_apart() -> None:
     """Each tree has its own table and totals."""
     assert 2 == shown([tree(), tree()]).count("3 processes use")

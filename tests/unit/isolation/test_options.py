@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, Isolated, Uses, batched, guard, guard_of, isolate, pool
+from modelguard import TTL, Changed, Isolated, Uses, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import _registry
@@ -20,6 +20,12 @@ many = pool(dict, max_memory="1 GB")
 @model
 def predict(loaded: dict[str, int], text: str) -> str:
     """Use the model."""
+    return text * len(loaded)
+
+
+@guard(dict, reload_on=None, keep_previous=True)
+def kept(loaded: dict[str, int], text: str) -> str:
+    """Use the model of a guard that keeps the previous one."""
     return text * len(loaded)
 
 
@@ -154,6 +160,18 @@ def test_a_broker_takes_no_policy_of_the_application() -> None:
 
     with pytest.raises(InvalidOption, match=r"scope.*OnSundays.*Use TTL or Modified"):
         isolate(scope="host", recycle_on=OnSundays("1h") | Uses(5))(plain)
+
+
+def test_a_broker_asks_no_probe() -> None:
+    """A probe is a function of the application."""
+    with pytest.raises(InvalidOption, match=r"scope='host': cannot be used with Changed.*Use TTL or Modified"):
+        isolate(scope="host", recycle_on=Changed(dict) & TTL("1h"))(plain)
+
+
+def test_a_broker_keeps_no_previous_mold() -> None:
+    """The message says which of the two to leave out."""
+    with pytest.raises(InvalidOption, match=r"scope='host': cannot be used with keep_previous=True"):
+        isolate(scope="host")(kept)
 
 
 def test_a_guards_own_policy_decides() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.unit.lifecycle.sources import Source
 from tests.unit.lifecycle.world import World
 
 from modelguard import telemetry
@@ -22,3 +23,11 @@ def world(tmp_path: Path) -> Iterator[World]:
         made.end()
     finally:
         telemetry.set_hooks(None)
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    """A source whose hung calls end with the test."""
+    made = Source()
+    yield made
+    made.open.set()

@@ -119,6 +119,7 @@ class World:
             fingerprint=self.files.get,
             random=lambda: self.draw,
             start_thread=self.start,
+            start_once=self.start,
             host_lock=HostLock(lambda: folder),
             ticks=False,
         )

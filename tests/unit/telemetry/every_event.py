@@ -34,6 +34,7 @@ EVERY: tuple[Event, ...] = (
     telemetry.LoadStarted(
         guard="nlp", generation=2, reasons=(TTL,), deferred_seconds=1.5, deferred_growth=0, host_lock="timed_out"
     ),
+    telemetry.RolledBack(guard="nlp", generation=1, version="a", replaced=2, replaced_version=None),
     telemetry.LoadErrored(guard="nlp", attempt=3, error="OSError: gone", retry_after=2.0, current=1),
     telemetry.LoadDiscarded(guard="nlp", cause="stale"),
     telemetry.LoadFinished(
@@ -45,6 +46,7 @@ EVERY: tuple[Event, ...] = (
         model_bytes=120 * MB,
         swap="drain_first",
         waited_seconds=4.0,
+        version="2026-11-20",
         time=2000.0,
     ),
     telemetry.GenerationReleased(

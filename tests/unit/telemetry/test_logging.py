@@ -30,6 +30,7 @@ from modelguard.telemetry import (
     ReloadDue,
     ReloadPostponed,
     RequestsRefused,
+    RolledBack,
     SwapChosen,
     UnloadStarted,
     WorkerEndCause,
@@ -75,6 +76,16 @@ LINES: list[tuple[Event, str, str]] = [
         UnloadStarted(guard="nlp", generation=3, reasons=(Reason("idle", "Idle('10m')"),)),
         "INFO",
         "generation 3 is released until the next use: Idle('10m')",
+    ),
+    (
+        RolledBack(guard="nlp", generation=2, version="2026-11-20", replaced=3, replaced_version="2026-11-21"),
+        "WARNING",
+        "rolled back to generation 2 (version 2026-11-20), from generation 3 (version 2026-11-21)",
+    ),
+    (
+        RolledBack(guard="nlp", generation=2, version=None, replaced=3, replaced_version=None),
+        "WARNING",
+        "rolled back to generation 2, from generation 3",
     ),
     (
         RecycleAsked(guard="nlp", generation=3, reasons=(Reason("uses", "Uses(5)"),)),

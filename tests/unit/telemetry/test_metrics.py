@@ -32,7 +32,11 @@ def test_every_event_counts() -> None:
 
 def test_every_metric_is_measured_by_some_event() -> None:
     """A metric that nothing ever writes would look like a service without troubles."""
-    assert set(METRICS) == {measure.name for event in EVERY for measure in _metrics.measures_of(event)}
+    told = set[str]()
+    recorder = Recorder(lambda metric, _labels, _amount: told.add(metric.name))
+    for event in EVERY:
+        recorder(event)
+    assert set(METRICS) == told
 
 
 def test_labels_have_the_values_that_they_were_given() -> None:
@@ -49,7 +53,8 @@ def test_names_keep_prometheus_rules(metric: Metric) -> None:
     name = metric.prometheus_name
     assert re.fullmatch(r"modelguard(_[a-z]+)+", name)
     assert ("counter" == metric.kind) == name.endswith("_total")
-    assert not re.search(r"milliseconds|_ms\b|megabytes|_mb\b|_count$|_sum$|_bucket$|_info$", name)
+    assert not re.search(r"milliseconds|_ms\b|megabytes|_mb\b|_count$|_sum$|_bucket$", name)
+    assert metric.only_current == name.endswith("_info")
     assert ("s" == metric.unit) == ("_seconds" in name)
     assert ("By" == metric.unit) == ("_bytes" in name)
     assert metric.help.endswith(".")
@@ -134,3 +139,62 @@ def test_modules_of_metrics_stay_small() -> None:
     for hook in ("prometheus.py", "opentelemetry.py"):
         text = (folder / hook).read_text(encoding="utf-8")
         assert [] == [name for name in METRICS if f'"{name}"' in text]
+
+
+def finished(generation: int, version: str | None) -> Event:
+    """The end of a load."""
+    return telemetry.LoadFinished(
+        guard="nlp",
+        generation=generation,
+        reasons=(),
+        seconds=1.0,
+        stall_seconds=0.0,
+        model_bytes=0,
+        swap="first",
+        waited_seconds=0.0,
+        version=version,
+    )
+
+
+def released(generation: int) -> Event:
+    """The end of a generation."""
+    return telemetry.GenerationReleased(
+        guard="nlp",
+        generation=generation,
+        bytes_before=0,
+        bytes_after=0,
+        alive=False,
+        holders=(),
+        collected=False,
+        trimmed_by=None,
+        trim_error=None,
+        seconds=0.0,
+        drain_seconds=0.0,
+        error=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ((finished(1, "a"),), {"a"}),
+        ((finished(1, "a"), finished(2, "b"), released(1)), {"b"}),
+        ((finished(1, "a"), finished(2, "a"), released(1)), {"a"}),
+        ((finished(1, "a"), released(1)), set()),
+        ((finished(1, "a"), released(1), finished(2, "b")), {"b"}),
+        ((finished(1, "a"), finished(2, None), released(1)), set()),
+        (tuple(finished(number, f"v{number}") for number in range(1, 1000)), {"v999"}),
+    ],
+)
+def test_only_the_current_version_has_a_series(events: tuple[Event, ...], expected: set[str]) -> None:
+    """A metric with a label for each version that ever served would grow for ever."""
+    shown = set[str]()
+
+    def record(metric: Metric, labels: tuple[str, ...], amount: float) -> None:
+        if metric.only_current:
+            (shown.add if amount else shown.remove)(labels[1])
+
+    recorder = Recorder(record)
+    for event in events:
+        recorder(event)
+    assert expected == shown

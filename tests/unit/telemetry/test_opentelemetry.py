@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.unit.lifecycle.world import until
 from tests.unit.telemetry.every_event import EVERY, MB
 
-from modelguard import guard, telemetry
+from modelguard import Loaded, guard, telemetry
 from modelguard.errors import InvalidOption, LoadFailed, ModelRejected, NotSupported
 from modelguard.telemetry import Event, Reason
 from modelguard.telemetry._metrics import METRICS
@@ -270,3 +271,20 @@ def test_the_api_alone_is_enough() -> None:
     environ = {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", ALONE], env=environ, capture_output=True, text=True, check=True)
     assert ("[]\n", "") == (done.stdout, done.stderr)
+
+
+def test_only_the_current_version_is_exported(sdk: Sdk) -> None:
+    """An old version is not exported beside the new one."""
+    names = iter("abc")
+    model = guard(lambda: Loaded({}, version=next(names)), reload_on=None, name="versioned")
+    model.load()
+    model.reload()
+    model.reload()
+
+    def versions() -> list[dict[str, str]]:
+        metric = sdk.metrics().get("modelguard.model.info")
+        return [] if metric is None else [dict(point.attributes) for point in metric.data.data_points]
+
+    until(lambda: versions() == [{"guard": "versioned", "version": "c"}])  # events may come after what they report
+    model.close()
+    until(lambda: versions() == [])

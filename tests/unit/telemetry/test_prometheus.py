@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.lifecycle.world import until
 from tests.unit.telemetry.every_event import EVERY, MB
 
-from modelguard import batched, guard, telemetry
+from modelguard import Loaded, batched, guard, telemetry
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.telemetry._metrics import METRICS
 from modelguard.telemetry.prometheus import prometheus
@@ -267,3 +268,36 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """Without the folder no event could be written, so making the hook fails, with the fix."""
     said = _run(tmp_path / "missing")
     assert "is not a folder that this process can write to. Make an empty folder" in said[0]
+
+
+def test_only_the_current_version_is_exposed(registry: Any) -> None:
+    """Each reload with a new version replaces the series, and a release removes it."""
+    version = 0
+
+    def load() -> Loaded[dict[str, int]]:
+        nonlocal version
+        version += 1
+        return Loaded({}, version=f"v{version}")
+
+    remove = telemetry.add_hook(prometheus(registry))
+    try:
+        model = guard(load, reload_on=None, name="nlp")
+        model.load()
+        for _ in range(5):
+            model.reload()
+        until(lambda: versions(registry) == ["v6"])  # events may come after what they report
+        model.unload()
+        until(lambda: versions(registry) == [])
+        model.close()
+    finally:
+        remove()
+
+
+def versions(registry: Any) -> list[str]:
+    """The versions that are exposed as current."""
+    return [
+        sample.labels["version"]
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "modelguard_model_info" and sample.value == 1
+    ]

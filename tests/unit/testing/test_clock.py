@@ -13,6 +13,7 @@ from modelguard import (
     TTL,
     Backoff,
     Between,
+    Changed,
     Errors,
     Idle,
     MemoryGrowth,
@@ -305,3 +306,22 @@ def test_a_misspelt_attribute_of_the_clock_is_an_error(modelguard_clock: Clock) 
     """A typing error does not go unnoticed."""
     with pytest.raises(AttributeError, match="memmory"):
         modelguard_clock.memmory = "1 GB"  # type: ignore[attr-defined]
+
+
+def test_probes_are_asked_as_time_passes(modelguard_clock: Clock) -> None:
+    """What a probe returns in that time is evaluated, and the reload that follows has ended."""
+    value = 0
+    model = guard(object, reload_on=Changed(lambda: value), defer=0)
+    voices = pool(lambda key: object(), max_memory="1 GB", reload_on=Changed(lambda key: value))
+    model.load()
+    with voices.lease("anna"):
+        pass
+    modelguard_clock.advance("10m")
+    assert 1 == model.status().generation
+    value = 1
+    modelguard_clock.advance("67s")
+    assert 2 == model.status().generation
+    with voices.lease("anna"):
+        pass
+    assert 2 == voices.status().loads
+    model.close()
