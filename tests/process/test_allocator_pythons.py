@@ -1,4 +1,8 @@
-"""Every way in which a Python is built: which library serves malloc there, and whether freed memory comes back."""
+"""Every way in which a Python is built: which library serves malloc there, and whether freed memory comes back.
+
+Not among them: conda's Python, since no machine that runs the tests has conda; and Pythons that are linked statically
+with musl, which have no loader that could preload a library, and whose malloc gives nothing back on demand.
+"""
 
 from __future__ import annotations
 

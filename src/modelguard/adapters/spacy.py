@@ -47,6 +47,10 @@ R = TypeVar("R")
 #: A cell of preshed's hash map is a 64-bit key and a 64-bit value. Two maps grow together: strings and lexemes.
 _BYTES_PER_CELL = 16 * 2
 
+#: Bytes. ``IndexGrowth(16)`` means megabytes; the service would reload every second. Text says its unit, so that tests
+#: may watch small tables.
+_LEAST_NUMBER = 1_000_000
+
 
 class SpacyAdapter:
     """Figures of a pipeline's vocabulary."""
@@ -88,14 +92,19 @@ class IndexGrowth(Policy):
             about 450,000 new words.
 
     Raises:
-        InvalidOption: ``size`` is not a positive size.
+        InvalidOption: ``size`` is not a positive size, or a number below 1,000,000, whose unit is missing.
     """
 
     kind: ClassVar[ReasonKind] = "index_growth"
     size: int
 
     def __init__(self, size: int | str = "16 MB") -> None:
-        object.__setattr__(self, "size", _units.size(size, "size"))
+        parsed = _units.size(size, "size")
+        if isinstance(size, int) and parsed < _LEAST_NUMBER:
+            why = f"is only {_units.format_bytes(parsed)}: a number is bytes"
+            fix = f"Write '{size} MB' for megabytes, or the unit that is meant, as in '{size} B'."
+            raise InvalidOption("size", size, why=why, fix=fix)
+        object.__setattr__(self, "size", parsed)
 
     def due(self, now: Snapshot) -> bool:
         """Compare the gauge ``index_bytes``; never due for a model without this gauge."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -16,6 +17,9 @@ from modelguard.lifecycle._state import GuardState
 
 #: For each thread that waits for loads: whose loads. The tasks of one event loop may wait for several.
 _waiting: dict[int, list[GuardState[Any]]] = {}
+
+#: Seconds between two searches for a circle that can only be seen on the stacks.
+PATIENCE = 0.5
 
 
 @contextmanager
@@ -55,6 +59,33 @@ def raise_if_load_waits_here(state: GuardState[Any]) -> None:
                 why="the warm-up of its new model waits for this thread, which waits for that model",
                 fix="Call the function in the warm-up itself, or submit contextvars.copy_context().run(...).",
             )
+
+
+class Search:
+    """The searches of one wait for what other loads hold up: one every half second.
+
+    Args:
+        states: The guards whose loads must not wait for this thread.
+    """
+
+    def __init__(self, states: Callable[[], Iterable[GuardState[Any]]]) -> None:
+        self._states = states
+        self._next = time.monotonic() + PATIENCE
+
+    def pause(self, seconds: float) -> float:
+        """How long to wait, of ``seconds``, until it is time to call :meth:`look`."""
+        return max(0.0, min(seconds, self._next - time.monotonic()))
+
+    def look(self) -> None:
+        """Search, if it is time.
+
+        Raises:
+            WouldDeadlock: A load waits for this thread.
+        """
+        if time.monotonic() >= self._next:
+            for state in self._states():
+                raise_if_load_waits_here(state)
+            self._next = time.monotonic() + PATIENCE
 
 
 def _is_done_here(frame: FrameType) -> bool:

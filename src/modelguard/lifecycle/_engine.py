@@ -208,6 +208,7 @@ class Engine(Generic[M]):
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine."""
         self.raise_inside_call("areload")
+        _in_thread.require_asyncio("waiting for a model in a coroutine")  # before the load begins
         await wait_for_load_on_loop(self.state, self._request_reload(), Timeout(timeout))
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
@@ -315,7 +316,11 @@ class Engine(Generic[M]):
     async def _await_until_ready(self, limit: Timeout) -> None:
         if _inline.active():
             await _inline.aload(self.guard)
-        elif (future := self._join_load()) is not None:
+            return
+        if self.state.current is None:
+            self.state.raise_if_closed()
+            _in_thread.require_asyncio("waiting for a model in a coroutine")  # before the load begins
+        if (future := self._join_load()) is not None:
             await wait_for_load_on_loop(self.state, future, limit)
 
     def _join_load(self) -> Future[Outcome] | None:

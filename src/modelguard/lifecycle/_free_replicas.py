@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard.errors import Overloaded
-from modelguard.lifecycle import _in_thread
+from modelguard.lifecycle import _deadlocks, _in_thread
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
+
+if TYPE_CHECKING:
+    from modelguard.lifecycle._state import GuardState
 
 __all__ = ["FreeReplicas"]
 
@@ -101,10 +104,17 @@ class FreeReplicas(Generic[M]):
 
     def _wait_for_free(self, wait: float) -> int:
         until = time.monotonic() + wait
+        search = _deadlocks.Search(self._states_if_all_load)
         with self._changed:
             while (at := self._free_now()) is None:
-                self._changed.wait(self._pause(until, wait))
+                self._changed.wait(search.pause(self._pause(until, wait)))
+                search.look()
             return at
+
+    def _states_if_all_load(self) -> list[GuardState[M]]:
+        """The states of all, if none has a model; else none: one that is in use becomes free."""
+        states = [engine.state for engine in self._engines]
+        return states if all(state.current is None and state.job is not None for state in states) else []
 
     async def _await_free(self, wait: float) -> int:
         until = time.monotonic() + wait

@@ -26,6 +26,7 @@ from modelguard.lifecycle._pool_sources import REMEMBERED, PoolSources
 from modelguard.lifecycle._waiting import Timeout
 
 if TYPE_CHECKING:
+    from modelguard.lifecycle._state import GuardState
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
 
@@ -200,6 +201,7 @@ class PoolEngine(Generic[K, M]):
 
     def _find(self, key: K, deadline: float) -> tuple[PooledModel[M], bool]:
         """The pinned model of ``key``, and whether the caller is the one to load it."""
+        search = _deadlocks.Search(self._states_of_loads)
         with self._changed, self._queue.place() as place:
             while True:
                 self._raise_if_closed()
@@ -220,7 +222,8 @@ class PoolEngine(Generic[K, M]):
                 if left <= 0:
                     raise Overloaded(self._why_full(key, model))
                 if model is None and place.overdue():
-                    self._models.stop_lending_oldest()
+                    self._models.stop_lending_oldest(self.runtime.clock())
+                search.look()
                 # The end of a lease does not notify the pool: polling is cheaper.
                 self._changed.wait(min(left, _POLL))
                 if model is not None and model.failure is not None:
@@ -230,10 +233,15 @@ class PoolEngine(Generic[K, M]):
         """Whether the caller may use ``model`` now. While it loads, only its own warm-up may."""
         if model.loading:
             return model.encloses_this_call
-        return not self._expired(model) or self._models.encloses_this_call()
+        overdue = model.overdue(self.runtime.clock())
+        if overdue < 0 or self._models.encloses_this_call():
+            return True
+        # Bounded, or streams that overlap, as a pool of threads steps them, could keep the old model for ever. The
+        # bound is half of the time that others wait: they get the new model, or its room, in the other half.
+        return overdue < self.options.wait_timeout / 2 and model.half_used_here()
 
     def _expired(self, model: PooledModel[M]) -> bool:
-        return model.is_outdated(self.runtime.clock())
+        return model.overdue(self.runtime.clock()) >= 0
 
     def _raise_if_too_large(self, key: K) -> None:
         if (need := self._estimate(key)) > (budget := int(self._models.maxsize)):
@@ -303,11 +311,8 @@ class PoolEngine(Generic[K, M]):
         """
         got = False
         try:
-            got = self._one_load.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
-            if not got:
-                raise Overloaded(  # noqa: TRY301 - it goes to everyone who waits, like every error here
-                    f"pool {self.name!r}: key {key!r} waited too long for the loads of other models"
-                )
+            self._wait_for_turn(key, deadline)
+            got = True
             yield
         except BaseException as error:
             self._drop(key, model, error)
@@ -318,6 +323,18 @@ class PoolEngine(Generic[K, M]):
                     self._close_evicted()  # before another load is measured
                 finally:
                     self._one_load.release()
+
+    def _wait_for_turn(self, key: K, deadline: float) -> None:
+        search = _deadlocks.Search(self._states_of_loads)
+        while not self._one_load.acquire(timeout=search.pause(max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise Overloaded(f"pool {self.name!r}: key {key!r} waited too long for the loads of other models")
+            search.look()
+
+    def _states_of_loads(self) -> list[GuardState[M]]:
+        """The states of the models that are being loaded."""
+        with self._changed:
+            return [model.engine.state for model in self._models.values() if model.loading and model.engine is not None]
 
     def _admit(self, key: K, model: PooledModel[M]) -> bool:
         assert model.engine is not None  # noqa: S101 - it has just been loaded

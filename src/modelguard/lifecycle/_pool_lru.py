@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from cachetools import Cache
 
+from modelguard.lifecycle import _deadlocks
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._probes import Probe
 
@@ -33,6 +34,7 @@ class PooledModel(Generic[M]):
         self.size = size
         self.pins = 0
         self.expires = math.inf
+        self._changed_since = math.inf
         self.loading = True
         self.failure: Exception | None = None
         self.probe: Probe | None = None
@@ -49,13 +51,28 @@ class PooledModel(Generic[M]):
         """Whether the calling context is inside a call on it."""
         return self.engine is not None and self.engine.state.enclosing_generation() is not None
 
-    def is_outdated(self, now: float) -> bool:
-        """Whether it takes no new calls: it is too old, its source has changed, or others need its room."""
-        return now >= self.expires or (self.probe is not None and self.probe.answers.changed)
+    def half_used_here(self) -> bool:
+        """Whether this thread is between two steps of a generator that runs on it.
 
-    def stop_lending(self) -> None:
-        """Take no new calls: it is evicted when the calls under way are done."""
-        self.expires = -math.inf
+        The loop over the generator must not wait for the end of the generator. On an event loop all streams share one
+        thread, so there it says nothing.
+        """
+        if self.engine is None or _deadlocks.on_event_loop():
+            return False
+        return any(lease.held_here() is not None for lease in list(self.engine.state.held_leases))
+
+    def overdue(self, now: float) -> float:
+        """Seconds since which it takes no new calls: too old, its source has changed, or others need its room.
+
+        Negative while it takes calls.
+        """
+        changed = self.probe is not None and self.probe.answers.changed
+        self._changed_since = min(self._changed_since, now) if changed else math.inf
+        return now - min(self.expires, self._changed_since)
+
+    def stop_lending(self, now: float) -> None:
+        """Take no new calls from ``now`` on: it is evicted when the calls under way are done."""
+        self.expires = now
 
 
 class Place:
@@ -127,11 +144,11 @@ class PoolLRU(Cache[K, PooledModel[M]]):
         """Whether the calling context uses one of the models: it must not wait for callers that wait for its end."""
         return any(model.encloses_this_call for model in self.values())
 
-    def stop_lending_oldest(self) -> None:
+    def stop_lending_oldest(self, now: float) -> None:
         """Close the least recently used of the models in use to new calls, so that steady traffic makes room."""
         for model in self.values():
-            if not model.loading and model.expires > -math.inf:
-                model.stop_lending()
+            if not model.loading and model.expires > now:
+                model.stop_lending(now)
                 return
 
     def popitem(self) -> tuple[K, PooledModel[M]]:

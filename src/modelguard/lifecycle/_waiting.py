@@ -11,13 +11,9 @@ from typing import Any
 from modelguard import _units
 from modelguard.errors import GuardClosed, LoadFailed, Reloading
 from modelguard.lifecycle import _deadlocks
-from modelguard.lifecycle._in_thread import require_asyncio
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._state import GuardState
 from modelguard.lifecycle._waiters import Outcome
-
-#: Seconds between two searches for a circle that can only be seen on the stacks.
-_PATIENCE = 0.5
 
 
 class Timeout:
@@ -67,20 +63,15 @@ def wait_for_end_of_job(state: GuardState[Any], job: LoadJob | None, timeout: Ti
 
 
 def _result(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> Outcome:
-    while (left := timeout.left()) is None or left > _PATIENCE:
+    while (left := timeout.left()) is None or left > _deadlocks.PATIENCE:
         with suppress(TimeoutError):
-            return future.result(_PATIENCE)
+            return future.result(_deadlocks.PATIENCE)
         _deadlocks.raise_if_load_waits_here(state)
     return future.result(left)
 
 
 async def wait_for_load_on_loop(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> None:
-    """:func:`wait_for_load` without blocking the event loop.
-
-    Raises:
-        NotSupported: The loop is not asyncio's.
-    """
-    require_asyncio("waiting for a model in a coroutine")
+    """:func:`wait_for_load` without blocking the event loop, which is asyncio's."""
     try:
         with _deadlocks.waiting_for(state):
             outcome = await asyncio.wait_for(asyncio.wrap_future(future), timeout.left())

@@ -120,7 +120,10 @@ class Arguments:
             return None
         if first not in {"self", "cls"}:
             return None
-        return "it is a method: call it on an instance, and put no @classmethod or @property above @batched(...)"
+        return (
+            "it is a method: call it on an instance, and put no other decorator above @batched(...), such as "
+            "@classmethod, @property or one that uses functools.wraps"
+        )
 
     def _mismatch(self, extras: dict[str, Any]) -> str | None:
         try:

@@ -143,7 +143,8 @@ def _places(code: Any) -> Iterator[tuple[str, Any]]:
         name = f"{code.__module__}.{code.__qualname__}"
         yield f"{'closure or defaults' if isinstance(code, types.FunctionType) else 'cache'} of {name}", code
         return
-    for base in code.__mro__:
+    metaclass: type = type(code)  # it may have a table of its classes
+    for base in (*code.__mro__, *metaclass.__mro__):
         if base.__flags__ & _HEAP_TYPE:
             for name, value in list(type.__dict__["__dict__"].__get__(base).items()):
                 yield f"attribute {name!r} of class {type_name(base)}", value

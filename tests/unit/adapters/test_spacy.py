@@ -99,7 +99,7 @@ def test_index_growth_is_due_when_the_index_has_grown_by_its_size() -> None:
 
 def test_index_growth_says_nothing_of_other_models() -> None:
     """A model without an index is never due by it."""
-    assert not IndexGrowth(1).due(Snapshot())
+    assert not IndexGrowth("1 B").due(Snapshot())
 
 
 def test_index_growth_is_asked_once_a_second() -> None:
@@ -113,6 +113,14 @@ def test_index_growth_is_a_value() -> None:
     assert "IndexGrowth('16 MB') | IndexGrowth('1 MB')" == repr(IndexGrowth() | IndexGrowth("1 MB"))
     with pytest.raises(InvalidOption, match="size"):
         IndexGrowth(0)
+
+
+def test_index_growth_without_its_unit_is_refused() -> None:
+    """``IndexGrowth(16)`` would reload every second; text with a unit may be small."""
+    with pytest.raises(InvalidOption, match=r"size=16: is only 16 B.*'16 MB'"):
+        IndexGrowth(16)
+    assert 1_000 == IndexGrowth("1 kB").size
+    assert 1_000_000 == IndexGrowth(1_000_000).size
 
 
 def test_a_guard_replaces_a_pipeline_whose_index_has_grown(runtime: Runtime) -> None:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from modelguard import TTL, Changed, telemetry
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, Overloaded
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.unit.lifecycle.sources import Source
     from tests.unit.lifecycle.world import World
 
@@ -36,6 +38,28 @@ def test_a_call_keeps_its_model(world: World) -> None:
         polls(world, pool, 2)
         assert not model.unloaded
         assert 1 == model.number
+    assert 2 == use(pool, "x")
+
+
+def test_a_loop_over_a_generator_may_call_its_pool(world: World) -> None:
+    """Between two steps its calls run on the generator's model, for up to half of ``wait_timeout`` after the change."""
+    values = {"x": 1}
+    pool = world.pool(reload_on=Changed(values.__getitem__), wait_timeout=0.2)
+
+    @pool(key="key")
+    def numbers(model: Any, key: str) -> Iterator[int]:
+        for _ in range(2):
+            yield model.number
+
+    steps = numbers("x")
+    next(steps)
+    values["x"] = 2
+    polls(world, pool, 2)
+    assert 1 == use(pool, "x")
+    world.tick(1)
+    with pytest.raises(Overloaded):
+        use(pool, "x")
+    assert [1] == list(steps)
     assert 2 == use(pool, "x")
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from tests.unit.lifecycle.pools import Sizes, loaded, use
 from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World
 
-from modelguard import batched
-from modelguard.errors import GuardClosed, LoadFailed
+from modelguard import batched, replicas
+from modelguard.errors import GuardClosed, LoadFailed, Overloaded
 
 COROUTINES = 1000
 
@@ -200,6 +201,97 @@ class TestWarmups:
 
         assert ["a"] == use(pool, "a")
         assert [("a", "a")] == warmed
+
+    @pytest.mark.parametrize("wanted", ["a", "b"], ids=["the same key", "another key"])
+    def test_that_wait_for_themselves_through_an_executor_are_refused(self, world: World, wanted: str) -> None:
+        """The call in the executor waits for the load whose warm-up waits for the call: an error, and soon."""
+
+        def warm(_model: Any) -> None:
+            with ThreadPoolExecutor(1) as executor:
+                executor.submit(key_of, wanted).result()
+
+        pool = world.pool(warmup=warm, wait_timeout=10 * TIMEOUT)
+
+        @pool(key="key")
+        def key_of(model: Any, key: str) -> Any:
+            return model.key, key
+
+        failure = world.spawn(use, pool, "a").exception(TIMEOUT)
+        assert isinstance(failure, LoadFailed)
+        assert "warm-up of its new model waits for this thread" in str(failure)
+
+    def test_that_await_themselves_through_an_executor_are_refused(self, world: World) -> None:
+        """The same for a coroutine."""
+
+        async def warm(_model: Any) -> None:
+            await asyncio.get_running_loop().run_in_executor(None, key_of, "b")
+
+        pool = world.pool(warmup=warm, wait_timeout=10 * TIMEOUT)
+
+        @pool(key="key")
+        def key_of(model: Any, key: str) -> Any:
+            return model.key, key
+
+        assert isinstance(world.spawn(use, pool, "a").exception(TIMEOUT), LoadFailed)
+
+    @pytest.mark.parametrize("first", ["load", "call"])
+    def test_of_replicas_that_wait_for_themselves_are_refused(self, world: World, first: str) -> None:
+        """Each replica's warm-up waits for a call that no replica can take."""
+
+        def warm(_model: Any) -> None:
+            with ThreadPoolExecutor(1) as executor:
+                executor.submit(number).result()
+
+        pair = replicas(world.guard(warmup=warm, wait_timeout=10 * TIMEOUT), 2)
+        number = pair(lambda model: model.number)
+        failure = world.spawn(pair.load if first == "load" else number).exception(TIMEOUT)
+        assert isinstance(failure, LoadFailed)
+        assert "warm-up of its new model waits for this thread" in str(failure)
+
+
+def test_a_loop_over_a_pooled_generator_whose_time_is_over_may_call_its_pool(world: World) -> None:
+    """The calls between two steps run on the generator's model: neither waits for the other."""
+    pool = world.pool(ttl=10, wait_timeout=TIMEOUT)
+
+    @pool(key="key")
+    def numbers(model: Any, key: str) -> Iterator[int]:
+        for _ in range(3):
+            yield model.number
+
+    @pool(key="key")
+    def number(model: Any, key: str) -> int:
+        return int(model.number)
+
+    def loop() -> list[tuple[int, int]]:
+        seen = []
+        for step in numbers("a"):
+            world.tick(10 if not seen else 0)
+            seen.append((step, number("a")))
+        return seen
+
+    assert [(1, 1)] * 3 == world.spawn(loop).result(TIMEOUT / 2)
+    assert 2 == number("a"), "after the loop the model is replaced"
+
+
+def test_overlapping_streams_do_not_keep_a_model_whose_time_is_over(world: World) -> None:
+    """Another thread waits for the new model, and after half of ``wait_timeout`` the stream's thread does too."""
+    pool = world.pool(ttl=10, wait_timeout=0.1)
+
+    @pool(key="key")
+    def numbers(model: Any, key: str) -> Iterator[int]:
+        yield model.number
+        yield model.number
+
+    stream = numbers("a")
+    assert 1 == next(stream)
+    world.tick(10)
+    assert isinstance(world.spawn(use, pool, "a").exception(TIMEOUT), Overloaded)
+    world.tick(1)
+    with pytest.raises(Overloaded):
+        use(pool, "a")
+    stream.close()
+    assert ["a"] == use(pool, "a")
+    assert 2 == world.loader.calls
 
 
 class TestReopening:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from modelguard import replicas
-from modelguard.errors import NotSupported
+from modelguard.errors import GuardClosed, NotSupported
 
 if TYPE_CHECKING:
     from tests.unit.lifecycle.world import World
@@ -30,6 +30,25 @@ def test_every_wait_says_what_to_do(world: World) -> None:
     for wait in waits:
         with pytest.raises(NotSupported, match=r"no asyncio event loop runs here.*trio"):
             wait().send(None)
+    assert 0 == world.loader.calls, "no load has begun"
+
+
+def test_a_reload_that_cannot_be_awaited_does_not_begin(world: World) -> None:
+    """The model that serves stays, and its policies are not disturbed."""
+    nlp = world.guard()
+    nlp.load()
+    with pytest.raises(NotSupported):
+        nlp.areload().send(None)
+    nlp.reload()
+    assert (2, 2) == (world.loader.calls, nlp.status().generation)
+
+
+def test_a_closed_guard_says_that_it_is_closed(world: World) -> None:
+    """The loop does not matter then."""
+    nlp = world.guard()
+    nlp.close()
+    with pytest.raises(GuardClosed):
+        nlp.lease().__aenter__().send(None)
 
 
 def test_what_is_loaded_needs_no_loop(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
@@ -288,5 +289,27 @@ def test_a_decorator_above_batched_takes_the_instance_away() -> None:
         def double(cls, items: list[int]) -> list[int]:
             return items
 
-    with pytest.raises(TypeError, match=r"it is a method: call it on an instance, and put no @classmethod"):
+    with pytest.raises(
+        TypeError, match=r"it is a method: call it on an instance, and put no other decorator.*@classmethod"
+    ):
         Service.double(3)
+
+
+def test_a_decorator_of_ones_own_above_batched_is_named() -> None:
+    """``functools.wraps`` above a batched method passes the instance as an item: the error says what is above."""
+
+    def timed(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(*args: Any) -> Any:
+            return function(*args)
+
+        return wrapper
+
+    class Service:
+        @timed
+        @batched(max_size=4)
+        def double(self, items: list[int]) -> list[int]:
+            return items
+
+    with pytest.raises(TypeError, match=r"no other decorator above @batched.*functools\.wraps"):
+        Service().double(3)

@@ -21,6 +21,7 @@ from tests.unit.sharing.immortals import Slotted, is_immortal, needs_immortals, 
 from modelguard import prefork
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.prefork import immortalize
+from modelguard.sharing._graph import behind_code
 
 
 class Entry:
@@ -199,6 +200,16 @@ def table() -> list[str]:
     return [text(number) for number in range(20_000)]
 
 
+class Registering(type):
+    """A metaclass that may keep a table."""
+
+    known: list[str]
+
+
+class Registered(metaclass=Registering):
+    """A model of a class that it has made."""
+
+
 class Shop:
     """A model whose data is attached to its code."""
 
@@ -260,6 +271,21 @@ def test_what_only_a_class_leads_to_is_named(monkeypatch: pytest.MonkeyPatch) ->
     )
     immortalize(Shop.BIG)
     assert () == immortalize([Shop()]).mortal, "what was made immortal on its own is not told again"
+
+
+def test_the_table_of_a_metaclass_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry of classes belongs to the metaclass: it is code too, and is named with its attribute."""
+    monkeypatch.setattr(Registering, "known", table(), raising=False)
+    places = [mortal.place for mortal in behind_code([Registered])]
+    assert [f"attribute 'known' of class {__name__}.Registering"] == places
+
+
+@needs_immortals
+def test_a_model_whose_metaclass_has_a_table_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report of the whole model says so."""
+    monkeypatch.setattr(Registering, "known", table(), raising=False)
+    report = immortalize([Registered()])
+    assert (False, 1) == (report.complete, len(report.mortal))
 
 
 # What stays as it was
