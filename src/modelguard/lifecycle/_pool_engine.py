@@ -226,7 +226,9 @@ class PoolEngine(Generic[K, M]):
                 search.look()
                 # The end of a lease does not notify the pool: polling is cheaper.
                 self._changed.wait(min(left, _POLL))
-                if model is not None and model.failure is not None:
+                if model is None or model.failure is None:
+                    continue
+                if not isinstance(model.failure, GuardClosed):  # a pool that is open again loads anew
                     raise _afresh(model.failure)
 
     def _lends(self, model: PooledModel[M]) -> bool:
