@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from modelguard import TTL, Changed, Uses, batched, guard, pool, telemetry
+from modelguard.lifecycle.model_guard import guards
 from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.telemetry import Event, Reason, RecycleAsked
 
@@ -29,10 +30,14 @@ class Model:
 
 @pytest.fixture(autouse=True)
 def events() -> Iterator[list[Event]]:
+    """What happens in the test, whose guards are closed afterwards: policies would go on, and report to other tests."""
     seen: list[Event] = []
     telemetry.set_hooks([seen.append])
+    before = set(guards())
     yield seen
     telemetry.set_hooks(None)
+    for one in set(guards()) - before:
+        one.close(timeout=0)
 
 
 def in_child(work: Callable[[], None], seconds: float = 20) -> None:
