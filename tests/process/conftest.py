@@ -1,15 +1,30 @@
-"""What several process tests need: the source archive and the wheel, built once."""
+"""What several process tests need: the source archive and the wheel, built once; signals that reach nobody else."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_to_one_process() -> Iterator[None]:
+    """Fail a test that would signal its whole process group: a worker that is not forked yet has the number 0."""
+    send = os.kill
+
+    def kill(pid: int, number: int) -> None:
+        assert pid > 0, "this would reach the test run, and whatever has started it"
+        send(pid, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "kill", kill)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,7 @@ pytestmark = pytest.mark.timeout(180)
 def using(function: Isolated[..., Any]) -> Iterator[Any]:
     """Load on entry and close on exit; no process of it is left afterwards."""
     with function:
+        wait_until(lambda: "starting" not in {one.state for one in function.status().workers}, "all workers")
         yield function
     wait_until(lambda: not molds(), "the end of all molds")
 

@@ -214,8 +214,10 @@ class TestDeaths:
             with functions.caching as caching:
                 for key in range(40):
                     if key == kill_after:
-                        pids = [caching.status().mold, *(one.pid for one in caching.status().workers)]
-                        os.kill(pids[kill_after % len(pids)] or pids[0], signal.SIGKILL)
+                        status = caching.status()
+                        pids = [pid for pid in (status.mold, *(one.pid for one in status.workers)) if pid]
+                        if pids:
+                            os.kill(pids[kill_after % len(pids)], signal.SIGKILL)
                     try:
                         caching(key)
                     except NAMED:

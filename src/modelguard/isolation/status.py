@@ -17,7 +17,7 @@ class WorkerStatus:
     """One worker process at one moment.
 
     Attributes:
-        pid: Its process id.
+        pid: Its process id; 0 while its mold has not forked it yet, so look before you send it a signal.
         state: ``starting``, ``idle``, ``busy``, ``retiring`` (its call is its last one), or ``promoted`` (it becomes
             the mold).
         worn: Whether a policy asked for its replacement, which has not come up yet.
