@@ -10,6 +10,7 @@ from typing import Any
 
 from modelguard.control import _messages
 from modelguard.environment import _proc
+from modelguard.environment._peer import peer
 
 __all__ = ["Answered", "Request", "Unreachable", "ask", "listening_below", "runs"]
 
@@ -77,7 +78,7 @@ def _connect(pid: int) -> socket.socket:
         connected.settimeout(_PATIENCE)
         connected.connect(_messages.address(pid))
         # The kernel says who listens: no other process can take the name of this one.
-        found, user = _messages.peer(connected)
+        found, user = peer(connected)
     except ConnectionRefusedError:
         connected.close()
         why = f"process {pid} takes no commands; call modelguard.control.listen() where its application is made"
@@ -110,4 +111,5 @@ def listening_below(pid: int) -> list[int]:
 
 def runs(pid: int) -> bool:
     """Whether there is such a process, and it has not ended."""
-    return pid in _proc.processes()
+    found = _proc.stat(pid)
+    return found is not None and found.alive

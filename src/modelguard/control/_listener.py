@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 from modelguard.control import _commands, _messages
+from modelguard.environment._peer import peer
 from modelguard.errors import InvalidOption
 from modelguard.telemetry import logger
 
@@ -140,7 +141,7 @@ class _Listener:
         self._ended.set()
 
     def _accept(self, connected: socket.socket) -> None:
-        pid, user = _messages.peer(connected)
+        pid, user = peer(connected)
         if user not in {os.geteuid(), 0}:
             logger.warning("modelguard: refused a command of process %s of user %s", pid, user)
             connected.close()

@@ -1,23 +1,21 @@
-"""How a process and ``modelguard ctl`` find each other, check each other, and talk: one line of JSON each way."""
+"""How a process and ``modelguard ctl`` find each other, and talk: one line of JSON each way."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import struct
 import time
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Malformed", "address", "peer", "receive", "send"]
+__all__ = ["Malformed", "address", "receive", "send"]
 
 #: The longest request, in bytes.
 LONGEST_REQUEST = 4096
 #: The longest answer, in bytes: the status of a few thousand guards.
 LONGEST_ANSWER = 4 * 2**20
 
-_CREDENTIALS = struct.Struct("3i")
 _CHUNK = 65_536
 
 
@@ -34,13 +32,6 @@ def address(pid: int) -> str:
     with suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - a link of the kernel's
     return f"\0modelguard-control/{namespace}/{pid}"
-
-
-def peer(connected: socket.socket) -> tuple[int, int]:
-    """The process id and the user at the other end, as the kernel knows them."""
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(credentials)
-    return pid, user
 
 
 def send(connected: socket.socket, content: object) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from modelguard.environment._peer import peer
 from modelguard.errors import NotSupported
 
 if sys.platform != "win32":
@@ -30,8 +31,6 @@ _POLL = 0.01
 
 #: Connections that wait to be accepted.
 _BACKLOG = 512
-
-_CREDENTIALS = struct.Struct("3i")
 
 #: Descriptors with which this process may hold the lock, for the children that it forks meanwhile.
 _held: set[int] = set()
@@ -160,11 +159,10 @@ def check_peer(connected: socket.socket) -> int:
     Raises:
         ForeignPeer: It does not.
     """
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _group = _CREDENTIALS.unpack(credentials)
+    pid, user = peer(connected)
     if user != os.geteuid():
         raise ForeignPeer(f"process {pid} of user {user}")
-    return int(pid)
+    return pid
 
 
 def unlock(lock: int) -> None:
