@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from modelguard.lifecycle import _in_thread
+from modelguard.lifecycle._threads import THREADS
 
 __all__ = ["in_thread"]
 
@@ -23,8 +23,4 @@ async def in_thread(work: Callable[[], T]) -> T:
         trio = importlib.import_module("trio")
         result: T = await trio.to_thread.run_sync(work)
         return result
-    return await _in_thread.run(work, "modelguard-admin", _start)
-
-
-def _start(work: Callable[[], None], name: str) -> None:
-    threading.Thread(target=work, name=name, daemon=True).start()
+    return await _in_thread.run(work, "modelguard-admin", THREADS.start_once)

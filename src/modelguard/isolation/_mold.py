@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from types import FrameType
 from typing import NoReturn
 
 from modelguard import prefork
@@ -29,9 +30,6 @@ from modelguard.lifecycle.runtime import Runtime
 from modelguard.sharing._prefork import prepare_again
 
 __all__ = ["main"]
-
-#: What a service manager or a terminal may send to all processes of a service.
-_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def main(control: int, news: int) -> NoReturn:
@@ -170,8 +168,7 @@ class _Mold:
         sys.stderr.flush()
         # Until the worker has handlers of its own, too, neither ends it: what is ignored stays ignored while the guards
         # of the mold warm up in it.
-        for one in _ENDING:
-            signal.signal(one, signal.SIG_IGN)
+        _on_ending(signal.SIG_IGN)
         try:
             pid = os.fork()
         except OSError as error:
@@ -232,8 +229,7 @@ class _Mold:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for one in _ENDING:
-                signal.signal(one, _nothing)
+            _on_ending(_nothing)
             self._control.close()
             for end in self._inherited:
                 end.close()
@@ -272,8 +268,7 @@ class _Mold:
 
     def become_spawned_worker(self) -> NoReturn:
         """Take calls in this process, which no fork made. It dies with its owner, by SIGKILL as while it loads."""
-        for one in _ENDING:
-            signal.signal(one, _nothing)
+        _on_ending(_nothing)
         try:
             self._control.receive()
             self._work(self._control.take_fd())
@@ -305,6 +300,12 @@ def _start_behind_others(work: Callable[[], None], name: str) -> None:
         work()
 
     THREADS.start(behind_others, name)
+
+
+def _on_ending(action: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    """Set what the signals do that a service manager or a terminal may send to all processes of a service."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, action)
 
 
 def _nothing(_number: int, _frame: object) -> None:

@@ -36,6 +36,24 @@ def check(world: World, guard: ModelGuard[object], seconds: float = 0.0) -> int:
     return guard.status().generation
 
 
+def waits_for_quiet(world: World) -> tuple[ModelGuard[object], threading.Event, threading.Event]:
+    """A guard whose next check starts a reload that waits for a moment without calls.
+
+    The first event is set once it waits; setting the second lets it go on.
+    """
+    waiting, go = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waiting.set()
+        assert go.wait(60)
+        world.tick(seconds)
+
+    guard = world.guard(reload_on=TTL("1h", jitter=0), defer="5s", runtime=replace(world.runtime, sleep=sleep))
+    guard.load()
+    world.tick(3600)
+    return guard, waiting, go
+
+
 class TestPause:
     def test_no_policy_replaces_the_model(self, world: World) -> None:
         """However long and often it is due; after ``resume()`` it happens at once."""
@@ -165,16 +183,7 @@ class TestPause:
 
     def test_a_reload_that_waits_for_its_beginning_is_given_up(self, world: World) -> None:
         """It was due before the pause, and waits for a moment without calls: it does not begin afterwards."""
-        waiting, go = threading.Event(), threading.Event()
-
-        def sleep(seconds: float) -> None:
-            waiting.set()
-            assert go.wait(60)
-            world.tick(seconds)
-
-        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="5s", runtime=replace(world.runtime, sleep=sleep))
-        guard.load()
-        world.tick(3600)
+        guard, waiting, go = waits_for_quiet(world)
         assert guard.check()
         assert waiting.wait(60)
         guard.pause()
@@ -186,16 +195,7 @@ class TestPause:
 
     def test_a_request_keeps_the_reload_that_waits(self, world: World) -> None:
         """``reload()`` joins the one that is due, which the pause then does not end."""
-        waiting, go = threading.Event(), threading.Event()
-
-        def sleep(seconds: float) -> None:
-            waiting.set()
-            assert go.wait(60)
-            world.tick(seconds)
-
-        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="5s", runtime=replace(world.runtime, sleep=sleep))
-        guard.load()
-        world.tick(3600)
+        guard, waiting, go = waits_for_quiet(world)
         guard.check()
         assert waiting.wait(60)
         guard.reload(wait=False)
@@ -206,18 +206,9 @@ class TestPause:
 
     def test_a_request_after_the_pause_is_answered(self, world: World) -> None:
         """The reload that was given up and the one that is asked for do not lose each other."""
-        inside, go = threading.Event(), threading.Event()
-
-        def sleep(seconds: float) -> None:
-            inside.set()
-            assert go.wait(60)
-            world.tick(seconds)
-
-        guard = world.guard(reload_on=TTL("1h", jitter=0), defer="5s", runtime=replace(world.runtime, sleep=sleep))
-        guard.load()
-        world.tick(3600)
+        guard, waiting, go = waits_for_quiet(world)
         guard.check()
-        assert inside.wait(60)
+        assert waiting.wait(60)
         guard.pause()
         caller = world.spawn(guard.reload)
         until(lambda: len(guard.engine.state.waiting) == 1)
