@@ -25,7 +25,6 @@ from modelguard.lifecycle.policies import Policy, Uses
 __all__ = ["READINGS", "isolated_function", "main"]
 
 READINGS = 24
-_PARTS = 3
 #: The module that this program writes, so that worker processes can import the function.
 _MODULE = "modelguard_tried"
 
@@ -68,10 +67,14 @@ def _try(config: dict[str, Any], say: Say) -> None:
 
 
 def _growth(calls: list[int], private: list[int]) -> float:
-    """Bytes per call between the lowest readings of the first and the last third, so that a sawtooth is no growth."""
-    third = max(1, len(private) // _PARTS)
-    first = min(range(third), key=private.__getitem__)
-    last = min(range(len(private) - third, len(private)), key=private.__getitem__)
+    """Bytes per call between the lowest readings of the first and the second half, so that a sawtooth is no growth.
+
+    Halves, because a tooth may be longer than the calls after which a worker is to be replaced: its successor loads
+    while calls go on.
+    """
+    half = max(1, len(private) // 2)
+    first = min(range(half), key=private.__getitem__)
+    last = min(range(len(private) - half, len(private)), key=private.__getitem__)
     return max(0.0, (private[last] - private[first]) / max(1, calls[last] - calls[first]))
 
 
