@@ -17,10 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 from examples import _driver
 from examples._driver import Answer, ServerFailed, read
 
-__all__ = ["Answer", "Clients", "Server", "ServerFailed", "read", "run_python", "wait_until", "write_app"]
+__all__ = ["Answer", "Clients", "Server", "ServerFailed", "alive", "read", "run_python", "wait_until", "write_app"]
 
 #: Seconds that a test waits for what should come at once, and on a busy machine may take long.
 PATIENCE = 60.0
@@ -32,6 +33,14 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = PATI
     while not condition():
         assert time.monotonic() < deadline, f"waited for {seconds:.0f} s: {what}"
         time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process. What nobody has collected yet has ended; it may go at any moment."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def run_python(program: str, seconds: float, **environment: str) -> Any:

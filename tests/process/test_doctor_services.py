@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.process.doctor_services import HEALTHY, ILL, LIBRARIES, Service
 
-from modelguard.diagnosis import DoctorReport, examine, facts_of_command
+from modelguard.diagnosis import DoctorReport, Facts, examine, facts_of_command
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -31,11 +31,14 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def look(words: Sequence[str], environ: Mapping[str, str], folder: Path, request: str | None) -> DoctorReport:
+def facts_of(words: Sequence[str], environ: Mapping[str, str], folder: Path, request: str | None) -> Facts:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MALLOC_", "LD_"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
     given = {**clean, "PATH": path, **environ}
-    facts = facts_of_command(words, given, cwd=folder, request=request, count=90, patience=90)
+    return facts_of_command(words, given, cwd=folder, request=request, count=90, patience=90)
+
+
+def look(facts: Facts) -> DoctorReport:
     return examine(facts, ignore=OF_THE_MACHINE)
 
 
@@ -55,15 +58,16 @@ def prepare(service: Service, folder: Path, port: int) -> tuple[list[str], dict[
 def test_what_is_wrong_is_found_and_its_fix_helps(service: Service, tmp_path: Path, port: int) -> None:
     """Exactly the known illness is found, and the line to paste makes it go away."""
     words, environ = prepare(service, tmp_path, port)
-    report = look(words, environ, tmp_path, service.request)
+    facts = facts_of(words, environ, tmp_path, service.request)
+    report = look(facts)
     found = {finding.number for finding in report.findings}
-    assert service.expected == found, report
+    assert service.expected == found, (report, facts)
     if service.expected <= service.stays:
         assert "" == report.fix or "MG404" in found
         return
     fixed = ["sh", "-c", f"exec {report.fix}" if " && " not in report.fix else report.fix]
     assert shlex.split(report.fix)
-    again = look(fixed, environ, tmp_path, service.request)
+    again = look(facts_of(fixed, environ, tmp_path, service.request))
     assert service.stays >= {finding.number for finding in again.findings}, (report.fix, again)
 
 
@@ -71,5 +75,5 @@ def test_what_is_wrong_is_found_and_its_fix_helps(service: Service, tmp_path: Pa
 def test_what_is_right_is_left_alone(service: Service, tmp_path: Path, port: int) -> None:
     """There is no finding."""
     words, environ = prepare(service, tmp_path, port)
-    report = look(words, environ, tmp_path, service.request)
-    assert () == report.findings, report
+    facts = facts_of(words, environ, tmp_path, service.request)
+    assert () == look(facts).findings, facts

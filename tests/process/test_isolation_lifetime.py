@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.process.harness import run_python, wait_until
+from tests.process.harness import alive, run_python, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -78,7 +78,7 @@ def family(process: subprocess.Popen[str]) -> set[psutil.Process]:
 
 def gone(processes: set[psutil.Process]) -> bool:
     """Whether none of them runs any more; what init has not collected yet does not run."""
-    return not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return not [one for one in processes if alive(one.pid)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.process import isolated_functions as functions
-from tests.process.harness import wait_until
+from tests.process.harness import alive, wait_until
 
 from modelguard import telemetry
 from modelguard.errors import DeadlineExceeded, LoadFailed, Overloaded, WorkerCrashed
@@ -186,7 +186,7 @@ class TestDeaths:
         old = refork(caching)
         processes = family()
         os.kill(caching.status().mold if who == "mold" else old, signal.SIGKILL)
-        wait_until(lambda: not [one for one in processes if alive(one)], "the end of all of them")
+        wait_until(lambda: not [one for one in processes if alive(one.pid)], "the end of all of them")
         wait_until(lambda: answers(caching), "an answer of the next mold")
         assert caching.status().mold not in {one.pid for one in processes}
 
@@ -197,7 +197,7 @@ class TestDeaths:
         for one in processes:
             one.send_signal(signal.SIGTERM)
         assert caching(key)[0]
-        assert [] == [one for one in processes if not alive(one)]
+        assert [] == [one for one in processes if not alive(one.pid)]
 
     def test_it_ends_amid_a_promotion(self) -> None:
         """close() in any moment of it leaves no process behind."""
@@ -269,20 +269,7 @@ def test_nothing_outlives_the_owner(tmp_path: Path, end: str) -> None:
         assert process.stdout is not None
         pids = json.loads(process.stdout.readline())
         process.kill() if end == "time.sleep(600)" else process.wait(30)
-        wait_until(lambda: not [pid for pid in pids if runs(pid)], f"the end of {pids}", 20.0)
-
-
-def runs(pid: int) -> bool:
-    """Whether there is such a process; what init has not collected yet does not run."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def alive(process: psutil.Process) -> bool:
-    """Whether a process runs."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        wait_until(lambda: not [pid for pid in pids if alive(pid)], f"the end of {pids}", 20.0)
 
 
 def answers(function: Any) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.process import isolated_servers
-from tests.process.harness import Clients, Server, wait_until, write_app
+from tests.process.harness import Clients, Server, alive, wait_until, write_app
 from tests.process.isolated_servers import GUNICORN, UVICORN, started
 from tests.process.web_server import NEEDS_SERVERS
 
@@ -77,4 +77,4 @@ def test_nothing_is_left_of_a_server(tmp_path: Path, number: signal.Signals) -> 
         processes = psutil.Process(server.process.pid).children(recursive=True)
         assert len(processes) >= 3  # the mold, two workers, and soon a spare one
         server.process.send_signal(number)
-        wait_until(lambda: not [one for one in processes if one.is_running() and one.status() != "zombie"], "their end")
+        wait_until(lambda: not [one for one in processes if alive(one.pid)], "their end")
