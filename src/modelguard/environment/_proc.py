@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from modelguard.environment._mappings import DELETED, MemoryMapping, parse_mappings
+
 __all__ = [
     "ROOT",
     "Activity",
     "MemoryLayout",
-    "MemoryMapping",
     "Mount",
     "ProcessStat",
     "activity",
@@ -33,7 +34,6 @@ __all__ = [
     "is_fork",
     "is_mounted",
     "listening",
-    "mapped_files",
     "maps",
     "meminfo",
     "memory_sums",
@@ -52,16 +52,10 @@ T = TypeVar("T")
 
 ROOT = Path("/")
 
-#: The kernel appends this to the name of a file that was removed or replaced since it was mapped.
-_DELETED = " (deleted)"
-
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD in the kernel's sched.h
 _EXITED = frozenset("ZXx")
 _LISTENING = "0A"  # TCP_LISTEN in the kernel's tcp_states.h
 _ACCEPTING = 0x10000  # __SO_ACCEPTCON in the kernel's net.h
-
-# "7f12-7f34 r-xp 00001000 08:02 173521   /usr/lib/libc.so.6". Compiled on first use: importing stays cheap.
-_MAPPING = r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)"
 
 
 class MemoryLayout(NamedTuple):
@@ -107,38 +101,6 @@ class ProcessStat(NamedTuple):
     def identity(self) -> tuple[int, int, MemoryLayout]:
         """A value that no other process has, and that changes when the process executes another program."""
         return self.pid, self.started, self.layout
-
-
-class MemoryMapping:
-    """One mapping of a process, as ``maps`` and ``smaps`` show it.
-
-    Attributes:
-        start: Its first address.
-        end: The first address after it.
-        access: Its permissions, such as ``"rw-p"``.
-        is_file: Whether it maps a file.
-        name: The file, a name such as ``"[heap]"``, or empty.
-        deleted: Whether the file was removed or replaced since it was mapped.
-        sizes: The figures of ``smaps`` in bytes; empty from ``maps``.
-        flags: The two-letter flags of ``smaps`` (proc_pid_smaps(5)); empty from ``maps``.
-    """
-
-    __slots__ = ("access", "deleted", "end", "flags", "is_file", "name", "sizes", "start")
-
-    def __init__(self, start: int, end: int, access: str, *, is_file: bool, name: str) -> None:
-        self.start = start
-        self.end = end
-        self.access = access
-        self.is_file = is_file
-        self.name = name.removesuffix(_DELETED)
-        self.deleted = name.endswith(_DELETED)
-        self.sizes: dict[str, int] = {}
-        self.flags: frozenset[str] = frozenset()
-
-    @property
-    def private(self) -> int:
-        """Bytes that no other process maps."""
-        return self.sizes.get("Private_Clean", 0) + self.sizes.get("Private_Dirty", 0)
 
 
 class Mount(NamedTuple):
@@ -303,7 +265,7 @@ def environment(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:
 
 def executable(pid: int | None = None, root: Path = ROOT) -> str:
     """The file of the program that a process runs."""
-    return str((folder(pid, root) / "exe").readlink()).removesuffix(_DELETED)
+    return str((folder(pid, root) / "exe").readlink()).removesuffix(DELETED)
 
 
 def working_directory(pid: int, root: Path = ROOT) -> Path:
@@ -360,21 +322,12 @@ def meminfo(root: Path = ROOT) -> dict[str, int]:
 
 def maps(pid: int | None = None, root: Path = ROOT) -> list[MemoryMapping]:
     """The mappings of a process, by address; empty if it has exited or is a kernel thread."""
-    return _mappings(_text(pid, "maps", root))
+    return parse_mappings(_text(pid, "maps", root))
 
 
 def smaps(pid: int | None = None, root: Path = ROOT) -> list[MemoryMapping]:
     """The mappings of a process with their sizes and flags. Takes 50 - 150 ms in a process with torch or spaCy."""
-    return _mappings(_text(pid, "smaps", root))
-
-
-def mapped_files(mappings: Iterable[MemoryMapping]) -> dict[str, int]:
-    """The files among the mappings, each with its start address."""
-    files: dict[str, int] = {}
-    for mapping in mappings:
-        if mapping.name.startswith("/"):
-            files.setdefault(mapping.name, mapping.start)
-    return files
+    return parse_mappings(_text(pid, "smaps", root))
 
 
 def cgroups(pid: int | None = None, root: Path = ROOT) -> list[tuple[str, tuple[str, ...], str]]:
@@ -405,29 +358,6 @@ def _sum_up(text: bytes) -> dict[str, int]:
             key = words[0][:-1].decode()
             sums[key] = sums.get(key, 0) + int(words[1]) * 1024
     return sums
-
-
-def _mappings(text: str) -> list[MemoryMapping]:
-    """Read ``maps`` or ``smaps``: in the latter, lines with figures follow each mapping's own line."""
-    pattern = re.compile(_MAPPING)
-    found: list[MemoryMapping] = []
-    for line in text.splitlines():
-        head = pattern.match(line)
-        if head:
-            start, end, access, inode, name = head.groups()
-            found.append(MemoryMapping(int(start, 16), int(end, 16), access, is_file=inode != "0", name=name))
-        elif found:
-            _add_figure(found[-1], line)
-    return found
-
-
-def _add_figure(mapping: MemoryMapping, line: str) -> None:
-    name, _, value = line.partition(":")
-    words = value.split()
-    if name == "VmFlags":
-        mapping.flags = frozenset(words)
-    elif words[1:] == ["kB"]:
-        mapping.sizes[name] = int(words[0]) * 1024
 
 
 def _mount(line: str) -> Mount:
