@@ -50,7 +50,7 @@ def parse_mappings(text: str) -> list[MemoryMapping]:
     """Read ``maps`` or ``smaps``: in the latter, lines with figures follow each mapping's own line."""
     pattern = re.compile(_MAPPING)
     found: list[MemoryMapping] = []
-    for line in text.splitlines():
+    for line in text.split("\n"):  # names may contain whatever else splitlines() splits at
         head = pattern.match(line)
         if head:
             start, end, access, inode, name = head.groups()

@@ -188,11 +188,11 @@ def listening(pid: int, root: Path = ROOT) -> set[int | str]:
     sockets = {name[8:-1] for name in opened if name.startswith("socket:[")}
     found: set[int | str] = set()
     for table in ("tcp", "tcp6"):
-        for line in (if_readable(_text, pid, f"net/{table}", root) or "").splitlines()[1:]:
+        for line in (if_readable(_lines, pid, f"net/{table}", root) or [])[1:]:
             words = line.split()
             if words[3] == _LISTENING and words[9] in sockets:
                 found.add(int(words[1].rpartition(":")[2], 16))
-    for line in (if_readable(_text, pid, "net/unix", root) or "").splitlines()[1:]:
+    for line in (if_readable(_lines, pid, "net/unix", root) or [])[1:]:
         words = line.split(maxsplit=7)
         if int(words[3], 16) & _ACCEPTING and words[6] in sockets and len(words) > 7:  # noqa: PLR2004 - it has a path
             found.add(words[7])
@@ -293,7 +293,7 @@ def _target(link: Path) -> str:
 
 def status(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:
     """The fields of a process's status, such as ``{"Threads": "4", "VmSwap": "12 kB"}``."""
-    pairs = (line.partition(":") for line in _text(pid, "status", root).splitlines())
+    pairs = (line.partition(":") for line in _lines(pid, "status", root))
     return {name: value.strip() for name, _, value in pairs}
 
 
@@ -303,13 +303,13 @@ def memory_sums(pid: int | None = None, root: Path = ROOT) -> dict[str, int]:
     Reading them walks the page tables: about 6 ms in a process of 600 MB.
 
     Returns:
-        Figures such as ``{"Rss": 1024}``. Empty if the process has exited or is a kernel thread.
+        Figures such as ``{"Rss": 1024}``. Empty if there is no such process, or it has exited, or is a kernel thread.
     """
     # Kernels before 4.14 and some sandboxes have no rollup.
     for name in ("smaps_rollup", "smaps"):
         try:
             text = (folder(pid, root) / name).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue
         return _sum_up(text)
     return {}
@@ -332,17 +332,23 @@ def smaps(pid: int | None = None, root: Path = ROOT) -> list[MemoryMapping]:
 
 def cgroups(pid: int | None = None, root: Path = ROOT) -> list[tuple[str, tuple[str, ...], str]]:
     """The cgroups of a process: the hierarchy's number, its controllers, and the cgroup's path."""
-    lines = (line.split(":", 2) for line in _text(pid, "cgroup", root).splitlines())
+    lines = (line.split(":", 2) for line in _lines(pid, "cgroup", root))
     return [(hierarchy, tuple(controllers.split(",")), path) for hierarchy, controllers, path in lines]
 
 
 def mounts(root: Path = ROOT) -> list[Mount]:
     """The mounts that this process can see."""
-    return [_mount(line) for line in _text(None, "mountinfo", root).splitlines()]
+    return [_mount(line) for line in _lines(None, "mountinfo", root)]
 
 
 def _text(pid: int | None, name: str, root: Path) -> str:
-    return (folder(pid, root) / name).read_text(encoding="utf-8", errors="surrogateescape")
+    # Not opened as text, which would turn "\r" in a variable or a name into "\n".
+    return (folder(pid, root) / name).read_bytes().decode("utf-8", "surrogateescape")
+
+
+def _lines(pid: int | None, name: str, root: Path) -> list[str]:
+    # Not splitlines(): of the characters that it splits at, the kernel escapes only "\n" in names.
+    return [line for line in _text(pid, name, root).split("\n") if line]
 
 
 def _name(task: Path) -> str:
@@ -352,7 +358,7 @@ def _name(task: Path) -> str:
 def _sum_up(text: bytes) -> dict[str, int]:
     """Add up lines such as ``"Rss:   123 kB"``; other lines describe the mapping itself."""
     sums: dict[str, int] = {}
-    for line in text.splitlines():
+    for line in text.split(b"\n"):
         words = line.split()
         if len(words) == 3 and words[2] == b"kB" and words[0].endswith(b":"):  # noqa: PLR2004 - the three words above
             key = words[0][:-1].decode()

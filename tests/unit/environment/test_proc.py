@@ -89,6 +89,16 @@ def test_memory_sums_prefer_the_rollup(write: Any, tmp_path: Path) -> None:
     assert {"Rss": 20 * KB} == _proc.memory_sums(7, tmp_path)
 
 
+def test_a_process_that_has_exited_has_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The kernel lets the files of a zombie be opened, and refuses to read them."""
+
+    def read(_: Path) -> bytes:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert {} == _proc.memory_sums(7, tmp_path)
+
+
 def test_meminfo_in_bytes(write: Any, tmp_path: Path) -> None:
     """Counts of huge pages are not sizes."""
     write("meminfo", "MemTotal:  8 kB\nHugePages_Total: 3\n", "proc")
@@ -114,6 +124,7 @@ def test_a_command_line(write: Any, tmp_path: Path, content: bytes, expected: tu
     [
         (b"A=1\0B=x=y\0C=\0", {"A": "1", "B": "x=y", "C": ""}),
         (b"D=\xff\0", {"D": os.fsdecode(b"\xff")}),
+        (b"E=1\r\n2\r\0", {"E": "1\r\n2\r"}),
         (b"orker [app]\0\0\0PATH=/bin\0", {}),
         (b"", {}),
     ],
@@ -149,6 +160,22 @@ def test_cgroups_and_mounts(write: Any, tmp_path: Path) -> None:
     write("mountinfo", "25 24 0:23 /x /mnt/odd\\040name rw - cgroup  rw,memory\n", "proc/self")
     assert [("4", ("cpu", "cpuacct"), "/a:b"), ("0", ("",), "/c")] == _proc.cgroups(7, tmp_path)
     assert [Mount("/x", "/mnt/odd name", "cgroup", ("rw", "memory"))] == _proc.mounts(tmp_path)
+
+
+@pytest.mark.parametrize("odd", ["\r", "\x0b", "\x85", "\u2028"])
+def test_names_may_contain_line_breaks_that_the_kernel_does_not_escape(write: Any, tmp_path: Path, odd: str) -> None:
+    """One odd mount point or program neither hides what follows it nor makes the memory limit unreadable."""
+    write(
+        "mountinfo", f"25 24 0:23 / /mnt/{odd} rw - cgroup2 none rw\n26 24 0:24 / /b rw - proc none rw\n", "proc/self"
+    )
+    write("status", f"Name:\ta{odd}CapEff: 1\nThreads:\t4\n")
+    write("smaps", f"7f0000-7f1000 r--p 00000000 08:02 12    /a{odd}Rss: 9 kB\nRss: 5 kB\n")
+    assert [f"/mnt/{odd}", "/b"] == [mount.point for mount in _proc.mounts(tmp_path)]
+    assert {"Name": f"a{odd}CapEff: 1", "Threads": "4"} == _proc.status(7, tmp_path)
+    assert ({"Rss": 5 * KB}, [f"/a{odd}Rss: 9 kB"]) == (
+        _proc.memory_sums(7, tmp_path),
+        [mapping.name for mapping in _proc.smaps(7, tmp_path)],
+    )
 
 
 @pytest.mark.parametrize("read", [_proc.maps, _proc.environment, _proc.status, _proc.thread_names, _proc.executable])
