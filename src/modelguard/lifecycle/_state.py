@@ -132,6 +132,7 @@ class GuardState(GenerationState[M]):
             if instead_of not in (None, self.current):
                 return None
             self.job = LoadJob(reasons, urgent=True, unloads=True)
+            self.job.covers = self.requests  # it answers no later one, also if it releases nothing
             return self.job
 
     def wait_for_end_of_job(self, job: LoadJob | None, timeout: float | None) -> bool:
