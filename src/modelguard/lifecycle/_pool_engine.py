@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from cachetools import LRUCache
 
 from modelguard import _units
+from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded
 from modelguard.lifecycle import _deadlocks, _fork, _in_thread, _ticker
 from modelguard.lifecycle._engine import Engine
@@ -35,7 +35,7 @@ _POLL = 0.02
 _JITTER = 0.1
 
 
-_pool_engines: weakref.WeakSet[PoolEngine[Any, Any]] = weakref.WeakSet()
+_pool_engines: WeakRegistry[PoolEngine[Any, Any]] = WeakRegistry()
 
 
 def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
