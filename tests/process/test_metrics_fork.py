@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from modelguard import telemetry
-from modelguard.telemetry._metrics import Metric, Recorder
+from modelguard.telemetry._metrics import Metric
+from modelguard.telemetry._recorder import Recorder
 
 pytestmark = [
     pytest.mark.timeout(60),

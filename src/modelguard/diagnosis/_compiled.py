@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from modelguard.environment import _proc
-from modelguard.environment._proc import MemoryMapping
+from modelguard.environment._mappings import MemoryMapping
 
 __all__ = ["compiled", "compiled_in"]
 

@@ -17,7 +17,7 @@ from modelguard.diagnosis._facts_machine import machine
 from modelguard.diagnosis._patch_level import patch_level
 from modelguard.diagnosis._variables import known_variables
 from modelguard.environment import _memory, _proc, _remote
-from modelguard.environment._proc import MemoryMapping
+from modelguard.environment._mappings import MemoryMapping
 from modelguard.errors import InvalidOption, NotSupported
 
 __all__ = [

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from modelguard.environment import _proc
 from modelguard.environment._allocator_kinds import How, Kind, Problem, kind_of
+from modelguard.environment._mappings import mapped_files
 
 __all__ = ["ProcessView", "background_threads", "how", "preload_entries", "problems", "system_preloads", "this_process"]
 
@@ -70,7 +71,7 @@ def this_process(root: Path = _proc.ROOT) -> ProcessView:
         root: The folder that holds ``proc`` and ``etc``.
     """
     return ProcessView(
-        files=_proc.mapped_files(_proc.if_readable(_proc.maps, None, root) or ()),
+        files=mapped_files(_proc.if_readable(_proc.maps, None, root) or ()),
         environ=_proc.if_readable(_proc.environment, None, root) or {},
         system=system_preloads(root),
         root=root,

@@ -84,8 +84,6 @@ def usage(pid: int | None = None, *, root: Path = _proc.ROOT) -> MemoryUsage:
         sums = _proc.memory_sums(pid, root)
     except PermissionError:
         raise _no_permission(pid) from None
-    except ProcessLookupError:
-        sums = {}
     if not sums:
         raise _gone(pid)
     limit = _limits.memory_limit(pid, root=root)

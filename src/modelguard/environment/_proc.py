@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from modelguard.environment._mappings import DELETED, MemoryMapping, parse_mappings
+
 __all__ = [
     "ROOT",
     "Activity",
     "MemoryLayout",
-    "MemoryMapping",
     "Mount",
     "ProcessStat",
     "activity",
@@ -33,7 +34,6 @@ __all__ = [
     "is_fork",
     "is_mounted",
     "listening",
-    "mapped_files",
     "maps",
     "meminfo",
     "memory_sums",
@@ -52,16 +52,10 @@ T = TypeVar("T")
 
 ROOT = Path("/")
 
-#: The kernel appends this to the name of a file that was removed or replaced since it was mapped.
-_DELETED = " (deleted)"
-
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD in the kernel's sched.h
 _EXITED = frozenset("ZXx")
 _LISTENING = "0A"  # TCP_LISTEN in the kernel's tcp_states.h
 _ACCEPTING = 0x10000  # __SO_ACCEPTCON in the kernel's net.h
-
-# "7f12-7f34 r-xp 00001000 08:02 173521   /usr/lib/libc.so.6". Compiled on first use: importing stays cheap.
-_MAPPING = r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)"
 
 
 class MemoryLayout(NamedTuple):
@@ -107,38 +101,6 @@ class ProcessStat(NamedTuple):
     def identity(self) -> tuple[int, int, MemoryLayout]:
         """A value that no other process has, and that changes when the process executes another program."""
         return self.pid, self.started, self.layout
-
-
-class MemoryMapping:
-    """One mapping of a process, as ``maps`` and ``smaps`` show it.
-
-    Attributes:
-        start: Its first address.
-        end: The first address after it.
-        access: Its permissions, such as ``"rw-p"``.
-        is_file: Whether it maps a file.
-        name: The file, a name such as ``"[heap]"``, or empty.
-        deleted: Whether the file was removed or replaced since it was mapped.
-        sizes: The figures of ``smaps`` in bytes; empty from ``maps``.
-        flags: The two-letter flags of ``smaps`` (proc_pid_smaps(5)); empty from ``maps``.
-    """
-
-    __slots__ = ("access", "deleted", "end", "flags", "is_file", "name", "sizes", "start")
-
-    def __init__(self, start: int, end: int, access: str, *, is_file: bool, name: str) -> None:
-        self.start = start
-        self.end = end
-        self.access = access
-        self.is_file = is_file
-        self.name = name.removesuffix(_DELETED)
-        self.deleted = name.endswith(_DELETED)
-        self.sizes: dict[str, int] = {}
-        self.flags: frozenset[str] = frozenset()
-
-    @property
-    def private(self) -> int:
-        """Bytes that no other process maps."""
-        return self.sizes.get("Private_Clean", 0) + self.sizes.get("Private_Dirty", 0)
 
 
 class Mount(NamedTuple):
@@ -226,11 +188,11 @@ def listening(pid: int, root: Path = ROOT) -> set[int | str]:
     sockets = {name[8:-1] for name in opened if name.startswith("socket:[")}
     found: set[int | str] = set()
     for table in ("tcp", "tcp6"):
-        for line in (if_readable(_text, pid, f"net/{table}", root) or "").splitlines()[1:]:
+        for line in (if_readable(_lines, pid, f"net/{table}", root) or [])[1:]:
             words = line.split()
             if words[3] == _LISTENING and words[9] in sockets:
                 found.add(int(words[1].rpartition(":")[2], 16))
-    for line in (if_readable(_text, pid, "net/unix", root) or "").splitlines()[1:]:
+    for line in (if_readable(_lines, pid, "net/unix", root) or [])[1:]:
         words = line.split(maxsplit=7)
         if int(words[3], 16) & _ACCEPTING and words[6] in sockets and len(words) > 7:  # noqa: PLR2004 - it has a path
             found.add(words[7])
@@ -303,7 +265,7 @@ def environment(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:
 
 def executable(pid: int | None = None, root: Path = ROOT) -> str:
     """The file of the program that a process runs."""
-    return str((folder(pid, root) / "exe").readlink()).removesuffix(_DELETED)
+    return str((folder(pid, root) / "exe").readlink()).removesuffix(DELETED)
 
 
 def working_directory(pid: int, root: Path = ROOT) -> Path:
@@ -331,7 +293,7 @@ def _target(link: Path) -> str:
 
 def status(pid: int | None = None, root: Path = ROOT) -> dict[str, str]:
     """The fields of a process's status, such as ``{"Threads": "4", "VmSwap": "12 kB"}``."""
-    pairs = (line.partition(":") for line in _text(pid, "status", root).splitlines())
+    pairs = (line.partition(":") for line in _lines(pid, "status", root))
     return {name: value.strip() for name, _, value in pairs}
 
 
@@ -341,13 +303,13 @@ def memory_sums(pid: int | None = None, root: Path = ROOT) -> dict[str, int]:
     Reading them walks the page tables: about 6 ms in a process of 600 MB.
 
     Returns:
-        Figures such as ``{"Rss": 1024}``. Empty if the process has exited or is a kernel thread.
+        Figures such as ``{"Rss": 1024}``. Empty if there is no such process, or it has exited, or is a kernel thread.
     """
     # Kernels before 4.14 and some sandboxes have no rollup.
     for name in ("smaps_rollup", "smaps"):
         try:
             text = (folder(pid, root) / name).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue
         return _sum_up(text)
     return {}
@@ -360,36 +322,33 @@ def meminfo(root: Path = ROOT) -> dict[str, int]:
 
 def maps(pid: int | None = None, root: Path = ROOT) -> list[MemoryMapping]:
     """The mappings of a process, by address; empty if it has exited or is a kernel thread."""
-    return _mappings(_text(pid, "maps", root))
+    return parse_mappings(_text(pid, "maps", root))
 
 
 def smaps(pid: int | None = None, root: Path = ROOT) -> list[MemoryMapping]:
     """The mappings of a process with their sizes and flags. Takes 50 - 150 ms in a process with torch or spaCy."""
-    return _mappings(_text(pid, "smaps", root))
-
-
-def mapped_files(mappings: Iterable[MemoryMapping]) -> dict[str, int]:
-    """The files among the mappings, each with its start address."""
-    files: dict[str, int] = {}
-    for mapping in mappings:
-        if mapping.name.startswith("/"):
-            files.setdefault(mapping.name, mapping.start)
-    return files
+    return parse_mappings(_text(pid, "smaps", root))
 
 
 def cgroups(pid: int | None = None, root: Path = ROOT) -> list[tuple[str, tuple[str, ...], str]]:
     """The cgroups of a process: the hierarchy's number, its controllers, and the cgroup's path."""
-    lines = (line.split(":", 2) for line in _text(pid, "cgroup", root).splitlines())
+    lines = (line.split(":", 2) for line in _lines(pid, "cgroup", root))
     return [(hierarchy, tuple(controllers.split(",")), path) for hierarchy, controllers, path in lines]
 
 
 def mounts(root: Path = ROOT) -> list[Mount]:
     """The mounts that this process can see."""
-    return [_mount(line) for line in _text(None, "mountinfo", root).splitlines()]
+    return [_mount(line) for line in _lines(None, "mountinfo", root)]
 
 
 def _text(pid: int | None, name: str, root: Path) -> str:
-    return (folder(pid, root) / name).read_text(encoding="utf-8", errors="surrogateescape")
+    # Not opened as text, which would turn "\r" in a variable or a name into "\n".
+    return (folder(pid, root) / name).read_bytes().decode("utf-8", "surrogateescape")
+
+
+def _lines(pid: int | None, name: str, root: Path) -> list[str]:
+    # Not splitlines(): of the characters that it splits at, the kernel escapes only "\n" in names.
+    return [line for line in _text(pid, name, root).split("\n") if line]
 
 
 def _name(task: Path) -> str:
@@ -399,35 +358,12 @@ def _name(task: Path) -> str:
 def _sum_up(text: bytes) -> dict[str, int]:
     """Add up lines such as ``"Rss:   123 kB"``; other lines describe the mapping itself."""
     sums: dict[str, int] = {}
-    for line in text.splitlines():
+    for line in text.split(b"\n"):
         words = line.split()
         if len(words) == 3 and words[2] == b"kB" and words[0].endswith(b":"):  # noqa: PLR2004 - the three words above
             key = words[0][:-1].decode()
             sums[key] = sums.get(key, 0) + int(words[1]) * 1024
     return sums
-
-
-def _mappings(text: str) -> list[MemoryMapping]:
-    """Read ``maps`` or ``smaps``: in the latter, lines with figures follow each mapping's own line."""
-    pattern = re.compile(_MAPPING)
-    found: list[MemoryMapping] = []
-    for line in text.splitlines():
-        head = pattern.match(line)
-        if head:
-            start, end, access, inode, name = head.groups()
-            found.append(MemoryMapping(int(start, 16), int(end, 16), access, is_file=inode != "0", name=name))
-        elif found:
-            _add_figure(found[-1], line)
-    return found
-
-
-def _add_figure(mapping: MemoryMapping, line: str) -> None:
-    name, _, value = line.partition(":")
-    words = value.split()
-    if name == "VmFlags":
-        mapping.flags = frozenset(words)
-    elif words[1:] == ["kB"]:
-        mapping.sizes[name] = int(words[0]) * 1024
 
 
 def _mount(line: str) -> Mount:

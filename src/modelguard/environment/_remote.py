@@ -15,6 +15,7 @@ from modelguard.environment._allocator_problems import (
     problems,
     system_preloads,
 )
+from modelguard.environment._mappings import mapped_files
 from modelguard.errors import NotSupported
 
 __all__ = ["Observed", "observe"]
@@ -86,7 +87,7 @@ def _read(pid: int, root: Path) -> ProcessView:
     if not mappings:
         raise ProcessLookupError(errno.ESRCH, f"process {pid} does not exist, or is a kernel thread")
     own_root = _proc.folder(pid, root) / "root"
-    return ProcessView(_proc.mapped_files(mappings), environ, system_preloads(own_root), own_root)
+    return ProcessView(mapped_files(mappings), environ, system_preloads(own_root), own_root)
 
 
 def _allocators(process: ProcessView) -> Iterator[AllocatorFile]:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
-from modelguard.environment._proc import MemoryMapping
+from modelguard.environment._mappings import MemoryMapping
 
 __all__ = ["ShownVersion", "versions_in"]
 

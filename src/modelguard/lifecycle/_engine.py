@@ -42,6 +42,7 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 #: Results of these types cannot be lazy. One look-up in this set saves two failed attribute look-ups on most calls.
 _EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset})
 
+_MEANWHILE = (Reason("requested", "requested during a load"),)
 
 _engines: WeakRegistry[Engine[Any]] = WeakRegistry()
 
@@ -221,11 +222,11 @@ class Engine(Generic[M]):
             return
         limit, job = Timeout(timeout), None
         with _deadlocks.waiting_for(self.state):
+            wait_for_end_of_job(self.state, None, limit)  # also of a load that has no current generation to replace
             while self.state.current is not None and job is None:
-                wait_for_end_of_job(self.state, None, limit)
                 job = self.state.request_unload((Reason("requested", "requested"),))
-            self._start(job)
-            wait_for_end_of_job(self.state, job, limit)
+                self._start(job)
+                wait_for_end_of_job(self.state, job, limit)
 
     async def aunload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`unload` without blocking the event loop."""
@@ -272,8 +273,7 @@ class Engine(Generic[M]):
             self.guard.runtime.start_thread(lambda: self._run(job), f"modelguard-load-{self.name}")
         except RuntimeError as error:  # the system gives no thread, or the interpreter is shutting down
             if job.unloads:
-                self.state.finish(job, ())
-                return False
+                return self._start(self.state.finish(job, _MEANWHILE))
             # Reported to those who wait and not raised: this may be the end of a call that succeeded.
             self._reload(job).fail(LoadFailed, str(error), error)
             return False
@@ -283,7 +283,7 @@ class Engine(Generic[M]):
         while job is not None:
             self._reload(job).run()
             self._after_load()
-            job = self.state.finish(job, (Reason("requested", "requested during a load"),))
+            job = self.state.finish(job, _MEANWHILE)
             if job is not None and self.guard.runtime.ticks:
                 with suppress(RuntimeError):  # the interpreter is shutting down
                     _ticker.TICKER.add(self)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -21,6 +18,7 @@ from modelguard.lifecycle import _deadlocks, _fork, _in_thread, _ticker
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._options import PoolOptions
+from modelguard.lifecycle._pool_fetches import Fetches, afresh
 from modelguard.lifecycle._pool_lru import PooledModel, PoolLRU, RoomQueue
 from modelguard.lifecycle._pool_sources import REMEMBERED, PoolSources
 from modelguard.lifecycle._waiting import Timeout
@@ -66,7 +64,6 @@ class PoolEngine(Generic[K, M]):
         self._sources: PoolSources[K] = PoolSources(options.name, options.reload_on)
         self._closed = False
         self._loads = self._evictions = 0
-        self._fetches: dict[K, Future[Lease[M]]] = {}
         self._renew_locks()
         _pool_engines.add(self)
         _fork.register(self)
@@ -75,7 +72,7 @@ class PoolEngine(Generic[K, M]):
         self._changed = threading.Condition(threading.RLock())
         self._queue = RoomQueue(self.runtime.clock)
         self._one_load = threading.Lock()  # sizes are measured, so models are loaded one at a time
-        self._fetches.clear()
+        self._fetches: Fetches[K, M] = Fetches(self.name)
 
     @property
     def name(self) -> str:
@@ -148,18 +145,19 @@ class PoolEngine(Generic[K, M]):
                 self._unpin(model)
 
     async def atake(self, key: K, wait: float) -> Lease[M]:
-        """:meth:`take` without blocking the event loop. One thread fetches a model for all coroutines that wait."""
+        """:meth:`take` without blocking the event loop."""
         deadline = time.monotonic() + wait
         while (lease := self._take_now(key)) is None:
             _in_thread.require_asyncio("waiting for a model in a coroutine")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Overloaded(self._why_full(key, self._models.get(key)))
-            fetch, mine = self._fetch(key, left)
-            if mine:
-                return await self._fetched(fetch)
-            with suppress(TimeoutError, Overloaded):  # the time of the one who began it may be over before ours
-                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(fetch)), left)
+            with self._changed:
+                nested = self._models.encloses_this_call()
+            work = partial(self.take, key, left)
+            lease = await self._fetches.take(key, work, left, start_thread=self.runtime.start_thread, alone=nested)
+            if lease is not None:
+                break
         return lease
 
     def _take_now(self, key: K) -> Lease[M] | None:
@@ -170,34 +168,6 @@ class PoolEngine(Generic[K, M]):
             if model is None or not self._lends(model):
                 return None
             return None if model.engine is None else Lease.take_now(model.engine)
-
-    def _fetch(self, key: K, wait: float) -> tuple[Future[Lease[M]], bool]:
-        """The thread that takes a lease for ``key``, and whether the caller has started it and gets that lease.
-
-        A caller inside a lease of this pool has a thread of its own, in its own context: it must not wait for room
-        behind others, which may wait for the end of its lease.
-        """
-        future: Future[Lease[M]] = _in_thread.promise()
-        with self._changed:
-            if not (nested := self._models.encloses_this_call()):
-                shared = self._fetches.setdefault(key, future)
-                if shared is not future:
-                    return shared, False
-        if not nested:
-            future.add_done_callback(lambda _: self._fetches.pop(key, None))
-        work = partial(self.take, key, wait)
-        return _in_thread.start(work, f"modelguard-{self.name}", self.runtime.start_thread, future), True
-
-    @staticmethod
-    async def _fetched(fetch: Future[Lease[M]]) -> Lease[M]:
-        """Await the lease that a thread takes; if the caller is cancelled meanwhile, end it."""
-        waiting = asyncio.wrap_future(fetch)
-        try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it
-            fetch.add_done_callback(_end_unwanted)
-            raise
 
     def _find(self, key: K, deadline: float) -> tuple[PooledModel[M], bool]:
         """The pinned model of ``key``, and whether the caller is the one to load it."""
@@ -229,7 +199,7 @@ class PoolEngine(Generic[K, M]):
                 if model is None or model.failure is None:
                     continue
                 if not isinstance(model.failure, GuardClosed):  # a pool that is open again loads anew
-                    raise _afresh(model.failure)
+                    raise afresh(model.failure)
 
     def _lends(self, model: PooledModel[M]) -> bool:
         """Whether the caller may use ``model`` now. While it loads, only its own warm-up may."""
@@ -419,15 +389,3 @@ class PoolEngine(Generic[K, M]):
                 model.probe.after_fork_in_child(self.runtime)
             if model.loading:
                 del self._models[key]
-
-
-def _afresh(error: Exception) -> Exception:
-    """The same error for another caller: an exception object must not be raised in two threads."""
-    if isinstance(error, LoadFailed):
-        return error.again(error.retry_after)
-    return copy.copy(error)
-
-
-def _end_unwanted(future: Future[Lease[M]]) -> None:
-    if future.exception() is None:
-        future.result().end(failed=False)

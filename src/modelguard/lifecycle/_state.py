@@ -1,65 +1,47 @@
 """The state of one guard, under one lock. It starts no thread, reads no clock and emits no event.
 
-Which generation takes calls, which calls run on it, which load is under way and who waits for it: each change of these
-is a short method here. The work itself is done elsewhere: :mod:`._engine` asks for loads, :mod:`._reload` runs them and
-:mod:`._release` ends a generation.
+Which load is under way, who waits for it, and what that makes of the generations (:mod:`._generation_state`) and of the
+calls that run on them (:mod:`._call_state`): each change is a short method. The work itself is done elsewhere:
+:mod:`._engine` asks for loads, :mod:`._reload` runs them and :mod:`._release` ends a generation.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-import weakref
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from modelguard.errors import GuardClosed, LoadFailed
-from modelguard.lifecycle._call_state import CallState
-from modelguard.lifecycle._creep import Creep
 from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._known_models import is_plain_value
-from modelguard.lifecycle._load_job import LoadJob, PostponedJob
+from modelguard.lifecycle._generation_state import GenerationState
+from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._waiters import Outcome, Waiters
 
 if TYPE_CHECKING:
-    from modelguard.telemetry import GenerationReleased, Reason
+    from modelguard.telemetry import Reason
 
 M = TypeVar("M")
 
 
-class GuardState(CallState[M]):
+class GuardState(GenerationState[M]):
     """State of one guard. Fields are read freely; they change only inside its methods, under ``lock``.
 
     Attributes:
         job: The load under way, if any.
-        pinned: A rollback has made the current generation current again, and its source has not changed since.
-        unloaded: There is no generation because it was released until its next use.
         paused: Policies start nothing. What others ask for goes on.
-        postponed: What the policies of the current generation ask for, and must wait.
-        least_memory: The least private memory, in bytes, that a release has left so far.
-        creep: What replacements leave behind. Used by the one load that runs.
-        epoch: How many forks lie between this process and the one that made the guard.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.job: LoadJob | None = None
-        self.pinned = False
-        self.unloaded = False
         self.paused = False
-        self.postponed: PostponedJob | None = None
         self.requests = 0
-        self.generations = 0
         self.reloads = 0
         self.failures = 0
         self.failure: LoadFailed | None = None
         self.retry_at = -math.inf
         self.model_bytes: int | None = None
-        self.last_release: GenerationReleased | None = None
-        self.least_memory: int | None = None
-        self.creep = Creep()
-        self._released_model: weakref.ref[Any] | None = None
-        self.epoch = 0
 
     def _renew_locks(self) -> None:
         super()._renew_locks()
@@ -150,6 +132,7 @@ class GuardState(CallState[M]):
             if instead_of not in (None, self.current):
                 return None
             self.job = LoadJob(reasons, urgent=True, unloads=True)
+            self.job.covers = self.requests  # it answers no later one, also if it releases nothing
             return self.job
 
     def wait_for_end_of_job(self, job: LoadJob | None, timeout: float | None) -> bool:
@@ -185,20 +168,10 @@ class GuardState(CallState[M]):
             stale = discardable and self.requests > covers and self.current is not None
             if self.closed or job.cancelled or stale:
                 return False, []
-            over = [] if (outdated := self._take_previous()) is None else [outdated]
-            self.pinned = False
-            self.generations = generation.number
-            old, self.current = self.current, generation
-            job.replaces = False  # done: the rest of the job is the end of the old generation
-            if old is not None:
-                self._retire(old)
-                if keep:
-                    self._keep(old)
-                else:
-                    over.append(old)
             if generation.number > 1 and not self.unloaded:
                 self.reloads += 1
-            self.unloaded = False
+            over = self.put_in_service(generation, keep=keep)
+            job.replaces = False  # done: the rest of the job is the end of the old generation
             self.model_bytes = max(self.model_bytes or 0, generation.model_bytes)
             self.failures, self.failure, self.retry_at = 0, None, -math.inf
             waiting = self.waiting.pop(covers)
@@ -255,14 +228,8 @@ class GuardState(CallState[M]):
         with self.lock:
             changed, self.paused = self.paused is not paused, paused
             if changed and not paused:
-                self.postponed = None
+                self.postpone(None)
             return changed
-
-    def postpone(self, job: PostponedJob | None) -> None:
-        """Record what the policies ask for and must wait; None if that is nothing."""
-        if job is not self.postponed:
-            with self.lock:
-                self.postponed = None if self.current is None else job
 
     def holds_back(self, job: LoadJob) -> bool:
         """Whether a job must not begin, because the guard is paused and only a policy asked for it."""
@@ -275,36 +242,7 @@ class GuardState(CallState[M]):
                 job.covers, job.replaces = self.requests, False
             return job.by_policy
 
-    # The end of a generation
-
-    def retire_current(self, job: LoadJob | None = None) -> Generation[M] | None:
-        """Take the current generation out of service and return it, to be drained and released.
-
-        Args:
-            job: What replaces it; nothing is retired for a job that was cancelled.
-        """
-        with self.lock:
-            if job is not None and job.cancelled:
-                return None
-            old, self.current = self.current, None
-            if old is not None:
-                self._retire(old)
-            return old
-
-    def take_previous(self) -> Generation[M] | None:
-        """Keep the previous generation no longer; returns it, to be drained and released."""
-        with self.lock:
-            return self._take_previous()
-
-    def _take_previous(self) -> Generation[M] | None:
-        previous, self.previous = self.previous, None
-        if previous is not None:
-            self._retire(previous)
-        return previous
-
-    def _keep(self, old: Generation[M]) -> None:
-        self.draining.discard(old)
-        self.previous = old
+    # Rollback, close, fork
 
     def roll_back(self, failure: LoadFailed) -> tuple[Generation[M], Generation[M]] | None:
         """Make the previous generation current again, and leave it there until its source changes.
@@ -318,88 +256,17 @@ class GuardState(CallState[M]):
         """
         with self.lock:
             self.raise_if_closed()
-            old, back = self.current, self.previous
-            if old is None or back is None:
+            swapped = self.put_back_previous()
+            if swapped is None:
                 return None
-            self._retire(old)
-            self.current, self.previous, self.pinned = back, None, True
-            back.retired = False
-            back.errors = 0
-            self.failures, self.failure, self.retry_at, self.postponed = 0, None, -math.inf, None
+            self.failures, self.failure, self.retry_at = 0, None, -math.inf
             waiting: list[Future[Outcome]] = []
             if self.job is not None and self.job.replaces:
                 self.job.cancelled, self.job.replaces, self.job.covers = True, False, self.requests
                 waiting = self.waiting.pop(self.requests)
         for future in waiting:
             future.set_result(failure)
-        return back, old
-
-    def retire_until_next_use(self, *, if_unused: bool) -> Generation[M] | None:
-        """Take the current generation out of service, to be released until its next use.
-
-        Args:
-            if_unused: Not if a call runs on it now.
-        """
-        with self.lock:
-            if self.current is None or (if_unused and self.current.leases):
-                return None
-            self.unloaded, self.pinned = True, False
-            return self.retire_current()
-
-    def set_alarm(self, generation: Generation[M], uses: float) -> None:
-        """Have the end of a call ask the policy once ``uses`` calls have ended."""
-        with self.lock:
-            if not generation.retired:
-                generation.alarm = uses
-
-    def _retire(self, generation: Generation[M]) -> None:
-        generation.retired = True
-        generation.alarm = 0
-        self.postponed = None
-        self.draining.add(generation)
-
-    def drain(self, generation: Generation[M], timeout: float) -> int:
-        """Wait until no call runs on ``generation``; returns how many still run after ``timeout`` seconds.
-
-        With calls left, the generation is abandoned: :meth:`retired_call_ended` reports its last call.
-        """
-        with self.lock:
-            # Decided once: a caller that came in the moment of the retirement may hold its lease for an instant more.
-            if self.drained.wait_for(lambda: not generation.leases, timeout):
-                generation.dropped = True
-                return 0
-            self.abandoned.add(generation)
-            return max(1, len(generation.leases))
-
-    def take_model(self, generation: Generation[M]) -> M:
-        """Take the model out of a drained generation, for its release."""
-        with self.lock:
-            model = generation.drop()
-            try:
-                self._released_model = weakref.ref(model)
-            except TypeError:  # dict, list, tuple, ...
-                self._released_model = None
-            return model
-
-    def knows(self, model: object) -> bool:
-        """Whether it is the current model, the one that is kept, or the last that was released. Values do not count."""
-        if is_plain_value(model):
-            return False
-        with self.lock:
-            current = None if self.current is None else self.current.model
-            released = None if self._released_model is None else self._released_model()
-            previous = None if self.previous is None else self.previous.model
-            return any(model is known for known in (current, previous, released))
-
-    def record_release(self, generation: Generation[M], event: GenerationReleased | None) -> None:
-        """Record what the release of a drained generation gave back, if that is known."""
-        with self.lock:
-            self.draining.discard(generation)
-            if event is None:
-                return
-            self.last_release = event
-            least = self.least_memory
-            self.least_memory = event.bytes_after if least is None else min(least, event.bytes_after)
+        return swapped
 
     def close(self) -> Generation[M] | None:
         """Refuse every further call; returns the generation that was current."""
@@ -417,36 +284,9 @@ class GuardState(CallState[M]):
         with self.lock:
             self.closed = False
 
-    def forget_current(self, generations: int) -> None:
-        """Drop a current generation without a release, if it is the only one since there were ``generations``."""
-        with self.lock:
-            if self.generations == generations + 1:
-                self.current, self.generations = None, generations
-
-    # Fork
-
     def after_fork_in_child(self, jitter: float) -> None:
-        """Keep the current generation; threads, locks, counters and jitter are the child's own.
-
-        Only the forking thread lives on. So the only leases left are those of the calls that enclose the fork, and
-        those of generators and the like that this thread has begun.
-        """
-        held = [lease for lease in self.held_leases if lease.survives_fork()]
-        self._renew_locks()
-        self.epoch += 1
-        self.job = self.postponed = None
-        self.draining.clear()
-        self.abandoned.clear()
+        """Keep the current and the previous generation; loads, failures and counters are the child's own."""
+        super().after_fork_in_child(jitter)
+        self.job = None
         self.reloads = self.failures = 0
-        self.failure, self.retry_at, self.last_release, self.least_memory = None, -math.inf, None, None
-        self.creep = Creep()
-        for generation in (self.current, self.previous):
-            if generation is not None:
-                generation.leases = []
-                generation.uses = generation.errors = 0
-                generation.jitter = jitter
-        enclosing = self.enclosing.get()
-        if enclosing:
-            enclosing[0].leases = [None] * enclosing[1]
-        for lease in held:
-            lease.retake_in_child()
+        self.failure, self.retry_at = None, -math.inf

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from modelguard._units import format_bytes
 from modelguard.environment import _proc
-from modelguard.environment._proc import MemoryMapping
+from modelguard.environment._mappings import MemoryMapping
 from modelguard.errors import WeightsRefused
 
 __all__ = ["Block", "mapped_bytes", "require"]

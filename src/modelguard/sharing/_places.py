@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
-from modelguard.environment._proc import MemoryMapping
+from modelguard.environment._mappings import MemoryMapping
 
 __all__ = ["Places", "has_arenas", "is_python", "places", "total"]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from modelguard import _extras
 from modelguard.errors import InvalidOption
 from modelguard.telemetry import _metrics, events
+from modelguard.telemetry._recorder import WRITE_LOCK, Recorder
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -61,7 +62,7 @@ class _OpenTelemetryHook:
 
     def __init__(self, instruments: dict[str, Callable[..., None]], spans: _LoadSpans) -> None:
         self._instruments = instruments
-        self._recorder = _metrics.Recorder(self._record)
+        self._recorder = Recorder(self._record)
         self._spans = spans
 
     def __call__(self, event: events.Event) -> None:
@@ -93,7 +94,7 @@ class _LoadSpans:
         key = event.pid, event.guard
         match event:
             case events.SwapChosen():
-                with _metrics.WRITE_LOCK:
+                with WRITE_LOCK:
                     self._before[key] = [event]
             case events.LoadStarted():
                 self._begin(key, event)
@@ -111,7 +112,7 @@ class _LoadSpans:
                 pass
 
     def _begin(self, key: tuple[int, str], event: events.LoadStarted) -> None:
-        with _metrics.WRITE_LOCK:
+        with WRITE_LOCK:
             self._open[key] = self._started(event, self._before.pop(key, []))
             _add(self._open[key], event)
 
@@ -124,14 +125,14 @@ class _LoadSpans:
         return span
 
     def _continue(self, key: tuple[int, str], event: events.Event) -> None:
-        with _metrics.WRITE_LOCK:
+        with WRITE_LOCK:
             if key in self._open:
                 _add(self._open[key], event)
             elif key in self._before:
                 self._before[key].append(event)
 
     def _end(self, key: tuple[int, str], event: events.Event, outcome: str) -> None:
-        with _metrics.WRITE_LOCK:
+        with WRITE_LOCK:
             before, span = self._before.pop(key, None), self._open.pop(key, None)
             if span is None:
                 if before is None:

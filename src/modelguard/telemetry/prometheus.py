@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from modelguard import _extras
 from modelguard.errors import InvalidOption
 from modelguard.telemetry import _metrics
+from modelguard.telemetry._recorder import Recorder
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -68,7 +69,7 @@ class _PrometheusHook:
 
     def __init__(self, metrics: dict[str, Any], *, removes: bool) -> None:
         self._size = len(metrics)
-        self._recorder = _metrics.Recorder(partial(_record, metrics, removes))
+        self._recorder = Recorder(partial(_record, metrics, removes))
 
     def __call__(self, event: Event) -> None:
         self._recorder(event)

@@ -93,10 +93,10 @@ def test_a_process_that_is_gone_is_said_to_be_gone(proc: Path, left: str) -> Non
 def test_a_process_of_someone_else(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to do about it."""
 
-    def refuse(*_: object, **__: object) -> str:
+    def refuse(*_: object, **__: object) -> bytes:
         raise PermissionError
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(PermissionError, match="process 77 belongs to another user; inspect it as its owner or as root"):
         allocator.observe(77, root=proc.parent)
 

@@ -6,13 +6,15 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import MB, World, number, outcome
+from tests.unit.lifecycle.world import MB, World, number, outcome, until
 
 from modelguard import TTL, Idle, ModelGuard, Uses
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Reloading, WouldDeadlock
+from modelguard.lifecycle import _deadlocks
 from modelguard.lifecycle._leases import Lease
 from modelguard.telemetry import GenerationReleased, LoadStarted, ReloadDue, UnloadStarted
 
@@ -90,6 +92,55 @@ class TestIdle:
         calls.pop().__exit__(None, None, None)
         idle_for(world, guard, 12)
         assert "idle" == guard.status().state
+
+    def test_a_reload_that_comes_before_a_release_is_not_lost(self, world: World) -> None:
+        """Also where a call that begins in that moment keeps the model: ``reload()`` would wait for ever."""
+        waiting: list[Future[None]] = []
+
+        def start(work: Callable[[], None], name: str) -> None:
+            if calls:
+                calls.pop().__enter__()
+                waiting.append(world.spawn(guard.reload))
+                until(lambda: bool(guard.engine.state.waiting))
+            world.start(work, name)
+
+        guard = world.guard(
+            reload_on=Idle("10s"), defer=0, runtime=dataclasses.replace(world.runtime, start_thread=start)
+        )
+        calls: list[Lease[Any]] = []
+        number(guard)
+        guard.check()
+        world.tick(11)
+        lease = guard.lease()
+        calls.append(lease)
+        guard.check()
+        until(lambda: 2 == guard.engine.state.generations)
+        lease.__exit__(None, None, None)
+        outcome(waiting[0])
+        assert [] == world.seen(UnloadStarted)
+
+    def test_a_reload_that_comes_before_a_release_that_cannot_start(self, world: World) -> None:
+        """The system gives no thread for the release, and one for the load that was requested meanwhile."""
+        waiting: list[Future[None]] = []
+
+        def start(work: Callable[[], None], name: str) -> None:
+            if idle and not waiting:
+                waiting.append(world.spawn(guard.reload))
+                until(lambda: bool(guard.engine.state.waiting))
+                raise RuntimeError("can't start new thread")
+            world.start(work, name)
+
+        guard = world.guard(
+            reload_on=Idle("10s"), defer=0, runtime=dataclasses.replace(world.runtime, start_thread=start)
+        )
+        idle = False
+        number(guard)
+        guard.check()
+        world.tick(11)
+        idle = True
+        guard.check()
+        outcome(waiting[0])
+        assert 2 == number(guard)
 
     def test_beside_other_policies(self, world: World) -> None:
         """They replace the model while it is used; what nobody uses is released and not replaced."""
@@ -233,6 +284,18 @@ class TestUnload:
         world.loader.open.set()
         outcome(reloading), outcome(unloading)
         assert ("idle", 2) == (guard.status().state, world.loader.calls)
+
+    def test_waits_for_a_first_load(self, world: World) -> None:
+        """And releases what it has loaded, as after ``drain_first``: nobody may find a model after ``unload()``."""
+        guard = world.guard()
+        world.loader.hold()
+        loading = world.spawn(guard.load)
+        world.loader.reached()
+        unloading = world.spawn(guard.unload)
+        until(lambda: 2 == len(_deadlocks._waiting))
+        world.loader.open.set()
+        outcome(loading), outcome(unloading)
+        assert "idle" == guard.status().state
 
     def test_a_bounded_wait(self, world: World) -> None:
         """``Reloading`` after ``timeout``; the load goes on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.unit.lifecycle.world import MB, TIMEOUT, World
 
 from modelguard import ModelPool
-from modelguard.errors import GuardClosed, LoadFailed, Overloaded
+from modelguard.errors import GuardClosed, LoadFailed, LoadTimeout, Overloaded
 
 TASKS = 50
 
@@ -90,6 +91,34 @@ def test_a_failed_load_is_told(world: World) -> None:
         run(lambda: key_of(pool, "a"))
 
 
+@pytest.mark.parametrize("kind", [LoadFailed, LoadTimeout])
+def test_a_failed_load_fails_for_all_that_wait(world: World, kind: type[LoadFailed]) -> None:
+    """One load and one thread, and an error object of its own for each task: tracebacks do not mix."""
+    world.loader.fails = kind is LoadFailed
+    pool = world.pool(load_timeout="10ms" if kind is LoadTimeout else None)
+    world.loader.hold()
+    threads: list[str] = []
+    start = world.start
+
+    def count(work: Callable[[], None], name: str) -> None:
+        threads.append(name)
+        start(work, name)
+
+    object.__setattr__(world.runtime, "start_thread", count)
+
+    async def main() -> list[Any]:
+        calls = [asyncio.create_task(key_of(pool, "a")) for _ in range(TASKS)]
+        await elsewhere(world.loader.reached)
+        if kind is LoadFailed:
+            world.loader.open.set()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    errors = run(main)
+    world.loader.open.set()
+    assert ({kind}, TASKS) == ({type(error) for error in errors}, len({id(error) for error in errors}))
+    assert 1 == sum(name == f"modelguard-{pool.status().name}" for name in threads)
+
+
 class TestACancelledTask:
     def test_leaves_its_load_to_others(self, world: World) -> None:
         """The load goes on, the unwanted lease is returned, and the model is there for the next call."""
@@ -125,6 +154,26 @@ class TestACancelledTask:
 
         run(main)
         assert 0 == pool.status().in_flight
+
+    def test_that_waits_for_anothers_load_that_fails(self, world: World, caplog: pytest.LogCaptureFixture) -> None:
+        """Nobody has to look at its error, so asyncio does not log one that was "never retrieved"."""
+        pool = world.pool()
+        world.loader.hold()
+        world.loader.fails = True
+
+        async def main() -> None:
+            first, second = asyncio.create_task(key_of(pool, "a")), asyncio.create_task(key_of(pool, "a"))
+            await elsewhere(world.loader.reached)
+            second.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await second
+            world.loader.open.set()
+            with pytest.raises(LoadFailed):
+                await first
+
+        run(main)
+        gc.collect()
+        assert [] == [record.message for record in caplog.records if record.name == "asyncio"]
 
     def test_inside_its_block_gives_its_lease_back(self, world: World) -> None:
         """Cancelling the work on a model frees the model."""

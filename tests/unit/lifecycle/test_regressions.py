@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import functools
 import gc
 import inspect
@@ -279,6 +280,31 @@ def test_a_policy_that_blocks_delays_no_other_guard(world: World) -> None:
     nlp.engine.tick()
     world.join()
     assert 2 == len(asked)
+
+
+def test_a_policy_is_asked_again_after_a_lack_of_threads(world: World) -> None:
+    """A moment in which the system gives no thread does not silence a policy of the author's for ever."""
+
+    class Own(Policy):
+        def due(self, now: Snapshot) -> bool:
+            asked.append(threading.current_thread().name)
+            return False
+
+    def start(work: Callable[[], None], name: str) -> None:
+        if short and "check" in name:
+            raise RuntimeError("can't start new thread")
+        world.start(work, name)
+
+    asked: list[str] = []
+    short = True
+    nlp = world.guard(reload_on=Own(), runtime=dataclasses.replace(world.runtime, start_thread=start))
+    nlp.load()
+    with pytest.raises(RuntimeError):
+        nlp.engine.tick()
+    short = False
+    nlp.engine.tick()
+    world.join()
+    assert ["modelguard-check-model"] == asked
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from modelguard.environment import _proc
-from modelguard.environment._proc import MemoryMapping
+from modelguard.environment._mappings import MemoryMapping
 from modelguard.sharing import _places
 from modelguard.sharing._places import Places
 
