@@ -68,6 +68,7 @@ class Batcher:
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
         closed = self._queue.closed
+        self._queue.disown()
         self._reset()
         if closed:
             self._queue.close()

@@ -8,6 +8,7 @@ Requests that need no decision may be put into ``inbox`` without the lock.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import deque
 from dataclasses import asdict
@@ -341,6 +342,11 @@ class BatchQueue:
         """Fail everything that is being computed: nobody will be there to get the results."""
         for request in [one for batch in self.running for one in batch.requests if one.state == "running"]:
             self._drop(request, Failure(copy.copy(error)))
+
+    def disown(self) -> None:
+        """In a forked child: what waits and runs is the parent's, and cancelling it here must change nothing."""
+        for request in itertools.chain(self.inbox, self._lines.live(), *(batch.requests for batch in self.running)):
+            request.state = "done"
 
     # Its state
 
