@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -34,7 +35,9 @@ class Registered(Protocol):
         """Start again with an empty queue."""
 
 
-_batchers: weakref.WeakSet[Registered] = weakref.WeakSet()
+#: By their identities. Each change and each copy is one operation, so no lock is needed: a finalizer, which may run
+#: while its own thread makes a copy, can end the last request of a closed batcher, and that is discarded then.
+_batchers: dict[int, weakref.ref[Registered]] = {}
 _lock = threading.Lock()
 _registered = False
 _renewals: list[Callable[[], object]] = []
@@ -46,31 +49,36 @@ def add(batcher: Registered) -> None:
     The hooks are installed with the first batcher, not on import.
     """
     global _registered
+    key = id(batcher)
+    _batchers[key] = weakref.ref(batcher, functools.partial(_remove, key))
+    if _registered:
+        return
     with _lock:
-        _batchers.add(batcher)
         if _registered:
             return
         _registered = True
         _shutdown.before_exit("batches", _close_all)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_in_child)
+            os.register_at_fork(after_in_child=_after_in_child)
 
 
 def discard(batcher: Registered) -> None:
     """Forget a batcher that is closed for good: a readiness probe must not wait for it."""
-    with _lock:
-        _batchers.discard(batcher)
+    _batchers.pop(id(batcher), None)
 
 
 def live() -> tuple[Registered, ...]:
     """The batchers of this process that are not closed for good."""
-    with _lock:
-        return tuple(_batchers)
+    return tuple(batcher for reference in list(_batchers.values()) if (batcher := reference()) is not None)
 
 
 def renew_in_child(renew: Callable[[], object]) -> None:
     """Call ``renew`` in every forked child; for locks, which another thread of the parent may have held."""
     _renewals.append(renew)
+
+
+def _remove(key: int, _reference: object) -> None:
+    _batchers.pop(key, None)
 
 
 def _close_all(seconds: float) -> None:
@@ -80,8 +88,7 @@ def _close_all(seconds: float) -> None:
 
 
 def _after_in_child() -> None:
-    _lock.release()
     for renew in _renewals:
         renew()
-    for batcher in tuple(_batchers):
+    for batcher in live():
         batcher.after_fork_in_child()
