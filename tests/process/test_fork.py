@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -267,6 +268,20 @@ def test_a_child_may_cancel_what_its_parent_has_queued() -> None:
     gate.set()
     assert [*range(6)] == [one.result(20) for one in waiting]
     f.close()
+
+
+@guard(Model, reload_on=None)
+def loaded_by(model: Model) -> int:
+    """Worker processes find it by its name."""
+    return model.pid
+
+
+def test_workers_of_a_fork_server_load_a_model_of_their_own() -> None:
+    """It is the default start method from CPython 3.14 on; its workers have no memory of this process."""
+    assert os.getpid() == loaded_by()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as workers:
+        worker, loader = workers.submit(os.getpid).result(60), workers.submit(loaded_by).result(60)
+    assert worker == loader != os.getpid()
 
 
 def test_a_batched_function_that_is_closed_can_be_reopened_in_a_child() -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
+from tests.process.harness import run_python
 
 from modelguard import Backoff, Uses, guard, pool, telemetry
 from modelguard.errors import LoadFailed, Overloaded
@@ -224,6 +225,44 @@ def test_a_pool_keeps_its_budget_and_its_leases_under_16_threads() -> None:
     assert [20] * 16 == answers
     assert 0 == voices.status().in_flight
     voices.close()
+
+
+@pytest.mark.timeout(100)
+def test_a_pool_keeps_its_budget_in_real_memory() -> None:
+    """Also where a load fills memory that an eviction has freed: three models fit, and a fourth is being loaded."""
+    most, grown = run_python(
+        """
+        import json, random, threading, weakref
+        from concurrent.futures import ThreadPoolExecutor
+        from modelguard import memory, pool
+
+        alive, most = weakref.WeakSet(), 0
+
+        class Table:
+            def __init__(self, key):
+                global most
+                alive.add(self)
+                most = max(most, len(alive))
+                self.blocks = [b"x" * 8000 for _ in range(2500)]
+
+        tables = pool(Table, max_memory="70 MB", wait_timeout=60)
+
+        def thread(seed):
+            draw = random.Random(seed)
+            for _ in range(8):
+                with tables.lease(draw.randrange(10)) as table:
+                    assert len(table.blocks) == 2500
+                del table  # what a caller keeps stays alive
+
+        before = memory.private()
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(thread, range(16)))
+        print(json.dumps([most, memory.private() - before]))
+        """,
+        90,
+    )
+    assert most <= 4
+    assert grown < 100_000_000
 
 
 @pytest.mark.timeout(60)

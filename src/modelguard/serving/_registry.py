@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 from modelguard import _shutdown
+from modelguard._weak_registry import WeakRegistry
 
 __all__ = ["Registered", "add", "discard", "live", "renew_in_child"]
 
@@ -35,9 +34,9 @@ class Registered(Protocol):
         """Start again with an empty queue."""
 
 
-#: By their identities. Each change and each copy is one operation, so no lock is needed: a finalizer, which may run
-#: while its own thread makes a copy, can end the last request of a closed batcher, and that is discarded then.
-_batchers: dict[int, weakref.ref[Registered]] = {}
+#: Used without a lock: a finalizer may run at any point of :func:`live`, in its thread, and end the last request of a
+#: closed batcher, which is discarded then.
+_batchers: WeakRegistry[Registered] = WeakRegistry()
 _lock = threading.Lock()
 _registered = False
 _renewals: list[Callable[[], object]] = []
@@ -49,8 +48,7 @@ def add(batcher: Registered) -> None:
     The hooks are installed with the first batcher, not on import.
     """
     global _registered
-    key = id(batcher)
-    _batchers[key] = weakref.ref(batcher, functools.partial(_remove, key))
+    _batchers.add(batcher)
     if _registered:
         return
     with _lock:
@@ -64,21 +62,17 @@ def add(batcher: Registered) -> None:
 
 def discard(batcher: Registered) -> None:
     """Forget a batcher that is closed for good: a readiness probe must not wait for it."""
-    _batchers.pop(id(batcher), None)
+    _batchers.discard(batcher)
 
 
 def live() -> tuple[Registered, ...]:
     """The batchers of this process that are not closed for good."""
-    return tuple(batcher for reference in list(_batchers.values()) if (batcher := reference()) is not None)
+    return tuple(_batchers)
 
 
 def renew_in_child(renew: Callable[[], object]) -> None:
     """Call ``renew`` in every forked child; for locks, which another thread of the parent may have held."""
     _renewals.append(renew)
-
-
-def _remove(key: int, _reference: object) -> None:
-    _batchers.pop(key, None)
 
 
 def _close_all(seconds: float) -> None:
@@ -90,5 +84,5 @@ def _close_all(seconds: float) -> None:
 def _after_in_child() -> None:
     for renew in _renewals:
         renew()
-    for batcher in live():
+    for batcher in tuple(_batchers):
         batcher.after_fork_in_child()

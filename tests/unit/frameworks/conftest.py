@@ -24,5 +24,5 @@ def model() -> Iterator[Gated]:
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guards, batched or isolated functions of other tests are known."""
     monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
-    monkeypatch.setattr(_registry, "_batchers", {})
+    monkeypatch.setattr(_registry, "_batchers", weakref.WeakSet())
     monkeypatch.setattr(_isolated, "_functions", weakref.WeakSet())

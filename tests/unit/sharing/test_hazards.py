@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -182,6 +183,15 @@ class TestThisProcess:
             port = listening.getsockname()[1]
             with socket.create_connection(("127.0.0.1", port)):
                 assert {f"127.0.0.1:{port}"} == set(ThisProcess().connections()) - earlier
+
+    def test_names_the_path_of_a_unix_socket(self, tmp_path: Path) -> None:
+        """A database on the same host is often reached by a path."""
+        path = str(tmp_path / "redis.sock")
+        with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as connected:
+            listening.bind(path)
+            listening.listen()
+            connected.connect(path)
+            assert path in ThisProcess().connections()
 
     @pytest.mark.skipif(not hasattr(select, "epoll"), reason="epoll is Linux's")
     def test_counts_event_queues(self) -> None:
