@@ -17,17 +17,20 @@ def test_the_garbage_collector_may_end_a_closed_function_while_a_probe_asks() ->
     batcher = f._batcher
 
     class Caller:
-        """One that is gone with its call; in a cycle, so that the garbage collector finds it."""
+        """One that is gone with its call; in a cycle, so that the garbage collector finds it. Others follow."""
 
-        def __init__(self) -> None:
+        def __init__(self, more: int) -> None:
             self.itself = self
+            self.more = more
 
         def __del__(self) -> None:
             _registry.discard(batcher)  # as the batcher does when its last request is dropped
+            if self.more:
+                Caller(self.more - 1)
 
     thresholds = gc.get_threshold()
     gc.disable()
-    Caller()
+    Caller(100)
     gc.set_threshold(1)
     gc.enable()
     try:
