@@ -245,6 +245,31 @@ def test_multiprocessing_children_use_the_parents_model() -> None:
     assert (child.pid, os.getpid()) == (pid, loaded_by)
 
 
+def test_a_child_may_cancel_what_its_parent_has_queued() -> None:
+    """A future, or a loop over ``f.map``, may end there: neither the parent's queue nor the child's own is changed."""
+    parent, gate = os.getpid(), threading.Event()
+
+    @batched(max_size=2)
+    def f(items: list[int]) -> list[int]:
+        assert os.getpid() != parent or gate.wait(20)
+        return items
+
+    waiting = [f.submit(number) for number in range(6)]
+
+    def child() -> None:
+        assert [True] * 6 == [one.cancel() for one in waiting]
+        assert (0, 0, 0) == (f.status().waiting, f.status().running, f.status().cancelled)
+        assert 7 == f(7)
+        f.close(timeout=10)
+        assert "closed" == f.status().state
+        assert 0 == f.status().waiting
+
+    in_child(child)
+    gate.set()
+    assert [*range(6)] == [one.result(20) for one in waiting]
+    f.close()
+
+
 @guard(Model, reload_on=None)
 def loaded_by(model: Model) -> int:
     """Worker processes find it by its name."""

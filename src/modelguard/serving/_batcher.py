@@ -1,33 +1,27 @@
-"""Threads and locks around the queue: takes requests in, computes batches, and delivers outcomes.
-
-A thread that has had no work for a while ends, and the next item starts another one. So an idle batcher costs nothing,
-and one that nobody refers to any more can be collected.
-"""
+"""One batched function at work: takes requests in, computes batches, delivers outcomes, and closes."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import sys
 import threading
 import time
-from collections import deque
 from typing import Any
 
 from modelguard import _own_thread
-from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, Overloaded, WouldDeadlock
+from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, WouldDeadlock
 from modelguard.serving import _inline, _registry
 from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._events import BatchEvents
 from modelguard.serving._execution import BatchCallable, BatchFunction
 from modelguard.serving._hung import items_in_hung
+from modelguard.serving._locked_queue import LockedQueue
 from modelguard.serving._options import BatchOptions, Changes
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import FutureRequest, QueuedCall, Request, deliver
+from modelguard.serving._requests import QueuedCall, Request, deliver
 from modelguard.serving._runners import runner_of
-from modelguard.serving._shared_threads import SharedThread, SharedWatch
-from modelguard.serving._wakeup import Wakeup
+from modelguard.serving._shared_threads import SharedWatch
+from modelguard.serving._threads import BatchThreads, Work
 from modelguard.serving._watch import Watch
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
@@ -37,9 +31,6 @@ from modelguard.telemetry import logger
 __all__ = ["Batcher"]
 
 _clock = time.monotonic  # at every call, where each look-up counts
-
-#: Seconds after which a thread without work ends.
-_LINGER = 10.0
 
 
 class Batcher:
@@ -62,7 +53,6 @@ class Batcher:
             ignore=() if options.breaker is None else options.breaker.ignore,
         )
         self._runner = runner_of(self._function, options.function, options.own_loop, self._others_wait)
-        self._most_threads = options.limits.threads
         self._own_keys = options.fair_by is not None
         self._ordered = False  # whether requests have ever had keys or priorities
         self._take_limits(options.limits)
@@ -78,20 +68,20 @@ class Batcher:
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue: what waits and runs belongs to the parent. What was closed stays closed."""
         closed = self._queue.closed
+        self._queue.disown()
         self._reset()
         if closed:
             self._queue.close()
 
     def _reset(self) -> None:
-        # Reentrant: the garbage collector and signal handlers may call in at any point, also while this thread holds
-        # the lock. What they ask for is deferred until the state is consistent again; see cancel().
-        self._lock = threading.RLock()
-        self._deferred: deque[tuple[Request, bool]] = deque()  # requests to cancel, and whether to notify their callers
-        self._queue = BatchQueue(self._limits, None if self._breaker is None else Circuit(self._breaker))
+        self._locked = LockedQueue(
+            BatchQueue(self._limits, None if self._breaker is None else Circuit(self._breaker)), self._on_drained
+        )
+        self._lock, self._queue = self._locked.lock, self._locked.queue
+        self._threads = BatchThreads(
+            self.name, self._locked, self._take, self._compute, most=self._limits.threads, shared=self._shared
+        )
         self._process = os.getpid()
-        self._idle: list[Wakeup] = []  # of the threads without work
-        self._wakeups: set[Wakeup] = set()  # of all threads that compute
-        self._threads = 0
         self._nested = False  # whether a batch function has ever called this one
         watch = SharedWatch if self._shared else Watch
         self._watch = watch(self.name, self._lock, self._check_time, self._after_check)
@@ -127,7 +117,7 @@ class Batcher:
             self._queue.configure(self._limits, now)
             if self._queue.running and self._watch.due > now:
                 self._watch.schedule(now)  # a batch may count as hung sooner
-            idle, self._idle = self._idle, []
+            idle = self._threads.take_idle()
         for wakeup in idle:  # they may be waiting for a batch to become due
             wakeup.set()
 
@@ -148,20 +138,20 @@ class Batcher:
         bounded = scope is not None or timeout is not None or self._bounded
         if bounded:
             self._apply_bounds(request, timeout, scope)
-        queue, wakeup = self._queue, None
+        queue, threads, wakeup = self._queue, self._threads, None
         try:
             with self._lock:
                 queue.admit(request, _clock())
-                if self._idle:
-                    wakeup = self._idle.pop()
-                elif self._threads < self._most_threads:
-                    self._start_thread()
+                if threads.idle:
+                    wakeup = threads.idle.pop()
+                elif threads.count < threads.most:
+                    threads.start()
                 if bounded and request.deadline < self._watch.due:
                     self._watch.schedule(request.deadline)
             if wakeup is not None:
                 wakeup.set()
-            if self._deferred or queue.undelivered:
-                self._settle()
+            if self._locked.deferred or queue.undelivered:
+                self._locked.settle()
         except ModelGuardError:
             self._report_refusal()
             raise
@@ -177,9 +167,9 @@ class Batcher:
         A lock costs as much as everything else here, and more while another thread holds it. Loops in several threads
         may exceed ``max_queue`` together, by one request each.
         """
-        queue = self._queue
+        queue, threads = self._queue, self._threads
         simple = self._plain and not (queue.may_refuse or _inline.open_blocks or _own_thread.open_blocks)
-        busy = not self._idle and self._threads >= self._most_threads  # else a thread has to be woken, with the lock
+        busy = not threads.idle and threads.count >= threads.most  # else a thread has to be woken, with the lock
         room = len(queue.inbox) + queue.waiting < self._limits.max_queue
         if not (simple and busy and room) or current_scope.get() is not None:
             self.put(request)
@@ -188,7 +178,7 @@ class Batcher:
             request.arrived = _clock()
             queue.inbox.append(request)
             # Read again, after the request was queued: a thread looks for work after it has written these.
-            if self._idle or self._threads < self._most_threads or queue.closed:
+            if threads.idle or threads.count < threads.most or queue.closed:
                 self._attend_to(request)
         except GuardClosed:
             raise
@@ -202,11 +192,11 @@ class Batcher:
             closed = self._queue.closed and request.state == "waiting"
             if closed:
                 self._queue.withdraw(request)
-            wakeup = self._find_thread()
+            wakeup = self._threads.find()
         if wakeup is not None:
             wakeup.set()
-        if closed or self._deferred or self._queue.undelivered:
-            self._settle()
+        if closed or self._locked.deferred or self._queue.undelivered:
+            self._locked.settle()
         if closed:
             raise GuardClosed(self.name)
 
@@ -214,8 +204,7 @@ class Batcher:
         """Undo an admission that an exception interrupted."""
         with self._lock:
             self._queue.withdraw(request)
-        for each in tuple(self._wakeups):  # one of them may have been chosen and not set
-            each.set()
+        self._threads.wake_all()
 
     def _apply_bounds(self, request: Request, timeout: float | None, scope: Scope | None) -> None:
         deadline = _clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
@@ -259,118 +248,23 @@ class Batcher:
 
     def cancel(self, request: Request, *, notify: bool = False) -> None:
         """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
-        if self._holds_lock():  # called by the garbage collector in the middle of a change, which ends first
-            self._deferred.append((request, notify))
-            return
-        with self._lock:
-            self._queue.cancel(request, notify=notify)
-        self._settle()
+        self._locked.cancel(request, notify=notify)
 
     def _others_wait(self) -> bool:
         return bool(self._queue.waiting or self._queue.inbox)
 
-    def _holds_lock(self) -> bool:
-        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition does
-        return owned
-
     def _refuse_interruption(self, method: str, fix: str) -> None:
-        if self._holds_lock():
+        if self._locked.interrupted:
             why = f"{method}() was called by a signal handler or a finalizer that interrupted a call"
             raise WouldDeadlock(self.name, why=why, fix=fix)
 
-    # Threads that compute
+    # What the threads that compute do
 
-    def _find_thread(self) -> Wakeup | None:
-        """The wakeup of a thread without work. If there is none, start a thread, if more are allowed."""
-        if self._idle:
-            return self._idle.pop()
-        if self._threads < self._most_threads:
-            self._start_thread()
-        return None
-
-    def _start_thread(self) -> None:
-        name = f"modelguard-batch-{self.name}"
-        thread: threading.Thread | SharedThread
-        if self._shared:
-            thread = SharedThread(self._run_thread, name)
-        else:
-            thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
-        self._threads += 1
-        try:
-            if sys.is_finalizing():  # start() would wait for a thread that never runs
-                raise RuntimeError("the interpreter is shutting down")  # noqa: TRY301
-            thread.start()
-        except RuntimeError as error:
-            self._threads -= 1
-            if not self._threads:
-                self._queue.refuse_waiting(Overloaded(f"{self.name}(): cannot start a thread: {error}"))
-        except BaseException:
-            self._threads -= thread.ident is None
-            raise
-
-    def _run_thread(self) -> None:
-        """Compute batches until there has been no work for a while."""
-        wakeup = Wakeup()
-        queue = self._queue  # a forked child has another one, and none of these threads
-        self._wakeups.add(wakeup)
-        try:
-            while self._run_once(queue, wakeup):
-                pass
-        except BaseException:  # noqa: BLE001 - a fault in this library; another thread takes over
-            with contextlib.suppress(BaseException):
-                logger.exception("modelguard: a thread of %s() failed", self.name)
-            with self._lock:
-                self._threads -= 1
-                other = None if queue.idle else self._find_thread()
-            if other is not None:
-                other.set()
-        finally:
-            self._wakeups.discard(wakeup)
-
-    def _run_once(self, queue: BatchQueue, wakeup: Wakeup) -> bool:
-        """Compute a batch, or wait for one; false if this thread has to end."""
-        other, ends = None, False
-        with self._lock:
-            found = queue.next_batch(_clock())
-            if isinstance(found, Batch):
-                if self._watch.due == math.inf and self._limits.hang_after != math.inf:
-                    self._watch.schedule(found.started + self._limits.hang_after)
-                # The rest may be due before this batch has ended.
-                other = self._find_thread() if queue.waiting else None
-            elif found is None and (queue.closed or self._shared):
-                self._threads -= 1
-                ends = True
-            else:
-                self._idle.append(wakeup)
-            if (
-                not isinstance(found, Batch) and queue.inbox
-            ):  # since it was emptied, by a call that saw this thread work
-                if ends:
-                    self._threads += 1
-                else:
-                    self._idle.remove(wakeup)
-                return True
-        if other is not None:
-            other.set()
-        if queue.undelivered or self._deferred:
-            self._settle()
-        if not isinstance(found, Batch):
-            return not ends and self._wait_for_work(wakeup, found)
-        self._compute(found)
-        return True
-
-    def _wait_for_work(self, wakeup: Wakeup, seconds: float | None) -> bool:
-        """Wait until there is work, or a batch is due; false if none came and the thread has to end."""
-        woken = wakeup.wait(_LINGER if seconds is None else min(seconds, _LINGER))
-        with self._lock:
-            if wakeup in self._idle:
-                self._idle.remove(wakeup)
-            if woken or seconds is not None or self._queue.waiting:
-                return True
-            self._threads -= 1
-            if self._queue.inbox:
-                self._threads += 1
-            return bool(self._queue.inbox)
+    def _take(self) -> Work:
+        found = self._queue.next_batch(_clock())
+        if isinstance(found, Batch) and self._watch.due == math.inf and self._limits.hang_after != math.inf:
+            self._watch.schedule(found.started + self._limits.hang_after)
+        return found
 
     def _compute(self, batch: Batch) -> None:
         enclosing: frozenset[object] = frozenset({self})
@@ -394,8 +288,8 @@ class Batcher:
             change = queue.record_verdict(batch, computed.verdict, now)
         if requests:
             deliver(requests, outcomes)
-        if queue.undelivered or queue.closed or self._deferred:
-            self._settle()
+        if queue.undelivered or queue.closed or self._locked.deferred:
+            self._locked.settle()
         try:
             self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
             if change == "opened" and self._breaker is not None and self._breaker.reload is not None:
@@ -421,7 +315,7 @@ class Batcher:
         return queue.next_check()
 
     def _after_check(self, now: float) -> None:
-        self._settle(callbacks_elsewhere=True)
+        self._locked.settle(callbacks_elsewhere=True)
         hung, self._hung = self._hung, False
         try:
             self._events.refused(self._queue, now)
@@ -440,34 +334,7 @@ class Batcher:
                 if self._watch.due > now:
                     self._watch.schedule(now)
 
-    # Out
-
-    def _settle(self, *, callbacks_elsewhere: bool = False) -> None:
-        """Do what was deferred, and deliver the failures that the queue decided on.
-
-        Args:
-            callbacks_elsewhere: Whether to run callbacks of futures in another thread, so that this one is on time.
-        """
-        queue = self._queue
-        with self._lock:
-            while self._deferred:
-                request, notify = self._deferred.popleft()
-                queue.cancel(request, notify=notify)
-            pairs, queue.undelivered = queue.undelivered, []
-            drained = queue.closed and queue.idle
-        if callbacks_elsewhere:
-            futures = [pair for pair in pairs if isinstance(pair[0], FutureRequest)]
-            with contextlib.suppress(RuntimeError):  # no thread can be started: deliver them here
-                if futures:
-                    threading.Thread(target=deliver, args=_columns(futures), daemon=True).start()
-                    pairs = [pair for pair in pairs if not isinstance(pair[0], FutureRequest)]
-        if pairs:
-            deliver(*_columns(pairs))
-        if drained:
-            with self._lock:
-                if queue.closed and queue.idle:  # not reopened meanwhile
-                    self._drained.set()
-                    _registry.discard(self)
+    # Closing
 
     def close(self, timeout: float, *, abandon: bool = False) -> None:
         """Admit nothing more, compute what waits, and refuse what still waits after so many seconds.
@@ -486,16 +353,20 @@ class Batcher:
         self._refuse_interruption("close", "Set a flag in the handler, and close when the program ends.")
         with self._lock:
             self._queue.close()
-            idle, self._idle = self._idle, []
+            idle = self._threads.take_idle()
         for wakeup in idle:
             wakeup.set()
-        self._settle()
+        self._locked.settle()
         if not self._drained.wait(timeout):
             with self._lock:
                 self._queue.refuse_waiting(GuardClosed(self.name))
                 if abandon:
                     self._queue.refuse_running(GuardClosed(self.name))
-            self._settle()
+            self._locked.settle()
+
+    def _on_drained(self) -> None:
+        self._drained.set()
+        _registry.discard(self)
 
     def reopen(self) -> None:
         """Admit items again after :meth:`close`."""
@@ -521,14 +392,10 @@ class Batcher:
 
     def status(self) -> BatchStatus:
         """Its state, counts and times."""
-        if self._deferred:
-            self._settle()
+        if self._locked.deferred:
+            self._locked.settle()
         with self._lock:
             return self._queue.status(_clock())
 
     def __repr__(self) -> str:
         return f"<Batcher {self.name!r}>"
-
-
-def _columns(pairs: list[tuple[Request, Any]]) -> tuple[list[Request], list[Any]]:
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]

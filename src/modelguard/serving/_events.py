@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 from modelguard import telemetry
 from modelguard.serving._batches import Batch
 from modelguard.serving._chosen_size import ChosenSize
+from modelguard.serving._circuit import CircuitChange
 from modelguard.serving._execution import Computed
 from modelguard.serving._hung import count_hung, items_in_hung
 from modelguard.serving._outcomes import one_line
@@ -15,8 +15,6 @@ from modelguard.serving._queue import BatchQueue
 
 #: Refused requests are reported at most this often, in seconds: under overload there are thousands.
 _REPORT_INTERVAL = 1.0
-
-CircuitChange = Literal["opened", "closed"] | None
 
 
 class BatchEvents:

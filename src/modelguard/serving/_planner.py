@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
+from modelguard.serving._arrivals import Arrivals, sizes_up_to
 from modelguard.serving._auto_size import AutoSize
 from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._lines import Line, Lines
 from modelguard.serving._padding import choose_alike
-from modelguard.serving._requests import Group, Request
+from modelguard.serving._requests import Request
 from modelguard.serving._times import BatchTimes, Curve
 
 __all__ = ["Planner"]
 
 #: How long a full queue takes to drain, in seconds, while nothing has been measured.
 _DRAIN_UNMEASURED = 1.0
-#: How fast the rate of arrivals, the time that requests have, and the cost of runs that failed are followed.
+#: How fast the padding and the cost of runs that failed are followed.
 _STEP = 0.2
-#: A batch that is larger by this much must compute so many more items a second, or the smaller one is planned with.
-_GAIN = 1.015
 #: The oldest requests are left out of a batch if without them it computes this many times as many items a second.
 _DROP_GAIN = 1.1
 #: Batches stay as small as planned from this share of the capacity on, or where larger ones compute hardly more.
@@ -30,12 +29,6 @@ _LITTLE_GAIN = 1.05
 #: them, and the fewer a batch has, the more batches pay its fixed time. The average follows each batch by this much.
 _BAD_IN_BATCH = 0.8
 _BAD_STEP = 0.1
-#: Sizes are planned anew when times or arrivals have changed by this much.
-_ALIKE = 0.1
-#: When so many times as many arrive as a batch has room for, it is full.
-_MANY = 10
-#: Each size that is compared is larger than the one before by this factor.
-_NEXT_SIZE = 1.15
 #: With more groups than this, the time that those in front take is estimated from these.
 _LOOKED_AT = 64
 #: A batch that may wait for more items starts this much before the last moment at which it could meet its deadline by
@@ -64,13 +57,10 @@ class Planner:
 
     def __init__(self, limits: Limits, times: BatchTimes) -> None:
         self._times = times
+        self._arrivals = Arrivals()
         self._bad = 0.0
         self._mean = 0.0  # weight of an item in the last batch
         self.configure(limits)
-        self.offered = 0  # requests since the last batch ended, those that were refused included
-        self._offered_at = -math.inf
-        self._rate = 0.0
-        self._timeout = 0.0
         self._overhead = 1.0
         self._padding = 1.0  # what a batch weighs over what its items weigh
         self.ended = -math.inf  # when the last batch ended
@@ -78,9 +68,8 @@ class Planner:
     def configure(self, limits: Limits) -> None:
         """Plan with these bounds from now on. What was measured stays."""
         self._limits = limits
-        self._sizes = _sizes(limits.max_size)
-        self._crowds: dict[Hashable, tuple[Curve, int, int, float, int]] = {}
         self.auto = AutoSize(limits.slo, limits.max_wait, limits.max_size)
+        self._arrivals.configure(limits.max_size, limits.max_weight, self.auto.seconds)
         self._ceiling = limits.max_size  # fewer while many items make their batches raise
         if self.auto:
             self.auto.follow(self._times, self._times.curve(), self._mean)
@@ -88,10 +77,6 @@ class Planner:
         self._full = math.inf  # seconds of a full batch, for a quick look; infinity where that is not enough
 
     # What happens
-
-    def note_timeout(self, left: float) -> None:
-        """Note how long a request has for its answer."""
-        self._timeout = left if not self._timeout else self._timeout + _STEP * (left - self._timeout)
 
     def note_batch(self, batch: Batch, seconds: float, now: float, *, reruns: int, bad: float) -> None:
         """Note that a batch has ended.
@@ -122,13 +107,9 @@ class Planner:
                 self.auto.note_run(len(batch.requests), seconds)
             self.auto.follow(self._times, self._times.curve(batch.group), self._mean)
         self.most = min(self._ceiling, self.auto.size)
-        if self.offered:
+        if self._arrivals.offered:
             self._full = self._full_batch()
-        took = now - self._offered_at
-        if took > 0 and self.offered:
-            rate = self.offered / took
-            self._rate = rate if not self._rate else self._rate + _STEP * (rate - self._rate)
-        self.offered, self._offered_at = 0, now
+        self._arrivals.note_batch(now)
 
     # What a request would have to wait
 
@@ -144,11 +125,11 @@ class Planner:
         What finds a thread idle is in time whatever was measured: its run is a new measurement.
         """
         left = request.deadline - now
-        self.offered += 1
+        self._arrivals.offered += 1
         simple = request.group is None and not lines.several
         if simple and self.surely_in_time(waiting, left, running, now):
             return None
-        self.note_timeout(left)
+        self._arrivals.note_timeout(left)
         if not waiting and len(running) < self._limits.threads:
             return None
         estimate = self.seconds_to_answer(request, lines, running, now)
@@ -181,14 +162,14 @@ class Planner:
             place, weight = in_front + 1, heavy + request.weight
         weight *= self._padding
         mean = weight / place if self._limits.weighed else 0.0
-        crowd = self._crowd(request.group, curve, mean, len(lines))
+        crowd = self._arrivals.crowd(request.group, curve, mean, lines=len(lines), ceiling=self._ceiling)
         crowd = min(crowd, self._most(curve, mean))
         batches = (place - 1) // crowd
         if self._limits.max_weight != math.inf:
             batches = max(batches, math.ceil(weight / self._limits.max_weight) - 1)
         ahead += batches * curve.seconds(crowd, crowd * mean)
         start = (busy + ahead * self._overhead) / threads
-        joining = self._rate * start / max(len(lines), 1)
+        joining = self._arrivals.rate * start / max(len(lines), 1)
         joining = max(joining - math.sqrt(joining) / 2, 0.0)  # arrivals are random: so many are likely
         own = max(min(crowd, max(place - batches * crowd, 1) + joining), 1)
         return start + curve.seconds(own, max(own * mean, request.weight if mean else 0.0)) * self._overhead
@@ -235,38 +216,6 @@ class Planner:
                 seconds += (batches - 1) * curve.fixed + curve.seconds(count, weight * self._padding)
         return seconds * max(1.0, len(lines) / (_LOOKED_AT + 1)) if looked_at else 0.0
 
-    def _crowd(self, group: Group | None, curve: Curve, mean: float, lines: int) -> int:
-        """How many items a batch has under overload.
-
-        The larger a batch, the more it computes a second; but what arrives while it runs has to wait for its end, and
-        then needs the time of its own batch. So only those requests can be answered that arrive in the last
-        ``timeout - seconds`` of it.
-        """
-        known = self._crowds.get(group)
-        if known is not None and known[1:3] == (self._ceiling, lines) and _alike(known[0], curve, known[3], self._rate):
-            return known[4]
-        rate = self._rate / max(lines, 1) or math.inf
-        longest = min(self._timeout, self.auto.seconds)
-        best, size = 0.0, self._ceiling if curve.seconds(1, mean) >= self._timeout else 1
-        for count in self._sizes:
-            seconds = curve.seconds(count, count * mean)
-            if count > 1 and (seconds >= longest or count * mean > self._limits.max_weight):
-                break
-            window = min(self._timeout - seconds, seconds)
-            if seconds > 0 and window <= 0:
-                continue
-            usable = rate * window if seconds > 0 else math.inf
-            none = math.exp(-usable)  # nothing came in time: the next request finds the thread idle, and runs alone
-            answered = _lesser(count, usable) + none
-            spent = curve.seconds(answered, answered * mean) + none / rate
-            answers = answered / spent if spent > 0 else math.inf
-            if answers > best * _GAIN:
-                best, size = answers, count
-        if len(self._crowds) > _LOOKED_AT:
-            self._crowds.clear()
-        self._crowds[group] = curve, self._ceiling, lines, self._rate, size
-        return size
-
     # What is computed next
 
     def takes_all(self, line: Line, lines: Lines, nearest: float, now: float) -> bool:
@@ -286,7 +235,10 @@ class Planner:
             return False
         if curve is None or not curve.holds(count, 0.0, nearest - now):
             return curve is None
-        return not self._rate or count <= self._crowd(line.group, curve, 0.0, len(lines))
+        arrivals = self._arrivals
+        if not arrivals.rate:
+            return True
+        return count <= arrivals.crowd(line.group, curve, 0.0, lines=len(lines), ceiling=self._ceiling)
 
     def choose(self, line: Line, lines: Lines, now: float) -> tuple[list[Request], list[Request]]:
         """The requests of the next batch, and those that will be late in any case.
@@ -310,7 +262,7 @@ class Planner:
         if first and self._rest_holds(waiting, len(first), curve, now):
             return first, []
         best, start = self._rate_of(first, curve), 0
-        for at in _sizes(len(waiting) - 1):
+        for at in sizes_up_to(len(waiting) - 1):
             room = self._fill(waiting[at:], curve, now)
             rate = self._rate_of(room, curve)
             if rate > best * _DROP_GAIN:
@@ -369,12 +321,13 @@ class Planner:
     ) -> list[Request]:
         """Fewer requests, where a larger batch computes hardly more and what arrives meanwhile would be late."""
         mean = self._weight(chosen) / len(chosen) if chosen else 0.0
-        crowd = self._crowd(waiting[0].group, curve, mean, lines)
-        if len(chosen) <= crowd or not self._rate:
+        arrivals = self._arrivals
+        crowd = arrivals.crowd(waiting[0].group, curve, mean, lines=lines, ceiling=self._ceiling)
+        if len(chosen) <= crowd or not arrivals.rate:
             return chosen
         fewer = chosen[:crowd]
         rate = self._rate_of(fewer, curve)
-        busy = self._rate / max(lines, 1) > rate * _BUSY
+        busy = arrivals.rate / max(lines, 1) > rate * _BUSY
         if (busy or rate * _LITTLE_GAIN > self._rate_of(chosen, curve)) and self._rest_holds(
             waiting, crowd, curve, now
         ):
@@ -390,34 +343,3 @@ class Planner:
 
     def _weight(self, requests: list[Request]) -> float:
         return math.fsum(request.weight for request in requests) if self._limits.weighed else 0.0
-
-
-def _alike(one: Curve, other: Curve, rate: float, other_rate: float) -> bool:
-    """Whether a plan for one still serves for the other: planning takes longer than a look at it."""
-    if one is other:
-        return rate == other_rate
-    tolerance = _ALIKE * (one.fixed + one.each + one.unit)
-    return (
-        abs(one.fixed - other.fixed) <= tolerance
-        and abs(one.each - other.each) <= _ALIKE * one.each
-        and abs(one.unit - other.unit) <= _ALIKE * one.unit
-        and one.most == other.most
-        and abs(rate - other_rate) <= _ALIKE * rate
-    )
-
-
-def _lesser(count: float, mean: float) -> float:
-    """The mean of the lesser of a count and a random number of arrivals."""
-    if mean > _MANY * count:
-        return count
-    return (count + mean - math.sqrt((count - mean) ** 2 + mean * 2 / math.pi)) / 2
-
-
-def _sizes(most: int) -> list[int]:
-    """Numbers from 1 to ``most``, each larger than the one before by at least a seventh."""
-    sizes: list[int] = []
-    size = 1
-    while size < most:
-        sizes.append(size)
-        size = max(size + 1, int(size * _NEXT_SIZE))
-    return [*sizes, most] if most > 0 else []

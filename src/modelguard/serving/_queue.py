@@ -8,22 +8,17 @@ Requests that need no decision may be put into ``inbox`` without the lock.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import deque
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
-from modelguard.errors import (
-    CircuitOpen,
-    DeadlineExceeded,
-    DeadlineUnreachable,
-    GuardClosed,
-    ModelGuardError,
-    QueueFull,
-    QuotaExceeded,
-)
+from modelguard.errors import DeadlineExceeded, GuardClosed, ModelGuardError
+from modelguard.serving._admission import Admission
 from modelguard.serving._auto_size import AutoSize
 from modelguard.serving._batches import Batch, Counters, Limits, Verdict
+from modelguard.serving._circuit import CircuitChange, QueueCircuit
 from modelguard.serving._expiry import Expiry
 from modelguard.serving._hung import mark_hung, next_hang, state_of
 from modelguard.serving._lines import Line, Lines
@@ -66,10 +61,11 @@ class BatchQueue:
         self.undelivered: list[tuple[Request, Failure]] = []
         self.reopen()
         self.counters = Counters()
+        self._queue_circuit = QueueCircuit(limits.name, circuit)
+        self._admission = Admission(limits, self._lines, self._planner, self._queue_circuit, self.counters)
         self._recent = Recent()
         self._stale = 0  # requests in the lines that are done
         self._abandoned = 0  # requests in running batches that are done
-        self._probe: Request | None = None
         if limits.fair or limits.quota is not None:
             self.order()
 
@@ -96,6 +92,7 @@ class BatchQueue:
         """Bound batches, queue and calls by these limits from now on. What waits keeps its deadline and its wait."""
         self.take_in()
         self._take_limits(limits)
+        self._admission.configure(limits)
         self._planner.configure(limits)
         self._lines.configure(limits, self._planner.most, now)
 
@@ -128,13 +125,14 @@ class BatchQueue:
         request.arrived = now
         displaced = None
         if self.waiting >= self._max_queue or self.may_refuse:
-            displaced = self._check_room(request, now)
+            if self.closed:
+                raise GuardClosed(self._limits.name)
+            displaced = self._admission.check_room(request, self.waiting, now)
         bounded = request.deadline != math.inf
         if bounded:
-            self._check_deadline(request, now)
+            self._admission.check_deadline(request, self.waiting, self.running, now)
         if displaced is not None:
-            self.counters.refused_full += 1
-            self._drop(displaced, Failure(self._queue_full(now, displaced=True)))
+            self._drop(displaced, Failure(self._admission.queue_full(self.waiting, now, displaced=True)))
         if request.group is not None or self._sorted:
             self._lines.add(request, now)
         else:  # what it would do, without its call
@@ -144,43 +142,8 @@ class BatchQueue:
         self.waiting += 1
         if bounded:
             self._expiry.add(request)
-        if self.may_refuse and self.circuit is not None and self.circuit.admitted():
-            self._probe = request
-
-    def _check_room(self, request: Request, now: float) -> Request | None:
-        """Returns the request that makes room for this one if it is admitted; None if none has to."""
-        if self.closed:
-            raise GuardClosed(self._limits.name)
-        if self.circuit is not None and (pause := self.circuit.retry_after(now)) is not None:
-            self.counters.refused_open += 1
-            raise CircuitOpen(self._limits.name, failures=self.circuit.failures, retry_after=pause)
-        fairness, quota = self._lines.fairness, self._limits.quota
-        if fairness is not None and quota is not None and (waiting := fairness.waiting_of(request.key)) >= quota:
-            self.counters.refused_quota += 1
-            pause = self._planner.seconds_to_drain(waiting, now)
-            raise QuotaExceeded(self._limits.name, request.key, queued=waiting, quota=quota, retry_after=pause)
-        if self.waiting < self._max_queue:
-            return None
-        displaced = None if fairness is None else fairness.displaced_by(request, self._lines.live)
-        if displaced is None:
-            self.counters.refused_full += 1
-            raise self._queue_full(now)
-        return displaced
-
-    def _queue_full(self, now: float, *, displaced: bool = False) -> QueueFull:
-        pause = self._planner.seconds_to_drain(self.waiting, now)
-        return QueueFull(self._limits.name, queued=self.waiting, retry_after=pause, displaced=displaced)
-
-    def _check_deadline(self, request: Request, now: float) -> None:
-        """Raise if, by what was measured, the answer would come after the deadline."""
-        left = request.deadline - now
-        if left <= 0:
-            self.counters.expired += 1
-            raise DeadlineExceeded(self._limits.name, waited=0.0)
-        estimate = self._planner.too_late(request, self._lines, self.waiting, self.running, now)
-        if estimate is not None:
-            self.counters.refused_late += 1
-            raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
+        if self.may_refuse:
+            self._queue_circuit.admitted(request)
 
     def withdraw(self, request: Request) -> None:
         """Undo an admission that an exception interrupted at any point: count again what is really there."""
@@ -191,7 +154,7 @@ class BatchQueue:
         self._lines.sweep()
         self.waiting = sum(line.waiting for line in self._lines)
         self._stale = 0
-        self._forget_probe(request)
+        self._queue_circuit.forget(request)
 
     # Out
 
@@ -232,8 +195,7 @@ class BatchQueue:
             return requests
         requests, late = self._planner.choose(line, self._lines, now)
         for request in late:
-            self.counters.expired += 1
-            self._drop(request, Failure(self._deadline_exceeded(request, now)))
+            self._drop_late(request, now)
         if len(requests) == line.waiting:
             self._stale -= len(line.requests) - line.waiting
             line.requests.clear()
@@ -294,39 +256,26 @@ class BatchQueue:
         self.counters.answered += len(live) - failed
         return [pair[0] for pair in live], [pair[1] for pair in live]
 
-    def record_verdict(self, batch: Batch, verdict: Verdict, now: float) -> Literal["opened", "closed"] | None:
+    def record_verdict(self, batch: Batch, verdict: Verdict, now: float) -> CircuitChange:
         """Tell the breaker how a batch went. Returns whether that opened or closed the circuit."""
         self.counters.failed_batches += verdict == "failed"
-        if self.circuit is None:
-            return None
-        probe = self._probe is not None and self._probe in batch.requests
-        if probe:
-            self._probe = None
-        if verdict == "succeeded":
-            return "closed" if self.circuit.succeeded(probe=probe) else None
-        if verdict == "inconclusive":
-            if probe:
-                self.circuit.probe_inconclusive()
-            return None
-        if not self.circuit.failed(now, probe=probe):
-            return None
-        self._refuse_because_open(self.circuit, now)
-        return "opened"
-
-    def _refuse_because_open(self, circuit: Circuit, now: float) -> None:
-        pause = circuit.retry_after(now) or 0.0
-        for request in tuple(self._lines.live()):
-            self.counters.refused_open += 1
-            error = CircuitOpen(self._limits.name, failures=circuit.failures, retry_after=pause)
-            self._drop(request, Failure(error))
+        change = self._queue_circuit.batch_ended(batch.requests, verdict, now)
+        if change == "opened":
+            self._refuse_because_open(now)
+        return change
 
     def note_hung(self, now: float) -> bool:
         """Note the batches that have newly overstayed, and open the circuit. Returns whether there are any."""
         found = mark_hung(self.running, self._limits.hang_after, now)
-        if found and self.circuit is not None:
-            self.circuit.trip(now)
-            self._refuse_because_open(self.circuit, now)
+        if found and self._queue_circuit.trip(now):
+            self._refuse_because_open(now)
         return found
+
+    def _refuse_because_open(self, now: float) -> None:
+        for request in tuple(self._lines.live()):
+            if (refusal := self._queue_circuit.refusal(now)) is not None:
+                self.counters.refused_open += 1
+                self._drop(request, Failure(refusal))
 
     def record_run(self, batch: Batch, seconds: float, now: float) -> None:
         """Record that the function ran once over all of a batch, and for how many seconds."""
@@ -350,8 +299,7 @@ class BatchQueue:
     def expire(self, now: float) -> None:
         """Fail the requests whose deadline has come, whether they wait or are being computed."""
         while (request := self._expiry.pop(now)) is not None:
-            self.counters.expired += 1
-            self._drop(request, Failure(self._deadline_exceeded(request, now)))
+            self._drop_late(request, now)
 
     def next_deadline(self) -> float:
         """When :meth:`expire` has something to do; infinity for never."""
@@ -395,6 +343,11 @@ class BatchQueue:
         for request in [one for batch in self.running for one in batch.requests if one.state == "running"]:
             self._drop(request, Failure(copy.copy(error)))
 
+    def disown(self) -> None:
+        """In a forked child: what waits and runs is the parent's, and cancelling it here must change nothing."""
+        for request in itertools.chain(self.inbox, self._lines.live(), *(batch.requests for batch in self.running)):
+            request.state = "done"
+
     # Its state
 
     @property
@@ -425,8 +378,9 @@ class BatchQueue:
 
     # Bookkeeping
 
-    def _deadline_exceeded(self, request: Request, now: float) -> DeadlineExceeded:
-        return DeadlineExceeded(self._limits.name, waited=now - request.arrived)
+    def _drop_late(self, request: Request, now: float) -> None:
+        self.counters.expired += 1
+        self._drop(request, Failure(DeadlineExceeded(self._limits.name, waited=now - request.arrived)))
 
     def _drop(self, request: Request, failure: Failure | None) -> None:
         """End a request out of turn. A waiting one stays in its queue, done, until the queue is next looked through."""
@@ -445,7 +399,7 @@ class BatchQueue:
     def _remove_waiting(self, request: Request, failure: Failure | None) -> None:
         self.waiting -= 1
         self._lines.removed(request)
-        self._forget_probe(request)
+        self._queue_circuit.forget(request)
         self._end(request, failure)
 
     def _end(self, request: Request, failure: Failure | None) -> None:
@@ -456,8 +410,3 @@ class BatchQueue:
             self._expiry.settle([request])
         if failure is not None:
             self.undelivered.append((request, failure))
-
-    def _forget_probe(self, request: Request) -> None:
-        if request is self._probe and self.circuit is not None:
-            self._probe = None
-            self.circuit.probe_inconclusive()

@@ -34,6 +34,8 @@ class Registered(Protocol):
         """Start again with an empty queue."""
 
 
+#: Used without a lock: a finalizer may run at any point of :func:`live`, in its thread, and end the last request of a
+#: closed batcher, which is discarded then.
 _batchers: WeakRegistry[Registered] = WeakRegistry()
 _lock = threading.Lock()
 _registered = False
@@ -46,26 +48,26 @@ def add(batcher: Registered) -> None:
     The hooks are installed with the first batcher, not on import.
     """
     global _registered
+    _batchers.add(batcher)
+    if _registered:
+        return
     with _lock:
-        _batchers.add(batcher)
         if _registered:
             return
         _registered = True
         _shutdown.before_exit("batches", _close_all)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_in_child)
+            os.register_at_fork(after_in_child=_after_in_child)
 
 
 def discard(batcher: Registered) -> None:
     """Forget a batcher that is closed for good: a readiness probe must not wait for it."""
-    with _lock:
-        _batchers.discard(batcher)
+    _batchers.discard(batcher)
 
 
 def live() -> tuple[Registered, ...]:
     """The batchers of this process that are not closed for good."""
-    with _lock:
-        return tuple(_batchers)
+    return tuple(_batchers)
 
 
 def renew_in_child(renew: Callable[[], object]) -> None:
@@ -80,7 +82,6 @@ def _close_all(seconds: float) -> None:
 
 
 def _after_in_child() -> None:
-    _lock.release()
     for renew in _renewals:
         renew()
     for batcher in tuple(_batchers):

@@ -14,7 +14,7 @@ from tests.unit.serving.gated import TIMEOUT, next_turn, until
 
 from modelguard import Batched, batched, guard
 from modelguard.errors import BatchFailed, DeadlineExceeded, NotSupported, WrongResults
-from modelguard.serving import BatchedStream, _batcher
+from modelguard.serving import BatchedStream, _threads
 from modelguard.serving._inline import inline
 from modelguard.serving._loops import OwnLoop
 
@@ -49,7 +49,7 @@ def test_it_runs_on_a_loop_of_its_own_which_stays() -> None:
 
 def test_the_loop_ends_with_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that nobody refers to any more leaves no thread."""
-    monkeypatch.setattr(_batcher, "_LINGER", 0.01)
+    monkeypatch.setattr(_threads, "_LINGER", 0.01)
     f = batched(max_size=4, name="short-lived")(where_async)
     loop = f(1)[1]
     gone = weakref.ref(f)

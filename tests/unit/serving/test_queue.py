@@ -359,3 +359,17 @@ def test_a_batch_that_begins_can_read_all_of_its_items() -> None:
     assert [0, 1] == [one.item for one in batch.requests]
     queue.finish(batch, ["late", "in time"])
     assert [None, None] == [leaves.item, stays.item]
+
+
+# Forks
+
+
+def test_a_child_does_not_cancel_what_is_its_parents() -> None:
+    """What was queued before a fork counts in no queue of the child."""
+    queue, requests = filled(6)
+    taken(queue, 0.0)
+    queue.inbox.append(late := request(6))
+    queue.disown()
+    own = queue_of()
+    assert [False] * 7 == [own.cancel(one) for one in (*requests, late)]
+    assert (0, 0) == (own.waiting, own.status(0.0).cancelled)

@@ -8,10 +8,10 @@ import pytest
 from tests.unit.serving.queues import queue_of, request, run
 
 from modelguard.errors import CircuitOpen, Overloaded
-from modelguard.serving._batches import Batch
+from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Failure
-from modelguard.serving.breaker import Breaker
+from modelguard.serving.breaker import Breaker, Circuit
 
 
 def failing(queue: BatchQueue, times: int, now: float = 0.0) -> list[Any]:
@@ -89,6 +89,27 @@ def test_a_probe_without_a_verdict_is_followed_by_another(end: str) -> None:
         queue.finish(batch, [Failure(Overloaded("not now"))], failed=1)
         queue.record_verdict(batch, "inconclusive", 10.0)
     queue.admit(request(), 11.0)
+    assert 1 == queue.waiting
+
+
+def test_a_probe_whose_caller_is_interrupted_is_followed_by_another() -> None:
+    """A signal handler that raises in the middle of its admission does not leave the circuit waiting for it."""
+
+    class Interrupting(Circuit):
+        def admitted(self) -> bool:
+            if super().admitted() and not interrupted:
+                interrupted.append(True)
+                raise KeyboardInterrupt
+            return self.state != "closed"
+
+    interrupted: list[bool] = []
+    queue = BatchQueue(Limits(name="f", max_size=4, max_queue=8), Interrupting(Breaker(failures=1, cooldown=10.0)))
+    failing(queue, 1)
+    probe = request()
+    with pytest.raises(KeyboardInterrupt):
+        queue.admit(probe, 10.0)
+    queue.withdraw(probe)  # as the batcher does then
+    queue.admit(request(), 10.0)
     assert 1 == queue.waiting
 
 

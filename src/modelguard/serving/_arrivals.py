@@ -1,0 +1,138 @@
+"""What arrives, and how large batches have to be to answer most of it under overload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+from modelguard.serving._requests import Group
+from modelguard.serving._times import Curve
+
+__all__ = ["Arrivals", "sizes_up_to"]
+
+#: How fast the rate of arrivals and the time that requests have are followed.
+_STEP = 0.2
+#: A batch that is larger by this much must compute so many more items a second, or the smaller one is planned with.
+_GAIN = 1.015
+#: Sizes are planned anew when times or arrivals have changed by this much.
+_ALIKE = 0.1
+#: When so many times as many arrive as a batch has room for, it is full.
+_MANY = 10
+#: Each size that is compared is larger than the one before by this factor.
+_NEXT_SIZE = 1.15
+#: Sizes are remembered for so many groups.
+_REMEMBERED = 64
+
+
+class Arrivals:
+    """Follows how many requests come, and in which time they need their answers. Without a clock of its own.
+
+    Attributes:
+        offered: Requests since the last batch ended, those that were refused included.
+        rate: Requests a second; 0 until that was measured.
+    """
+
+    def __init__(self) -> None:
+        self.offered = 0
+        self.rate = 0.0
+        self._since = -math.inf
+        self._timeout = 0.0
+
+    def configure(self, max_size: int, max_weight: float, longest: float) -> None:
+        """Plan with these bounds from now on. What was measured stays.
+
+        Args:
+            max_size: Most items in a batch.
+            max_weight: Most weight in a batch; infinity for no bound.
+            longest: Seconds that a batch may take; infinity for no bound.
+        """
+        self._sizes = sizes_up_to(max_size)
+        self._max_weight = max_weight
+        self._longest = longest
+        self._planned: dict[Hashable, tuple[Curve, int, int, float, int]] = {}
+
+    def note_timeout(self, left: float) -> None:
+        """Note how long a request has for its answer."""
+        self._timeout = left if not self._timeout else self._timeout + _STEP * (left - self._timeout)
+
+    def note_batch(self, now: float) -> None:
+        """Note that a batch has ended."""
+        took = now - self._since
+        if took > 0 and self.offered:
+            rate = self.offered / took
+            self.rate = rate if not self.rate else self.rate + _STEP * (rate - self.rate)
+        self.offered, self._since = 0, now
+
+    def crowd(self, group: Group | None, curve: Curve, mean: float, *, lines: int, ceiling: int) -> int:
+        """How many items a batch has under overload.
+
+        The larger a batch, the more it computes a second; but what arrives while it runs has to wait for its end, and
+        then needs the time of its own batch. So only those requests can be answered that arrive in the last
+        ``timeout - seconds`` of it.
+
+        Args:
+            group: Its keyword arguments.
+            curve: How long batches of this group take.
+            mean: The mean weight of an item; 0 if nothing is weighed.
+            lines: How many groups wait; arrivals are taken to be spread evenly over them.
+            ceiling: Most items in a batch at present.
+        """
+        known = self._planned.get(group)
+        if known is not None and known[1:3] == (ceiling, lines) and _alike(known[0], curve, known[3], self.rate):
+            return known[4]
+        size = self._most_answers(curve, mean, self.rate / max(lines, 1) or math.inf, ceiling)
+        if len(self._planned) > _REMEMBERED:
+            self._planned.clear()
+        self._planned[group] = curve, ceiling, lines, self.rate, size
+        return size
+
+    def _most_answers(self, curve: Curve, mean: float, rate: float, ceiling: int) -> int:
+        """The size of the batches that answer most requests a second, when so many come in a second."""
+        longest = min(self._timeout, self._longest)
+        best, size = 0.0, ceiling if curve.seconds(1, mean) >= self._timeout else 1
+        for count in self._sizes:
+            seconds = curve.seconds(count, count * mean)
+            if count > 1 and (seconds >= longest or count * mean > self._max_weight):
+                break
+            window = min(self._timeout - seconds, seconds)
+            if seconds > 0 and window <= 0:
+                continue
+            usable = rate * window if seconds > 0 else math.inf
+            none = math.exp(-usable)  # nothing came in time: the next request finds the thread idle, and runs alone
+            answered = _lesser(count, usable) + none
+            spent = curve.seconds(answered, answered * mean) + none / rate
+            answers = answered / spent if spent > 0 else math.inf
+            if answers > best * _GAIN:
+                best, size = answers, count
+        return size
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """Numbers from 1 to ``most``, close to each other at the start, and then about a seventh apart."""
+    sizes: list[int] = []
+    size = 1
+    while size < most:
+        sizes.append(size)
+        size = max(size + 1, int(size * _NEXT_SIZE))
+    return [*sizes, most] if most > 0 else []
+
+
+def _alike(one: Curve, other: Curve, rate: float, other_rate: float) -> bool:
+    """Whether a plan for one still serves for the other: planning takes longer than a look at it."""
+    if one is other:
+        return rate == other_rate
+    tolerance = _ALIKE * (one.fixed + one.each + one.unit)
+    return (
+        abs(one.fixed - other.fixed) <= tolerance
+        and abs(one.each - other.each) <= _ALIKE * one.each
+        and abs(one.unit - other.unit) <= _ALIKE * one.unit
+        and one.most == other.most
+        and abs(rate - other_rate) <= _ALIKE * rate
+    )
+
+
+def _lesser(count: float, mean: float) -> float:
+    """The mean of the lesser of a count and a random number of arrivals."""
+    if mean > _MANY * count:
+        return count
+    return (count + mean - math.sqrt((count - mean) ** 2 + mean * 2 / math.pi)) / 2
