@@ -71,7 +71,11 @@ class Checks(Generic[M]):
         if policy is None or all(part.kind != "custom" for part in policy.parts()):
             self.check()
         elif self._ticking.acquire(blocking=False):  # else the last check has not ended yet
-            self._guard.runtime.start_thread(self._tick_aside, f"modelguard-check-{self._guard.name}")
+            try:
+                self._guard.runtime.start_thread(self._tick_aside, f"modelguard-check-{self._guard.name}")
+            except BaseException:  # the system gives no thread now
+                self._ticking.release()
+                raise
 
     def _tick_aside(self) -> None:
         try:

@@ -6,8 +6,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard.errors import Overloaded
@@ -183,9 +183,19 @@ class _ExclusiveLease(Lease[M]):
 
     def end(self, *, failed: bool) -> None:
         """Return the lease, once; the replica is free then."""
+        with self._freeing():
+            super().end(failed=failed)
+
+    def drop(self) -> None:
+        """The same, where the garbage collector may be at work."""
+        with self._freeing():
+            super().drop()
+
+    @contextmanager
+    def _freeing(self) -> Iterator[None]:
         replicas, self.replicas = self.replicas, None
         try:
-            super().end(failed=failed)
+            yield
         finally:
             if replicas is not None:
                 replicas.ended(self)
