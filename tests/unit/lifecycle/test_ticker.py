@@ -278,7 +278,7 @@ class TestGuards:
         class Counted(Policy):
             asked = 0
 
-            def due(self, now: Snapshot) -> bool:  # noqa: ARG002 - never
+            def due(self, now: Snapshot) -> bool:
                 self.asked += 1
                 return False
 
