@@ -98,6 +98,7 @@ class Batcher:
         self._hung = False  # whether a batch has overstayed since the events were last emitted
         self._drained = threading.Event()
         self._events = BatchEvents(self.name)
+        self._function.suspects.renew_lock()
 
     @property
     def name(self) -> str:

@@ -59,7 +59,6 @@ def test_a_report_that_was_read_already_does_not_block_the_supervisor(
 
 def test_levels_are_read_while_other_threads_make_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mold is loaded in a thread of its own, beside imports and libraries that make their loggers."""
-
     every: dict[str, Any] = {}
 
     class Passing:
