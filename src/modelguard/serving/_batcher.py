@@ -96,7 +96,7 @@ class Batcher:
         watch = SharedWatch if self._shared else Watch
         self._watch = watch(self.name, self._lock, self._check_time, self._after_check)
         self._hung = False  # whether a batch has overstayed since the events were last emitted
-        self._drained = threading.Event()
+        self._drained = Wakeup()  # not an Event: the garbage collector may set it in the middle of a wait
         self._events = BatchEvents(self.name)
         self._function.suspects.renew_lock()
 
@@ -491,7 +491,9 @@ class Batcher:
         for wakeup in idle:
             wakeup.set()
         self._settle()
-        if not self._drained.wait(timeout):
+        if self._drained.wait(timeout):
+            self._drained.set()  # for others who wait
+        else:
             with self._lock:
                 self._queue.refuse_waiting(GuardClosed(self.name))
                 if abandon:
@@ -509,7 +511,7 @@ class Batcher:
             with self._lock:
                 self._queue.reopen()
                 self._drained.set()  # for who still waits in close()
-                self._drained = threading.Event()
+                self._drained = Wakeup()
                 _registry.add(self)
 
     @property
