@@ -267,6 +267,23 @@ class Batcher:
             self._queue.cancel(request, notify=notify)
         self._settle()
 
+    def drop(self, request: Request) -> None:
+        """:meth:`cancel` for the garbage collector, which may interrupt code that holds a lock: it waits for none.
+
+        Who holds this one looks for what is deferred when it lets go.
+        """
+        self._deferred.append((request, False))
+        if self._holds_lock() or not self._lock.acquire(blocking=False):
+            return
+        try:
+            while self._deferred:
+                late, notify = self._deferred.popleft()
+                self._queue.cancel(late, notify=notify)
+        finally:
+            self._lock.release()
+        if self._queue.undelivered or self._queue.closed:
+            self._settle()
+
     def _others_wait(self) -> bool:
         return bool(self._queue.waiting or self._queue.inbox)
 
