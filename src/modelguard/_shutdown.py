@@ -11,6 +11,7 @@ Models are unloaded after that, in the thread that exits: CPython 3.12 and later
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -22,13 +23,15 @@ GRACE = 5.0
 _ORDER = ("batches", "loads", "models")
 
 _waits: dict[str, Callable[[float], object]] = {}
+#: Taken by the first call, and never released.
+_first = threading.Lock()
 
 
 def before_exit(what: Literal["batches", "loads", "models"], wait: Callable[[float], object]) -> None:
     """Call ``wait`` at interpreter exit, with the seconds that it may take."""
-    if not _waits:
-        atexit.register(_wait)
     _waits[what] = wait
+    if _first.acquire(blocking=False):
+        atexit.register(_wait)
 
 
 def _wait() -> None:

@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 
-from modelguard import TTL, Changed, Uses, batched, guard, pool, telemetry
+from modelguard import TTL, Changed, Uses, batched, guard, pool, replicas, telemetry
 from modelguard.lifecycle.model_guard import guards
 from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.telemetry import Event, Reason, RecycleAsked
@@ -337,3 +338,66 @@ def test_forks_while_threads_use_guards_and_pools_never_hang() -> None:
             thread.join(20)
     guarded.close()
     voices.close()
+
+
+def held_by_another_thread(lock: Any) -> Callable[[], None]:
+    """Have another thread hold a lock, until the function that this returns is called."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            over.wait(60)
+
+    threading.Thread(target=hold, daemon=True).start()
+    assert held.wait(60)
+    return over.set
+
+
+def test_replicas_are_free_in_a_child_whatever_the_parents_threads_do() -> None:
+    """A thread that was just taking a replica does not exist in the child, which takes calls."""
+    both = replicas(guard(Model, reload_on=None, name="pair"), 2)
+    both.load()
+    name = both(lambda model: model.pid)
+    release = held_by_another_thread(both._free._changed)
+    try:
+        in_child(lambda: name() and None)
+    finally:
+        release()
+        both.close()
+
+
+def test_a_batched_function_answers_in_a_child_whatever_the_parents_threads_do() -> None:
+    """A thread that was just noting a bad item does not exist in the child, which finds bad items by itself."""
+    parent, reached, go_on = os.getpid(), threading.Event(), threading.Event()
+
+    class SlowError(ValueError):
+        def __copy__(self) -> SlowError:
+            if os.getpid() == parent:
+                reached.set()
+                go_on.wait(60)
+            return SlowError(*self.args)
+
+    @batched(max_size=8, max_wait=0.05)
+    def double(items: list[int]) -> list[int]:
+        if -1 in items:
+            raise SlowError("bad")
+        return [2 * item for item in items]
+
+    def child() -> None:
+        assert [2, "SlowError", 4] == outcomes()
+
+    def outcomes() -> list[object]:
+        futures = [double.submit(item) for item in (1, -1, 2)]
+        return [
+            type(error).__name__ if (error := future.exception(20)) is not None else future.result()
+            for future in futures
+        ]
+
+    threading.Thread(target=outcomes, daemon=True).start()
+    assert reached.wait(60)
+    try:
+        in_child(child)
+    finally:
+        go_on.set()
+        double.close()

@@ -184,5 +184,8 @@ def _answer(request: Any) -> dict[str, Any]:
 
 def _reload_all() -> None:
     """What SIGHUP asks for. It waits for nothing: each load has its own thread, and one process loads at a time."""
-    logger.info("modelguard: SIGHUP")
-    _commands.run("reload", None, wait=False, timeout=None)
+    try:
+        logger.info("modelguard: SIGHUP")
+        _commands.run("reload", None, wait=False, timeout=None)
+    except Exception:  # noqa: BLE001 - the repr of a policy may raise, and the next command must be heard
+        logger.exception("modelguard could not reload after SIGHUP")

@@ -175,7 +175,7 @@ class Watch:
 
 
 _running: set[Watch] = set()
-_registered = False
+_first = threading.Lock()  # taken by the first watch, and never released
 
 
 def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = None, name: str = "service") -> Watch:
@@ -202,7 +202,6 @@ def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = N
         InvalidOption: ``every`` is not a duration, ``calls`` is not callable, or ``name`` is not text.
         NotSupported: Private memory cannot be read here.
     """
-    global _registered
     if calls is not None and not callable(calls):
         why = f"must be a function that returns a number, not {_units.kind_of(calls)}"
         raise InvalidOption("calls", calls, why=why, fix="Write calls=lambda: counter.value.")
@@ -216,9 +215,8 @@ def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = N
     _memory.private(fresh=True)  # raises if it cannot be read
     made = Watch(name, interval, calls, World())
     _running.add(made)
-    if not _registered and hasattr(os, "register_at_fork"):
+    if _first.acquire(blocking=False) and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_after_fork_in_child)
-        _registered = True
     if _role.current() == "owner":  # a mold only forks workers, which are watched
         made.start()
     return made

@@ -92,7 +92,7 @@ def _exit_of(process: subprocess.Popen[bytes]) -> str:
 
 def reap() -> None:
     """Collect the brokers that have ended. Those of a parent are not children of this process."""
-    for pid, process in list(_started.items()):
+    for pid, process in _started.copy().items():
         with suppress(OSError):
             if process.poll() is not None:
                 _started.pop(pid, None)

@@ -180,12 +180,13 @@ class Membership:
             self._was_ready = self._was_ready or self.ready
 
     def _broker_ended(self) -> None:
-        if not self.gone and self._was_ready and self.on_loss is not None:
-            self.on_loss()
+        lost = not self.gone and self._was_ready
         self._end()
         # Where this is a container's first process, the broker's processes have become its children.
         supervisor().later(_REAP, _broker_launch.reap)
         _reap_later([self.pid, *self._family], _REAP)
+        if lost and self.on_loss is not None:
+            self.on_loss()  # last: it needs a thread, and may not get one
 
     def _forget(self) -> None:
         if self._reports.fileno() >= 0:

@@ -231,8 +231,6 @@ class HostScope:
             )
             if membership is not None:
                 membership.on_loss = self._begin_to_renew
-            if membership is not None:
-                membership.on_loss = self._begin_to_renew
         return membership
 
     def _begin_to_renew(self) -> None:

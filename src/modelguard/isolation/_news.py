@@ -34,7 +34,8 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def levels() -> dict[str, int]:
     """The level of each logger of this process that has one. The root logger's name is empty."""
-    known = {name: one for name, one in logging.root.manager.loggerDict.items() if isinstance(one, logging.Logger)}
+    every = logging.root.manager.loggerDict.copy()  # other threads make loggers
+    known = {name: one for name, one in every.items() if isinstance(one, logging.Logger)}
     return {"": logging.root.level, **{name: one.level for name, one in known.items() if one.level}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Protocol
 
 from modelguard._weak_registry import WeakRegistry
@@ -28,16 +29,14 @@ class Registered(Protocol):
 
 
 _functions: WeakRegistry[Registered] = WeakRegistry()
-_hooked = False
+_first = threading.Lock()  # taken by the first function, and never released
 
 
 def add(function: Registered) -> None:
     """Add an isolated function. The first one registers the hook for forks."""
-    global _hooked
     _functions.add(function)
-    if not _hooked and hasattr(os, "register_at_fork"):
+    if _first.acquire(blocking=False) and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_renew)
-        _hooked = True
 
 
 def live() -> tuple[Registered, ...]:

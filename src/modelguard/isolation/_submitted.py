@@ -7,9 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull
+from modelguard.telemetry import logger
 
 __all__ = ["Submitted"]
 
@@ -57,9 +59,18 @@ class Submitted:
             self._filled.notify()
             # Threads are idle until they have taken a call: one that was woken for another call does not count.
             if len(self._queue) > self._idle and self._threads < self._most:
-                self._threads += 1
-                threading.Thread(target=self._run, name="modelguard-isolated-call", daemon=True).start()
+                self._start_thread()
         return future
+
+    def _start_thread(self) -> None:
+        self._threads += 1
+        try:
+            threading.Thread(target=self._run, name="modelguard-isolated-call", daemon=True).start()
+        except RuntimeError:  # the system gives no thread now
+            self._threads -= 1
+            if not self._threads:  # nobody would make the call
+                self._queue.pop()
+                raise
 
     def close(self) -> None:
         """Admit nothing more. What waits is refused with ``GuardClosed``."""
@@ -83,7 +94,11 @@ class Submitted:
 
     def _run(self) -> None:
         while (one := self._next()) is not None:
-            self._make(*one)
+            try:
+                self._make(*one)
+            except BaseException:  # noqa: BLE001 - whatever a callback of a future raises, the next call is made
+                with suppress(BaseException):  # also if a log handler raises
+                    logger.exception("modelguard: a callback of a submitted call failed")
             del one  # results must not live until the next call
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any], float] | None:

@@ -29,8 +29,8 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()  # reentrant: the garbage collector may call in, for a function that was dropped
+        self._running = False
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)  # noqa: FBT003 - its only parameter
@@ -43,13 +43,22 @@ class Supervisor:
     def call(self, work: Work) -> None:
         """Run ``work`` in the thread, after what was given to it before."""
         self._work.append(work)
-        if self._thread is None:
+        if not self._running:
             with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="modelguard-isolation", daemon=True)
-                    self._thread.start()
+                if not self._running:
+                    self._start(work)
         with suppress(BlockingIOError):
             self._wake.send(b"\0")
+
+    def _start(self, work: Work) -> None:
+        self._running = True
+        try:
+            threading.Thread(target=self._run, name="modelguard-isolation", daemon=True).start()
+        except BaseException:  # the system gives no thread now; the next call tries again
+            self._running = False
+            with suppress(ValueError):
+                self._work.remove(work)
+            raise
 
     def later(self, seconds: float, work: Work) -> None:
         """Run ``work`` after so many seconds."""
@@ -94,7 +103,8 @@ class Supervisor:
         try:
             work()
         except BaseException:  # noqa: BLE001 - the fault of one mold must not stop the supervision of the others
-            logger.exception("modelguard could not supervise an isolated function")
+            with suppress(BaseException):  # nor may a log handler that raises
+                logger.exception("modelguard could not supervise an isolated function")
 
     def abandon(self) -> None:
         """In a forked child: close the copies of the parent's descriptors. The thread does not exist there."""
@@ -104,7 +114,7 @@ class Supervisor:
 
 
 _supervisor: Supervisor | None = None
-_making = threading.Lock()
+_making = threading.RLock()  # reentrant, as above
 
 
 def supervisor() -> Supervisor:
@@ -112,15 +122,19 @@ def supervisor() -> Supervisor:
     global _supervisor
     with _making:
         if _supervisor is None or _supervisor.pid != os.getpid():
+            made = Supervisor()
+            if _supervisor is not None and _supervisor.pid == os.getpid():  # the collector has asked for one meanwhile
+                made.abandon()
+                return _supervisor
             if _supervisor is not None:
                 _supervisor.abandon()
-            _supervisor = Supervisor()
+            _supervisor = made
         return _supervisor
 
 
 def _after_fork_in_child() -> None:
     global _making
-    _making = threading.Lock()
+    _making = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -37,21 +37,26 @@ class Worker:
         self.born = time.monotonic()
         self.exit: str | None = None
         self._exited = threading.Event()
+        # Held while the descriptor is used: the next one that is opened gets its number, and may be another process's.
+        # Reentrant: the garbage collector may end a dropped stream, and with it this process, at any point.
+        self._lock = threading.RLock()
 
     def kill(self) -> None:
         """End it now, whatever it does."""
-        if self.pidfd is not None:
-            _processes.send_kill(self.pidfd)
-        elif self.pid and self.exit is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+        with self._lock:
+            if self.pidfd is not None:
+                _processes.send_kill(self.pidfd)
+            elif self.pid and self.exit is None:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
 
     def has_exited(self, how: str) -> None:
         """Record how it ended."""
-        self.exit = self.exit or how
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        with self._lock:
+            self.exit = self.exit or how
+            pidfd, self.pidfd = self.pidfd, None
+            if pidfd is not None:
+                os.close(pidfd)
         self._exited.set()
 
     def how_it_ended(self) -> str:

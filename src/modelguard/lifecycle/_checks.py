@@ -73,7 +73,7 @@ class Checks(Generic[M]):
         elif self._ticking.acquire(blocking=False):  # else the last check has not ended yet
             try:
                 self._guard.runtime.start_thread(self._tick_aside, f"modelguard-check-{self._guard.name}")
-            except RuntimeError:  # the system gives no thread; the next tick tries again
+            except BaseException:  # the system gives no thread; the next tick tries again
                 self._ticking.release()
                 raise
 

@@ -113,6 +113,15 @@ class Engine(Generic[M]):
         if self.state.leave(generation, failed):
             self._after_call(generation)
 
+    def leave_dropped(self, generation: Generation[M]) -> None:
+        """Return a lease that nobody has ended. Takes no lock: the garbage collector may have interrupted any code.
+
+        So no policy is asked, and no hook called, which may wait for a lock that this thread holds: the next call asks,
+        or the ticker.
+        """
+        if self.state.leave(generation, False) and generation.retired:  # noqa: FBT003 - a keyword would cost the hot path
+            in_background(self.guard, functools.partial(self._after_call, generation))
+
     def wrapper(self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]) -> Wrapper:
         """Make the body of a decorated plain function.
 

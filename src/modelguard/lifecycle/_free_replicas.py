@@ -6,12 +6,12 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard.errors import Overloaded
-from modelguard.lifecycle import _deadlocks, _in_thread
+from modelguard.lifecycle import _deadlocks, _fork, _in_thread
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 
@@ -35,11 +35,14 @@ class FreeReplicas(Generic[M]):
         wait: Seconds that a call waits for a free one.
     """
 
+    fork_rank = 2
+
     def __init__(self, name: str, engines: Sequence[Engine[M]], wait: float) -> None:
         self._name = name
         self._engines = engines
         self._wait = wait
         self._start()
+        _fork.register(self)
 
     def _start(self) -> None:
         # Reentrant: the garbage collector may end a lease in the middle of a change.
@@ -91,8 +94,6 @@ class FreeReplicas(Generic[M]):
 
     def _free_now(self) -> int | None:
         """Take a free replica: one that has its model, else one that could be loaded now; None if there is none."""
-        if self._process != os.getpid():
-            self._start()  # in a forked child, the other calls are the parent's
         with self._changed:
             ready = [at for at in self._free if self._engines[at].state.current is not None]
             chosen = ready or [at for at in self._free if not self._engines[at].loading]
@@ -157,6 +158,18 @@ class FreeReplicas(Generic[M]):
         if lease.process == os.getpid():  # else a fork lies between, and all are free here
             self._give_back(lease.replica)
 
+    # Fork
+
+    def before_fork(self) -> None:
+        """Nothing: a child keeps nothing of the parent's state."""
+
+    def after_fork_in_parent(self) -> None:
+        """Nothing, as above."""
+
+    def after_fork_in_child(self) -> None:
+        """All are free: the other calls are the parent's. A thread of the parent may have held the lock."""
+        self._start()
+
     @property
     def in_use(self) -> int:
         """How many are used by a call."""
@@ -183,9 +196,19 @@ class _ExclusiveLease(Lease[M]):
 
     def end(self, *, failed: bool) -> None:
         """Return the lease, once; the replica is free then."""
+        with self._freeing():
+            super().end(failed=failed)
+
+    def drop(self) -> None:
+        """The same, where the garbage collector may be at work."""
+        with self._freeing():
+            super().drop()
+
+    @contextmanager
+    def _freeing(self) -> Iterator[None]:
         replicas, self.replicas = self.replicas, None
         try:
-            super().end(failed=failed)
+            yield
         finally:
             if replicas is not None:
                 replicas.ended(self)

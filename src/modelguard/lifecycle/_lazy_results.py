@@ -60,6 +60,7 @@ def drive(take: Callable[[], Lease[Any]], start: Callable[[Any], Generator[Any, 
                 step, value = inner.send, (yield item)
             except GeneratorExit:
                 lease.step(inner.close)
+                lease.drop()
                 raise
             except BaseException as error:  # noqa: BLE001 - it is the inner generator's to handle
                 step, value = inner.throw, error
@@ -107,6 +108,9 @@ async def finish(lease: Lease[Any], coroutine: Coroutine[Any, Any, Any]) -> Any:
     lease.enter_taken()
     try:
         return await coroutine
+    except GeneratorExit:
+        lease.drop()
+        raise
     except Exception:
         failed = True
         raise

@@ -91,17 +91,17 @@ class Lease(Generic[M]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end(failed=isinstance(error, Exception))
+        self.end_with(error)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end(failed=isinstance(error, Exception))
+        self.end_with(error)
 
     def __del__(self) -> None:
         # The last resort: a generator, coroutine or lazy result that was dropped without being closed.
         if getattr(self, "_generation", None) is not None:
-            self.end(failed=False)
+            self.drop()
 
     def enter_taken(self) -> M:
         """Begin the use of a lease that was taken before; returns the model. :meth:`end` ends it."""
@@ -152,11 +152,30 @@ class Lease(Generic[M]):
             with suppress(ValueError):  # dropped half way, and finalized in another context
                 state.enclosing.reset(token)
 
+    def end_with(self, error: BaseException | None) -> None:
+        """Return the lease at the end of a block."""
+        if isinstance(error, GeneratorExit):  # of a generator that may have been dropped
+            self.drop()
+        else:
+            self.end(failed=isinstance(error, Exception))
+
     def end(self, *, failed: bool) -> None:
         """Return the lease, once."""
+        generation = self._give_up()
+        if generation is not None:
+            self._engine.leave(generation, failed=failed)
+
+    def drop(self) -> None:
+        """Return the lease where the garbage collector may be at work: in any thread, which may hold any lock."""
+        generation = self._give_up()
+        if generation is not None:
+            self._engine.leave_dropped(generation)
+
+    def _give_up(self) -> Generation[M] | None:
+        """Hold the generation no longer; returns it if the lease counts in this process."""
         generation, self._generation = self._generation, None
         if generation is None:
-            return
+            return None
         own = bool(self._enclosing)
         self._enclosing.clear()
         token, self._token = self._token, None
@@ -167,8 +186,8 @@ class Lease(Generic[M]):
             except ValueError:  # ended in another context than it began in, as dependency injectors do
                 own = False
         # After a fork only the leases of the forking thread have been carried over.
-        if self._epoch == state.epoch or (own and self._thread == threading.get_ident()):
-            self._engine.leave(generation, failed=failed)
+        counts = self._epoch == state.epoch or (own and self._thread == threading.get_ident())
+        return generation if counts else None
 
     def detach(self) -> None:
         """Let it outlive the context that it was taken in: a child that is forked meanwhile takes it again."""

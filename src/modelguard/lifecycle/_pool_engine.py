@@ -151,7 +151,8 @@ class PoolEngine(Generic[K, M]):
             _in_thread.require_asyncio("waiting for a model in a coroutine")
             left = deadline - time.monotonic()
             if left <= 0:
-                raise Overloaded(self._why_full(key, self._models.get(key)))
+                with self._changed:
+                    raise Overloaded(self._why_full(key, self._models.get(key)))
             with self._changed:
                 nested = self._models.encloses_this_call()
             work = partial(self.take, key, left)
@@ -250,9 +251,9 @@ class PoolEngine(Generic[K, M]):
         """Load a new model; false if it must be evicted again because it does not fit."""
         with self._turn(key, model, deadline):
             self._close_evicted()  # their memory is needed now
-            model.engine = self._failed.pop(key, None) or self._make(key, self.runtime)
             with self._changed:
-                probe = self._sources.of(key)
+                failed, probe = self._failed.pop(key, None), self._sources.of(key)
+            model.engine = failed or self._make(key, self.runtime)
             at_load = self._sources.before_load(probe, self.runtime)
             model.engine.ensure_loaded()
             if probe is not None:
@@ -383,9 +384,10 @@ class PoolEngine(Generic[K, M]):
     def after_fork_in_child(self) -> None:
         """Start with own locks, and without the loads of the parent's threads."""
         self._renew_locks()
+        probes = {model.probe for model in self._models.values() if model.probe is not None}
+        for probe in probes.union(self._sources.kept()):
+            probe.after_fork_in_child(self.runtime)
         for key, model in list(self._models.items()):
             model.pins = 0
-            if model.probe is not None:
-                model.probe.after_fork_in_child(self.runtime)
             if model.loading:
                 del self._models[key]

@@ -48,7 +48,7 @@ class PoolLease(Generic[M]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._lease is not None:
-            self._lease.end(failed=isinstance(error, Exception))
+            self._lease.end_with(error)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

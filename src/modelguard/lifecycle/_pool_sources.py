@@ -54,6 +54,10 @@ class PoolSources(Generic[K]):
             probe = self._probes[key] = Probe(f"{self._pool}[{key!r}]", own)
         return probe
 
+    def kept(self) -> list[Probe]:
+        """The probes of the latest keys, also of those without a model."""
+        return list(self._probes.values())
+
     @staticmethod
     def before_load(probe: Probe | None, runtime: Runtime) -> object:
         """What a probe returns now. Waits for it."""

@@ -44,7 +44,7 @@ class Probe:
         self._start()
 
     def _start(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: values compare by code of their own, and signal handlers interrupt
         self._next = math.inf  # until a model is loaded
         self._asked = 0
         self._newest = 0  # of the calls that have returned, the one that was made last

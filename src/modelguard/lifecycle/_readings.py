@@ -116,6 +116,8 @@ class Readings:
             self._probes.poll(self._guard.runtime)
             if settled and (generation.uses >= SETTLE_USES or age >= SETTLE_SECONDS):
                 self._read_memory(now)
+        # Read once, and copied in one step: the end of a load begins anew, in its own thread.
+        first, seen = self._first, self._seen.copy()
         return Snapshot(
             generation=generation.number,
             age=age,
@@ -125,12 +127,12 @@ class Readings:
             consecutive_errors=generation.errors,
             fruitless_reloads=0 if generation.served else generation.fruitless_reloads,
             memory=tuple(self._latest),
-            baseline=sorted(self._first)[SAMPLES // 2] if len(self._first) == SAMPLES else None,
+            baseline=sorted(first)[SAMPLES // 2] if len(first) == SAMPLES else None,
             limit=self._limit,
             jitter=generation.jitter,
             first=generation.number == 1 and self._guard.state.epoch == 0,
             time=self._guard.runtime.wall_clock(),
-            files=MappingProxyType({path: self._change(path, *seen, now) for path, seen in self._seen.items()}),
+            files=MappingProxyType({path: self._change(path, *found, now) for path, found in seen.items()}),
             probes=self._probes.answers(),
             gauges=_gauges(generation),
             first_gauges=self._first_gauges,

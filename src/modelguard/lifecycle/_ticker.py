@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Protocol
 
 from modelguard._weak_registry import WeakRegistry
@@ -33,7 +34,10 @@ class Ticker:
     def _renew(self) -> None:
         # Reentrant: the garbage collector may return a dropped lease in here, which may add a guard.
         self._lock = threading.RLock()
-        self._wake = threading.Event()
+        # Held until the thread is to look at once. An Event has a lock inside that is not reentrant: a dropped guard
+        # that the collector finds in the middle of its set() or wait() would wait there for ever.
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
         self._running = False
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -52,13 +56,16 @@ class Ticker:
             except RuntimeError:  # the system gives no thread; the next call tries again
                 self._running = False
                 raise
-        self._wake.set()
+        self._wake()
 
     def remove(self, guard: Ticked) -> None:
-        """Stop checking ``guard``."""
-        with self._lock:
-            self._guards.discard(guard)
-        self._wake.set()
+        """Stop checking ``guard``. Takes no lock: the garbage collector may call it in any thread at any point."""
+        self._guards.discard(guard)
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # it is awake already
+            self._asleep.release()
 
     def stop(self) -> None:
         """End the thread for good: a process that forks checks its guards itself, between two forks.
@@ -68,30 +75,31 @@ class Ticker:
         with self._lock:
             self._stopped = True
             thread = self._thread if self._running else None
-        self._wake.set()
+        self._wake()
         if thread is not None and thread.is_alive():  # a thread that is about to start sees it by itself
             thread.join()
 
     def _run(self) -> None:
         interval = _SHORTEST
         while True:
-            self._wake.wait(interval)
-            self._wake.clear()
+            self._asleep.acquire(timeout=interval)
             with self._lock:
                 if self._stopped or not self._guards:
                     self._running = False
                     return
-            interval = min(_LONGEST, max(_SHORTEST, self._check_all()))
+            interval = max(_SHORTEST, self._check_all())
 
     def _check_all(self) -> float:
         """Check every guard; in a frame of its own, so that no guard is kept alive while the thread waits."""
-        guards = list(self._guards)
-        for guard in guards:
+        interval = _LONGEST
+        for guard in self._guards:
             try:
                 guard.tick()
+                interval = min(interval, guard.check_interval())
             except BaseException:  # noqa: BLE001 - one guard's failure must not keep the others from being checked
-                logger.exception("modelguard could not ask the policies of %r", guard)
-        return min((guard.check_interval() for guard in guards), default=_LONGEST)
+                with suppress(BaseException):  # nor may a log handler that raises
+                    logger.exception("modelguard could not ask the policies of %r", guard)
+        return interval
 
     def before_fork(self) -> None:
         """Keep other threads out while the process forks."""

@@ -30,7 +30,7 @@ class Turns:
         self._loading = loading
         self._loaded = loaded
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler may call another replica
         self._born: dict[int, tuple[int, float]] = {}  # of each replica, its generation and when that was first seen
         self._baselines: dict[int, int | None] = {}
         self._holder: tuple[int, float] | None = None
@@ -71,7 +71,7 @@ class Turns:
 
     def _with_models(self, replica: int) -> list[int]:
         """Replicas that have a model, as this one has; others have released theirs until their next use."""
-        return [one for one in self._born if one == replica or self._loaded[one]()]
+        return [one for one in list(self._born) if one == replica or self._loaded[one]()]
 
 
 def in_turn(policy: Policy | None, replica: int, turns: Turns) -> Policy | None:

@@ -208,6 +208,9 @@ def _coroutine(atake: AsyncTake) -> Wrapper:
                 raise misuse from None
             failed = True
             raise
+        except GeneratorExit:  # the coroutine was dropped
+            lease.drop()
+            raise
         except Exception:
             failed = True
             raise

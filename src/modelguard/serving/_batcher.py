@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from typing import Any
 
@@ -22,6 +21,7 @@ from modelguard.serving._requests import QueuedCall, Request, deliver
 from modelguard.serving._runners import runner_of
 from modelguard.serving._shared_threads import SharedWatch
 from modelguard.serving._threads import BatchThreads, Work
+from modelguard.serving._wakeup import Wakeup
 from modelguard.serving._watch import Watch
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
@@ -86,8 +86,9 @@ class Batcher:
         watch = SharedWatch if self._shared else Watch
         self._watch = watch(self.name, self._lock, self._check_time, self._after_check)
         self._hung = False  # whether a batch has overstayed since the events were last emitted
-        self._drained = threading.Event()
+        self._drained = Wakeup()  # not an Event: the garbage collector may set it in the middle of a wait
         self._events = BatchEvents(self.name)
+        self._function.suspects.renew_lock()
 
     @property
     def name(self) -> str:
@@ -250,6 +251,10 @@ class Batcher:
         """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
         self._locked.cancel(request, notify=notify)
 
+    def drop(self, request: Request) -> None:
+        """:meth:`cancel` for the garbage collector: it waits for no lock."""
+        self._locked.drop(request)
+
     def _others_wait(self) -> bool:
         return bool(self._queue.waiting or self._queue.inbox)
 
@@ -357,7 +362,9 @@ class Batcher:
         for wakeup in idle:
             wakeup.set()
         self._locked.settle()
-        if not self._drained.wait(timeout):
+        if self._drained.wait(timeout):
+            self._drained.set()  # for others who wait
+        else:
             with self._lock:
                 self._queue.refuse_waiting(GuardClosed(self.name))
                 if abandon:
@@ -379,7 +386,7 @@ class Batcher:
             with self._lock:
                 self._queue.reopen()
                 self._drained.set()  # for who still waits in close()
-                self._drained = threading.Event()
+                self._drained = Wakeup()
                 _registry.add(self)
 
     @property

@@ -49,6 +49,26 @@ class LockedQueue:
             self.queue.cancel(request, notify=notify)
         self.settle()
 
+    def drop(self, request: Request) -> None:
+        """:meth:`cancel` for the garbage collector, which may interrupt code that holds a lock: it waits for none.
+
+        Who holds this one looks for what is deferred when it lets go.
+        """
+        self.deferred.append((request, False))
+        if self.interrupted or not self.lock.acquire(blocking=False):
+            return
+        try:
+            self._cancel_deferred()
+        finally:
+            self.lock.release()
+        if self.queue.undelivered or self.queue.closed:
+            self.settle()
+
+    def _cancel_deferred(self) -> None:
+        while self.deferred:
+            request, notify = self.deferred.popleft()
+            self.queue.cancel(request, notify=notify)
+
     def settle(self, *, callbacks_elsewhere: bool = False) -> None:
         """Do what was deferred, and deliver the failures that the queue decided on. Called without the lock.
 
@@ -57,9 +77,7 @@ class LockedQueue:
         """
         queue = self.queue
         with self.lock:
-            while self.deferred:
-                request, notify = self.deferred.popleft()
-                queue.cancel(request, notify=notify)
+            self._cancel_deferred()
             pairs, queue.undelivered = queue.undelivered, []
             drained = queue.closed and queue.idle
         if callbacks_elsewhere:

@@ -12,6 +12,7 @@ from typing import Any
 from modelguard._weak_registry import WeakRegistry
 from modelguard.serving import _registry
 from modelguard.serving._callers import AllLeft, Callers
+from modelguard.telemetry import logger
 
 __all__ = ["OwnLoop", "PrivateLoop", "run_on"]
 
@@ -84,11 +85,21 @@ _registry.renew_in_child(_renew_all)
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
-        loop.run_forever()
+        while not _runs_to_its_end(loop):
+            pass
     finally:
         loop.run_until_complete(_end_tasks(asyncio.all_tasks(loop)))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+
+
+def _runs_to_its_end(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        loop.run_forever()
+    except (SystemExit, KeyboardInterrupt) as error:  # of a task or callback; other batches run here too
+        logger.warning("modelguard: %s in a task of a batch ends only that task", type(error).__name__)
+        return False
+    return True
 
 
 async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:

@@ -62,7 +62,7 @@ def add(batcher: Registered) -> None:
 
 def discard(batcher: Registered) -> None:
     """Forget a batcher that is closed for good: a readiness probe must not wait for it."""
-    _batchers.discard(batcher)
+    _batchers.discard(batcher)  # without the lock: the garbage collector may end the last stream of a closed one
 
 
 def live() -> tuple[Registered, ...]:

@@ -53,9 +53,13 @@ class Suspects:
     """What one batch function has learned about bad items. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.renew_lock()
         self._known: OrderedDict[Hashable, Known] = OrderedDict()
         self._trust = 1.0
+
+    def renew_lock(self) -> None:
+        """In a forked child: a thread of the parent may have held the lock."""
+        self._lock = threading.RLock()  # reentrant: items compare by code of their own
 
     def __bool__(self) -> bool:
         return bool(self._known)

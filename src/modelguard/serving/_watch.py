@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable
 
 from modelguard.serving._wakeup import Wakeup
+from modelguard.telemetry import logger
 
 __all__ = ["Watch"]
 
@@ -53,6 +55,15 @@ class Watch:
             self._wakeup, self.due = None, math.inf
 
     def _run(self, wakeup: Wakeup) -> None:
+        try:
+            self._keep_time(wakeup)
+        except BaseException:  # noqa: BLE001 - a fault in this library; the next deadline starts another thread
+            with self._lock:
+                self._wakeup, self.due = None, math.inf
+            with contextlib.suppress(BaseException):  # a log handler that raises
+                logger.exception("modelguard: the deadlines of %s() are late", self._name)
+
+    def _keep_time(self, wakeup: Wakeup) -> None:
         woken = True
         while True:
             now = time.monotonic()

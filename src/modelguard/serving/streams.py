@@ -37,10 +37,13 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
     ``with`` or ``async with`` block, when the task that waits for a part is cancelled, and when the stream is dropped.
     """
 
-    def __init__(self, name: str, request: StreamRequest, leave: Callable[[Request], object]) -> None:
+    def __init__(
+        self, name: str, request: StreamRequest, leave: Callable[[Request], object], drop: Callable[[Request], object]
+    ) -> None:
         self._name = name
         self._request = request
         self._leave = leave
+        self._drop = drop
         self._process = os.getpid()
         self._open = self._waited_for = False
 
@@ -136,6 +139,9 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
 
     def close(self) -> None:
         """Leave: no more parts come, and those that nobody has taken are dropped. Closing twice does nothing."""
+        self._end(self._leave)
+
+    def _end(self, leave: Callable[[Request], object]) -> None:
         if not self._open:
             return
         self._open = False
@@ -143,7 +149,7 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
         if request.source is not None:
             request.source.close()
         elif self._process == os.getpid():
-            self._leave(request)
+            leave(request)
         request.drop_parts()
 
     async def aclose(self) -> None:
@@ -168,7 +174,7 @@ class Stream(Iterator[Y_co], AsyncIterator[Y_co]):
 
     def __del__(self) -> None:
         if getattr(self, "_open", False) and not sys.is_finalizing():
-            self.close()
+            self._end(self._drop)
 
     def __repr__(self) -> str:
         return f"<Stream of {self._name!r}, {'open' if self._open else 'ended'}>"
@@ -218,7 +224,7 @@ class BatchedStream(Decorated, Generic[X, Y]):
             TypeError: There is not exactly one positional argument, or the keyword arguments do not fit.
         """
         request = StreamRequest(item, self._options.function.max_buffer)
-        stream: Stream[Y] = Stream(self.name, request, self._batcher.cancel)
+        stream: Stream[Y] = Stream(self.name, request, self._batcher.cancel, self._batcher.drop)
         self._put(request, timeout, priority, extras, others)
         stream.opened()
         return stream

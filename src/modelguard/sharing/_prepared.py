@@ -35,7 +35,7 @@ class Prepared:
 _current: Prepared | None = None
 _signal_mask = threading.local()  # of the thread that forks
 _trying = False
-_registered = False
+_first = threading.Lock()  # taken by the first preparation, and never released
 
 
 def current() -> Prepared | None:
@@ -45,11 +45,10 @@ def current() -> Prepared | None:
 
 def install(prepared: Prepared | None) -> None:
     """Have children that are forked from now on repair themselves like this; None for not at all."""
-    global _current, _registered
+    global _current
     _current = prepared
-    if not _registered:
+    if _first.acquire(blocking=False):  # twice, and a fork would leave the signals blocked
         os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
-        _registered = True
 
 
 @contextmanager

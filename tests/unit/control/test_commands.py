@@ -188,3 +188,16 @@ class TestHandler:
         signal.signal(signal.SIGHUP, later)
         _sighup.remove()
         assert later is signal.getsignal(signal.SIGHUP)
+
+
+def test_a_reload_that_fails_on_sighup_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that takes commands goes on, for example when a policy of one's own has no repr."""
+
+    def fail(*_args: object, **_options: object) -> None:
+        raise ValueError("no repr")
+
+    monkeypatch.setattr(_commands, "run", fail)
+    _listener._reload_all()
+    assert "could not reload after SIGHUP" in caplog.text

@@ -55,3 +55,22 @@ def test_a_report_that_was_read_already_does_not_block_the_supervisor(
     read_by(kind, ours, supervisor)
     assert [ours.fileno()] == supervisor.forgotten
     ours.close()
+
+
+def test_levels_are_read_while_other_threads_make_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mold is loaded in a thread of its own, beside imports and libraries that make their loggers."""
+    every: dict[str, Any] = {}
+
+    class Passing:
+        """What is looked at while another thread makes a logger."""
+
+        @property
+        def __class__(self) -> type:  # type: ignore[override]
+            every["another"] = logging.root
+            return object
+
+    loud = logging.getLogger("modelguard.loud")
+    monkeypatch.setattr(loud, "level", logging.INFO)
+    every |= {"passing": Passing(), "loud": loud}
+    monkeypatch.setattr(logging.root.manager, "loggerDict", every)
+    assert logging.INFO == _news.levels()["loud"]

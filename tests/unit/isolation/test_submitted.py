@@ -82,3 +82,30 @@ def test_the_queue_is_bounded_and_is_emptied_by_close() -> None:
         second.result(PATIENCE)
     go_on.set()
     assert first.result(PATIENCE) is None
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One moment without a thread does not leave all later calls waiting; the call that failed is not made later."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    submitted, late = Submitted("f", threads=1, max_queue=10), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            submitted.submit(late.set, math.inf)
+    assert "done" == submitted.submit(nothing, math.inf).result(PATIENCE)
+    assert not late.is_set()
+    submitted.close()
+
+
+def test_a_callback_that_exits_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """sys.exit() in a callback of one call leaves the next ones answered."""
+    submitted, go_on = Submitted("f", threads=1, max_queue=10), threading.Event()
+    future = submitted.submit(lambda: go_on.wait(PATIENCE), math.inf)
+    future.add_done_callback(lambda _: sys.exit(3))
+    go_on.set()
+    assert "done" == submitted.submit(nothing, math.inf).result(PATIENCE)
+    assert "a callback of a submitted call failed" in caplog.text
+    submitted.close()

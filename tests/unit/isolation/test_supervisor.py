@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import pytest
+
+from modelguard.isolation import _processes, _supervisor
+from modelguard.isolation._channel import Channel
 from modelguard.isolation._supervisor import Supervisor
+from modelguard.isolation._worker_process import Worker
 
 PATIENCE = 10.0
 
@@ -56,3 +63,82 @@ def test_timers_run_in_their_order() -> None:
     supervisor.later(0.0, lambda: order.append("first"))
     assert done.wait(PATIENCE)
     assert ["first", "second"] == order
+
+
+def refuse(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One moment without a thread does not leave all later loads waiting; what failed is not done later."""
+    supervisor = Supervisor()
+    late, done = threading.Event(), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            supervisor.call(late.set)
+    supervisor.call(done.set)
+    assert done.wait(PATIENCE)
+    assert not late.is_set()
+
+
+def test_the_collector_may_call_in_while_the_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may find a dropped function at any point, whose processes are ended by this thread; there is still one."""
+    supervisor = Supervisor()
+    done = threading.Event()
+    made: list[threading.Thread] = []
+
+    class Interrupted(threading.Thread):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            made.append(self)
+            supervisor.call(done.set)
+
+    caller = threading.Thread(target=supervisor.call, args=(lambda: None,), daemon=True)
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    caller.start()
+    caller.join(PATIENCE)
+    assert not caller.is_alive(), "it waits for a lock that it holds"
+    assert done.wait(PATIENCE)
+    assert 1 == len(made)
+
+
+def test_the_collector_may_ask_for_it_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that ask in a process get the same one."""
+    inner: list[Supervisor] = []
+
+    class Interrupted(Supervisor):
+        def __init__(self) -> None:
+            super().__init__()
+            if not inner:
+                inner.append(self)
+                inner[0] = _supervisor.supervisor()
+
+    monkeypatch.setattr(_supervisor, "Supervisor", Interrupted)
+    monkeypatch.setattr(_supervisor, "_supervisor", None)
+    made: list[Supervisor] = []
+    caller = threading.Thread(target=lambda: made.append(_supervisor.supervisor()), daemon=True)
+    caller.start()
+    caller.join(PATIENCE)
+    assert inner == made == [_supervisor.supervisor()]
+    made[0].abandon()
+
+
+def test_a_worker_s_descriptor_is_not_closed_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another process's by then, which would be killed in its place."""
+    reading, writing = os.pipe()  # stands for the process's descriptor
+    os.close(writing)
+    worker = Worker(1, Channel(socket.socket()))
+    worker.pidfd = reading
+    ended = threading.Thread(target=worker.has_exited, args=("it was killed",))
+
+    def kill(descriptor: int) -> None:
+        ended.start()
+        ended.join(0.1)
+        os.fstat(descriptor)
+
+    monkeypatch.setattr(_processes, "send_kill", kill)
+    worker.kill()
+    ended.join(PATIENCE)
+    assert worker.pidfd is None
+    worker.channel.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.unit.lifecycle.world import outcome
 
 from modelguard import TTL, Changed, telemetry
 from modelguard.errors import InvalidOption, Overloaded
@@ -103,6 +104,16 @@ def test_after_a_fork_the_child_asks(world: World) -> None:
     values["x"] = 2
     polls(world, pool, 2)
     assert 2 == use(pool, "x")
+
+
+def test_a_child_asks_the_probe_of_a_model_that_was_evicted(world: World) -> None:
+    """A thread of the parent may have been about to note its answer, and does not exist in the child."""
+    pool = world.pool(reload_on=Changed({"x": 1, "y": 1}.__getitem__), max_models=1)
+    assert [1, 2] == [use(pool, key) for key in ("x", "y")]
+    probe = pool._engine._sources.of("x")
+    outcome(world.spawn(probe._lock.acquire))  # type: ignore[union-attr]
+    pool._engine.after_fork_in_child()
+    assert 3 == outcome(world.spawn(use, pool, "x"))
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 from tests.unit.lifecycle.world import World, outcome
 
-from modelguard import ModelGuard
+from modelguard import ModelGuard, Uses
 from modelguard.lifecycle._leases import Lease
+from modelguard.telemetry import ReloadDue
 
 INTERRUPTS = [ValueError, KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit]
 
@@ -27,6 +28,37 @@ def counts(guard: ModelGuard[Any]) -> tuple[int, int]:
 def errors(guard: ModelGuard[Any]) -> int:
     assert guard.engine.state.current is not None
     return guard.engine.state.current.errors
+
+
+def taken(guard: ModelGuard[Any]) -> object:
+    """A lease that somebody holds."""
+    return Lease.take(guard.engine)
+
+
+def streamed(guard: ModelGuard[Any]) -> object:
+    """A generator that stopped half way."""
+
+    @guard
+    def numbers(model: Any) -> Iterator[int]:
+        yield from (model.number, model.number)
+
+    stream = numbers()
+    next(stream)
+    return stream
+
+
+def awaited(guard: ModelGuard[Any]) -> object:
+    """A coroutine that waits for something that never comes."""
+
+    @guard
+    async def waits(model: Any) -> Any:
+        return await asyncio.Future[Any](loop=loop)
+
+    loop = asyncio.new_event_loop()
+    coroutine = waits()
+    coroutine.send(None)
+    loop.close()
+    return coroutine
 
 
 class TestABlock:
@@ -150,6 +182,23 @@ class TestALeaseThatIsTaken:
         del cycle
         gc.collect()
         assert (0, 1) == counts(guard)
+
+    @pytest.mark.parametrize("hold", [taken, streamed, awaited])
+    def test_asks_no_policy_when_the_collector_ends_it(
+        self, world: World, hold: Callable[[ModelGuard[Any]], object]
+    ) -> None:
+        """The collector may interrupt code that holds any lock, also one that a policy or a hook waits for."""
+        guard = world.guard(reload_on=Uses(1, jitter=0))
+        guard.load()
+        cycle: list[Any] = [hold(guard)]
+        cycle.append(cycle)
+        assert 1 == counts(guard)[0]
+        del cycle
+        gc.collect()
+        assert ((0, 1), []) == (counts(guard), world.seen(ReloadDue))
+        with guard.lease():
+            pass
+        assert 1 == len(world.seen(ReloadDue)), "the next call asks"
 
     def test_that_never_began_has_nothing_to_end(self, world: World) -> None:
         """A lease that is never entered has no effect."""

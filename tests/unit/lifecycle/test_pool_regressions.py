@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.unit.lifecycle.pools import Sizes, loaded, use
-from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World
+from tests.unit.lifecycle.world import MB, TIMEOUT, Model, World, outcome
 
 from modelguard import batched, replicas
 from modelguard.errors import GuardClosed, LoadFailed, Overloaded
@@ -381,3 +381,28 @@ def test_a_thousand_coroutines_on_a_cold_key_start_few_threads(world: World) -> 
 async def _key_of(pool: Any, key: Any) -> Any:
     async with pool.lease(key) as model:
         return model.key
+
+
+def test_a_coroutine_that_gives_up_reads_the_pool_under_its_lock(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads move its key meanwhile, so that it could get a KeyError instead of Overloaded."""
+    world.loader.hold()
+    pool = world.pool()
+    loading = world.spawn(use, pool, "a")
+    world.loader.reached()
+    read, locked = pool._engine._models.get, []
+
+    def get(key: Any) -> Any:
+        locked.append(pool._engine._changed._is_owned())
+        return read(key)
+
+    async def main() -> None:
+        async with pool.lease("a"):
+            pass
+
+    monkeypatch.setattr(pool._engine, "options", pool._engine.options._replace(wait_timeout=0.0))
+    monkeypatch.setattr(pool._engine._models, "get", get)
+    with pytest.raises(Overloaded, match="still being loaded"):
+        run(main)
+    assert all(locked)
+    world.loader.open.set()
+    assert ["a"] == outcome(loading)

@@ -304,3 +304,31 @@ def test_a_snapshot_tells_what_there_is(world: World) -> None:
             raise ValueError("bad")
     now = seen[-1]
     assert (1, 90, 2, 2, 0.25) == (now.generation, now.age, now.uses, now.consecutive_errors, now.jitter)
+
+
+def test_a_snapshot_during_the_end_of_a_load_is_whole(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The load's thread begins anew with readings while another one asks the policies, at the end of a call."""
+    (tmp_path / "one").touch()
+    guard = world.guard(reload_on=MemoryGrowth("50 MB") | Modified(tmp_path / "one"))
+    guard.load()
+    use(guard, 10)
+    assert not look(world, guard, 3)
+    readings, generation = guard.engine.checks.readings, guard.engine.state.current
+    assert generation is not None
+    change = readings._change
+
+    class Interrupted(list[int]):
+        def __len__(self) -> int:
+            readings.start(generation)
+            return super().__len__()
+
+    def interrupted(*found: Any) -> Any:
+        readings._seen[tmp_path / f"{len(readings._seen)}"] = (None, 0.0)
+        return change(*found)
+
+    monkeypatch.setattr(readings, "_change", interrupted)
+    assert [tmp_path / "one"] == list(readings.snapshot(generation, settled=True, sample=False).files)
+    readings._first = Interrupted([100 * MB] * 3)
+    assert 100 * MB == readings.snapshot(generation, settled=True, sample=False).baseline

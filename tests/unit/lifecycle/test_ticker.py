@@ -17,6 +17,7 @@ from modelguard import TTL, guard
 from modelguard.errors import LoadFailed
 from modelguard.lifecycle import _ticker
 from modelguard.lifecycle._ticker import Ticker
+from modelguard.lifecycle.policies import Policy, Snapshot
 from modelguard.lifecycle.runtime import use
 
 
@@ -38,6 +39,13 @@ class Ticked:
     def is_asked(self) -> bool:
         self.asked.clear()
         return self.asked.wait(TIMEOUT)
+
+
+class Owner:
+    """Part of a cycle, so that only the garbage collector finds it dropped."""
+
+    def __init__(self) -> None:
+        self.me = self
 
 
 def fail() -> None:
@@ -118,6 +126,21 @@ def test_one_guard_s_trouble_is_no_other_s(ticker: Ticker, caplog: pytest.LogCap
     assert "could not ask the policies of" in caplog.text
 
 
+def test_a_guard_that_does_not_know_its_pace_is_no_other_s(ticker: Ticker, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever fails about one guard, the thread goes on."""
+
+    class Paceless(Ticked):
+        def check_interval(self) -> float:
+            raise OSError("no clock")
+
+    with caplog.at_level(logging.ERROR, "modelguard"):
+        broken, sound = Paceless(), Ticked()
+        ticker.add(broken)
+        ticker.add(sound)
+        assert [True] * 4 == [guard.is_asked() for guard in (broken, sound, broken, sound)]
+    assert "could not ask the policies of" in caplog.text
+
+
 def test_a_thread_that_cannot_be_started_is_tried_again(ticker: Ticker, monkeypatch: pytest.MonkeyPatch) -> None:
     """If no thread can be started now, it is tried again later."""
 
@@ -185,6 +208,36 @@ def test_goes_on_while_guards_come_and_go(ticker: Ticker) -> None:
     assert many[0].is_asked()
 
 
+@pytest.mark.timeout(60)
+def test_the_collector_may_drop_guards_in_the_middle_of_its_work(ticker: Ticker) -> None:
+    """Whatever code the collector interrupts, it never waits for a lock that this very code holds."""
+    kept = Ticked()
+    ticker.add(kept)
+    until_then = time.monotonic() + 2
+
+    def come_and_go() -> None:
+        while time.monotonic() < until_then:
+            owner, checked = Owner(), Ticked()
+            ticker.add(checked)
+            weakref.finalize(owner, ticker.remove, checked).atexit = False
+            del owner, checked
+
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(1)
+    passing = [threading.Thread(target=come_and_go, daemon=True) for _ in range(2)]
+    try:
+        for thread in passing:
+            thread.start()
+        for thread in passing:
+            thread.join(30)
+    finally:
+        gc.set_threshold(*threshold)
+        sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in passing), "the collector waits for a lock"
+    assert kept.is_asked()
+
+
 class TestGuards:
     def test_are_ticker_from_their_first_load(
         self, world: World, monkeypatch: pytest.MonkeyPatch, ticker: Ticker
@@ -218,6 +271,33 @@ class TestGuards:
             assert engine() is not None
         finally:
             gc.enable()
+
+    def test_a_policy_of_ones_own_is_asked_again_after_no_thread_was_to_be_had(self, world: World) -> None:
+        """One moment without a thread does not end the checks of a guard."""
+
+        class Counted(Policy):
+            asked = 0
+
+            def due(self, now: Snapshot) -> bool:
+                self.asked += 1
+                return False
+
+        policy = Counted()
+        guarded = world.guard(reload_on=policy)
+        guarded.load()
+        start = world.runtime.start_thread
+
+        def refuse(_work: Callable[[], None], _name: str) -> None:
+            raise RuntimeError("can't start new thread")
+
+        object.__setattr__(world.runtime, "start_thread", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            guarded.engine.tick()
+        object.__setattr__(world.runtime, "start_thread", start)
+        before = policy.asked
+        guarded.engine.tick()
+        world.join()
+        assert before < policy.asked
 
     def test_fail_by_name_where_no_thread_is_to_be_had(
         self, world: World, monkeypatch: pytest.MonkeyPatch, ticker: Ticker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import pytest
@@ -115,3 +116,23 @@ def test_who_has_to_wait_is_asked_again(world: World) -> None:
     second.due(Snapshot(age=20.0))
     assert 1.0 == second.horizon(Snapshot(age=20.0)).seconds
     assert 5.0 == second.horizon(Snapshot(age=5.0)).seconds
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_may_call_another_replica(world: World) -> None:
+    """It may interrupt the very thread that is deciding whose turn it is."""
+    seen: list[bool] = []
+
+    def interrupted() -> bool:
+        if not seen:
+            seen.append(of(TTL(10, jitter=0), 1, world).due(Snapshot(age=20.0)))
+        return False
+
+    world.turns = Turns([lambda: False, interrupted], [lambda: True] * 2, lambda: world.now)
+    first: list[bool] = []
+    caller = threading.Thread(target=lambda: first.append(of(TTL(10, jitter=0), 0, world).due(Snapshot(age=20.0))))
+    caller.daemon = True
+    caller.start()
+    caller.join(10)
+    assert [True] == seen
+    assert [False] == first, "one at a time"

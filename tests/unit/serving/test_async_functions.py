@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator
@@ -383,3 +384,22 @@ def test_a_forked_child_has_a_loop_of_its_own() -> None:
         assert own.get() is not loop
     finally:
         loop.call_soon_threadsafe(loop.stop)
+
+
+def test_a_task_that_exits_ends_its_batch_alone() -> None:
+    """sys.exit() in a task is a failure of its batch, and not the end of the event loop for all others."""
+
+    async def leave() -> None:
+        sys.exit(3)
+
+    @batched(max_size=1)
+    async def double(items: list[int]) -> list[int]:
+        if items == [0]:
+            task = asyncio.create_task(leave())
+            await asyncio.gather(task)
+        return [2 * item for item in items]
+
+    with pytest.raises(BatchFailed, match="SystemExit"):
+        double(0)
+    assert 4 == double(2)
+    double.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
+import threading
 import weakref
 from collections import deque
 from typing import Any
@@ -13,6 +15,7 @@ from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
 from modelguard import batched
 from modelguard.errors import WouldDeadlock
+from modelguard.serving._watch import Watch
 
 
 def test_a_function_may_keep_its_list_of_results() -> None:
@@ -180,3 +183,28 @@ def test_answered_items_are_let_go_at_once(model: Gated) -> None:
     f(Large())  # the thread has let go of the batch before
     gc.collect()
     assert sum(one() is not None for one in seen) <= 1
+
+
+def test_a_fault_of_the_watch_is_not_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    """The next deadline starts another thread, however the last one ended."""
+    faults = ["an error"]
+    checked = threading.Event()
+
+    def check(_now: float) -> float:
+        if faults:
+            raise ValueError(faults.pop())
+        checked.set()
+        return math.inf
+
+    lock = threading.RLock()
+    watch = Watch("faulty", lock, check, lambda _now: None)
+    with lock:
+        watch.schedule(0.0)
+    for thread in threading.enumerate():
+        if thread.name == "modelguard-deadlines-faulty":
+            thread.join(10)
+    with lock:
+        assert math.inf == watch.due
+        watch.schedule(0.0)
+    assert checked.wait(10)
+    assert "the deadlines of faulty() are late" in caplog.text

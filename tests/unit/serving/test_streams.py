@@ -272,6 +272,34 @@ def test_the_breaker_opens() -> None:
         f.stream(1)
 
 
+@pytest.mark.timeout(60)
+def test_a_dropped_stream_waits_for_no_lock(steps: Steps) -> None:
+    """The garbage collector may end it in code that holds the very lock for which the function's other callers wait."""
+    f = batched(max_size=4)(steps)
+    steps.step()
+    kept = [f.stream("a")]
+    assert "a0" == next(kept[0])
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with f._batcher._lock:
+            held.set()
+            go_on.wait(TIMEOUT)
+
+    holding, dropping = threading.Thread(target=hold), threading.Thread(target=kept.clear, daemon=True)
+    holding.start()
+    assert held.wait(TIMEOUT)
+    dropping.start()
+    dropping.join(10)
+    waits = dropping.is_alive()
+    go_on.set()
+    holding.join(TIMEOUT)
+    steps.step()
+    assert not waits
+    assert 1 == f.status().cancelled
+    until(lambda: f.status().running == 0)
+
+
 def test_a_slow_consumer_is_dropped() -> None:
     """Its neighbour and the queue go on."""
 
