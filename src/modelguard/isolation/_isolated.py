@@ -15,7 +15,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from modelguard import _public, _units
 from modelguard._function_kinds import FunctionKind
-from modelguard.errors import NotSupported, WouldDeadlock
+from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _handler, _registry, _role
 from modelguard.isolation._calls import Arguments, Caller
 from modelguard.isolation._mold_guard import MoldGuard
@@ -56,8 +56,8 @@ class Isolated(Generic[P, R]):
         _handler.mark(self, coroutine=options.kind == "coroutine")
         _registry.add(self)
 
-    def _start(self) -> None:
-        self._scope = _scope_of(self._options, self._source)
+    def _start(self, *, paused: bool = False) -> None:
+        self._scope = _scope_of(self._options, self._source, paused=paused)
         limits, source = self._options, self._source
         key_of = source.pooled.key_of if isinstance(source, PoolSource) else None
         self._caller = Caller(limits, self._scope, key_of)
@@ -227,12 +227,62 @@ class Isolated(Generic[P, R]):
             LoadFailed: The new mold failed. The old one serves on.
             Reloading: ``timeout`` has passed. The reload goes on.
             GuardClosed: After :meth:`close`.
+            InvalidOption: ``wait`` is not a bool.
+            NotSupported: The function's model is one of a pool.
         """
+        if not isinstance(wait, bool):
+            raise InvalidOption("wait", wait, why="must be True or False", fix="To bound the wait, give timeout='5s'.")
         self._scope.reload(wait=wait, timeout=timeout)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for coroutines; does not block the event loop."""
         await self._scope.areload(timeout)
+
+    def unload(self, timeout: _units.Duration | None = None) -> None:
+        """End the mold and its workers until the next call, which starts them again. Blocks.
+
+        It waits for the calls that run, up to the guard's ``drain_timeout``, and for a load that is under way. Does
+        nothing if there is no mold. With ``scope="host"`` it ends the mold of all processes.
+
+        Args:
+            timeout: How long to wait at most. Default: until the processes have ended.
+
+        Raises:
+            Reloading: ``timeout`` has passed. An end that has begun goes on.
+            GuardClosed: After :meth:`close`.
+            WouldDeadlock: On a running event loop (use :meth:`aunload`).
+            NotSupported: The function's model is one of a pool.
+        """
+        self._scope.unload(timeout)
+
+    async def aunload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`unload` for coroutines; does not block the event loop."""
+        await self._scope.aunload(timeout)
+
+    def pause(self) -> None:
+        """Let policies replace no mold and no worker until :meth:`resume`, as during an incident.
+
+        What they would have done waits (``status().postponed``), and each policy that waits is reported once
+        (``ReloadPostponed``). Nor does ``refork_after`` do anything. A new mold that already loads still takes over.
+        Calls, ``timeout``, :meth:`load`, :meth:`reload`, :meth:`unload` and :meth:`close` work as usual, and workers
+        and molds that have died are replaced. Pausing twice is the same as once.
+
+        It holds in this process and in children that are forked from now on; with ``scope="host"`` in all processes
+        that share the mold, and any of them can resume. There it asks the broker, which answers at once.
+
+        Raises:
+            NotSupported: The function's model is one of a pool, which has no pause.
+            Reloading: ``scope="host"``, and the broker has not answered within five seconds.
+        """
+        self._scope.set_paused(paused=True)
+
+    def resume(self) -> None:
+        """End :meth:`pause`, however often it was called. What is due by then starts within about a second.
+
+        Raises:
+            NotSupported, Reloading: As :meth:`pause`.
+        """
+        self._scope.set_paused(paused=False)
 
     def rollback(self) -> None:
         """Go back to the mold that the current one has replaced, as :meth:`ModelGuard.rollback` does, at once.
@@ -286,7 +336,7 @@ class Isolated(Generic[P, R]):
         """In a forked child of this process: start again, since the parent's workers answer the parent."""
         self._finalizer.detach()
         self._scope.abandon()
-        self._start()
+        self._start(paused=self._scope.paused)
 
     # By reference, as functions are pickled and copied.
     def __reduce__(self) -> Any:
@@ -306,17 +356,17 @@ def _close_after(step: Future[Any] | None, items: Any) -> None:
     items.close()
 
 
-def _scope_of(options: IsolationOptions, source: Source | PoolSource) -> Scope:
+def _scope_of(options: IsolationOptions, source: Source | PoolSource, *, paused: bool) -> Scope:
     if isinstance(source, PoolSource):
         from modelguard.isolation._pool_scope import PoolScope
 
         return PoolScope(options, source)
     guard_options = source.guard.engine.guard.options
     if options.scope == "process":
-        return ProcessScope(options, MoldGuard(options, guard_options))
+        return ProcessScope(options, MoldGuard(options, guard_options, paused=paused))
     from modelguard.isolation._host_scope import HostScope
 
-    return HostScope(options, guard_options)
+    return HostScope(options, guard_options, paused=paused)
 
 
 def _limits() -> Limits:
