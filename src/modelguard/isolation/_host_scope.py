@@ -269,7 +269,7 @@ class HostScope:
         before = self._paused
         self._note_pause(paused=paused, unheard=True)
         membership = self._look()
-        if membership is None:
+        if membership is None or not self._unheard:  # it has heard it as it was found
             return
         started = time.monotonic()
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import time
 import weakref
 from collections.abc import Mapping
@@ -123,12 +122,9 @@ class MoldGuard:
     def set_paused(self, *, paused: bool) -> None:
         """Let no policy replace a mold or a worker, or let them again. Does not block."""
         self.guard.engine.set_paused(paused=paused)
-        mold = self.current
-        if paused and mold is not None and mold.died is not None:
-            self._replace_later(weakref.ref(mold))
-        for one in (mold, self.previous):
-            if one is not None:
-                one.roster.settle()
+        for mold in (self.current, self.previous):
+            if mold is not None:
+                mold.roster.settle()
 
     @property
     def postponed(self) -> Postponed | None:
@@ -230,16 +226,13 @@ class MoldGuard:
         mold, engine = self.current, self.guard.engine
         if mold is None or mold is not dead():
             return
-        if not engine.loading:
-            with suppress(GuardClosed):
-                self.guard.reload(wait=False)
-        if engine.state.paused:
-            self._replace_later(dead)
-
-    def _replace_later(self, dead: weakref.ref[Mold]) -> None:
-        """While it is paused, the guard retries no load as long as it has a mold. This mold takes no calls."""
-        wait = self._source.backoff.seconds(self.guard.engine.state.failures + 1, random.random())  # noqa: S311 - jitter
-        supervisor().later(wait, lambda: self._replace(dead))
+        if engine.loading:
+            # If that load fails, and the guard is paused, it does not try again: it takes the dead mold for one that
+            # serves.
+            supervisor().later(self._source.backoff.seconds(1, 0.5), lambda: self._replace(dead))
+            return
+        with suppress(GuardClosed):
+            self.guard.reload(wait=False)
 
     def _is_paused(self) -> bool:
         return self.guard.engine.state.paused
