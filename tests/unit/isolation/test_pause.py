@@ -290,7 +290,7 @@ class TestMolds:
         isolated.reload()
         assert 2 == isolated.status().generation
         isolated.unload()
-        assert "idle" == isolated.status().state
+        assert ("idle", False) == (isolated.status().state, isolated.ready)  # as a guard without Idle
         isolated.load()
         assert [True] * 3 == [mold.is_paused() for mold in Process.made]
 
