@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from modelguard import _units
+from modelguard._weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
     from modelguard.isolation.status import IsolationStatus
@@ -51,7 +51,7 @@ class Registered(Protocol):
         """Start again without molds: those of the parent answer the parent."""
 
 
-_functions: weakref.WeakSet[Registered] = weakref.WeakSet()
+_functions: WeakRegistry[Registered] = WeakRegistry()
 _hooked = False
 
 

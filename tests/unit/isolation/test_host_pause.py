@@ -1,4 +1,4 @@
-"""``pause()`` and ``unload()`` of an isolated function with ``scope="host"``, without processes: what a broker hears."""
+"""``pause()`` and ``unload()`` with ``scope="host"``, without processes: what a broker hears."""
 
 from __future__ import annotations
 
