@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 #: The scope is that of the test. It takes commands, forks if it is told to, and waits.
-PROGRAM = """
+PROGRAM = r"""
     import os, signal, sys
     from modelguard import control, guard, isolate
 
@@ -44,8 +44,7 @@ PROGRAM = """
             import ctypes
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the parent
         lemmas.load()
-        print("ready", flush=True)
-        signal.pause()
+        os.write(1, b"ready\n")  # at once, beside the other process
         while True:
             signal.pause()
 """

@@ -271,14 +271,13 @@ class HostScope:
         membership = self._look()
         if membership is None or not self._unheard:  # it has heard it as it was found
             return
-        started = time.monotonic()
         try:
             membership.ask("pause", paused, limit=_ORDER)
         except BrokerGone:  # the next one hears it
             return
         except BlockingIOError:
             self._note_pause(paused=before)
-            raise Reloading(self._name, waited=time.monotonic() - started) from None
+            raise LoadFailed(self._name, f"its broker has not answered within {_ORDER:g} s") from None
         self._unheard = False
 
     def unload(self, timeout: _units.Duration | None) -> None:

@@ -272,7 +272,7 @@ class Isolated(Generic[P, R]):
 
         Raises:
             NotSupported: The function's model is one of a pool, which has no pause.
-            Reloading: ``scope="host"``, and the broker has not answered within five seconds.
+            LoadFailed: ``scope="host"``, and the broker has not answered within five seconds.
         """
         self._scope.set_paused(paused=True)
 
@@ -280,7 +280,7 @@ class Isolated(Generic[P, R]):
         """End :meth:`pause`, however often it was called. What is due by then starts within about a second.
 
         Raises:
-            NotSupported, Reloading: As :meth:`pause`.
+            NotSupported, LoadFailed: As :meth:`pause`.
         """
         self._scope.set_paused(paused=False)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from modelguard import TTL, Isolated, guard, isolate, telemetry
-from modelguard.errors import Reloading
+from modelguard.errors import LoadFailed, Reloading
 from modelguard.isolation import _host_scope
 from modelguard.isolation._host_client import BrokerGone
 from modelguard.telemetry import GuardPaused, GuardResumed
@@ -142,7 +142,7 @@ class TestHost:
     def test_a_broker_that_hangs(self, host: Host, isolated: Isolated[Any, Any]) -> None:
         """It is an error, and nothing is pending: an operator asks again."""
         host.broker = Membership("hangs")
-        with pytest.raises(Reloading):
+        with pytest.raises(LoadFailed, match="its broker has not answered within 5 s"):
             isolated.pause()
         assert not isolated.status().paused
         with pytest.raises(Reloading):
