@@ -156,7 +156,7 @@ LINES: list[tuple[Event, str, str]] = [
         "generation 3 is due, but the guard is paused: MemoryLimit('1 GB')",
     ),
     (
-        ReloadPostponed(guard="f", generation=3, reasons=(LIMIT,), cause="paused", seconds=None, worker=4711),
+        ReloadPostponed(guard="nlp", generation=3, reasons=(LIMIT,), cause="paused", seconds=None, worker=4711),
         "WARNING",
         "worker 4711 is due, but the guard is paused: MemoryLimit('1 GB')",
     ),
