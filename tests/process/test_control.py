@@ -148,7 +148,7 @@ class TestOneProcess:
         """Exit status 1, with the names of those that there are."""
         with program() as service:
             status, text = ctl(service.pid, "reload", "asr")
-            assert (1, True) == (status, "Its guards are: 'nlp'" in text)
+            assert (1, True) == (status, "There are: 'nlp'" in text)
 
     @pytest.mark.parametrize(
         "sent", [b"", b"\n", b"{", b"[" * 4000 + b"\n", b"x" * 100_000, b'{"command": "stop"}\n', b"\xff\n"], ids=repr

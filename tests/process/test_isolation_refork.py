@@ -233,7 +233,13 @@ sys.path.insert(0, {folder!r})
 import app
 for number in range(40):
     app.predict(number)
-while not (app.predict(0) and app.predict.status().reforked):
+def renewed():  # a worker of the old mold would end, and its program would be nobody's child
+    status = app.predict.status()
+    if not (app.predict(0) and status.reforked):
+        return False
+    children = [child.pid for child in psutil.Process(status.mold).children()]
+    return len(status.workers) == 3 and all(worker.pid in children for worker in status.workers)
+while not renewed():
     time.sleep(0.01)
 app.predict(-1)
 threading.Thread(target=app.predict, args=(-2,), daemon=True).start()

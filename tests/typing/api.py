@@ -557,6 +557,10 @@ def isolated(model: Model, text: str) -> list[str]:
 assert_type(isolated("a"), list[str])
 assert_type(isolated.submit("a"), Future[Any])
 assert_type(isolated.ready, bool)
+assert_type(isolated.status().paused, bool)
+assert_type(isolated.pause(), None)
+assert_type(isolated.resume(), None)
+assert_type(isolated.unload("5s"), None)
 
 
 class Isolating:

@@ -1,4 +1,4 @@
-"""``modelguard ctl``: commands for the guards of a running process."""
+"""``modelguard ctl``: commands for the guards and isolated functions of a running process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from modelguard import _units
 from modelguard.cli._pid import process_id
 from modelguard.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from modelguard.control._client import Request
 
 USAGE = 2
 
@@ -23,15 +27,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "ctl",
-        help="show, reload, unload, pause or resume the guards of a running process",
+        help="show, reload, unload, pause or resume the guards and isolated functions of a running process",
         description="Sends a command to a process that has called modelguard.control.listen(), as the same user. "
-        "status: show the guards; reload: replace their models; unload: release them until their next use; pause: "
-        "let policies start nothing; resume: end that.",
-        epilog="exit status: 0 success, 1 a guard could not do it, 2 the process takes no commands",
+        "status: show the guards and isolated functions; reload: replace their models; unload: release them until "
+        "their next use; pause: let policies start nothing; resume: end that.",
+        epilog="exit status: 0 success, 1 one of them could not do it, 2 the process takes no commands",
     )
     parser.add_argument("pid", metavar="PID", help="the process, such as a worker; or a server, with --all")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the guard, default: all guards of the process")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="the guard or isolated function, default: all of the process"
+    )
     parser.add_argument("--all", action="store_true", help="all processes below PID that take commands, one by one")
     parser.add_argument("--no-wait", action="store_true", help="do not wait until the models are reloaded")
     parser.add_argument("--timeout", metavar="T", help="how long to wait for a process, default: 5m")
@@ -53,7 +59,13 @@ def run(options: argparse.Namespace) -> int:
         return _fail(str(error.strerror))
     waits = options.command in {"reload", "unload"}
     request = _client.Request(options.command, options.name, not options.no_wait, timeout if waits else 0.0)
-    return max(_run(each, request, as_json=options.json, may_end=each != pid) for each in pids)
+    status = 0
+    for each in pids:
+        code, brokers = _run(each, request, as_json=options.json, may_end=each != pid)
+        status = max(status, code)
+        # What several processes share is reloaded once. Each of them is shown.
+        request = replace(request, brokers=request.brokers | brokers)
+    return status
 
 
 def _processes(pid: int, *, every: bool) -> list[int]:
@@ -76,7 +88,7 @@ def _processes(pid: int, *, every: bool) -> list[int]:
     return [pid]
 
 
-def _run(pid: int, request: Any, *, as_json: bool, may_end: bool) -> int:
+def _run(pid: int, request: Request, *, as_json: bool, may_end: bool) -> tuple[int, frozenset[int]]:
     """Send the command to one process, and print what it answers.
 
     Args:
@@ -84,14 +96,16 @@ def _run(pid: int, request: Any, *, as_json: bool, may_end: bool) -> int:
         request: The command.
         as_json: Whether to print JSON.
         may_end: Whether it does not matter if the process has ended since it was found.
+
+    Returns:
+        The exit status, and the process ids of brokers that have done it.
     """
     from modelguard.control import _client
 
     try:
         answer = _client.ask(pid, request)
     except _client.Unreachable as error:
-        return 0 if may_end and not _client.runs(pid) else _fail(str(error))
-    failed = answer.error is not None or any(guard["error"] is not None for guard in answer.guards)
+        return 0 if may_end and not _client.runs(pid) else _fail(str(error)), frozenset()
     if as_json:
         content = {"pid": pid, "error": answer.error, "guards": answer.guards}
         print(json.dumps(content), flush=True)  # noqa: T201 - the output of the command
@@ -99,13 +113,17 @@ def _run(pid: int, request: Any, *, as_json: bool, may_end: bool) -> int:
         print("\n".join(_lines(pid, answer.guards)), flush=True)  # noqa: T201
     else:
         _fail(f"process {pid}: {answer.error}")
-    return int(failed)
+    return int(answer.failed), answer.brokers
 
 
 def _lines(pid: int, guards: Iterable[dict[str, Any]]) -> list[str]:
     rows = [_row(guard) for guard in guards]
     width = max((len(name) for name, _ in rows), default=0)
-    return [f"{pid}", *(f"  {name:{width}}  {text}" for name, text in rows)] if rows else [f"{pid}  no guards"]
+    return (
+        [f"{pid}", *(f"  {name:{width}}  {text}" for name, text in rows)]
+        if rows
+        else [f"{pid}  no guards or isolated functions"]
+    )
 
 
 def _row(guard: dict[str, Any]) -> tuple[str, str]:
@@ -113,7 +131,7 @@ def _row(guard: dict[str, Any]) -> tuple[str, str]:
     parts = [f"{status['state']}{', paused' if status['paused'] else ''}"]
     if status["generation"]:
         age = _units.format_seconds(round(status["age"]))
-        parts.append(f"generation {status['generation']}, {age} old, {status['uses']} calls")
+        parts.append(f"generation {status['generation']}, {age} old, {_use(guard)}")
     if status["in_flight"]:
         parts.append(f"{status['in_flight']} in flight")
     if status["postponed"] is not None:
@@ -125,6 +143,16 @@ def _row(guard: dict[str, Any]) -> tuple[str, str]:
     if guard["error"] is not None:
         parts.append(f"error: {guard['error']}")
     return guard["name"], "; ".join(parts)
+
+
+def _use(guard: dict[str, Any]) -> str:
+    status = guard["status"]
+    if guard["kind"] == "guard":
+        return f"{status['uses']} calls"
+    workers = len(status["workers"])
+    shared = "" if status["broker"] is None else f", shared by {len(status['clients'])} processes"
+    mold = "" if status["mold"] is None else f"mold {status['mold']}, "
+    return f"{mold}{workers} worker{'' if workers == 1 else 's'}{shared}"
 
 
 def _fail(why: str) -> int:

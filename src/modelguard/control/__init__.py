@@ -1,11 +1,13 @@
-"""Control of the guards of a running process: by ``modelguard ctl``, and by SIGHUP. Off unless the service asks for it.
+"""Control of the guards and isolated functions of a running process: by ``modelguard ctl``, and by SIGHUP.
+
+Off unless the service asks for it.
 
 ::
 
     from modelguard import control
 
     control.listen()               # then: modelguard ctl PID status|reload|unload|pause|resume [NAME]
-    control.listen(sighup=True)    # and: kill -HUP PID reloads all guards
+    control.listen(sighup=True)    # and: kill -HUP PID reloads all of them
 
 The socket is a Unix socket without a file (Linux). It takes commands from processes of the same user and of root, and
 it ends with the process, however that ends. A forked worker gets a socket of its own.
@@ -22,14 +24,14 @@ __all__ = ["listen", "stop"]
 
 
 def listen(*, sighup: bool = False) -> None:
-    """Take commands for the guards of this process, and of processes that it forks from now on.
+    """Take commands for the guards and isolated functions of this process, and of processes that it forks from now on.
 
     Call it once, where the application is made. Further calls change nothing, except that they may add ``sighup``. In
     the processes of isolated functions, which import the application too, it does nothing.
 
     Args:
-        sighup: Whether the signal SIGHUP reloads every guard that has a model. A handler that was there before is
-            called as well.
+        sighup: Whether the signal SIGHUP reloads every guard and isolated function that has a model. A handler that was
+            there before is called as well.
 
     Raises:
         NotSupported: This is not Linux; with ``sighup``: the server (gunicorn, uWSGI) uses the signal itself, or this

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from modelguard.control import _messages
@@ -28,15 +28,17 @@ class Request:
 
     Attributes:
         command: What to do.
-        name: Of the guard; None for all.
+        name: Of the guard or isolated function; None for all.
         wait: Whether to wait for a reload.
-        timeout: Seconds to wait at most, for all guards together.
+        timeout: Seconds to wait at most, for all of them together.
+        brokers: Process ids of brokers that have done it already.
     """
 
     command: str
     name: str | None = None
     wait: bool = True
     timeout: float = 0.0
+    brokers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,23 @@ class Answered:
     Attributes:
         pid: The process.
         error: Why nothing was done; None if something was.
-        guards: For each guard its name, the error and the status.
+        guards: For each guard and isolated function its name, what it is, the error and the status.
     """
 
     pid: int
     error: str | None
     guards: tuple[dict[str, Any], ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether something could not be done."""
+        return self.error is not None or any(guard["error"] is not None for guard in self.guards)
+
+    @property
+    def brokers(self) -> frozenset[int]:
+        """Process ids of brokers that have done it."""
+        done = (guard["status"].get("broker") for guard in self.guards if guard["error"] is None)
+        return frozenset(pid for pid in done if pid is not None)
 
 
 def ask(pid: int, request: Request) -> Answered:
@@ -60,7 +73,7 @@ def ask(pid: int, request: Request) -> Answered:
     Raises:
         Unreachable: The process takes no commands, or does not answer.
     """
-    content = {"command": request.command, "name": request.name, "wait": request.wait, "timeout": request.timeout}
+    content = asdict(request) | {"brokers": sorted(request.brokers)}
     try:
         with _connect(pid) as connected:
             _messages.send(connected, content)

@@ -1,13 +1,15 @@
-"""What can be asked of the guards of a process, whichever way the command comes."""
+"""What can be asked of the guards and isolated functions of a process, whichever way the command comes."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from modelguard.errors import InvalidOption, ModelGuardError
+from modelguard.control import _targets
+from modelguard.errors import ModelGuardError
+from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._waiting import Timeout
-from modelguard.lifecycle.model_guard import ModelGuard, guards
 from modelguard.telemetry import logger
 
 __all__ = ["COMMANDS", "Command", "Result", "run"]
@@ -18,15 +20,17 @@ COMMANDS: tuple[Command, ...] = get_args(Command)
 
 @dataclass(frozen=True)
 class Result:
-    """What a command did to one guard.
+    """What a command did to one guard or isolated function.
 
     Attributes:
-        name: The guard's name.
+        name: Its name.
+        kind: What it is.
         error: Why it did not work; None if it did.
-        status: The guard's figures afterwards, as JSON.
+        status: Its figures afterwards, as JSON.
     """
 
     name: str
+    kind: _targets.Kind
     error: str | None
     status: dict[str, Any]
 
@@ -35,79 +39,54 @@ class Result:
         return asdict(self)
 
 
-def _find(name: str | None) -> list[ModelGuard[Any]]:
-    """The guards of this process with this name, or all of them, in the order of their names.
+def run(
+    command: Command, name: str | None, *, wait: bool, timeout: float | None, brokers: Collection[int] = ()
+) -> list[Result]:
+    """Do it to each target, one after another, so that replicas and guards are not replaced at the same time.
 
-    Raises:
-        InvalidOption: There is none with this name.
-    """
-    known = sorted(guards(), key=lambda guard: guard.name)
-    found = [guard for guard in known if name in (None, guard.name)]
-    if name is not None and not found:
-        listed = ", ".join(repr(guard.name) for guard in known) or "none"
-        raise InvalidOption("name", name, why="is not a guard of this process", fix=f"Its guards are: {listed}.")
-    return found
-
-
-def run(command: Command, name: str | None, *, wait: bool, timeout: float | None) -> list[Result]:
-    """Do it to each guard, one after another, so that replicas and guards are not replaced at the same time.
-
-    Without a name, guards that have never loaded in this process, or are closed, are not reloaded or unloaded.
+    Without a name, those that have never loaded in this process, or are closed, are not reloaded or unloaded.
 
     Args:
         command: What to do.
-        name: The guard; None for all guards of this process.
+        name: The guard or isolated function; None for all of this process.
         wait: Whether a reload is awaited.
         timeout: Seconds for all of them together, None for no bound. What has begun goes on.
+        brokers: Process ids of brokers that have done it already, for another process: what these own is only shown.
 
     Raises:
         InvalidOption: There is none with this name.
     """
-    found, limit = _find(name), Timeout(timeout)
+    found, limit = _targets.find(name), Timeout(timeout)
     if command != "status":
-        logger.info("modelguard: %s, asked of %s", command, ", ".join(guard.name for guard in found) or "no guard")
-    return [Result(guard.name, _run(command, guard, name, wait, limit), _status(guard)) for guard in found]
+        logger.info("modelguard: %s, asked of %s", command, ", ".join(target.name for target in found) or "no guard")
+    results = []
+    for target in found:
+        left_alone = command == "status" or _is_left_alone(command, target, brokers, by_name=name is not None)
+        error = None if left_alone else _do(command, target, limit, wait=wait)
+        results.append(Result(target.name, _targets.kind_of(target), error, _targets.figures(target)))
+    return results
 
 
-def _run(command: Command, guard: ModelGuard[Any], name: str | None, wait: bool, limit: Timeout) -> str | None:  # noqa: FBT001
-    """Do it to one guard; returns why it did not work."""
-    state = guard.status().state
-    if command in {"reload", "unload"} and state in {"new", "closed"} and name is None:
-        return None
-    if command == "reload" and state == "new":
+def _is_left_alone(command: Command, target: _targets.Target, brokers: Collection[int], *, by_name: bool) -> bool:
+    status = target.status()
+    if isinstance(status, IsolationStatus) and status.broker in brokers:
+        return True
+    return command in {"reload", "unload"} and status.state in {"new", "closed"} and not by_name
+
+
+def _do(command: Command, target: _targets.Target, limit: Timeout, *, wait: bool) -> str | None:
+    """Do it to one target; returns why it did not work."""
+    if command == "reload" and target.status().state == "new":
         return "was never loaded in this process, so there is nothing to replace"
     try:
         if command == "reload":
-            guard.reload(wait=wait, timeout=limit.left())
+            target.reload(wait=wait, timeout=limit.left())
         elif command == "unload":
-            guard.unload(timeout=limit.left())
+            target.unload(timeout=limit.left())
         elif command == "pause":
-            guard.pause()
+            target.pause()
         elif command == "resume":
-            guard.resume()
+            target.resume()
     except ModelGuardError as refusal:
         return str(refusal)
     return None
-
-
-def _status(guard: ModelGuard[Any]) -> dict[str, Any]:
-    status = guard.status()
-    waits = status.postponed
-    return {
-        "state": status.state,
-        "ready": guard.ready,
-        "paused": status.paused,
-        "postponed": None
-        if waits is None
-        else {"reasons": [str(reason) for reason in waits.reasons], "cause": waits.cause, "seconds": waits.seconds},
-        "generation": status.generation,
-        "age": status.age,
-        "uses": status.uses,
-        "in_flight": status.in_flight,
-        "reloads": status.reloads,
-        "failures": status.failures,
-        "last_error": status.last_error,
-        "model_bytes": status.model_bytes,
-        "load_seconds": status.load_seconds,
-        "reload_on": None if guard.reload_on is None else repr(guard.reload_on),
-    }

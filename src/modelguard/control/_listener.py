@@ -171,12 +171,13 @@ def _answer(request: Any) -> dict[str, Any]:
     """Do what a request asks for."""
     content = request if isinstance(request, dict) else {}
     command, name = content.get("command"), content.get("name")
-    wait, timeout = content.get("wait", True), content.get("timeout")
+    wait, timeout, brokers = content.get("wait", True), content.get("timeout"), content.get("brokers", [])
     typed = isinstance(name, str | None) and isinstance(wait, bool) and isinstance(timeout, int | float | None)
+    typed = typed and isinstance(brokers, list) and all(isinstance(pid, int) for pid in brokers)
     if command not in _commands.COMMANDS or not typed:
         return {"error": "the request is not a known command"}
     try:
-        results = _commands.run(command, name, wait=wait, timeout=timeout)
+        results = _commands.run(command, name, wait=wait, timeout=timeout, brokers=brokers)
     except InvalidOption as error:
         return {"error": str(error)}
     return {"guards": [result.as_dict() for result in results]}
@@ -186,6 +187,8 @@ def _reload_all() -> None:
     """What SIGHUP asks for. It waits for nothing: each load has its own thread, and one process loads at a time."""
     try:
         logger.info("modelguard: SIGHUP")
-        _commands.run("reload", None, wait=False, timeout=None)
+        for result in _commands.run("reload", None, wait=False, timeout=None):
+            if result.error is not None:
+                logger.warning("modelguard: SIGHUP could not reload %s: %s", result.name, result.error)
     except Exception:  # noqa: BLE001 - the repr of a policy may raise, and the next command must be heard
         logger.exception("modelguard could not reload after SIGHUP")

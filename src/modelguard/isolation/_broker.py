@@ -142,7 +142,7 @@ class _Broker:
     def __init__(self, orders: BrokerOrders) -> None:
         self._orders = orders
         self._folder = Folder(Path(orders.folder))
-        self._molds = MoldGuard(orders.options, orders.source, orders.origin)
+        self._molds = MoldGuard(orders.options, orders.source, orders.origin, paused=orders.paused)
         self.scope = _Scope(orders.options, self._molds)
         self.engine = self._molds.guard.engine
         self.supervisor = supervisor()
@@ -277,6 +277,11 @@ class _Broker:
         for connection in waiting:
             connection.loaded(error)
 
+    def pause(self, *, paused: bool) -> None:
+        """Hold back what policies ask for, or no longer, and report it to the clients before the one that has asked."""
+        self.scope.set_paused(paused=paused)
+        self._tell_state()
+
     # Reports
 
     def granted(self, connection: Connection, worker: Worker) -> None:
@@ -307,7 +312,12 @@ class _Broker:
         ours.setblocking(False)  # noqa: FBT003 - its only parameter
         reporter = _news.Reporter(theirs)
         reporter.install(self._orders.origin.levels)
-        telemetry.set_hooks([reporter.report_event, self._heed_event])
+
+        def report(event: Event) -> None:
+            if not isinstance(event, telemetry.GuardPaused | telemetry.GuardResumed):  # which each client reports
+                reporter.report_event(event)
+
+        telemetry.set_hooks([report, self._heed_event])
         _news.hand_on(self._hand_on)
 
         def read() -> None:
@@ -328,9 +338,10 @@ class _Broker:
         self.supervisor.call(self._tell_state)
 
     def _tell_state(self) -> None:
-        """Tell the clients whether a worker can answer, and which processes there are."""
+        """Tell the clients whether a worker can answer, which processes there are, and whether it is paused."""
         mold = self._molds.current
-        state = pickle.dumps((self.scope.ready, [] if mold is None else mold.pids(), self.scope.version))
+        pids = [] if mold is None else mold.pids()
+        state = pickle.dumps((self.scope.ready, pids, self.scope.version, self.scope.paused))
         for client in self._clients.values():
             if client.state != state:
                 if client.send(STATE, state):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from modelguard.isolation._waiting import Waiter
 from modelguard.isolation._worker_process import Worker
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
-from modelguard.telemetry import WorkerEndCause, logger
+from modelguard.telemetry import Reason, WorkerEndCause, logger
 
 __all__ = ["BrokerOfConnection", "Connection"]
 
@@ -76,6 +77,10 @@ class BrokerOfConnection(Protocol):
         """Load a mold, and call :meth:`Connection.loaded` then."""
         ...
 
+    def pause(self, *, paused: bool) -> None:
+        """Hold back what policies ask for, or no longer, and report it to the clients."""
+        ...
+
     def granted(self, connection: Connection, worker: Worker) -> None:
         """A client has got a worker. From any thread."""
 
@@ -126,6 +131,8 @@ class Connection:
             "lose": self._lose,
             "load": self._load,
             "reload": self._reload,
+            "unload": self._unload,
+            "pause": self._pause,
             "status": self._status,
             "leave": self._leave,
         }
@@ -279,7 +286,7 @@ class Connection:
         self._leave_mold()
         self.answer("withdrawn")
 
-    def _release(self, worn: bool, counts: bool) -> None:  # noqa: FBT001 - as they come
+    def _release(self, worn: tuple[Reason, ...], counts: bool) -> None:  # noqa: FBT001 - as they come
         worker, generation = self._worker, self._generation
         if worker is None or generation is None:
             raise EOFError
@@ -339,14 +346,26 @@ class Connection:
             self.answer("failed", *packed(error))
 
     def _reload(self, wait: bool) -> None:  # noqa: FBT001 - as they come
+        reload = functools.partial(self._broker.scope.reload, wait=wait, timeout=None)
         if wait:
-            threading.Thread(target=self._reloaded, args=(True,), name="modelguard-reload", daemon=True).start()
+            self._do_aside(reload, "modelguard-reload")
         else:
-            self._reloaded(wait=False)
+            self._do(reload)
 
-    def _reloaded(self, wait: bool) -> None:  # noqa: FBT001 - as they come
+    def _unload(self) -> None:
+        self._do_aside(lambda: self._broker.scope.unload(None), "modelguard-unload")
+
+    def _pause(self, paused: bool) -> None:  # noqa: FBT001 - as they come
+        self._do(lambda: self._broker.pause(paused=paused))
+
+    def _do_aside(self, work: Callable[[], object], name: str) -> None:
+        """Do what takes a while in a thread of its own."""
+        threading.Thread(target=self._do, args=(work,), name=name, daemon=True).start()
+
+    def _do(self, work: Callable[[], object]) -> None:
+        """Do something, and answer when it is done. From any thread."""
         try:
-            self._broker.scope.reload(wait=wait, timeout=None)
+            work()
         except Exception as error:  # noqa: BLE001 - it is the client's
             self.answer("failed", *packed(error))
         else:

@@ -170,7 +170,7 @@ class Caller:
             if content[0] == _pickling.dumps(StreamStep.NEXT)[0]:
                 taken.lose("cancelled")
             else:
-                taken.release(worn=False)
+                taken.release(worn=())
             raise TransferRefused(self._name, what="result", why=f"it cannot be rebuilt here: {error}") from error
         except BaseException:  # Ctrl-C, or an error of ours: nobody knows what the worker does
             if channel.fileno() >= 0:

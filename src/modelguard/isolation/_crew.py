@@ -5,7 +5,7 @@ It has no process, clock, thread or lock. Its owner reports what happened, and e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,7 +74,8 @@ class Crew:
 
     A worn worker takes calls until another one can take its place, and replacements start one at a time, so capacity
     never falls below ``size``. A spare worker waits for that, so a worn or dead worker is replaced without a delay.
-    After several deaths in a row, a new worker starts after a backoff, and then the breaker opens.
+    After several deaths in a row, a new worker starts after a backoff, and then the breaker opens. While the function
+    is paused, worn workers stay, and only those that have ended are replaced.
 
     Args:
         size: How many workers may have calls at a time.
@@ -82,14 +83,23 @@ class Crew:
         breaker: When calls are refused, because workers keep dying.
         backoff: Waits before a start after the second and each further failure in a row.
         refork_after: After how many calls a worker takes the mold's place, once; None for never.
+        is_paused: Whether the function is paused, asked at each decision.
     """
 
     def __init__(
-        self, size: int, *, breaker: Breaker, backoff: Backoff, spare: int = 0, refork_after: int | None = None
+        self,
+        size: int,
+        *,
+        breaker: Breaker,
+        backoff: Backoff,
+        spare: int = 0,
+        refork_after: int | None = None,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._size = size
         self._spare = spare
         self._refork_after = refork_after
+        self._is_paused = is_paused
         self._heir: int | None = None
         self._busy = 0
         self._backoff = backoff
@@ -120,6 +130,11 @@ class Crew:
     def troubled(self) -> bool:
         """Whether the breaker is not closed."""
         return self.circuit.state != "closed"
+
+    @property
+    def paused(self) -> bool:
+        """Whether worn workers must stay."""
+        return self._is_paused()
 
     @property
     def has_heir(self) -> bool:
@@ -244,6 +259,8 @@ class Crew:
     def _may_become_mold(self, member: Member) -> bool:
         if self._refork_after is None or member.calls < self._refork_after or member.worn or self.troubled:
             return False
+        if self.paused:
+            return False
         others = sum(one.state in {"idle", "busy"} for one in self.members.values()) - 1
         return others >= self._size  # calls must not miss it
 
@@ -258,13 +275,15 @@ class Crew:
             yield ReplaceMold()
             return
         members = self.members.values()
+        to_replace = [] if self.paused else [member for member in members if member.worn]
         # While workers keep dying, one is enough: for the probe.
         wanted = self._size + self._spare if self.circuit.state == "closed" else 1
         # Never more than one above the size, so a worn worker's last call may delay the start of the next spare one.
-        missing = min(wanted - sum(not member.worn for member in members), self._size + 1 - len(members))
+        staying = len(members) - len(to_replace)
+        missing = min(wanted - staying, self._size + 1 - len(members))
         if missing <= 0 or now < self.start_at:
             return
-        if any(member.worn for member in members):
+        if to_replace:
             missing = 0 if any(member.state == "starting" for member in members) else 1
         for _ in range(missing):
             self._last += 1
@@ -272,6 +291,8 @@ class Crew:
             yield Start(self._last)
 
     def _end_replaced(self) -> Iterator[Order]:
+        if self.paused:
+            return
         up = [member for member in self.members.values() if member.state in {"idle", "busy"}]
         excess = len(up) - self._size
         if excess > 0:

@@ -42,6 +42,7 @@ class Membership:
         reports: Receives reports and states.
         token: Of this client.
         pid: The broker's process id.
+        on_pause: Called, in the supervisor's thread, with what the broker says of whether the function is paused.
 
     Attributes:
         ready: Whether a worker can answer, as the broker has said last.
@@ -51,7 +52,15 @@ class Membership:
     """
 
     def __init__(
-        self, folder: Folder, name: str, channel: Channel, reports: socket.socket, *, token: bytes, pid: int
+        self,
+        folder: Folder,
+        name: str,
+        channel: Channel,
+        reports: socket.socket,
+        *,
+        token: bytes,
+        pid: int,
+        on_pause: Callable[[bool], object],
     ) -> None:
         self.pid = pid
         self.ready = False
@@ -59,6 +68,7 @@ class Membership:
         self.gone = False
         self.on_loss: Callable[[], object] | None = None
         self._was_ready = False
+        self._on_pause = on_pause
         self._folder = folder
         self._name = name
         self._channel = channel
@@ -176,7 +186,9 @@ class Membership:
         elif message[:1] == REPORT:
             _news.replay(message[1:])
         else:
-            self.ready, self._family, self.version = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
+            state = pickle.loads(memoryview(message)[1:])  # noqa: S301 - from this program's own broker
+            self.ready, self._family, self.version, paused = state
+            self._on_pause(paused)
             self._was_ready = self._was_ready or self.ready
 
     def _broker_ended(self) -> None:

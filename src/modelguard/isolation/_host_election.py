@@ -32,7 +32,13 @@ _POLL = 0.02
 
 
 def join(
-    options: IsolationOptions, source: GuardOptions[Any], *, elect: bool, give_up: Callable[[], bool]
+    options: IsolationOptions,
+    source: GuardOptions[Any],
+    *,
+    elect: bool,
+    paused: bool,
+    on_pause: Callable[[bool], object],
+    give_up: Callable[[], bool],
 ) -> Membership | None:
     """Become the client of a broker; start one if there is none and ``elect`` is true. Blocks.
 
@@ -40,6 +46,8 @@ def join(
         options: Of the isolated function.
         source: Of the guard that lends the model in the molds.
         elect: Whether to start a broker. If not, None is returned where there is none.
+        paused: Whether a broker that is started here is paused from the start.
+        on_pause: Called with what the broker says of whether the function is paused.
         give_up: Asked while there is none yet; true ends the wait.
 
     Raises:
@@ -47,7 +55,7 @@ def join(
         LoadFailed: There is no broker, and none could be started.
     """
     until = time.monotonic() + _LONGEST
-    election = _Election(options, source, _ANSWER if elect else _SOON)
+    election = _Election(options, source, _ANSWER if elect else _SOON, paused=paused, on_pause=on_pause)
     while True:
         found = election.attempt(elect, lambda: give_up() or time.monotonic() > until)
         if found is not None or not elect:
@@ -64,16 +72,28 @@ class _Election:
         options: Of the isolated function.
         source: Of the guard that lends the model in the molds.
         patience: Seconds in which a broker has to answer.
+        paused: Whether a broker that is started here is paused.
+        on_pause: Of the membership.
 
     Attributes:
         obstacle: Why the last attempt has found none.
     """
 
-    def __init__(self, options: IsolationOptions, source: GuardOptions[Any], patience: float) -> None:
+    def __init__(
+        self,
+        options: IsolationOptions,
+        source: GuardOptions[Any],
+        patience: float,
+        *,
+        paused: bool,
+        on_pause: Callable[[bool], object],
+    ) -> None:
         self.obstacle = "another process holds the lock"
         self._options = options
         self._source = source
         self._patience = patience
+        self._paused = paused
+        self._on_pause = on_pause
         self._identity = identity_of(options, source)
         self._prefix = prefix_of(self._identity)
         self._serving: set[str] = set()
@@ -126,7 +146,7 @@ class _Election:
                 channel.send(("join", token, self._identity), [theirs.fileno()])
             answer, *details = channel.receive()
             if answer == "welcome":
-                found = Membership(folder, name, channel, reports, token=token, pid=details[0])
+                found = Membership(folder, name, channel, reports, token=token, pid=details[0], on_pause=self._on_pause)
             else:
                 self._refused(name, *details)
         except BlockingIOError:
@@ -154,7 +174,8 @@ class _Election:
     def _start(self, folder: Folder, lock: int) -> None:
         self._remove_remains(folder)
         number = next(n for n in range(1, len(self._serving) + 2) if f"{self._prefix}{n}" not in self._serving)
-        orders = orders_for(folder.path, f"{self._prefix}{number}", self._identity, self._options, self._source)
+        socket_name = f"{self._prefix}{number}"
+        orders = orders_for(folder.path, socket_name, self._identity, self._options, self._source, paused=self._paused)
         _broker_launch.start_broker(orders, lock, _LONGEST)
 
     def _remove_remains(self, folder: Folder) -> None:

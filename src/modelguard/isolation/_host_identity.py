@@ -86,7 +86,13 @@ def prefix_of(identity: Identity) -> str:
 
 
 def orders_for(
-    folder: Path, socket: str, identity: Identity, options: IsolationOptions, source: GuardOptions[Any]
+    folder: Path,
+    socket: str,
+    identity: Identity,
+    options: IsolationOptions,
+    source: GuardOptions[Any],
+    *,
+    paused: bool,
 ) -> BrokerOrders:
     """Make the orders of a broker that this process starts."""
     return BrokerOrders(
@@ -96,6 +102,7 @@ def orders_for(
         options=_without_code(options),
         source=_for_broker(source),
         origin=Origin(_target.preparation(), _news.levels()),
+        paused=paused,
     )
 
 

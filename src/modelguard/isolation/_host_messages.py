@@ -17,9 +17,11 @@ __all__ = ["REPORT", "STATE", "Answer", "BrokerOrders", "Identity", "Refusal", "
 #: * ``join`` (token, identity; with a socket for reports): become a client. The connection stands for the process.
 #: * ``call`` (token): this connection is for calls of that client.
 #: * ``take`` (), ``withdraw`` (), ``release`` (worn), ``lose`` (cause, blame): one worker.
-#: * ``load`` (), ``reload`` (wait), ``status`` ().
+#: * ``load`` (), ``reload`` (wait), ``unload`` (), ``pause`` (whether to pause or to resume), ``status`` ().
 #: * ``leave`` (): be a client no more.
-Request = Literal["join", "call", "take", "withdraw", "release", "lose", "load", "reload", "status", "leave"]
+Request = Literal[
+    "join", "call", "take", "withdraw", "release", "lose", "load", "reload", "unload", "pause", "status", "leave"
+]
 
 #: What the broker answers:
 #:
@@ -50,6 +52,7 @@ class BrokerOrders:
         options: Of the isolated function.
         source: Of the guard that lends the model in the molds.
         origin: What the molds resemble.
+        paused: Whether the function is paused, as after the end of a broker that was.
     """
 
     folder: str
@@ -58,6 +61,7 @@ class BrokerOrders:
     options: IsolationOptions
     source: GuardOptions[Any]
     origin: Origin
+    paused: bool
 
 
 def packed(error: BaseException) -> tuple[BaseException, BaseException | None, str | None]:

@@ -5,148 +5,41 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from modelguard import _units
+from modelguard import _units, telemetry
 from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
 from modelguard.isolation import _role
-from modelguard.isolation._channel import Channel
+from modelguard.isolation._host_calls import ANSWER, Connection, GrantedWorker, left
 from modelguard.isolation._host_client import BrokerGone, Membership
 from modelguard.isolation._host_election import join
 from modelguard.isolation._host_identity import check_shareable, identity_of
-from modelguard.isolation._host_messages import unpacked
 from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation._scope import Limits
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _deadlocks, _in_thread
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._threads import THREADS
-from modelguard.telemetry import WorkerEndCause, logger
+from modelguard.lifecycle.status import State
+from modelguard.telemetry import logger
 
 __all__ = ["HostScope"]
 
 #: Seconds between two attempts after a broker has ended.
 _POLL = 0.05
 
-#: Seconds in which a broker answers whatever it need not wait for.
-_ANSWER = 1.0
-
-#: The same for a call whose time is over already.
-_LATE = 0.25
+#: Seconds in which a broker obeys what it need not wait for: more than for a look at it, since it must not be lost.
+_ORDER = 5.0
 
 #: Seconds that the last client waits for the end of all processes: those that a mold may take, and some.
 _END = 15.0
 
 _UNLIMITED = Limits(0.0)
-
-
-class _Taken:
-    """A worker that the broker has granted to one call of this process."""
-
-    __slots__ = ("_connection", "_scope", "channel", "pid")
-
-    def __init__(self, scope: HostScope, connection: _Connection, channel: Channel, pid: int) -> None:
-        self._scope = scope
-        self._connection: _Connection | None = connection
-        self.channel = channel
-        self.pid = pid
-
-    def release(self, *, worn: bool) -> None:
-        self.channel.close()  # this process's copy
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.release(worn=worn)
-
-    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        self.channel.close()
-        connection, self._connection = self._connection, None
-        if connection is None:
-            return "unknown"
-        how, pid = connection.lose(cause, blame=blame)
-        self.pid = self.pid or pid
-        return how
-
-    def leave(self) -> None:
-        self._scope.running.pop()
-        if self._connection is not None:  # neither answered nor lost: nobody knows what the worker does
-            self.lose("cancelled", blame=False)
-
-
-class _Connection:
-    """Asks for one worker on a connection that no other call uses meanwhile."""
-
-    def __init__(self, membership: Membership, channel: Channel) -> None:
-        self._membership = membership
-        self._channel = channel
-
-    def take(self, patience: float, limits: Limits) -> tuple[Channel, int] | None:
-        """Wait for a worker; None if the time is over.
-
-        Raises:
-            BrokerGone: Ask the next one.
-            Exception: Why there is no worker for this call.
-        """
-        until = min(limits.until, time.monotonic() + patience)
-        self._membership.say(self._channel, "take", limit=_left(until))
-        try:
-            while True:
-                try:
-                    kind, *details = self._channel.receive()
-                except BlockingIOError:
-                    kind, *details = self._withdraw()
-                if kind == "granted":
-                    fd = self._channel.take_fd()
-                    worker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=fd)
-                    return Channel(worker, used_before=True), details[0]
-                if kind == "loading":
-                    until = limits.until
-                elif kind == "waiting":
-                    until = min(limits.until, time.monotonic() + patience)
-                else:
-                    self._membership.give_back(self._channel)
-                    if kind == "failed":
-                        raise unpacked(*details)
-                    return None
-                self._channel.set_timeout(_left(until))
-        except (EOFError, OSError) as error:
-            if isinstance(error, (EOFError, ConnectionError, BlockingIOError)):
-                self._channel.close()
-                raise BrokerGone from error
-            raise
-        except (KeyboardInterrupt, SystemExit):
-            self._channel.close()
-            raise
-
-    def _withdraw(self) -> Any:
-        """The time is over. If a worker was granted in this moment, that is the answer."""
-        self._channel.set_timeout(_LATE)
-        self._channel.send(("withdraw",))
-        while True:
-            answer = self._channel.receive()
-            if answer[0] not in {"loading", "waiting"}:
-                return answer
-
-    def release(self, *, worn: bool, counts: bool = True) -> None:
-        try:
-            self._membership.say(self._channel, "release", worn, counts)
-        except BrokerGone:
-            return
-        self._membership.give_back(self._channel)
-
-    def lose(self, cause: WorkerEndCause, *, blame: bool) -> tuple[str, int]:
-        try:
-            self._membership.say(self._channel, "lose", cause, blame, limit=2 * _ANSWER)
-            _, how, pid = self._channel.receive()
-        except (BrokerGone, EOFError, OSError):
-            self._channel.close()
-            return "its broker has ended, or has taken the worker back", 0
-        self._membership.give_back(self._channel)
-        return how, pid
 
 
 class HostScope:
@@ -155,12 +48,13 @@ class HostScope:
     Args:
         options: Of the function.
         source: The options of the guard that lends the model in the molds.
+        paused: Whether it was paused in a process that has forked this one, and had no broker.
 
     Attributes:
         running: One entry for each worker that a call of this process has.
     """
 
-    def __init__(self, options: IsolationOptions, source: GuardOptions[Any]) -> None:
+    def __init__(self, options: IsolationOptions, source: GuardOptions[Any], *, paused: bool = False) -> None:
         check_shareable(source)
         identity_of(options, source)  # now, as in all processes that import the module
         self._name = options.name
@@ -170,11 +64,14 @@ class HostScope:
         self._joining = threading.Lock()
         self._membership: Membership | None = None
         self._ended = threading.Event()
+        self._pausing = threading.Lock()
+        self._paused = paused  # as the broker has said last, or as it was asked for
+        self._unheard = paused  # by the broker
         self.running: list[None] = []
 
     # Calls
 
-    def take(self, limits: Limits, key: Any = None) -> _Taken:
+    def take(self, limits: Limits, key: Any = None) -> GrantedWorker:
         """Take a worker from the broker; start the broker if there is none."""
         del key
         since: float | None = None
@@ -186,7 +83,7 @@ class HostScope:
                     raise
                 raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from error
             try:
-                connection = _Connection(membership, membership.connection())
+                connection = Connection(membership, membership.connection())
                 granted = connection.take(self._timeout, limits)
             except BrokerGone:
                 since = self._wait_for_next(since, limits)
@@ -194,7 +91,7 @@ class HostScope:
             if granted is None:
                 raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived)
             self.running.append(None)
-            return _Taken(self, connection, *granted)
+            return GrantedWorker(self.running, connection, *granted)
 
     def _wait_for_next(self, since: float | None, limits: Limits = _UNLIMITED) -> float:
         """After the end of a broker: wait a moment, and not for ever."""
@@ -227,11 +124,33 @@ class HostScope:
                 self._options,
                 self._source,
                 elect=elect,
+                paused=self._paused,
+                on_pause=self._hear_pause,
                 give_up=lambda: self._ended.is_set() or time.monotonic() > until,
             )
             if membership is not None:
                 membership.on_loss = self._begin_to_renew
+                self._pass_on_pause(membership)
         return membership
+
+    def _pass_on_pause(self, membership: Membership) -> None:
+        """Report to a broker what was asked for while this process had none."""
+        if self._unheard:
+            with suppress(BrokerGone, BlockingIOError):
+                membership.ask("pause", self._paused, limit=_ORDER)
+                self._unheard = False
+
+    def _hear_pause(self, paused: bool) -> None:  # noqa: FBT001 - as it comes
+        """The broker says whether it is paused. In the supervisor's thread."""
+        if not self._unheard:
+            self._note_pause(paused=paused)
+
+    def _note_pause(self, *, paused: bool, unheard: bool = False) -> None:
+        """Remember whether it is paused, and report a change: each process for itself, as for its guards."""
+        with self._pausing:
+            changed, self._paused, self._unheard = self._paused is not paused, paused, unheard
+        if changed:
+            telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=self._name))
 
     def _begin_to_renew(self) -> None:
         threading.Thread(target=self._renew, name=f"modelguard-host-{self._name}", daemon=True).start()
@@ -257,7 +176,7 @@ class HostScope:
         since: float | None = None
         while True:
             try:
-                return self._join(until).ask(what, *details, limit=_left(until))
+                return self._join(until).ask(what, *details, limit=left(until))
             except BrokerGone:
                 since = self._wait_for_next(since)
             except (BlockingIOError, LoadFailed) as error:
@@ -297,11 +216,22 @@ class HostScope:
         membership = self._look()
         if membership is not None:
             try:
-                status: IsolationStatus = membership.ask("status", limit=_ANSWER)
+                status: IsolationStatus = membership.ask("status", limit=ANSWER)
                 return replace(status, queued=queued)
-            except (BrokerGone, BlockingIOError):
+            except BrokerGone:
                 pass
-        return IsolationStatus(name=self._name, state="closed" if self._ended.is_set() else "new", queued=queued)
+            except BlockingIOError:  # what it has said last
+                return IsolationStatus(
+                    name=self._name,
+                    state="ready" if membership.ready else "loading",
+                    ready=membership.ready,
+                    queued=queued,
+                    broker=membership.pid,
+                    version=membership.version,
+                    paused=self._paused,
+                )
+        state: State = "closed" if self._ended.is_set() else "new"
+        return IsolationStatus(name=self._name, state=state, queued=queued, paused=self._paused)
 
     # Its molds
 
@@ -323,11 +253,56 @@ class HostScope:
         """Make a new mold, for all processes."""
         if wait:
             _deadlocks.raise_on_event_loop(self._name, "reload", "await f.areload()")
-        self._ask("reload", wait, timeout=timeout)
+        self._ask("reload", wait, timeout=timeout if wait or timeout is not None else _ORDER)
 
     async def areload(self, timeout: _units.Duration | None) -> None:
         """Make a new mold, for all processes."""
         await self._in_thread(lambda: self._ask("reload", True, timeout=timeout))  # noqa: FBT003 - as it is sent
+
+    @property
+    def paused(self) -> bool:
+        """Whether it was paused, and no broker knows that yet."""
+        return self._paused and self._unheard
+
+    def set_paused(self, *, paused: bool) -> None:
+        """Hold back what policies ask for, or no longer, for all processes. A broker that comes later hears it then."""
+        before = self._paused
+        self._note_pause(paused=paused, unheard=True)
+        membership = self._look()
+        if membership is None or not self._unheard:  # it has heard it as it was found
+            return
+        try:
+            membership.ask("pause", paused, limit=_ORDER)
+        except BrokerGone:  # the next one hears it
+            return
+        except BlockingIOError:
+            self._note_pause(paused=before)
+            raise LoadFailed(self._name, f"its broker has not answered within {_ORDER:g} s") from None
+        self._unheard = False
+
+    def unload(self, timeout: _units.Duration | None) -> None:
+        """End the mold and its workers until the next call of any process."""
+        _deadlocks.raise_on_event_loop(self._name, "unload", "await f.aunload()")
+        self._unload(timeout)
+
+    async def aunload(self, timeout: _units.Duration | None) -> None:
+        """End the mold and its workers until the next call of any process."""
+        await self._in_thread(lambda: self._unload(timeout))
+
+    def _unload(self, timeout: _units.Duration | None) -> None:
+        started = time.monotonic()
+        limit = 0.0 if timeout is None else max(0.001, _units.seconds(timeout, "timeout", zero=True))
+        if self._ended.is_set():
+            raise GuardClosed(self._name)
+        membership = self._look()
+        if membership is None:  # nor is there a mold
+            return
+        try:
+            membership.ask("unload", limit=limit)
+        except BrokerGone:  # with its mold
+            return
+        except BlockingIOError:
+            raise Reloading(self._name, waited=time.monotonic() - started) from None
 
     async def _in_thread(self, work: Callable[[], object]) -> None:
         await _in_thread.run(work, f"modelguard-host-{self._name}", THREADS.start)
@@ -367,8 +342,3 @@ class HostScope:
         """Leave the parent's connections alone."""
         if self._membership is not None:
             self._membership.abandon()
-
-
-def _left(until: float) -> float:
-    """Seconds until then, for a channel's timeout: 0 for no limit."""
-    return 0.0 if until == math.inf else max(0.001, until - time.monotonic())

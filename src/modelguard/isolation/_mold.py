@@ -28,6 +28,7 @@ from modelguard.isolation._worker import Serving, leave, portable
 from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.sharing._prefork import prepare_again
+from modelguard.telemetry import Reason
 
 __all__ = ["main"]
 
@@ -91,7 +92,7 @@ class _Mold:
         self._name = instructions["name"]
         self._oom_score, self._priority = _processes.oom_score(), _processes.priority()
         self._children: dict[int, int] = {}
-        self._worn = False
+        self._worn: tuple[Reason, ...] = ()
         # prepare() has looked for threads by its own, better means.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         reporter.install(instructions["levels"])
@@ -120,9 +121,8 @@ class _Mold:
         version: str | None = self._guard.version
         return version
 
-    def _wear(self, reasons: object) -> None:
-        del reasons  # an event has reported them
-        self._worn = True
+    def _wear(self, reasons: tuple[Reason, ...]) -> None:
+        self._worn = reasons
 
     def serve(self) -> NoReturn:
         """Fork on request, and report how workers end."""
@@ -260,7 +260,7 @@ class _Mold:
             return
         channel.close()
         self._control, self._owner = control, os.getppid()
-        self._children, self._worn = {}, False
+        self._children, self._worn = {}, ()
         _processes.set_oom_score(self._oom_score)
         _role.enter("mold")
         control.send(("ready", time.monotonic() - started))
@@ -287,7 +287,7 @@ class _Mold:
             channel,
             self._function,
             self._kind,
-            is_worn=lambda: self._worn,
+            worn=lambda: self._worn,
             between_calls=None if self._guard.engine.guard.options.reload_on is None else self._guard.check,
             max_bytes=self._max_bytes,
             become_mold=functools.partial(self._take_over, channel),

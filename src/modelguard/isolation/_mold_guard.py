@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +30,7 @@ from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle.loaded import Loaded
 from modelguard.lifecycle.model_guard import ModelGuard, hide
+from modelguard.lifecycle.status import Postponed
 
 if TYPE_CHECKING:
     from modelguard.isolation._options import IsolationOptions
@@ -56,6 +58,7 @@ class MoldGuard:
         origin: The process that calls the function. Default: this one.
         key: Of the pool's model that the molds load.
         retries: Whether a load that has failed is tried again though nobody asks for it.
+        paused: Whether it is paused from the start.
 
     Attributes:
         guard: Its model is the current mold.
@@ -70,6 +73,7 @@ class MoldGuard:
         *,
         key: Any = None,
         retries: bool = True,
+        paused: bool = False,
     ) -> None:
         self._options = options
         self._source = source
@@ -99,6 +103,7 @@ class MoldGuard:
             name=options.name,
         )
         self.guard: ModelGuard[Mold] = ModelGuard(mine, world)
+        self.guard.engine.state.set_paused(paused=paused)
         hide(self.guard)
 
     @property
@@ -113,6 +118,23 @@ class MoldGuard:
         for mold in (self._current, self.previous):
             if mold is not None:
                 mold.end_at_once()
+
+    def set_paused(self, *, paused: bool) -> None:
+        """Let no policy replace a mold or a worker, or let them again. Does not block."""
+        self.guard.engine.set_paused(paused=paused)
+        for mold in (self.current, self.previous):
+            if mold is not None:
+                mold.roster.settle()
+
+    @property
+    def postponed(self) -> Postponed | None:
+        """What policies ask for and must wait: a new mold, or new workers."""
+        molds, mold = self.guard.status().postponed, self.current
+        reasons = () if mold is None else mold.roster.postponed
+        if not reasons:
+            return molds
+        more = () if molds is None else molds.reasons
+        return Postponed(reasons=(*more, *reasons), cause="paused", seconds=None)
 
     @property
     def previous(self) -> Mold | None:
@@ -164,7 +186,7 @@ class MoldGuard:
         )
         number = self.guard.engine.state.generations + 1
         kind = Mold if self._options.start == "fork" else SpawnedWorkers
-        mold = kind(options, generation=number, supervisor=supervisor(), on_death=self._died)
+        mold = kind(options, generation=number, supervisor=supervisor(), on_death=self._died, is_paused=self._is_paused)
         try:
             mold.load()
         except ModelRejected as error:
@@ -197,12 +219,23 @@ class MoldGuard:
         lived = time.monotonic() - mold.born
         self._deaths = 1 if lived > _SOUND else self._deaths + 1
         wait = 0.0 if self._deaths == 1 else self._source.backoff.seconds(self._deaths - 1, 0.5)
-        supervisor().later(wait, lambda: self._replace(mold))
+        dead = weakref.ref(mold)
+        supervisor().later(wait, lambda: self._replace(dead))
 
-    def _replace(self, mold: Mold) -> None:
-        if self.current is mold and not self.guard.engine.loading:
-            with suppress(GuardClosed):
-                self.guard.reload(wait=False)
+    def _replace(self, dead: weakref.ref[Mold]) -> None:
+        mold, engine = self.current, self.guard.engine
+        if mold is None or mold is not dead():
+            return
+        if engine.loading:
+            # If that load fails, and the guard is paused, it does not try again: it takes the dead mold for one that
+            # serves.
+            supervisor().later(self._source.backoff.seconds(1, 0.5), lambda: self._replace(dead))
+            return
+        with suppress(GuardClosed):
+            self.guard.reload(wait=False)
+
+    def _is_paused(self) -> bool:
+        return self.guard.engine.state.paused
 
 
 def _share(pid: int) -> int:

@@ -61,6 +61,7 @@ class Mold:
         generation: Its number.
         supervisor: Watches it.
         on_death: Called, in the supervisor's thread, if it ends without having been asked to, or gives no workers.
+        is_paused: Whether its function is paused.
 
     Attributes:
         options: What it was made with.
@@ -75,7 +76,13 @@ class Mold:
     SPARE = 1
 
     def __init__(
-        self, options: MoldOptions, *, generation: int, supervisor: Supervisor, on_death: Callable[[Mold], object]
+        self,
+        options: MoldOptions,
+        *,
+        generation: int,
+        supervisor: Supervisor,
+        on_death: Callable[[Mold], object],
+        is_paused: Callable[[], bool],
     ) -> None:
         self.born = time.monotonic()
         self.died: float | None = None
@@ -98,6 +105,7 @@ class Mold:
             backoff=options.backoff,
             spare=self.SPARE,
             refork_after=options.refork_after,
+            is_paused=is_paused,
         )
         name = options.instructions["name"]
         self.roster = Roster(name, crew, self, generation=generation, max_queue=options.max_queue)

@@ -27,7 +27,7 @@ from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._pool_engine import PoolEngine
-from modelguard.telemetry import WorkerEndCause
+from modelguard.telemetry import Reason, WorkerEndCause
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.runtime import Runtime
@@ -51,7 +51,7 @@ class _Taken:
     def pid(self) -> int:
         return self._worker.pid
 
-    def release(self, *, worn: bool) -> None:
+    def release(self, *, worn: tuple[Reason, ...]) -> None:
         self._roster.release(self._worker, worn=worn)
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
@@ -148,7 +148,9 @@ class PoolScope:
 
     def rollback(self) -> NoReturn:
         """There is no one model to go back to."""
-        raise NotSupported("rollback", reason="each key of a pool has a mold of its own, and none is kept")
+        raise NotSupported(
+            f"{self._options.name}: rollback", reason="each key of a pool has a mold of its own, and none is kept"
+        )
 
     def load(self, timeout: _units.Duration | None) -> None:
         """Molds are made when a call needs their key."""
@@ -159,11 +161,34 @@ class PoolScope:
     def reload(self, *, wait: bool, timeout: _units.Duration | None) -> NoReturn:
         """There is no one model to renew."""
         del wait, timeout
-        raise NotSupported("reload", reason="each key of a pool has a mold of its own; the pool's ttl renews them")
+        reason = "each key of a pool has a mold of its own; the pool's ttl renews them"
+        raise NotSupported(f"{self._options.name}: reload", reason=reason)
 
     async def areload(self, timeout: _units.Duration | None) -> NoReturn:
         """There is no one model to renew."""
         self.reload(wait=True, timeout=timeout)
+
+    @property
+    def paused(self) -> bool:
+        """Never: see :meth:`set_paused`."""
+        return False
+
+    def set_paused(self, *, paused: bool) -> NoReturn:
+        """The pool would go on: it has no pause."""
+        reason = (
+            "each key of a pool has a mold of its own, and the pool ends and renews molds by its budget and its ttl"
+        )
+        raise NotSupported(f"{self._options.name}: {'pause' if paused else 'resume'}", reason=reason)
+
+    def unload(self, timeout: _units.Duration | None) -> NoReturn:
+        """There is no one model to release."""
+        del timeout
+        reason = "each key of a pool has a mold of its own; the pool ends those that nobody uses when it needs room"
+        raise NotSupported(f"{self._options.name}: unload", reason=reason)
+
+    async def aunload(self, timeout: _units.Duration | None) -> NoReturn:
+        """There is no one model to release."""
+        self.unload(timeout)
 
     def close(self) -> None:
         """End all processes."""

@@ -18,7 +18,7 @@ from modelguard.isolation._worker_process import Worker
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
-from modelguard.telemetry import WorkerEndCause
+from modelguard.telemetry import Reason, WorkerEndCause
 
 __all__ = ["ProcessScope"]
 
@@ -41,7 +41,7 @@ class _Taken:
     def pid(self) -> int:
         return self._worker.pid
 
-    def release(self, *, worn: bool) -> None:
+    def release(self, *, worn: tuple[Reason, ...]) -> None:
         self._generation.model.roster.release(self._worker, worn=worn)
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
@@ -131,6 +131,8 @@ class ProcessScope:
             version=molds.version,
             previous=molds.previous,
             pinned=molds.pinned,
+            paused=molds.paused,
+            postponed=self._molds.postponed,
         )
 
     def rollback(self) -> None:
@@ -144,6 +146,23 @@ class ProcessScope:
     async def aload(self, timeout: _units.Duration | None) -> None:
         """Start the mold."""
         await self._molds.guard.aload(timeout)
+
+    @property
+    def paused(self) -> bool:
+        """Whether policies are held back."""
+        return self._engine.state.paused
+
+    def set_paused(self, *, paused: bool) -> None:
+        """Hold back what policies ask for, or no longer."""
+        self._molds.set_paused(paused=paused)
+
+    def unload(self, timeout: _units.Duration | None) -> None:
+        """End the mold and its workers until the next call."""
+        self._molds.guard.unload(timeout)
+
+    async def aunload(self, timeout: _units.Duration | None) -> None:
+        """End the mold and its workers until the next call."""
+        await self._molds.guard.aunload(timeout)
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
         """Make a new mold."""

@@ -1,12 +1,16 @@
-"""The isolated functions of this process: for readiness probes, and for forks."""
+"""The isolated functions of this process: for readiness probes, for commands, and for forks."""
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from modelguard import _units
 from modelguard._weak_registry import WeakRegistry
+
+if TYPE_CHECKING:
+    from modelguard.isolation.status import IsolationStatus
 
 __all__ = ["Registered", "add", "live"]
 
@@ -22,6 +26,26 @@ class Registered(Protocol):
     @property
     def ready(self) -> bool:
         """Whether one of its workers can answer."""
+        ...
+
+    def status(self) -> IsolationStatus:
+        """Its state, its processes and its counts."""
+        ...
+
+    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
+        """Make a new mold."""
+        ...
+
+    def unload(self, timeout: _units.Duration | None = None) -> None:
+        """End the mold and its workers until the next call."""
+        ...
+
+    def pause(self) -> None:
+        """Let policies replace nothing."""
+        ...
+
+    def resume(self) -> None:
+        """Let them again."""
         ...
 
     def renew_in_child(self) -> None:

@@ -13,7 +13,7 @@ from modelguard.errors import CircuitOpen, DeadlineExceeded, QueueFull
 from modelguard.isolation._crew import Crew, End, Order, Promote, Start, WorkerState
 from modelguard.isolation._waiting import ThreadWaiter, Waiter, WaitingLine
 from modelguard.isolation._worker_process import Worker
-from modelguard.telemetry import Event, WorkerEndCause
+from modelguard.telemetry import Event, Reason, WorkerEndCause
 
 __all__ = ["MoldGone", "Roster"]
 
@@ -85,6 +85,8 @@ class Roster:
         self._gone = False
         self._last_of_former_mold = 0
         self._events: list[Event] = []
+        self._postponed: dict[int, tuple[Reason, ...]] = {}
+        self._reported: set[Reason] = set()
         self.counts: dict[WorkerEndCause, int] = dict.fromkeys(get_args(WorkerEndCause), 0)
 
     # Calls
@@ -110,7 +112,7 @@ class Roster:
             waiter.woken.acquire(timeout=patience)
         except BaseException:  # Ctrl-C
             if not self.withdraw(waiter) and waiter.worker is not None:
-                self.release(waiter.worker, worn=False, counts=False)
+                self.release(waiter.worker, worn=(), counts=False)
             raise
         if waiter.worker is None and waiter.error is None and self.withdraw(waiter):
             raise DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
@@ -142,12 +144,20 @@ class Roster:
         with self._lock:
             return self._waiters.remove(waiter)
 
-    def release(self, worker: Worker, *, worn: bool, counts: bool = True) -> None:
-        """Give a worker back after its call."""
+    def release(self, worker: Worker, *, worn: tuple[Reason, ...], counts: bool = True) -> None:
+        """Give a worker back after its call.
+
+        Args:
+            worker: The worker.
+            worn: Why it asked for its replacement; empty if it did not.
+            counts: Whether this shows that the model works; an abandoned call does not.
+        """
         with self._lock:
             crew = self._crew
             troubled = crew.troubled
-            ended = crew.answered(worker.number, worn=worn, counts=counts)
+            if worn and crew.paused:
+                self._postpone(worker, worn)
+            ended = crew.answered(worker.number, worn=bool(worn), counts=counts)
             if ended:
                 self._dismiss(worker)
             if troubled and crew.circuit.state == "closed":
@@ -257,8 +267,10 @@ class Roster:
         self._emit_all()
 
     def settle(self) -> None:
-        """Do what has become due."""
+        """Do what has become due; also what a pause has held back until now."""
         with self._lock:
+            if not self._crew.paused:
+                self._postponed.clear()
             self._act(self._crew.settle(time.monotonic()))
             self._hand_over()
         self._emit_all()
@@ -287,6 +299,15 @@ class Roster:
             member = self._crew.members.get(worker.number)
             return member is not None and member.state == "starting"
 
+    @property
+    def postponed(self) -> tuple[Reason, ...]:
+        """Why workers are to be replaced that must stay, because the function is paused."""
+        with self._lock:
+            if not self._crew.paused:
+                return ()
+            waiting = [reasons for number, reasons in self._postponed.items() if number in self._workers]
+            return tuple(dict.fromkeys(reason for reasons in waiting for reason in reasons))
+
     def listed(self) -> list[tuple[Worker, WorkerState, bool, int]]:
         """Each worker, what it does, whether it is to be replaced, and its calls."""
         with self._lock:
@@ -294,6 +315,23 @@ class Roster:
             return [(worker, one.state, one.worn, one.calls) for worker, one in members if worker is not None]
 
     # Under the lock
+
+    def _postpone(self, worker: Worker, reasons: tuple[Reason, ...]) -> None:
+        """Remember why a worker is to be replaced, and report each reason once."""
+        self._postponed[worker.number] = reasons
+        fresh = tuple(reason for reason in reasons if reason not in self._reported)
+        if fresh:
+            self._reported.update(fresh)
+            self._events.append(
+                telemetry.ReloadPostponed(
+                    guard=self._name,
+                    generation=self._generation,
+                    reasons=fresh,
+                    cause="paused",
+                    seconds=None,
+                    worker=worker.pid,
+                )
+            )
 
     def _raise_if_refusing(self) -> None:
         if self._gone:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from modelguard import _units
 from modelguard.isolation._channel import Channel
 from modelguard.isolation.status import IsolationStatus
-from modelguard.telemetry import WorkerEndCause
+from modelguard.telemetry import Reason, WorkerEndCause
 
 __all__ = ["Limits", "Scope", "Taken"]
 
@@ -38,8 +38,8 @@ class Taken(Protocol):
         """Its process id; 0 while it is not known."""
         ...
 
-    def release(self, *, worn: bool) -> None:
-        """Give the worker back after its answer; ``worn``: it asked for its replacement."""
+    def release(self, *, worn: tuple[Reason, ...]) -> None:
+        """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
         ...
 
     def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
@@ -94,6 +94,23 @@ class Scope(Protocol):
 
     async def aload(self, timeout: _units.Duration | None) -> None:
         """:meth:`load` for coroutines."""
+        ...
+
+    @property
+    def paused(self) -> bool:
+        """Whether :meth:`set_paused` holds back the policies, as far as this process knows. Never blocks."""
+        ...
+
+    def set_paused(self, *, paused: bool) -> None:
+        """Hold back what policies ask for, or no longer."""
+        ...
+
+    def unload(self, timeout: _units.Duration | None) -> None:
+        """End the mold and its workers until the next call."""
+        ...
+
+    async def aunload(self, timeout: _units.Duration | None) -> None:
+        """:meth:`unload` for coroutines."""
         ...
 
     def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:

@@ -17,6 +17,7 @@ from modelguard._function_kinds import FunctionKind
 from modelguard.errors import ModelGuardError, RemoteError, TransferRefused
 from modelguard.isolation import _pickling, _trace
 from modelguard.isolation._channel import Channel, Unreadable
+from modelguard.telemetry import Reason
 
 __all__ = ["BECOME_MOLD", "AnswerKind", "Serving", "StreamStep", "leave", "portable"]
 
@@ -54,7 +55,7 @@ class Serving:
         channel: To the owner.
         call: The function, as callers see it.
         kind: What a call of it returns.
-        is_worn: Whether this worker asks for its replacement. Read before each answer.
+        worn: Why this worker asks for its replacement; empty if it does not. Read before each answer.
         between_calls: Runs after an answer, when nobody waits, twenty times a second at most.
         max_bytes: The largest answer.
         become_mold: Makes a mold of this process. Returns if that is not possible, and then calls go on.
@@ -67,7 +68,7 @@ class Serving:
         call: Callable[..., Any],
         kind: FunctionKind,
         *,
-        is_worn: Callable[[], bool],
+        worn: Callable[[], tuple[Reason, ...]],
         between_calls: Callable[[], object] | None,
         max_bytes: int,
         become_mold: Callable[[int], object],
@@ -76,7 +77,7 @@ class Serving:
         self._channel = channel
         self._call = call
         self._kind = kind
-        self._is_worn = is_worn
+        self._worn = worn
         self._between_calls = between_calls
         self._max_bytes = max_bytes
         self._become_mold = become_mold
@@ -157,7 +158,7 @@ class Serving:
     def _answer(self, kind: AnswerKind, value: object) -> bool:
         """Send an answer; false if its value could not be sent, and the owner got an error instead."""
         try:
-            body, buffers = _pickling.dumps((int(kind), value, self._is_worn()))
+            body, buffers = _pickling.dumps((int(kind), value, self._worn()))
         except BaseException as error:  # noqa: BLE001 - pickling runs any code
             self._refuse("result", f"{_describe(value)}: {type(error).__name__}: {error}")
             return False
@@ -176,7 +177,7 @@ class Serving:
     def _fail(self, error: BaseException, raised: BaseException | None) -> None:
         self._stay_in_own_process()
         text = None if raised is None else "".join(traceback.format_exception(raised))
-        body, _ = _pickling.dumps((int(AnswerKind.ERROR), (portable(error, self._name), text), self._is_worn()))
+        body, _ = _pickling.dumps((int(AnswerKind.ERROR), (portable(error, self._name), text), self._worn()))
         self._channel.send_pickled(body, [])
 
     def _stay_in_own_process(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelguard import _public
 from modelguard.isolation._crew import WorkerState
-from modelguard.lifecycle.status import PoolStatus, State
+from modelguard.lifecycle.status import PoolStatus, Postponed, State
 
 __all__ = ["IsolationStatus", "WorkerStatus"]
 
@@ -39,7 +39,8 @@ class IsolationStatus:
     Attributes:
         name: Its name.
         state: The state of its molds, in the words of a guard's status: ``new``, ``loading``, ``ready``,
-            ``reloading``, ``draining``, ``degraded``, ``failed``, ``closed``.
+            ``reloading``, ``draining``, ``degraded``, ``idle`` (the mold was ended until the next call), ``failed``,
+            ``closed``.
         ready: Whether a worker can answer.
         generation: Number of the current mold, 0 if there is none.
         age: Seconds since it took its first call.
@@ -61,6 +62,8 @@ class IsolationStatus:
         pinned: Whether ``rollback()`` has made the current mold current, and its source has not changed since.
         pool: Over a pool, its figures: a mold with its workers counts as the model of its key. ``mold`` is None then,
             and ``workers`` are those of all keys.
+        paused: Whether ``pause()`` holds back the policies.
+        postponed: A new mold or new workers that policies ask for, and that must wait; None if there are none.
     """
 
     name: str
@@ -85,6 +88,8 @@ class IsolationStatus:
     previous: int = 0
     pinned: bool = False
     pool: PoolStatus[Any] | None = None
+    paused: bool = False
+    postponed: Postponed | None = None
 
 
 _public.set_module(globals(), "modelguard.isolation.status")

@@ -125,7 +125,8 @@ def _growth(event: events.GrowthFound) -> str:
 
 def _postponed(event: events.ReloadPostponed) -> str:
     until = "the guard is paused" if event.seconds is None else f"waits {event.seconds:.1f} s for min_lifetime"
-    return f"generation {event.generation} is due, but {until}: {_reasons(event.reasons)}"
+    what = f"generation {event.generation}" if event.worker is None else f"worker {event.worker}"
+    return f"{what} is due, but {until}: {_reasons(event.reasons)}"
 
 
 def _batch_finished(event: events.BatchFinished) -> str:

@@ -52,7 +52,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     monkeypatch.setattr(_client, "ask", made.ask)
     monkeypatch.setattr(_client, "runs", lambda pid: pid not in made.ended)
     for pid in (10, 11):
-        made.answers[pid] = Answered(pid, None, ({"name": "nlp", "error": None, "status": STATUS},))
+        made.answers[pid] = Answered(pid, None, ({"name": "nlp", "kind": "guard", "error": None, "status": STATUS},))
     return made
 
 
@@ -91,12 +91,40 @@ def test_what_a_guard_says(processes: Processes, capsys: pytest.CaptureFixture[s
     """What is due and waits, failures and errors are in its line; an error is exit status 1."""
     waits = {"reasons": ["TTL('1h')"], "cause": "paused", "seconds": None}
     status = {**STATUS, "paused": True, "postponed": waits, "in_flight": 2, "last_error": "OSError: gone"}
-    processes.answers[10] = Answered(10, None, ({"name": "nlp", "error": "too late", "status": status},))
+    processes.answers[10] = Answered(
+        10, None, ({"name": "nlp", "kind": "guard", "error": "too late", "status": status},)
+    )
     assert 1 == cli.main(["ctl", "10", "reload"])
     assert capsys.readouterr().out.splitlines()[1] == (
         "  nlp  ready, paused; generation 3, 1m1s old, 12 calls; 2 in flight; due, waits (paused): TTL('1h'); "
         "failed: OSError: gone; error: too late"
     )
+
+
+def isolated(*, broker: int | None = None, error: str | None = None) -> dict[str, Any]:
+    """What a process answers for an isolated function."""
+    status = {name: value for name, value in STATUS.items() if name != "uses"}
+    status |= {"mold": 21, "workers": [{}, {}], "broker": broker, "clients": [10, 11] if broker else []}
+    return {"name": "lemmas", "kind": "isolated function", "error": error, "status": status}
+
+
+def test_what_an_isolated_function_says(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its mold and its workers, and who shares them."""
+    processes.answers[10] = Answered(10, None, (isolated(),))
+    processes.answers[11] = Answered(11, None, (isolated(broker=20),))
+    assert 0 == cli.main(["ctl", "10", "status"])
+    assert [
+        "  lemmas  ready; generation 3, 1m1s old, mold 21, 2 workers",
+        "  lemmas  ready; generation 3, 1m1s old, mold 21, 2 workers, shared by 2 processes",
+    ] == capsys.readouterr().out.splitlines()[1::2]
+
+
+@pytest.mark.parametrize(("error", "known"), [(None, {20}), ("it hangs", set())], ids=["done", "failed"])
+def test_what_processes_share_is_done_once(processes: Processes, error: str | None, known: set[int]) -> None:
+    """The next process hears which brokers have done it; what has failed is tried again."""
+    processes.answers[10] = Answered(10, None, (isolated(broker=20, error=error),))
+    cli.main(["ctl", "10", "reload", "--all"])
+    assert [frozenset(), frozenset(known)] == [request.brokers for _, request in processes.asked]
 
 
 def test_an_error_of_the_process(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
@@ -14,15 +15,19 @@ import pytest
 
 from modelguard import ModelGuard, control, guard
 from modelguard.control import _commands, _listener, _sighup
-from modelguard.errors import InvalidOption, NotSupported
-from modelguard.isolation import _role
+from modelguard.errors import InvalidOption, LoadFailed, NotSupported
+from modelguard.isolation import _registry, _role
+from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import model_guard
+from modelguard.lifecycle.status import Postponed, State
+from modelguard.telemetry import Reason
 
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModelGuard[Any], ModelGuard[Any]]]:
     """The only guards of this process: one with a model, one that was never loaded."""
     monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
+    monkeypatch.setattr(_registry, "_functions", weakref.WeakSet())
     loaded, new = guard(dict, reload_on=None, name="nlp"), guard(dict, reload_on=None, name="asr")
     with loaded:
         yield loaded, new
@@ -67,7 +72,8 @@ class TestCommands:
     def test_an_unknown_name(self, pair: Pair) -> None:
         """The error names those that there are, and nothing is done."""
         with pytest.raises(
-            InvalidOption, match=r"name='x': is not a guard of this process. Its guards are: 'asr', 'nlp'"
+            InvalidOption,
+            match=r"name='x': is not a guard or an isolated function of this process. There are: 'asr', 'nlp'",
         ):
             ask("reload", "x")
         assert 1 == pair[0].status().generation
@@ -82,6 +88,130 @@ class TestCommands:
         assert values <= {str, int, float, bool, type(None)}
 
 
+class Isolated:
+    """Stands for an isolated function; writes down what is asked of it."""
+
+    def __init__(self, name: str, *, state: State = "ready", broker: int | None = None) -> None:
+        self.name, self.state, self.broker, self.ready = name, state, broker, True
+        self.paused = False
+        self.did: list[str] = []
+        self.refusal: Exception | None = None
+        _registry.add(self)
+
+    def status(self) -> IsolationStatus:
+        """As a function with one worker."""
+        return IsolationStatus(
+            name=self.name,
+            state=self.state,
+            mold=4711,
+            workers=(WorkerStatus(pid=4712, state="idle", worn=True, calls=7, age=1.5),),
+            broker=self.broker,
+            clients=(1, 2),
+            paused=self.paused,
+            postponed=Postponed(reasons=(Reason("uses", "Uses(5)"),), cause="paused", seconds=None),
+        )
+
+    def do(self, what: str) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.did.append(what)
+
+    def reload(self, *, wait: bool = True, timeout: object = None) -> None:
+        """With what it was asked for."""
+        assert timeout is None or isinstance(timeout, float)
+        self.do(f"reload, wait={wait}")
+
+    def unload(self, timeout: object = None) -> None:
+        """End the mold."""
+        assert timeout is None or isinstance(timeout, float)
+        self.do("unload")
+
+    def pause(self) -> None:
+        """Hold back."""
+        self.paused = True
+        self.do("pause")
+
+    def resume(self) -> None:
+        """Go on."""
+        self.paused = False
+        self.do("resume")
+
+    def renew_in_child(self) -> None:
+        """No test forks."""
+
+
+class TestIsolatedFunctions:
+    @pytest.fixture(autouse=True)
+    def _only(self, pair: Pair) -> None:
+        """They stand beside guards."""
+
+    def test_they_take_every_command(self, pair: Pair) -> None:
+        """Beside the guards, in the order of the names, or by name."""
+        lemmas = Isolated("lemmas")
+        assert ["asr", "lemmas", "nlp"] == list(ask("status"))
+        for command in ("reload", "unload", "pause", "resume"):
+            ask(command)
+        assert ["reload, wait=True", "unload", "pause", "resume"] == lemmas.did
+        assert {"lemmas": None} == ask("pause", "lemmas")
+        assert (True, False) == (lemmas.paused, pair[0].status().paused)
+
+    def test_one_that_was_never_loaded(self) -> None:
+        """It is left alone, and by name that is an error, as for a guard; it can be paused."""
+        lemmas = Isolated("lemmas", state="new")
+        ask("reload")
+        ask("unload")
+        assert "never loaded" in str(ask("reload", "lemmas")["lemmas"])
+        ask("pause")
+        assert ["pause"] == lemmas.did
+
+    def test_a_closed_one(self) -> None:
+        """Nothing is reloaded but by name, which says why not."""
+        lemmas = Isolated("lemmas", state="closed")
+        lemmas.refusal = LoadFailed("lemmas", "it is closed")
+        assert None is ask("reload")["lemmas"]
+        assert "closed" in str(ask("reload", "lemmas")["lemmas"])
+
+    def test_a_refusal_is_an_answer(self, pair: Pair) -> None:
+        """What one cannot do is its error, and the others are done."""
+        lemmas = Isolated("lemmas")
+        lemmas.refusal = NotSupported("lemmas: pause", reason="its pool has none")
+        assert {
+            "asr": None,
+            "lemmas": "lemmas: pause is not supported here: its pool has none",
+            "nlp": None,
+        } == ask("pause")
+        assert pair[0].status().paused
+
+    def test_what_a_broker_has_done_already_is_only_shown(self) -> None:
+        """So a command to all processes that share a mold replaces it once."""
+        mine, other = Isolated("mine", broker=11), Isolated("other", broker=12)
+        results = _commands.run("reload", None, wait=False, timeout=None, brokers=[11])
+        assert ([], ["reload, wait=False"]) == (mine.did, other.did)
+        assert [None] * 4 == [result.error for result in results]
+        assert {11, 12} == {result.status.get("broker") for result in results} - {None}
+
+    def test_the_status_says_what_it_is(self) -> None:
+        """With its mold and its workers, as JSON can carry them."""
+        lemmas = Isolated("lemmas")
+        (result,) = _commands.run("status", lemmas.name, wait=True, timeout=None)
+        shown = json.loads(json.dumps(result.as_dict()))
+        assert ("lemmas", "isolated function") == (shown["name"], shown["kind"])
+        assert (4711, [4712], [True]) == (
+            shown["status"]["mold"],
+            [worker["pid"] for worker in shown["status"]["workers"]],
+            [worker["worn"] for worker in shown["status"]["workers"]],
+        )
+        assert {"reasons": ["Uses(5)"], "cause": "paused", "seconds": None} == shown["status"]["postponed"]
+
+    def test_sighup_reports_what_it_could_not_reload(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Nobody waits for its answer, so the log has it; it does not wait itself."""
+        lemmas, refusing = Isolated("lemmas"), Isolated("refusing")
+        refusing.refusal = LoadFailed("refusing", "no weights")
+        _listener._reload_all()
+        assert ["reload, wait=False"] == lemmas.did
+        assert ["no weights" in record.message for record in caplog.records if record.levelname == "WARNING"] == [True]
+
+
 @pytest.mark.parametrize(
     "request_",
     [
@@ -93,6 +223,8 @@ class TestCommands:
         {"command": "status", "name": 5},
         {"command": "reload", "wait": "no"},
         {"command": "reload", "timeout": "5s"},
+        {"command": "reload", "brokers": 4711},
+        {"command": "reload", "brokers": ["4711"]},
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ from modelguard import ModelGuard, guard
 from modelguard.errors import InvalidOption
 from modelguard.frameworks import asgi, wsgi
 from modelguard.frameworks.admin import Admin
+from modelguard.isolation import _registry
 from modelguard.lifecycle import model_guard
 
 SECRET = "correct-horse-battery-staple"
@@ -85,8 +86,9 @@ def ask(request: pytest.FixtureRequest) -> Ask:
 
 @pytest.fixture
 def nlp(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelGuard[Any]]:
-    """The only guard of this process that has a model."""
+    """The only guard of this process that has a model, without isolated functions."""
     monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
+    monkeypatch.setattr(_registry, "_functions", weakref.WeakSet())
     with guard(dict, reload_on=None, name="nlp") as made:
         yield made
 

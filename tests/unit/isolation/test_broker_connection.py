@@ -20,6 +20,7 @@ from modelguard.isolation._broker_connection import Connection
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._crew import Crew
 from modelguard.isolation._roster import Roster, Worker
+from modelguard.telemetry import Reason
 
 #: Workers that may have calls at a time, calls that may wait, connections.
 SIZE, QUEUE, CLIENTS = 2, 3, 6
@@ -186,7 +187,7 @@ class Connections(RuleBasedStateMachine):
         """A call that has ended."""
         if (client := self.holder(number, "holding")) is not None:
             client.state = "idle"
-            client.say("release", worn, True)  # noqa: FBT003 - as it is sent
+            client.say("release", (Reason("uses", "Uses(5)"),) if worn else (), True)  # noqa: FBT003 - as it is sent
 
     @rule(number=st.integers(0, 9), cause=st.sampled_from(["timeout", "cancelled"]))
     def lose(self, number: int, cause: str) -> None:
@@ -242,7 +243,7 @@ class Connections(RuleBasedStateMachine):
 
 def test_a_connection_of_no_client_gets_no_worker() -> None:
     """Whoever does not say whose it is, or says nonsense, is hung up on, and nobody else notices."""
-    for message in (("take",), ("leave",), ("release", True, True), ("nonsense",), (), 5):
+    for message in (("take",), ("leave",), ("release", (), True), ("nonsense",), (), 5):
         broker = Broker()
         broker.mold.roster.settle()
         ours, theirs = pair()

@@ -13,6 +13,7 @@ from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation._scope import Limits
 from modelguard.isolation._worker import AnswerKind
+from modelguard.telemetry import Reason
 
 
 def function(text: str) -> str:
@@ -32,7 +33,7 @@ class Taken:
         if dead:
             self._theirs.close()
         else:
-            self._theirs.send((int(AnswerKind.RESULT), "answer", False))
+            self._theirs.send((int(AnswerKind.RESULT), "answer", ()))
 
     def lose(self, cause: str, *, blame: bool = True) -> str:
         """It has ended; nobody is to blame for a worker that was idle."""
@@ -40,7 +41,7 @@ class Taken:
         self._scope.lost += 1
         return "SIGKILL"
 
-    def release(self, *, worn: bool) -> None:
+    def release(self, *, worn: tuple[Reason, ...]) -> None:
         """It has answered."""
         assert not worn
         self._scope.released += 1

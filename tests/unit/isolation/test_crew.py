@@ -332,9 +332,14 @@ class CrewMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        breaker = Breaker(failures=4, cooldown=5, max_cooldown=20)
+        self.paused = False
         self.crew = Crew(
-            self.SIZE, spare=self.SPARE, breaker=breaker, backoff=Backoff(1, 60), refork_after=self.REFORK_AFTER
+            self.SIZE,
+            spare=self.SPARE,
+            breaker=Breaker(failures=4, cooldown=5, max_cooldown=20),
+            backoff=Backoff(1, 60),
+            refork_after=self.REFORK_AFTER,
+            is_paused=lambda: self.paused,
         )
         self.starting: set[int] = set()
         self.busy: set[int] = set()
@@ -348,8 +353,10 @@ class CrewMachine(RuleBasedStateMachine):
                 self.starting.add(order.number)
             elif isinstance(order, End):
                 assert order.number not in self.busy | self.starting
+                assert not self.paused
             elif isinstance(order, Promote):
                 assert order.number not in self.busy | self.starting
+                assert not self.paused
                 self.promoted.add(order.number)
             else:
                 self.condemned = True
@@ -357,6 +364,12 @@ class CrewMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 30))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
+        self.settle()
+
+    @rule()
+    def pause_or_resume(self) -> None:
+        """What a pause holds back happens at its end; what has ended is replaced in it."""
+        self.paused = not self.paused
         self.settle()
 
     @precondition(lambda self: self.starting)

@@ -18,6 +18,9 @@ from modelguard.isolation._worker_process import Worker
 
 SIZE = 2
 
+#: Why a worker asks for its replacement.
+WORN = telemetry.Reason("uses", "Uses(5)")
+
 
 class FakeChannel:
     """Can be closed."""
@@ -47,7 +50,9 @@ class FakeMold:
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
-        crew = Crew(SIZE, spare=1, breaker=Breaker(failures=4, cooldown=5, max_cooldown=20), backoff=Backoff(1, 60))
+        self.paused = False
+        breaker = Breaker(failures=4, cooldown=5, max_cooldown=20)
+        crew = Crew(SIZE, spare=1, breaker=breaker, backoff=Backoff(1, 60), is_paused=lambda: self.paused)
         self.roster = Roster("f", crew, self, generation=generation, max_queue=10)
         self.made: dict[int, Worker] = {}
         self.starting: set[int] = set()
@@ -102,7 +107,7 @@ class RosterMachine(RuleBasedStateMachine):
         for mold in self.molds:
             mold.roster.close()
         for mold, worker in self.calls:
-            mold.roster.release(worker, worn=False)
+            mold.roster.release(worker, worn=())
         for mold in self.molds:
             assert [] == [one for one, state, *_ in mold.roster.listed() if state != "starting"]
             assert [] == [one for one in mold.alive() if one.number not in mold.starting]
@@ -168,12 +173,19 @@ class RosterMachine(RuleBasedStateMachine):
     def call_ends(self, outcome: str, pick: int) -> None:
         mold, worker = self.calls.pop(pick % len(self.calls))
         if outcome in {"answer", "worn"}:
-            mold.roster.release(worker, worn=outcome == "worn")
+            mold.roster.release(worker, worn=(WORN,) if outcome == "worn" else ())
         else:
             worker.has_exited("SIGSEGV")
             mold.roster.lose(worker, outcome)  # type: ignore[arg-type]
             mold.roster.exited(worker, "SIGSEGV")  # the mold reports it too
             assert worker not in mold.alive()
+        self.settle()
+
+    @rule()
+    def pause_or_resume(self) -> None:
+        mold = self.current
+        mold.paused = not mold.paused
+        mold.roster.settle()
         self.settle()
 
     @rule(pick=st.integers(0, 10))

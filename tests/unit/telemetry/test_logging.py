@@ -156,6 +156,11 @@ LINES: list[tuple[Event, str, str]] = [
         "generation 3 is due, but the guard is paused: MemoryLimit('1 GB')",
     ),
     (
+        ReloadPostponed(guard="nlp", generation=3, reasons=(LIMIT,), cause="paused", seconds=None, worker=4711),
+        "WARNING",
+        "worker 4711 is due, but the guard is paused: MemoryLimit('1 GB')",
+    ),
+    (
         ReloadPostponed(guard="nlp", generation=3, reasons=(LIMIT,), cause="min_lifetime", seconds=12.3),
         "INFO",
         "generation 3 is due, but waits 12.3 s for min_lifetime: MemoryLimit('1 GB')",

@@ -45,12 +45,15 @@ class ReloadPostponed(Event):
         reasons: The policies that were not reported before.
         cause: Why it waits.
         seconds: For how long; None while the guard is paused.
+        worker: The process id of the worker of an isolated function that would be replaced; None if it is the
+            generation.
     """
 
     generation: int
     reasons: tuple[Reason, ...]
     cause: PostponeCause
     seconds: float | None
+    worker: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,377 @@
+"""``Isolated``: a function whose model lives in worker processes, forked from a mold."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import time
+import weakref
+from asyncio import get_running_loop
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, wait
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, Self, TypeVar
+
+from modelguard import _public, _units
+from modelguard._function_kinds import FunctionKind
+from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
+from modelguard.isolation import _handler, _registry, _role
+from modelguard.isolation._calls import Arguments, Caller
+from modelguard.isolation._mold_guard import MoldGuard
+from modelguard.isolation._options import IsolationOptions
+from modelguard.isolation._process_scope import ProcessScope
+from modelguard.isolation._scope import Limits, Scope
+from modelguard.isolation._source import PoolSource, Source
+from modelguard.isolation._submitted import Submitted
+from modelguard.isolation.status import IsolationStatus
+from modelguard.lifecycle import _in_thread
+from modelguard.serving import deadlines
+
+__all__ = ["Isolated"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NO_ITEM = object()
+
+#: Threads for submitted calls, one for each worker, where it is not known how many keys have workers.
+_POOL_THREADS = 32
+
+
+class Isolated(Generic[P, R]):
+    """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
+
+    ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future. A
+    coroutine function is awaited as before, and generators are streamed. Nothing is started before the first call or
+    :meth:`load`. It is a context manager, for ``with`` and ``async with``: it loads on entry and closes on exit.
+    """
+
+    def __init__(self, function: Callable[P, R], options: IsolationOptions, source: Source | PoolSource) -> None:
+        functools.update_wrapper(self, function)
+        self._options = options
+        self._source = source
+        self._finalizer: Any = None
+        self._start()
+        _handler.mark(self, coroutine=options.kind == "coroutine")
+        _registry.add(self)
+
+    def _start(self, *, paused: bool = False) -> None:
+        self._scope = _scope_of(self._options, self._source, paused=paused)
+        limits, source = self._options, self._source
+        key_of = source.pooled.key_of if isinstance(source, PoolSource) else None
+        self._caller = Caller(limits, self._scope, key_of)
+        threads = limits.workers if key_of is None else max(_POOL_THREADS, limits.workers)
+        self._submitted = Submitted(limits.name, threads=threads, max_queue=limits.max_queue)
+        # Without anybody who could call it, as after a module was reloaded, its processes have no purpose.
+        self._finalizer = weakref.finalize(self, self._scope.end_at_once)
+
+    # Calls
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Compute the function in a worker. Blocks, unless it is a coroutine function.
+
+        Raises:
+            DeadlineExceeded: ``timeout`` has passed; the worker was killed. Or no worker became free within it.
+            WorkerCrashed: The worker ended during the call.
+            TransferRefused: The arguments or the result cannot be sent between processes.
+            QueueFull, CircuitOpen: Refused at once; ``retry_after`` says when to try again.
+            LoadFailed, Reloading: There is no mold.
+            WouldDeadlock: On a running event loop (use :meth:`aio`), or while a mold imports the module.
+            GuardClosed: After :meth:`close`.
+            Exception: What the function raised. Its ``__cause__`` has the traceback in the worker.
+        """
+        result: Any
+        kind = self._options.kind
+        if _role.current() != "owner":
+            result = self._call_inside((args, kwargs))
+        elif kind == "function":
+            if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises where there is none
+                why = "the call would block the running event loop"
+                raise WouldDeadlock(self.name, why=why, fix="Write: await f.aio(...).")
+            result = self._caller.call((args, kwargs), _limits())
+        elif kind == "coroutine":
+            result = self._await((args, kwargs))
+        elif kind == "generator":
+            result = self._caller.stream((args, kwargs), _limits())
+        else:
+            result = self._stream((args, kwargs))
+        return result  # type: ignore[no-any-return]
+
+    async def aio(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Compute one call without blocking the event loop. Arguments and errors are those of a call.
+
+        Cancelling the task takes the call out of the queue; one that a worker has begun runs to its end.
+        """
+        return await self._await((args, kwargs))
+
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[Any]:
+        """Begin one call and return at once. Arguments and errors are those of a call.
+
+        Cancelling the future takes the call out of the queue; one that a worker has begun runs to its end.
+        """
+        return self._submit((args, kwargs))
+
+    def _submit(self, arguments: Arguments) -> Future[Any]:
+        if _role.current() != "owner":
+            raise self._refused_inside()
+        self._refuse_streams()
+        limits = _limits()
+        timeout = self._options.timeout
+        until = min(limits.until, math.inf if timeout is None else limits.arrived + timeout)
+        return self._submitted.submit(functools.partial(self._caller.call, arguments, limits), until)
+
+    async def _await(self, arguments: Arguments) -> Any:
+        _in_thread.require_asyncio("awaiting an isolated function")
+        return await asyncio.wrap_future(self._submit(arguments), loop=get_running_loop())
+
+    async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
+        _in_thread.require_asyncio("awaiting an isolated function")
+        limits = _limits()
+        items = self._caller.stream(arguments, limits)
+        step: Future[Any] | None = None
+        try:
+            while True:
+                step = self._submitted.submit(functools.partial(next, items, _NO_ITEM), limits.until)
+                item = await asyncio.wrap_future(step)
+                if item is _NO_ITEM:
+                    return
+                yield item
+        finally:
+            await asyncio.to_thread(_close_after, step, items)
+
+    def _refuse_streams(self) -> None:
+        if "generator" in self._options.kind:
+            raise TypeError(f"{self.name}() is a generator function: iterate over a call of it")
+
+    def _call_inside(self, arguments: Arguments) -> Any:
+        """In a worker: a function may call itself, and runs on the model that is already there."""
+        args, kwargs = arguments
+        if _role.current() == "importing":
+            why = "it is called while a mold imports the module"
+            fix = "Put the calls of a script under: if __name__ == '__main__':"
+            raise WouldDeadlock(self.name, why=why, fix=fix)
+        if _role.target() is self.isolated_function:
+            return _role.here()(*args, **kwargs)
+        raise self._refused_inside()
+
+    def _refused_inside(self) -> NotSupported:
+        reason = "a worker has only the model of its own function, and starts no workers of others"
+        return NotSupported(f"{self.name}() inside an isolated function", reason=reason)
+
+    # Its state
+
+    @property
+    def name(self) -> str:
+        """Its name in events and errors."""
+        return self._options.name
+
+    @property
+    def function_kind(self) -> FunctionKind:
+        """What a call gives: ``"function"``, ``"coroutine"``, ``"generator"`` or ``"async generator"``."""
+        return self._options.kind
+
+    @property
+    def isolated_function(self) -> Callable[P, R]:
+        """What runs in the workers: the function below ``@isolate``."""
+        return self._source.function
+
+    def source_for(self, key: Any) -> Source:
+        """In a mold: what its workers run, and the guard that lends the model, or the pool's model of ``key``."""
+        return self._source.for_key(key)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker can answer, or ``Idle`` has ended the mold and the next call starts one.
+
+        This is what a readiness probe should report.
+        """
+        return self._scope.ready
+
+    @property
+    def version(self) -> str | None:
+        """The version of the model in the current mold, as its loader gave it; None if it gave none."""
+        return self._scope.version
+
+    def status(self) -> IsolationStatus:
+        """Its state, its processes and its counts."""
+        return self._scope.status(self._submitted.waiting)
+
+    def __repr__(self) -> str:
+        return f"<Isolated {self.name!r}>"
+
+    # Its molds
+
+    def load(self, timeout: _units.Duration | None = None) -> None:
+        """Start the mold and its workers unless they run. Blocks.
+
+        Raises:
+            LoadFailed: The mold could not load the model, or cannot be forked.
+            Reloading: ``timeout`` has passed.
+            GuardClosed: After :meth:`close`.
+        """
+        self._scope.load(timeout)
+
+    async def aload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`load` for coroutines; does not block the event loop."""
+        await self._scope.aload(timeout)
+
+    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
+        """Make a new mold. The old one serves until the new one and its workers are ready, and ends then.
+
+        Args:
+            wait: Return when the new mold takes calls; if False, return at once.
+            timeout: How long to wait at most.
+
+        Raises:
+            LoadFailed: The new mold failed. The old one serves on.
+            Reloading: ``timeout`` has passed. The reload goes on.
+            GuardClosed: After :meth:`close`.
+            InvalidOption: ``wait`` is not a bool.
+            NotSupported: The function's model is one of a pool.
+        """
+        if not isinstance(wait, bool):
+            raise InvalidOption("wait", wait, why="must be True or False", fix="To bound the wait, give timeout='5s'.")
+        self._scope.reload(wait=wait, timeout=timeout)
+
+    async def areload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`reload` for coroutines; does not block the event loop."""
+        await self._scope.areload(timeout)
+
+    def unload(self, timeout: _units.Duration | None = None) -> None:
+        """End the mold and its workers until the next call, which starts them again. Blocks.
+
+        It waits for the calls that run, up to the guard's ``drain_timeout``, and for a load that is under way. Does
+        nothing if there is no mold. With ``scope="host"`` it ends the mold of all processes.
+
+        Args:
+            timeout: How long to wait at most. Default: until the processes have ended.
+
+        Raises:
+            Reloading: ``timeout`` has passed. An end that has begun goes on.
+            GuardClosed: After :meth:`close`.
+            WouldDeadlock: On a running event loop (use :meth:`aunload`).
+            NotSupported: The function's model is one of a pool.
+        """
+        self._scope.unload(timeout)
+
+    async def aunload(self, timeout: _units.Duration | None = None) -> None:
+        """:meth:`unload` for coroutines; does not block the event loop."""
+        await self._scope.aunload(timeout)
+
+    def pause(self) -> None:
+        """Let policies replace no mold and no worker until :meth:`resume`, as during an incident.
+
+        What they would have done waits (``status().postponed``), and each policy that waits is reported once
+        (``ReloadPostponed``). Nor does ``refork_after`` do anything. A new mold that already loads still takes over.
+        Calls, ``timeout``, :meth:`load`, :meth:`reload`, :meth:`unload` and :meth:`close` work as usual, and workers
+        and molds that have died are replaced. Pausing twice is the same as once.
+
+        It holds in this process and in children that are forked from now on; with ``scope="host"`` in all processes
+        that share the mold, and any of them can resume. There it asks the broker, which answers at once.
+
+        Raises:
+            NotSupported: The function's model is one of a pool, which has no pause.
+            LoadFailed: ``scope="host"``, and the broker has not answered within five seconds.
+        """
+        self._scope.set_paused(paused=True)
+
+    def resume(self) -> None:
+        """End :meth:`pause`, however often it was called. What is due by then starts within about a second.
+
+        Raises:
+            NotSupported, LoadFailed: As :meth:`pause`.
+        """
+        self._scope.set_paused(paused=False)
+
+    def rollback(self) -> None:
+        """Go back to the mold that the current one has replaced, as :meth:`ModelGuard.rollback` does, at once.
+
+        Needs a guard with ``keep_previous=True``: the previous mold and its workers stay alive, and take their memory.
+
+        Raises:
+            NoPreviousModel: None is kept, or its processes have ended.
+            GuardClosed: After :meth:`close`.
+            NotSupported: The function's model is one of a pool.
+        """
+        self._scope.rollback()
+
+    def close(self) -> None:
+        """Refuse further calls, wait for those that run up to the guard's ``drain_timeout``, end all processes."""
+        self._submitted.close()
+        self._scope.close()
+
+    async def aclose(self) -> None:
+        """:meth:`close` for coroutines; does not block the event loop."""
+        self._submitted.close()
+        await self._scope.aclose()
+
+    def _reopen(self) -> None:
+        self._submitted.reopen()
+        self._scope.reopen()
+
+    def __enter__(self) -> Self:
+        self._reopen()
+        self.load()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        self._reopen()
+        await self.aload()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # Processes and copies
+
+    def renew_in_child(self) -> None:
+        """In a forked child of this process: start again, since the parent's workers answer the parent."""
+        self._finalizer.detach()
+        self._scope.abandon()
+        self._start(paused=self._scope.paused)
+
+    # By reference, as functions are pickled and copied.
+    def __reduce__(self) -> Any:
+        return str(self.__qualname__)  # type: ignore[attr-defined]
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+
+def _close_after(step: Future[Any] | None, items: Any) -> None:
+    """Close a stream. A task that was cancelled may have left a step behind that still runs, which ends first."""
+    if step is not None:
+        wait([step])
+    items.close()
+
+
+def _scope_of(options: IsolationOptions, source: Source | PoolSource, *, paused: bool) -> Scope:
+    if isinstance(source, PoolSource):
+        from modelguard.isolation._pool_scope import PoolScope
+
+        return PoolScope(options, source)
+    guard_options = source.guard.engine.guard.options
+    if options.scope == "process":
+        return ProcessScope(options, MoldGuard(options, guard_options, paused=paused))
+    from modelguard.isolation._host_scope import HostScope
+
+    return HostScope(options, guard_options, paused=paused)
+
+
+def _limits() -> Limits:
+    scope = deadlines.current_scope.get()
+    return Limits(time.monotonic(), math.inf if scope is None else scope.nearest_deadline)
+
+
+_public.set_module(globals(), "modelguard")
