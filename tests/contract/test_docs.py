@@ -34,7 +34,7 @@ BY_SECTION = ROOT / "docs" / "frameworks.md"
 #: May be missing: on an interpreter that has no wheels for them, or where an extra was left out; nothing else may.
 OPTIONAL = {"ja_ginza", "matplotlib", "prometheus_client", "rich", "spacy", "torch", "transformers"}
 #: May be missing in a section of that page: packages of the dependency group for Python 3.11.
-OPTIONAL_IN_SECTIONS = OPTIONAL | {"aiohttp", "django", "dramatiq", "grpc", "litestar", "lightgbm", "onnxruntime", "sklearn"}
+OPTIONAL_IN_SECTIONS = OPTIONAL | {"aiohttp", "django", "dramatiq", "grpc", "grpc_health", "litestar", "lightgbm", "onnxruntime", "sklearn"}
 
 SECTION = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
 
