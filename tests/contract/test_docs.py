@@ -5,8 +5,8 @@ out is a comment on the line before the fence, which has to say why::
 
     <!-- not run: it serves until it is stopped -->
 
-In docs/frameworks.md each section is a program of its own, after the code of its first section, and needs a package of its
-own.
+In docs/frameworks.md each section is a program of its own, after the code of its first section, and needs a package of
+its own.
 
 The tutorial shows files instead, below comments such as ``<!-- file: app.py -->``. ``tests/process/test_tutorial.py``
 writes them and runs the commands beside them.
@@ -34,7 +34,17 @@ BY_SECTION = ROOT / "docs" / "frameworks.md"
 #: May be missing: on an interpreter that has no wheels for them, or where an extra was left out; nothing else may.
 OPTIONAL = {"ja_ginza", "matplotlib", "prometheus_client", "rich", "spacy", "torch", "transformers"}
 #: May be missing in a section of that page: packages of the dependency group for Python 3.11.
-OPTIONAL_IN_SECTIONS = OPTIONAL | {"aiohttp", "django", "dramatiq", "grpc", "grpc_health", "litestar", "lightgbm", "onnxruntime", "sklearn"}
+OPTIONAL_IN_SECTIONS = OPTIONAL | {
+    "aiohttp",
+    "django",
+    "dramatiq",
+    "grpc",
+    "grpc_health",
+    "litestar",
+    "lightgbm",
+    "onnxruntime",
+    "sklearn",
+}
 
 SECTION = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
 

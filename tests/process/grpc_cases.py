@@ -130,7 +130,7 @@ def check(failed: Any, status: int, retry: float | None) -> None:
 
 @pytest.mark.parametrize(("error", "status", "retry"), ERRORS, ids=IDS)
 def test_each_error_has_its_code(error: Exception, status: Any, retry: float | None) -> None:
-    """gRPC's own code would be UNKNOWN; a client also learns when to try again."""
+    """GRPC's own code would be UNKNOWN; a client also learns when to try again."""
     with serving(raising(error, "unary")) as method, pytest.raises(grpc.RpcError) as failed:
         method("x", timeout=TIMEOUT)
     check(failed.value, status["status"], retry)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.timeout(300)
 def test_errors_deadlines_and_cancellations_become_status_codes() -> None:
-    """Under servers with threads and asynchronous ones, in single answers and in streams: each case of grpc_cases.py."""
+    """Under servers with threads and asynchronous ones, for single answers and streams: all of grpc_cases.py."""
     pytest.importorskip("grpc", reason="needs grpcio")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)

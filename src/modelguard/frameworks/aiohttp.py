@@ -25,19 +25,19 @@ from modelguard.serving.deadlines import WebRequest
 
 __all__ = ["install"]
 
-#: Gets an entry when the response of this context's request begins. (aiohttp warns of entries in the request itself that
-#: have no key of a kind which older versions lack.)
+#: Gets an entry when the response of this context's request begins. (An entry in the request itself needs a key of a
+#: kind that older versions of aiohttp lack.)
 _begun: ContextVar[list[bool] | None] = ContextVar("modelguard response has begun", default=None)
 
 
 def install(app: Any, **options: Any) -> None:
     """Add a middleware to an aiohttp application, as its outermost one. Call it before the application is run.
 
-    It responds as :class:`modelguard.frameworks.asgi.ModelGuardMiddleware` does. On a websocket errors propagate, as any
-    others: catch them around the work for a message, and close it with code 1013 (try again later).
+    It responds as :class:`modelguard.frameworks.asgi.ModelGuardMiddleware` does. On a websocket errors propagate, as
+    any others: catch them around the work for a message, and close it with code 1013 (try again later).
 
-    With ``web.run_app(app, handler_cancellation=True)`` (or ``AppRunner``), aiohttp cancels the handler of a client that
-    has disconnected: waiting items are not computed. Without it, they are.
+    With ``web.run_app(app, handler_cancellation=True)`` (or ``AppRunner``), aiohttp cancels the handler of a client
+    that has disconnected: waiting items are not computed. Without it, they are.
 
     Args:
         app: An ``aiohttp.web.Application``.
@@ -49,15 +49,14 @@ def install(app: Any, **options: Any) -> None:
             option.
         NotSupported: aiohttp is not installed.
     """
-    web = _aiohttp_web()
-    if not isinstance(app, web.Application):
+    if not hasattr(app, "middlewares") or not hasattr(app, "on_response_prepare"):
         why = f"must be an aiohttp.web.Application, not {_units.kind_of(app)}"
         raise InvalidOption("app", app, why=why, fix="Write install(app), with app = web.Application().")
-    middleware = _Middleware(web.Response, RequestOptions(**options))  # checks them before anything is changed
+    request_options = RequestOptions(**options)  # checks them before anything is changed
     if app.frozen:
         fix = "Call install(app) where the application is made."
         raise InvalidOption("app", app, why="must not run already", fix=fix)
-    app.middlewares.insert(0, middleware)
+    app.middlewares.insert(0, _Middleware(_aiohttp_web().Response, request_options))
     app.on_response_prepare.append(_note_begun)
 
 

@@ -27,8 +27,8 @@ __all__ = ["ModelGuardMiddleware"]
 class ModelGuardMiddleware:
     """Turns modelguard's errors in views into responses: 503, 504, a deadline for each request, and the two probes.
 
-    It responds as :class:`modelguard.frameworks.asgi.ModelGuardMiddleware` does. The setting ``MODELGUARD`` is a dict of
-    the same options, of which ``fair_by`` and ``priority`` may be functions of the ``HttpRequest``. Put it first in
+    It responds as :class:`modelguard.frameworks.asgi.ModelGuardMiddleware` does. The setting ``MODELGUARD`` is a dict
+    of the same options, of which ``fair_by`` and ``priority`` may be functions of the ``HttpRequest``. Put it first in
     ``MIDDLEWARE``: probes then need neither a session nor an allowed host, and other middleware counts in the deadline.
 
     When the client of an ASGI server disconnects, Django cancels the view. Batched calls of a view in a thread are

@@ -77,8 +77,8 @@ def interceptor(
         InvalidOption: An option is invalid.
         NotSupported: grpcio is not installed.
     """
-    grpc = _grpc()
     options = WebOptions(deadline=deadline, detail=detail, fair_by=fair_by, priority=priority)
+    grpc = _grpc()
     return type("ModelGuardInterceptor", (_Interceptor, grpc.ServerInterceptor), {})(grpc, options)
 
 
@@ -101,9 +101,9 @@ def aio_interceptor(
         InvalidOption: An option is invalid.
         NotSupported: grpcio is not installed.
     """
+    options = WebOptions(deadline=deadline, detail=detail, fair_by=fair_by, priority=priority)
     grpc = _grpc()
     aio = importlib.import_module("grpc.aio")
-    options = WebOptions(deadline=deadline, detail=detail, fair_by=fair_by, priority=priority)
     return type("AioModelGuardInterceptor", (_AioInterceptor, aio.ServerInterceptor), {})(grpc, options)
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 pytest.importorskip("aiohttp", reason="needs aiohttp")
 
-from aiohttp import ClientPayloadError, web  # noqa: E402 - after the look for aiohttp
-from aiohttp.test_utils import TestClient, TestServer  # noqa: E402
+from aiohttp import ClientPayloadError, web
+from aiohttp.test_utils import TestClient, TestServer
 
 SECRET = "0123456789abcdef"
 
@@ -64,7 +64,7 @@ async def fine(request: Any) -> Any:
 
 @pytest.mark.parametrize(("error", "status", "retry"), ERRORS, ids=IDS)
 def test_each_error_has_its_answer(error: Exception, status: Any, retry: float | None) -> None:
-    """aiohttp's own answer would be 500; the right one reveals nothing."""
+    """The answer of aiohttp itself would be 500; the right one reveals nothing."""
     (answer,) = ask(application(raising(error)))
     assert (status["status"], "application/problem+json", "no-store") == (
         answer.status,
@@ -221,7 +221,7 @@ def test_an_invalid_option_changes_nothing() -> None:
 
 
 def test_an_application_that_runs_is_rejected() -> None:
-    """aiohttp does not allow it to be changed any more."""
+    """The library does not allow it to be changed any more."""
     app = web.Application()
     app.freeze()
     with pytest.raises(InvalidOption, match="must not run already"):

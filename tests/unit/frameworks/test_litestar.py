@@ -131,7 +131,9 @@ def test_the_applications_own_handler_comes_first(kind: type[Exception]) -> None
         assert (418, "mine") == ((answer := asked.get("/")).status_code, answer.text)
 
 
-@pytest.mark.parametrize(("error", "code"), [(Overloaded(NAME), 1013), (ItemTooHeavy(NAME, weight=9, max_weight=7), 1009)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(Overloaded(NAME), 1013), (ItemTooHeavy(NAME, weight=9, max_weight=7), 1009)]
+)
 def test_a_websocket_is_closed_with_a_code(error: Exception, code: int) -> None:
     """Litestar would close it with 4500."""
 
