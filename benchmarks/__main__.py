@@ -27,6 +27,7 @@ NAMES = (
     "fairness",
     "fleet",
     "goodput",
+    "idle",
     "import_cost",
     "isolation",
     "isolation_batching",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,16 @@ def test_process_tests_end(file: Path) -> None:
 def decorators_of(test: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """Write out a test's decorators."""
     return " ".join(ast.unparse(decorator) for decorator in test.decorator_list)
+
+
+def test_each_fault_has_the_tests_that_it_names() -> None:
+    """Every file, class and test that regressions.md names exists."""
+    named = re.findall(r"`((?:unit|process)/[\w/]+\.py)((?:::\w+)*)`", (TESTS / "regressions.md").read_text("utf-8"))
+    assert len(named) > 100
+    missing = []
+    for path, names in named:
+        tree = ast.parse((TESTS / path).read_text(encoding="utf-8"))
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        known = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+        missing += [f"{path}{names}" for name in names.split("::")[1:] if name not in known]
+    assert [] == missing

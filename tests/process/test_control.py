@@ -34,6 +34,7 @@ PROGRAM = """
     class Model(dict):
         pass
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, of the tests, has it ignored
     nlp = guard(Model, reload_on=Uses(5), name="nlp")
     nlp.load()
     {line}

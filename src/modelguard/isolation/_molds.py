@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from subprocess import TimeoutExpired
 from typing import Any
 
+from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import RemoteError
 from modelguard.isolation import _news, _processes
 from modelguard.isolation._channel import Channel, pair
@@ -36,7 +37,7 @@ _START = 60.0
 #: Seconds that a mold may take to end, its ``unload`` included, before it is killed.
 _END = 5.0
 
-_molds: weakref.WeakSet[Mold] = weakref.WeakSet()
+_molds: WeakRegistry[Mold] = WeakRegistry()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelguard import _units
+from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import DeadlineExceeded, NotSupported, Reloading
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._mold_guard import MoldGuard
@@ -73,7 +73,7 @@ class PoolScope:
         self._options = options
         self._source = source
         self._timeout = math.inf if options.timeout is None else options.timeout
-        self._guards: weakref.WeakSet[MoldGuard] = weakref.WeakSet()
+        self._guards: WeakRegistry[MoldGuard] = WeakRegistry()
         self._closed = False
         self._pool = self._new_pool()
 

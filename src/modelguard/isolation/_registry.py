@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import weakref
 from typing import Protocol
+
+from modelguard._weak_registry import WeakRegistry
 
 __all__ = ["Registered", "add", "live"]
 
@@ -26,7 +27,7 @@ class Registered(Protocol):
         """Start again without molds: those of the parent answer the parent."""
 
 
-_functions: weakref.WeakSet[Registered] = weakref.WeakSet()
+_functions: WeakRegistry[Registered] = WeakRegistry()
 _hooked = False
 
 

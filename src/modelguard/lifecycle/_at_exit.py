@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from typing import Any
 
 from modelguard import _shutdown, telemetry
+from modelguard._weak_registry import WeakRegistry
 from modelguard.lifecycle import _release
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 
-_guards: weakref.WeakSet[GuardContext[Any]] = weakref.WeakSet()
+_guards: WeakRegistry[GuardContext[Any]] = WeakRegistry()
 
 
 def unload(guard: GuardContext[Any]) -> None:

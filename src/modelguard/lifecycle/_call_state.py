@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from modelguard import _reruns
+from modelguard._weak_registry import WeakRegistry
 from modelguard.lifecycle._enclosing import EnclosingCalls
 from modelguard.lifecycle._generation import Generation
 
@@ -54,7 +54,7 @@ class CallState(EnclosingCalls[M]):
         self.draining: set[Generation[M]] = set()
         self.abandoned: set[Generation[M]] = set()
         self.closed = False
-        self.held_leases: weakref.WeakSet[HeldLease] = weakref.WeakSet()
+        self.held_leases: WeakRegistry[HeldLease] = WeakRegistry()
         self._renew_locks()
 
     def _renew_locks(self) -> None:

@@ -7,13 +7,13 @@ does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, insta
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _own_thread, _units
+from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import LoadFailed, WouldDeadlock
 from modelguard.lifecycle import _at_exit, _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
 from modelguard.lifecycle._checks import Checks
@@ -43,7 +43,7 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 _EAGER = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset})
 
 
-_engines: weakref.WeakSet[Engine[Any]] = weakref.WeakSet()
+_engines: WeakRegistry[Engine[Any]] = WeakRegistry()
 
 
 def engines() -> tuple[Engine[Any], ...]:
@@ -376,6 +376,10 @@ class Engine(Generic[M]):
         if not paused and self.checks.needed and self.state.current is not None and self.guard.runtime.ticks:
             with suppress(RuntimeError):  # the system gives no thread; the next call tries again
                 _ticker.TICKER.add(self)  # and wake it
+
+    def stop_checks(self) -> None:
+        """Ask the policies no longer as time passes: nobody can call any more."""
+        _ticker.TICKER.remove(self)
 
     @property
     def renews_weights(self) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from typing import Protocol
 
+from modelguard._weak_registry import WeakRegistry
 from modelguard.lifecycle import _deadlocks, _host_lock, _threads, _ticker
 
 
@@ -32,7 +32,7 @@ class Forkable(Protocol):
         ...
 
 
-_participants: weakref.WeakSet[Forkable] = weakref.WeakSet()
+_participants: WeakRegistry[Forkable] = WeakRegistry()
 _forking = threading.Lock()
 _locked: list[Forkable] = []
 _registered = False

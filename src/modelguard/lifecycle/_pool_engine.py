@@ -6,7 +6,6 @@ import asyncio
 import copy
 import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from cachetools import LRUCache
 
 from modelguard import _units
+from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded
 from modelguard.lifecycle import _deadlocks, _fork, _in_thread, _ticker
 from modelguard.lifecycle._engine import Engine
@@ -37,7 +37,7 @@ _POLL = 0.02
 _JITTER = 0.1
 
 
-_pool_engines: weakref.WeakSet[PoolEngine[Any, Any]] = weakref.WeakSet()
+_pool_engines: WeakRegistry[PoolEngine[Any, Any]] = WeakRegistry()
 
 
 def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import Protocol
 
+from modelguard._weak_registry import WeakRegistry
 from modelguard.telemetry import logger
 
 _SHORTEST, _LONGEST = 0.05, 1.0
@@ -27,7 +27,7 @@ class Ticker:
     """Checks its guards at the interval that they ask for, one to twenty times a second; ends when none is left."""
 
     def __init__(self) -> None:
-        self._guards: weakref.WeakSet[Ticked] = weakref.WeakSet()
+        self._guards: WeakRegistry[Ticked] = WeakRegistry()
         self._renew()
 
     def _renew(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from modelguard import _public, _units
+from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
@@ -30,7 +31,7 @@ S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_guards: weakref.WeakSet[ModelGuard[Any]] = weakref.WeakSet()
+_guards: WeakRegistry[ModelGuard[Any]] = WeakRegistry()
 
 
 class ModelGuard(Generic[M]):
@@ -53,6 +54,8 @@ class ModelGuard(Generic[M]):
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
         self.engine: Engine[M] = Engine(options, runtime)
         _guards.add(self)
+        # The engine is in reference cycles: without this, it would reload for nobody until the collector finds it.
+        weakref.finalize(self, self.engine.stop_checks).atexit = False
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from modelguard._weak_registry import WeakRegistry
 from modelguard.serving import _registry
 from modelguard.serving._callers import AllLeft, Callers
 
@@ -68,7 +69,7 @@ class OwnLoop:
             self._finalizer.detach()
 
 
-_own_loops: weakref.WeakSet[OwnLoop] = weakref.WeakSet()
+_own_loops: WeakRegistry[OwnLoop] = WeakRegistry()
 #: Kept, because a loop that is dropped without being closed warns, and one that seems to run cannot be closed.
 _of_parents: list[asyncio.AbstractEventLoop] = []
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 from modelguard import _shutdown
+from modelguard._weak_registry import WeakRegistry
 
 __all__ = ["Registered", "add", "discard", "live", "renew_in_child"]
 
@@ -34,7 +34,7 @@ class Registered(Protocol):
         """Start again with an empty queue."""
 
 
-_batchers: weakref.WeakSet[Registered] = weakref.WeakSet()
+_batchers: WeakRegistry[Registered] = WeakRegistry()
 _lock = threading.Lock()
 _registered = False
 _renewals: list[Callable[[], object]] = []

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from modelguard import _units
+from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import InvalidOption
 
 __all__ = ["Loader", "Model", "any_held"]
@@ -17,7 +18,7 @@ __all__ = ["Loader", "Model", "any_held"]
 #: Real seconds to wait for a load.
 _TIMEOUT = 10.0
 
-_loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
+_loaders: WeakRegistry[Loader] = WeakRegistry()
 
 
 class Model:

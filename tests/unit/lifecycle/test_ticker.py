@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, World, until
 
-from modelguard import TTL
+from modelguard import TTL, guard
 from modelguard.errors import LoadFailed
 from modelguard.lifecycle import _ticker
 from modelguard.lifecycle._ticker import Ticker
+from modelguard.lifecycle.runtime import use
 
 
 class Ticked:
@@ -55,8 +59,8 @@ def ticker() -> Iterator[Ticker]:
     before = threads()
     made = Ticker()
     yield made
-    for guard in list(made._guards):
-        made.remove(guard)
+    for one in list(made._guards):
+        made.remove(one)
     until(lambda: [] == new(before))
 
 
@@ -72,8 +76,8 @@ def test_one_thread_serves_all(ticker: Ticker) -> None:
     """However many guards there are, one thread checks them."""
     before = threads()
     guards = [Ticked() for _ in range(20)]
-    for guard in guards:
-        ticker.add(guard)
+    for one in guards:
+        ticker.add(one)
     assert 1 == len(new(before))
     assert all(guard.is_asked() for guard in guards)
 
@@ -164,6 +168,23 @@ def test_a_stopped_ticker_keeps_its_guards_for_its_children(ticker: Ticker) -> N
     assert second.is_asked()
 
 
+def test_goes_on_while_guards_come_and_go(ticker: Ticker) -> None:
+    """Other threads make and drop guards at any moment, also while it goes through them."""
+    many = [Ticked() for _ in range(2000)]
+    for one in many:
+        ticker.add(one)
+    interval, until_then = sys.getswitchinterval(), time.monotonic() + 1
+    sys.setswitchinterval(1e-6)
+    try:
+        while time.monotonic() < until_then:
+            another = Ticked()
+            ticker.add(another)
+            ticker.remove(another)
+    finally:
+        sys.setswitchinterval(interval)
+    assert many[0].is_asked()
+
+
 class TestGuards:
     def test_are_ticker_from_their_first_load(
         self, world: World, monkeypatch: pytest.MonkeyPatch, ticker: Ticker
@@ -171,13 +192,32 @@ class TestGuards:
         """A guard that is in use is asked in the background by itself: time passes for idle models too."""
         monkeypatch.setattr(_ticker, "TICKER", ticker)
         object.__setattr__(world.runtime, "ticks", True)
-        guard = world.guard(reload_on=TTL("1h"))
+        guarded = world.guard(reload_on=TTL("1h"))
         assert [] == list(ticker._guards)
-        guard.load()
+        guarded.load()
         world.tick(3600)
-        until(lambda: guard.status().generation == 2)
-        guard.close()
+        until(lambda: guarded.status().generation == 2)
+        guarded.close()
         assert [] == list(ticker._guards)
+
+    def test_a_dropped_guard_reloads_no_more(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, ticker: Ticker
+    ) -> None:
+        """Although the garbage collector has not run yet."""
+        monkeypatch.setattr(_ticker, "TICKER", ticker)
+        object.__setattr__(world.runtime, "ticks", True)
+        with use(lambda: world.runtime):
+            guarded = guard(dict, reload_on=TTL("1h"))
+        guarded.load()
+        engine = weakref.ref(guarded.engine)
+        assert [engine()] == list(ticker._guards)
+        gc.disable()
+        try:
+            del guarded
+            assert [] == list(ticker._guards)
+            assert engine() is not None
+        finally:
+            gc.enable()
 
     def test_fail_by_name_where_no_thread_is_to_be_had(
         self, world: World, monkeypatch: pytest.MonkeyPatch, ticker: Ticker
@@ -189,12 +229,12 @@ class TestGuards:
             remove = staticmethod(lambda _guard: None)
 
         object.__setattr__(world.runtime, "ticks", True)
-        guard = world.guard()
+        guarded = world.guard()
         monkeypatch.setattr(_ticker, "TICKER", Full)
         with pytest.raises(LoadFailed, match="can't start new thread") as failure:
-            guard.load(timeout=TIMEOUT)
+            guarded.load(timeout=TIMEOUT)
         monkeypatch.setattr(_ticker, "TICKER", ticker)
         world.tick(failure.value.retry_after)
-        guard.load()
-        assert guard.ready
-        guard.close()
+        guarded.load()
+        assert guarded.ready
+        guarded.close()
