@@ -176,6 +176,41 @@ def test_its_own_errors_stay_its_own() -> None:
     assert grpc.StatusCode.UNKNOWN == failed.value.code()
 
 
+def test_every_kind_of_method_works() -> None:
+    """With one message or a stream of them, to and from the server."""
+
+    def one(texts: Any, context: Any) -> str:
+        return "".join(texts)
+
+    def many(texts: Any, context: Any) -> Iterator[str]:
+        yield from texts
+
+    async def async_one(texts: Any, context: Any) -> str:
+        return "".join([text async for text in texts])
+
+    async def async_many(texts: Any, context: Any) -> AsyncIterator[str]:
+        async for text in texts:
+            yield text
+
+    with serving(one) as method:
+        assert "ab" == method("ab", timeout=TIMEOUT)
+    with serving(many, "unary_stream") as method:
+        assert ["a", "b"] == list(method("ab", timeout=TIMEOUT))
+    with serving(one, "stream_unary") as method:
+        assert "ab" == method(iter("ab"), timeout=TIMEOUT)
+    with serving(many, "stream_stream") as method:
+        assert ["a", "b"] == list(method(iter("ab"), timeout=TIMEOUT))
+
+    async def ask(method: Any) -> str:
+        return str(await method(iter("ab"), timeout=TIMEOUT))
+
+    async def ask_for_many(method: Any) -> list[str]:
+        return [text async for text in method(iter("ab"), timeout=TIMEOUT)]
+
+    assert "ab" == aio(async_one, ask, "stream_unary")
+    assert ["a", "b"] == aio(async_many, ask_for_many, "stream_stream")
+
+
 def test_trailing_metadata_of_the_method_are_kept() -> None:
     """The time to try again is added."""
 

@@ -175,8 +175,7 @@ class _Wrapping:
                             return
                     yield part
             except (ModelGuardError, ExceptionGroup) as error:
-                self._abort(context, error)
-                raise
+                self._end_stream(context, error)
             finally:
                 call.end()
 
@@ -198,6 +197,19 @@ class _Wrapping:
         if answer is not None:
             _set_pushback(context, answer)
             context.abort(self._code(answer), answer.detail)
+
+    def _end_stream(self, context: Any, error: Exception) -> None:
+        """Have a stream end with a status code. An asynchronous server may be writing a part: abort() would fail then.
+
+        Raises:
+            Exception: The error, if it is not one for clients.
+        """
+        answer = self._options.answer(error)
+        if answer is None:
+            raise error
+        _set_pushback(context, answer)
+        context.set_code(self._code(answer))
+        context.set_details(answer.detail)
 
     def _code(self, answer: Answer) -> Any:
         return getattr(self._grpc.StatusCode, _CODES[answer.status])

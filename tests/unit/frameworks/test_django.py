@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from types import ModuleType
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -137,6 +138,28 @@ def test_the_deadline_and_its_header_reach_a_view(site: Site, kind: str) -> None
     short = site.ask(rest, options={"deadline": "1m"}, headers={"Request-Timeout": "5"})
     assert 4 < float(short.content) <= 5
     assert 400 == site.ask(rest, headers={"Request-Timeout": "soon"}).status_code
+
+
+class SyncOnly:
+    """A middleware as many sites have one, which knows nothing of coroutines."""
+
+    def __init__(self, get_response: Any) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: Any) -> Any:
+        response = self.get_response(request)
+        response["x-seen"] = str(response.status_code)
+        return response
+
+
+@both_kinds
+def test_other_middleware_may_be_in_between(site: Site, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Middleware without coroutines moves the view to another thread; deadlines and answers are the same."""
+    monkeypatch.setitem(sys.modules, "sync_only", SimpleNamespace(SyncOnly=SyncOnly))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys.modules[__name__], "MIDDLEWARE", [*MIDDLEWARE, "sync_only.SyncOnly"])
+    assert 59 < float(site.ask(view(left, kind), options={"deadline": "1m"}).content) <= 60
+    refused = site.ask(view(raising(Overloaded("full")), kind))
+    assert (503, "503") == (refused.status_code, refused.headers["x-seen"])
 
 
 def test_probes(site: Site, nobody: None) -> None:

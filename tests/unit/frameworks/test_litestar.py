@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.unit.frameworks.asgi_by_hand import Client, behind, disconnect, piece
 from tests.unit.frameworks.refusals import ERRORS, IDS, NAME
 
 from modelguard import batched, guard
@@ -80,6 +82,32 @@ def test_a_full_queue_and_a_passed_deadline(model: Gated) -> None:
         assert 504 == asked.get("/async", headers={"Request-Timeout": "0.05"}).status_code
         f.submit("second")
         assert [503, 503] == [asked.get(path).status_code for path in ("/async", "/sync")]
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "thread"])
+def test_a_disconnect_cancels_what_waits(kind: str, model: Gated) -> None:
+    """The item of a client that has disconnected is not computed."""
+    f = batched(max_size=1)(model)
+
+    @litestar.get("/")  # type: ignore[misc]
+    async def awaiting() -> str:
+        return str(await f.aio(1))
+
+    @litestar.get("/", sync_to_thread=True)  # type: ignore[misc]
+    def blocking() -> str:
+        return str(f(1))
+
+    handler = awaiting if kind == "coroutine" else blocking
+    app = litestar.Litestar([handler], plugins=[ModelGuardPlugin()], logging_config=None)
+
+    async def main() -> None:
+        await behind(f, model)
+        await disconnect(app, Client(piece()), f)
+
+    asyncio.run(main())
+    model.gate.set()
+    f.close()
+    assert [["first"]] == model.batches
 
 
 def test_the_deadline_and_its_header_reach_a_handler() -> None:
