@@ -1,7 +1,7 @@
 """Loads a model of one kind again and again in a process of its own: what it takes, and what its release returns.
 
-``python tests/process/model_release.py sklearn`` prints, as JSON, for each load: private memory that the model took, and
-private memory that was left after its release, both in bytes over that of the process before the first load.
+``python tests/process/model_release.py sklearn`` prints, as JSON, for each load: private memory with the model, and after
+its release, both in bytes over that of the process before the first load.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def main(kind: str) -> None:
         taken = memory.private() - base
         nlp.unload()
         figures.append((taken, memory.private() - base))
-    print(json.dumps(figures))
+    sys.stdout.write(f"{json.dumps(figures)}\n")
 
 
 if __name__ == "__main__":
