@@ -1,7 +1,7 @@
 """Loads a model of one kind again and again in a process of its own: what it takes, and what its release returns.
 
-``python tests/process/model_release.py sklearn`` prints, as JSON, for each load: private memory with the model, and after
-its release, both in bytes over that of the process before the first load.
+``python tests/process/model_release.py sklearn`` prints, as JSON, for each load: private memory with the model, and
+after its release, both in bytes over that of the process before the first load.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("model_release.py")
 
-#: The package of each kind, the least that a release returns, in bytes, and the packages that it needs beside. Of MiniLM
-#: 91 MB are mapped from its file, and are not private; LightGBM's text file is parsed in memory that glibc keeps for the
-#: next load.
+#: The package of each kind, the least that a release returns, in bytes, and the packages that it needs beside. Of
+#: MiniLM 91 MB are mapped from its file, and are not private; LightGBM's text file is parsed in memory that glibc keeps
+#: for the next load.
 KINDS = [
     ("sklearn", 80e6, ()),
     ("lightgbm", 3e6, ()),
