@@ -20,6 +20,7 @@ import pytest
 
 from modelguard import allocator
 from modelguard.allocator import Kind
+from modelguard.diagnosis import _probe
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -44,6 +45,15 @@ DETECT = """
 import dataclasses, json
 from modelguard import allocator
 print(json.dumps(dataclasses.asdict(allocator.detect())))
+"""
+
+#: Prints what the doctor's probe says that serves malloc, and what modelguard says.
+PROBE = """
+import json
+from modelguard import allocator
+names = {{"__name__": "probe"}}
+exec(open({file!r}).read(), names)
+print(json.dumps([names["malloc_file"](), allocator.detect().path]))
 """
 
 #: Prints how much the process has grown by 200 MB of blocks, by how much a trim shrinks it, and what is left.
@@ -164,6 +174,13 @@ def test_the_library_that_serves_malloc_is_found(python: list[str], kind: Kind) 
     assert ".so" in found["path"]
     assert found["version"] is not None
     assert found["figures"] is not None
+
+
+@pytest.mark.parametrize("kind", ["glibc", "jemalloc", "mimalloc", "tcmalloc"])
+def test_the_doctors_probe_finds_it_too(python: list[str], kind: Kind) -> None:
+    """It works without modelguard, and names the same file."""
+    probe, library = answer(python, PROBE.format(file=str(_probe.__file__)), kind)
+    assert os.path.realpath(library) == probe
 
 
 @pytest.mark.parametrize("kind", ["glibc", "jemalloc", "mimalloc", "tcmalloc"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +17,20 @@ from tests.process.harness import Clients, Server, wait_until, write_app
 
 from modelguard.sharing import report
 
-#: Beside the interpreter: one that is linked to another Python could not import what this one has.
-UWSGI = shutil.which("uwsgi", path=str(Path(sys.executable).parent))
+
+def of_this_python() -> str | None:
+    """The uWSGI beside the interpreter; linked to another Python, it could not import what this one has."""
+    found = shutil.which("uwsgi", path=str(Path(sys.executable).parent))
+    version = found and subprocess.run([found, "--python-version"], capture_output=True, text=True, check=False).stdout
+    return found if version and version.strip() == platform.python_version() else None
+
+
+UWSGI = of_this_python()
 
 pytestmark = [
-    pytest.mark.skipif(UWSGI is None, reason="uWSGI is not installed beside this Python: pip install uwsgi"),
+    pytest.mark.skipif(
+        UWSGI is None, reason="uWSGI is not installed beside this Python, or not for it: pip install uwsgi"
+    ),
     pytest.mark.timeout(120),
 ]
 

@@ -131,11 +131,60 @@ def malloc_file() -> str | None:
             ("at", ctypes.c_void_p),
         )
 
+    def file_at(function: Any) -> bytes | None:
+        address = ctypes.cast(function, ctypes.c_void_p)
+        return info.file if program.dladdr(address, ctypes.byref(info)) else None
+
     program, info = ctypes.CDLL(None), Info()
-    address = ctypes.cast(program.malloc, ctypes.c_void_p)
-    if not hasattr(program, "dladdr") or not program.dladdr(address, ctypes.byref(info)):
+    if not hasattr(program, "dladdr"):
         return None
-    return os.path.realpath(os.fsdecode(info.file))
+    file = file_at(program.malloc)
+    if _is_jump(program, program.malloc, info):
+        file = next((name for name in _loaded(program) if file_at(_own(name, "malloc")) == name), file)
+    return None if file is None else os.path.realpath(os.fsdecode(file))
+
+
+def _is_jump(program: Any, function: Any, info: Any) -> bool:
+    """Whether a program that is not position-independent has only a jump to a function, as Debian's Python has.
+
+    The symbol is then undefined, and has an address all the same.
+    """
+    import ctypes
+
+    symbol, wide = ctypes.c_void_p(), ctypes.sizeof(ctypes.c_void_p) == 8  # noqa: PLR2004 - bytes
+    if not wide or not hasattr(program, "dladdr1"):  # musl
+        return False
+    program.dladdr1(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info), ctypes.byref(symbol), 1)
+    return symbol.value is not None and ctypes.c_uint16.from_address(symbol.value + 6).value == 0  # Elf64_Sym.st_shndx
+
+
+def _loaded(program: Any) -> Iterator[bytes]:
+    """The loaded libraries in the order in which the linker searches them, after the program."""
+    import ctypes
+
+    class Map(ctypes.Structure):  # the beginning of struct link_map, to which a handle of glibc points
+        _fields_ = (
+            ("address", ctypes.c_size_t),
+            ("name", ctypes.c_char_p),
+            ("dynamic", ctypes.c_void_p),
+            ("next", ctypes.c_void_p),
+        )
+
+    node = Map.from_address(program._handle)  # noqa: SLF001 - documented
+    while node.next:
+        node = Map.from_address(node.next)
+        if node.name:
+            yield node.name
+
+
+def _own(file: bytes, function: str) -> Any:
+    """A function as a loaded library finds it; a null pointer if it does not."""
+    import ctypes
+
+    try:
+        return ctypes.CDLL(os.fsdecode(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)[function]
+    except (OSError, AttributeError):
+        return None
 
 
 def _objects() -> dict[str, Any]:
