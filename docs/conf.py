@@ -88,7 +88,7 @@ SECTIONS = {
     "Environment": ["environment", "memory", "torch"],
     "Sharing": ["sharing", "fork-safety"],
     "Isolation": ["isolation"],
-    "Serving": ["serving", "scale-out"],
+    "Serving": ["serving", "frameworks", "scale-out"],
     "Operations": ["faq", "diagnosis", "doctor", "control", "metrics", "errors", "mistakes", "testing", "known-issues"],
     "Background": ["figures", "decisions"],
     "API reference": [

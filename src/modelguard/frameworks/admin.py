@@ -78,6 +78,11 @@ class Admin:
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("Admin cannot be pickled: it would write its secret down")
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of each command, for frameworks that look for a route before they call any middleware."""
+        return tuple(f"{self._path}/{command}" for command in _commands.COMMANDS)
+
     def owns(self, path: str) -> bool:
         """Whether a request for this path is for the route."""
         return path == self._path or path.startswith(f"{self._path}/")

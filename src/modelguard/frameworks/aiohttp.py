@@ -1,0 +1,120 @@
+"""Middleware for aiohttp servers: error responses, deadlines and probes.
+
+::
+
+    from modelguard.frameworks import aiohttp
+
+    aiohttp.install(app, deadline="2s")  # app: an aiohttp.web.Application
+
+aiohttp notices that a client disconnects only if the server was started with ``handler_cancellation=True``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from contextvars import ContextVar
+from typing import Any
+
+from modelguard import _units
+from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
+from modelguard.frameworks._answers import Answer
+from modelguard.frameworks._asgi_threads import in_thread
+from modelguard.frameworks._request_options import Header, RequestOptions
+from modelguard.serving.deadlines import WebRequest
+
+__all__ = ["install"]
+
+#: Gets an entry when the response of this context's request begins. (An entry in the request itself needs a key of a
+#: kind that older versions of aiohttp lack.)
+_begun: ContextVar[list[bool] | None] = ContextVar("modelguard response has begun", default=None)
+
+
+def install(app: Any, **options: Any) -> None:
+    """Add a middleware to an aiohttp application, as its outermost one. Call it before the application is run.
+
+    It responds as :class:`modelguard.frameworks.asgi.ModelGuardMiddleware` does. On a websocket errors propagate, as
+    any others: catch them around the work for a message, and close it with code 1013 (try again later).
+
+    With ``web.run_app(app, handler_cancellation=True)`` (or ``AppRunner``), aiohttp cancels the handler of a client
+    that has disconnected: waiting items are not computed. Without it, they are.
+
+    Args:
+        app: An ``aiohttp.web.Application``.
+        options: Those of :class:`modelguard.frameworks.asgi.ModelGuardMiddleware`; ``fair_by`` and ``priority`` may be
+            functions of the ``aiohttp.web.Request``.
+
+    Raises:
+        InvalidOption: It is not such an application, or it runs already; an option is invalid, or there is no such
+            option.
+        NotSupported: aiohttp is not installed.
+    """
+    if not hasattr(app, "middlewares") or not hasattr(app, "on_response_prepare"):
+        why = f"must be an aiohttp.web.Application, not {_units.kind_of(app)}"
+        raise InvalidOption("app", app, why=why, fix="Write install(app), with app = web.Application().")
+    request_options = RequestOptions(**options)  # checks them before anything is changed
+    if app.frozen:
+        fix = "Call install(app) where the application is made."
+        raise InvalidOption("app", app, why="must not run already", fix=fix)
+    app.middlewares.insert(0, _Middleware(_aiohttp_web().Response, request_options))
+    app.on_response_prepare.append(_note_begun)
+
+
+class _Middleware:
+    """A middleware of the kind that takes a request and a handler."""
+
+    __middleware_version__ = 1  # aiohttp reads it: the kind's number
+
+    def __init__(self, make_response: Any, options: RequestOptions) -> None:
+        self._make_response = make_response
+        self._options = options
+
+    async def __call__(self, request: Any, handler: Any) -> Any:
+        header = _headers_of(request)
+        command = self._options.command(request.method, request.path, request.query_string, header)
+        if command is not None:
+            return self._respond(request, await in_thread(command))
+        timeout = self._options.timeout(request.method, request.path, header)
+        if isinstance(timeout, Answer):
+            return self._respond(request, timeout)
+        web_request, outer = WebRequest(timeout), _begun.get()
+        begun = [] if outer is None else outer  # that of the application which this one is mounted in
+        token = _begun.set(begun)
+        try:
+            with self._options.on_behalf_of(web_request, request, header):
+                return await handler(request)
+        except asyncio.CancelledError:
+            web_request.disconnect()  # for calls that run in threads
+            raise
+        except (ModelGuardError, ExceptionGroup) as error:
+            answer = self._options.answer(error)
+            if answer is None or begun:
+                raise
+            return self._respond(request, answer)
+        finally:
+            _begun.reset(token)
+            web_request.answered()
+
+    def _respond(self, request: Any, answer: Answer) -> Any:
+        body = b"" if request.method == "HEAD" else answer.body
+        reason = answer.status_line.partition(" ")[2]
+        return self._make_response(body=body, status=answer.status, reason=reason, headers=dict(answer.headers))
+
+
+def _headers_of(request: Any) -> Header:
+    """Finds a header of a request; several are joined, as a proxy would."""
+    return lambda name: ", ".join(request.headers.getall(name, ())) or None
+
+
+async def _note_begun(_request: Any, _response: Any) -> None:
+    begun = _begun.get()
+    if begun is not None:
+        begun.append(True)
+
+
+def _aiohttp_web() -> Any:
+    try:
+        return importlib.import_module("aiohttp.web")
+    except ImportError:
+        why = "aiohttp is not installed; pip install aiohttp"
+        raise NotSupported("modelguard.frameworks.aiohttp.install()", reason=why) from None

@@ -1,0 +1,106 @@
+"""Litestar: error responses, deadlines, disconnects and probes, by one plugin.
+
+::
+
+    from modelguard.frameworks.litestar import ModelGuardPlugin
+
+    app = Litestar([...], plugins=[ModelGuardPlugin(deadline="2s")])
+
+Litestar answers every error itself, behind its middleware, and applies middleware only where there is a route. So the
+plugin adds the middleware, a handler for each of modelguard's errors, and routes for the probes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from modelguard.errors import ModelGuardError, NotSupported
+from modelguard.frameworks._answers import ANSWERED, WebOptions
+from modelguard.frameworks._asgi_answers import Scope, Send
+from modelguard.frameworks._asgi_client import Receive
+from modelguard.frameworks.asgi import ModelGuardMiddleware
+
+__all__ = ["ModelGuardPlugin"]
+
+
+class ModelGuardPlugin:
+    """Adds :class:`modelguard.frameworks.asgi.ModelGuardMiddleware` to a Litestar application, as its outermost one.
+
+    The application's own exception handlers come first: a handler for ``ModelGuardError``, or for ``Overloaded``,
+    replaces the plugin's. On a websocket modelguard's errors close the connection with code 1013 or 1009.
+
+    Args:
+        options: Those of :class:`modelguard.frameworks.asgi.ModelGuardMiddleware`.
+
+    Raises:
+        InvalidOption: An option is invalid, or there is no such option.
+        NotSupported: Litestar is not installed; when an application is made with the plugin.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        if isinstance(guards := options.get("guards"), Iterator):
+            options["guards"] = tuple(guards)  # each route has a middleware that reads them
+        ModelGuardMiddleware(_not_found, **options)  # checks the options
+        self._options = options
+
+    def on_app_init(self, app_config: Any) -> Any:
+        """Called by Litestar."""
+        app_config.middleware.insert(0, functools.partial(ModelGuardMiddleware, **self._options))
+        app_config.route_handlers.extend(self._routes())
+        app_config.after_exception.append(_reraise_on_websocket)
+        if ModelGuardError not in app_config.exception_handlers:
+            handle = _handler(WebOptions(detail=self._options.get("detail", False)))
+            for kind in ANSWERED:
+                app_config.exception_handlers.setdefault(kind, handle)
+        return app_config
+
+    def _routes(self) -> list[Any]:
+        """Routes for the paths that the middleware answers."""
+        probes = [self._options.get(name, f"/{name}") for name in ("livez", "readyz")]
+        admin = self._options.get("admin")
+        paths = [path for path in probes if path is not None] + list(() if admin is None else admin.paths)
+        return [_litestar("handlers").asgi(path, copy_scope=False)(_not_found) for path in paths]
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - as Litestar calls it
+    """Stands behind the middleware, for requests that are not probes, such as a POST.
+
+    Raises:
+        NotFoundException: Always.
+    """
+    raise _litestar("exceptions").NotFoundException
+
+
+def _handler(options: WebOptions) -> Any:
+    make = _litestar("response").Response
+
+    def handle(_: Any, error: Exception) -> Any:
+        answer = options.answer(error)
+        if answer is None:
+            raise error
+        headers = dict(answer.headers)
+        media_type = headers.pop("content-type")
+        return make(answer.body, status_code=answer.status, headers=headers, media_type=media_type)
+
+    return handle
+
+
+async def _reraise_on_websocket(error: Exception, scope: Scope) -> None:
+    """Let the middleware close the connection: Litestar has no handlers for errors there.
+
+    Raises:
+        ModelGuardError: The error.
+    """
+    if scope["type"] == "websocket" and isinstance(error, ANSWERED):
+        raise error
+
+
+def _litestar(module: str) -> Any:
+    try:
+        return importlib.import_module(f"litestar.{module}")
+    except ImportError:
+        why = "Litestar is not installed; pip install litestar"
+        raise NotSupported("modelguard.frameworks.litestar", reason=why) from None
