@@ -64,26 +64,31 @@ class Fetches(Generic[K, M]):
 
 async def _wait_for(fetch: Future[Lease[M]], wait: float) -> None:
     """Wait until another caller has its lease. Its error is this caller's too, unless only its time is over."""
-    try:
-        await asyncio.wait_for(asyncio.shield(_on_this_loop(fetch)), wait)
-    except Overloaded:
-        pass
-    except ModelGuardError as error:  # also LoadTimeout, which is a TimeoutError
+    waiting = _on_this_loop(fetch)
+    await asyncio.wait([waiting], timeout=wait)
+    error = waiting.exception() if waiting.done() else None
+    if isinstance(error, ModelGuardError) and not isinstance(error, Overloaded):
         raise afresh(error) from error.__cause__
-    except TimeoutError:
-        pass
+    if error is not None and not isinstance(error, Overloaded):
+        raise error
 
 
 async def _own(fetch: Future[Lease[M]]) -> Lease[M]:
     """Await the lease that a thread takes; if the caller is cancelled meanwhile, end it."""
+    waiting = _on_this_loop(fetch)
     try:
-        return await asyncio.shield(_on_this_loop(fetch))
+        await asyncio.wait([waiting])
     except asyncio.CancelledError:
         fetch.add_done_callback(_end_unwanted)
         raise
+    return waiting.result()
 
 
 def _on_this_loop(fetch: Future[Lease[M]]) -> asyncio.Future[Lease[M]]:
+    """A future of this loop, to be waited for by ``asyncio.wait``, which leaves it alone if its caller is cancelled.
+
+    ``asyncio.shield`` does so too, but from CPython 3.14 on it logs an error that comes after that.
+    """
     waiting = asyncio.wrap_future(fetch)
     # Its waiter may be gone by then, and asyncio logs an error that nobody has looked at.
     waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
