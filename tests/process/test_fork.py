@@ -7,10 +7,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.process.harness import run_python
 
 from modelguard import TTL, Changed, Uses, batched, guard, pool, replicas, telemetry
 from modelguard.lifecycle.model_guard import guards
@@ -271,18 +272,23 @@ def test_a_child_may_cancel_what_its_parent_has_queued() -> None:
     f.close()
 
 
-@guard(Model, reload_on=None)
-def loaded_by(model: Model) -> int:
-    """Worker processes find it by its name."""
-    return model.pid
-
-
-def test_workers_of_a_fork_server_load_a_model_of_their_own() -> None:
-    """It is the default start method from CPython 3.14 on; its workers have no memory of this process."""
-    assert os.getpid() == loaded_by()
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as workers:
-        worker, loader = workers.submit(os.getpid).result(60), workers.submit(loaded_by).result(60)
-    assert worker == loader != os.getpid()
+def test_workers_of_a_fork_server_load_a_model_of_their_own(tmp_path: Path) -> None:
+    """It is the default start method from CPython 3.14 on; its workers have no memory of the process."""
+    app = (
+        "import os\nfrom modelguard import guard\n@guard(os.getpid, reload_on=None)\ndef loader(pid):\n    return pid\n"
+    )
+    (tmp_path / "app.py").write_text(app)
+    # In a process of its own: the fork server stays as long as the process that started it.
+    program = """
+        import json, multiprocessing, os
+        from concurrent.futures import ProcessPoolExecutor
+        import app
+        own = app.loader()
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as workers:
+            worker, loader = workers.submit(os.getpid).result(60), workers.submit(app.loader).result(60)
+        print(json.dumps([own == os.getpid(), worker == loader != own]))
+    """
+    assert [True, True] == run_python(program, 90, PYTHONPATH=str(tmp_path))
 
 
 def test_a_batched_function_that_is_closed_can_be_reopened_in_a_child() -> None:
