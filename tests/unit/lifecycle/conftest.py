@@ -17,7 +17,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     """A world whose events are recorded, and whose threads have ended when the test has."""
     folder = tmp_path / "slot"
     made = World(folder)
-    telemetry.set_hooks([made.events.append])
+    telemetry.set_hooks([made.record])
     yield made
     try:
         made.end()
