@@ -19,7 +19,7 @@ endif
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 ARGS ?=
-OPTIONS ?=
+CACHE ?=
 # All tests run in several processes, two more than there are processors: tests of servers wait half of their time. What
 # takes longest comes first.
 JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2)))
@@ -43,7 +43,7 @@ demo: $(VENV)/.demo ## Run the guarded service beside the unguarded one; two min
 environment: $(VENV)/.dev ## Make the environment that the targets below need, and run nothing
 
 test: $(VENV)/.dev ## Run the tests; with ARGS in one process, as pytest does
-	$(BIN)/python -m pytest $(OPTIONS) $(or $(ARGS),$(ALL))
+	$(BIN)/python -m pytest $(if $(CACHE),-o cache_dir=$(CACHE)) $(or $(ARGS),$(ALL))
 
 test-lowest: ## Run the unit tests with the oldest core dependencies that pyproject.toml allows, in .venv-lowest
 	$(MAKE) test VENV=.venv-lowest EXTRAS=cli,plot,spacy GROUP=tests PINS="$(LOWEST)" ARGS="tests/unit $(ARGS)"
