@@ -248,8 +248,8 @@ class Clock:
             return [thread for thread in self._threads if thread is not threading.current_thread()]
 
     def _waits_for_the_test(self) -> bool:
-        drains = any(old.leases for engine in engines() for old in tuple(engine.state.draining))
-        return drains or any_held()
+        own = [engine for engine in engines() if engine.guard.runtime is self._runtime]  # not those of earlier tests
+        return any(old.leases for engine in own for old in tuple(engine.state.draining)) or any_held()
 
     # The runtime
 

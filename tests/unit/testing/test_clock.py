@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from modelguard import (
     pool,
 )
 from modelguard.errors import InvalidOption, LoadFailed, NoMemoryLimit
+from modelguard.lifecycle.runtime import Runtime, use
 from modelguard.testing import Clock, Loader
 
 
@@ -60,6 +62,25 @@ def test_uses_are_counted(modelguard_clock: Clock, modelguard_loader: Loader) ->
     assert [1, 1, 1] == [number() for _ in range(3)]
     modelguard_clock.settle()
     assert 2 == number()
+
+
+def test_guards_of_others_are_not_waited_for(modelguard_clock: Clock) -> None:
+    """What an earlier test has left behind, a model with a call on it, ends no wait for this test's loads."""
+    with use(Runtime):
+        other = guard(dict, reload_on=None, swap="load_first")
+
+    def slowly() -> object:
+        threading.Event().wait(0.05)
+        return object()
+
+    nlp = guard(slowly, reload_on=Uses(1), defer=0)
+    with other.lease():
+        replacing = threading.Thread(target=other.reload)
+        replacing.start()
+        replacing.join(60)
+        nlp(lambda _model: None)()
+        modelguard_clock.settle()
+        assert 2 == generation(nlp)
 
 
 def test_errors_are_counted(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
