@@ -125,7 +125,7 @@ def main() -> None:
         axes.set_xlabel("seconds; triangles: calls that wake the model")
         axes.set_ylabel("MB above the process before the first load")
         axes.set_title(f"ja_ginza with Idle({SLEEPS_AFTER!r})")
-        axes.legend(frameon=False, loc="upper right", ncols=2)
+        axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 
     benchmark.finish(rows, draw, size=(10, 4), found=found)
 
