@@ -6,6 +6,7 @@ import threading
 from contextlib import suppress
 from typing import Protocol
 
+from modelguard._wakeup import Wakeup
 from modelguard._weak_registry import WeakRegistry
 from modelguard.telemetry import logger
 
@@ -34,10 +35,7 @@ class Ticker:
     def _renew(self) -> None:
         # Reentrant: the garbage collector may return a dropped lease in here, which may add a guard.
         self._lock = threading.RLock()
-        # Held until the thread is to look at once. An Event has a lock inside that is not reentrant: a dropped guard
-        # that the collector finds in the middle of its set() or wait() would wait there for ever.
-        self._asleep = threading.Lock()
-        self._asleep.acquire()
+        self._wakeup = Wakeup()  # not an Event: the garbage collector may set it in the middle of a wait
         self._running = False
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -56,16 +54,12 @@ class Ticker:
             except RuntimeError:  # the system gives no thread; the next call tries again
                 self._running = False
                 raise
-        self._wake()
+        self._wakeup.set()
 
     def remove(self, guard: Ticked) -> None:
         """Stop checking ``guard``. Takes no lock: the garbage collector may call it in any thread at any point."""
         self._guards.discard(guard)
-        self._wake()
-
-    def _wake(self) -> None:
-        with suppress(RuntimeError):  # it is awake already
-            self._asleep.release()
+        self._wakeup.set()
 
     def stop(self) -> None:
         """End the thread for good: a process that forks checks its guards itself, between two forks.
@@ -75,14 +69,14 @@ class Ticker:
         with self._lock:
             self._stopped = True
             thread = self._thread if self._running else None
-        self._wake()
+        self._wakeup.set()
         if thread is not None and thread.is_alive():  # a thread that is about to start sees it by itself
             thread.join()
 
     def _run(self) -> None:
         interval = _SHORTEST
         while True:
-            self._asleep.acquire(timeout=interval)
+            self._wakeup.wait(interval)
             with self._lock:
                 if self._stopped or not self._guards:
                     self._running = False

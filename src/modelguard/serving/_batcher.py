@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from modelguard import _own_thread
+from modelguard._wakeup import Wakeup
 from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, WouldDeadlock
 from modelguard.serving import _inline, _registry
 from modelguard.serving._batches import Batch, Limits
@@ -21,7 +22,6 @@ from modelguard.serving._requests import QueuedCall, Request, deliver
 from modelguard.serving._runners import runner_of
 from modelguard.serving._shared_threads import SharedWatch
 from modelguard.serving._threads import BatchThreads, Work
-from modelguard.serving._wakeup import Wakeup
 from modelguard.serving._watch import Watch
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope

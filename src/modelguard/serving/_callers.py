@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from modelguard._wakeup import Wakeup
 from modelguard.serving._requests import Request
-from modelguard.serving._wakeup import Wakeup
 
 __all__ = ["AllLeft", "Callers"]
 

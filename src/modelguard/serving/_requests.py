@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any, Literal, TypeAlias
 
+from modelguard._wakeup import Wakeup
 from modelguard.errors import CallerGone
-from modelguard.serving._wakeup import Wakeup
 from modelguard.telemetry import logger
 
 __all__ = [

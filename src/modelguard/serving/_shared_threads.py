@@ -16,8 +16,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from modelguard._wakeup import Wakeup
 from modelguard.serving import _registry
-from modelguard.serving._wakeup import Wakeup
 
 __all__ = ["SharedThread", "SharedWatch"]
 

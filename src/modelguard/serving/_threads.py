@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
+from modelguard._wakeup import Wakeup
 from modelguard.errors import Overloaded
 from modelguard.serving._batches import Batch
 from modelguard.serving._locked_queue import LockedQueue
 from modelguard.serving._shared_threads import SharedThread
-from modelguard.serving._wakeup import Wakeup
 from modelguard.telemetry import logger
 
 __all__ = ["BatchThreads", "Work"]

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from modelguard.serving._wakeup import Wakeup
+from modelguard._wakeup import Wakeup
 from modelguard.telemetry import logger
 
 __all__ = ["Watch"]

@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
 
 from modelguard import _units
+from modelguard._wakeup import Wakeup
 from modelguard.errors import BatchFailed, GuardClosed, WouldDeadlock
 from modelguard.serving._decorated import Decorated
 from modelguard.serving._requests import Request
 from modelguard.serving._stream_requests import ENDED, NOTHING_YET, LoopWaiter, StreamRequest, Waiter
 from modelguard.serving._trio import TrioWaiter
-from modelguard.serving._wakeup import Wakeup
 
 __all__ = ["BatchedStream", "Stream"]
 

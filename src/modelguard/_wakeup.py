@@ -7,7 +7,11 @@ import threading
 
 
 class Wakeup:
-    """An event for one thread, cleared by ``wait``. A plain lock, which costs less than ``threading.Event``."""
+    """An event for one thread, cleared by ``wait``. A plain lock, which costs less than ``threading.Event``.
+
+    The garbage collector may set it at any point. An ``Event`` has a lock inside that is not reentrant: set in the
+    middle of its own ``set()`` or ``wait()``, it would wait there for ever.
+    """
 
     __slots__ = ("_lock",)
 
