@@ -11,8 +11,12 @@ __all__ = ["load", "not_installed"]
 
 #: The install command for each package, by its import name.
 _COMMANDS = {
+    "aiohttp": "pip install aiohttp",
     "cronsim": "pip install 'modelguard-lifecycle[cron]'",
+    "django": "pip install django",
+    "grpc": "pip install grpcio",
     "joblib": "pip install joblib",
+    "litestar": "pip install litestar",
     "numpy": "pip install numpy",
     "opentelemetry": "pip install 'modelguard-lifecycle[opentelemetry]'",
     "prometheus_client": "pip install 'modelguard-lifecycle[prometheus]'",
@@ -20,6 +24,9 @@ _COMMANDS = {
     "torch": "pip install torch --index-url https://download.pytorch.org/whl/cpu (without CUDA), "
     "or pip install 'modelguard-lifecycle[torch]'",
 }
+
+#: What a package is called, where that is not its import name.
+_NAMES = {"django": "Django", "grpc": "grpcio", "litestar": "Litestar"}
 
 
 def load(module: str, feature: str) -> Any:
@@ -50,4 +57,4 @@ def not_installed(error: ModuleNotFoundError, feature: str) -> Exception:
         library = "opentelemetry"
     if library not in _COMMANDS:
         return error
-    return NotSupported(feature, reason=f"{library} is not installed; {_COMMANDS[library]}")
+    return NotSupported(feature, reason=f"{_NAMES.get(library, library)} is not installed; {_COMMANDS[library]}")

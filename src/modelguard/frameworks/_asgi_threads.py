@@ -7,12 +7,18 @@ import importlib
 from collections.abc import Callable
 from typing import TypeVar
 
+from modelguard.frameworks._answers import Answer
 from modelguard.lifecycle import _in_thread
 from modelguard.lifecycle._threads import THREADS
 
-__all__ = ["in_thread"]
+__all__ = ["answer_of", "in_thread"]
 
 T = TypeVar("T")
+
+
+async def answer_of(command: Answer | Callable[[], Answer]) -> Answer:
+    """The answer to an admin command. A reload takes seconds, in which the event loop must go on."""
+    return command if isinstance(command, Answer) else await in_thread(command)
 
 
 async def in_thread(work: Callable[[], T]) -> T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -51,14 +50,10 @@ class RequestOptions:
             priority=priority,
         )
 
-    def command(self, method: str, path: str, query: str, header: Header) -> Callable[[], Answer] | None:
-        """What answers a request for the admin route, and may block; None if it is for the application."""
-        if self._admin is None or not self._admin.owns(path):
-            return None
-        refusal = self._admin.refusal(header("Authorization"))
-        if refusal is not None:
-            return lambda: refusal
-        return functools.partial(self._admin.answer, method, path, query)
+    def command(self, method: str, path: str, query: str, header: Header) -> Answer | Callable[[], Answer] | None:
+        """As :meth:`Admin.command`; None without an admin route."""
+        admin = self._admin
+        return None if admin is None else admin.command(method, path, query, lambda: header("Authorization"))
 
     def timeout(self, method: str, path: str, header: Header) -> float | Answer | None:
         """The time limit of a request in seconds, None for no limit; or the answer to a probe or an invalid header."""

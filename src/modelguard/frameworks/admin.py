@@ -17,9 +17,11 @@ A request reaches one worker. ``modelguard ctl PID --all`` reaches all of a serv
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import os
+from collections.abc import Callable
 from http import HTTPStatus
 from urllib.parse import parse_qs
 
@@ -83,11 +85,23 @@ class Admin:
         """The path of each command, for frameworks that look for a route before they call any middleware."""
         return tuple(f"{self._path}/{command}" for command in _commands.COMMANDS)
 
-    def owns(self, path: str) -> bool:
-        """Whether a request for this path is for the route."""
-        return path == self._path or path.startswith(f"{self._path}/")
+    def command(
+        self, method: str, path: str, query: str, authorization: Callable[[], str | None]
+    ) -> Answer | Callable[[], Answer] | None:
+        """The answer to a request for the route, or what gives it and may block; None if it is for the application.
 
-    def refusal(self, authorization: str | None) -> Answer | None:
+        Args:
+            method: The HTTP method.
+            path: The path.
+            query: The query string.
+            authorization: Returns the header; None if there is none.
+        """
+        if path != self._path and not path.startswith(f"{self._path}/"):
+            return None
+        refusal = self._refusal(authorization())
+        return refusal or functools.partial(self._answer, method, path, query)
+
+    def _refusal(self, authorization: str | None) -> Answer | None:
         """The answer to a request without the secret; None if it has it.
 
         Args:
@@ -103,7 +117,7 @@ class Admin:
         headers = (("www-authenticate", "Bearer"),)
         return problem(HTTPStatus.UNAUTHORIZED, "This needs the header Authorization: Bearer SECRET.", headers)
 
-    def answer(self, method: str, path: str, query: str) -> Answer:
+    def _answer(self, method: str, path: str, query: str) -> Answer:
         """Do what a request with the secret asks for. Blocks.
 
         Args:

@@ -12,14 +12,13 @@ aiohttp notices that a client disconnects only if the server was started with ``
 from __future__ import annotations
 
 import asyncio
-import importlib
 from contextvars import ContextVar
 from typing import Any
 
-from modelguard import _units
-from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
+from modelguard import _extras, _units
+from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import Answer
-from modelguard.frameworks._asgi_threads import in_thread
+from modelguard.frameworks._asgi_threads import answer_of
 from modelguard.frameworks._request_options import Header, RequestOptions
 from modelguard.serving.deadlines import WebRequest
 
@@ -56,7 +55,8 @@ def install(app: Any, **options: Any) -> None:
     if app.frozen:
         fix = "Call install(app) where the application is made."
         raise InvalidOption("app", app, why="must not run already", fix=fix)
-    app.middlewares.insert(0, _Middleware(_aiohttp_web().Response, request_options))
+    web = _extras.load("aiohttp.web", "modelguard.frameworks.aiohttp.install()")
+    app.middlewares.insert(0, _Middleware(web.Response, request_options))
     app.on_response_prepare.append(_note_begun)
 
 
@@ -73,7 +73,7 @@ class _Middleware:
         header = _headers_of(request)
         command = self._options.command(request.method, request.path, request.query_string, header)
         if command is not None:
-            return self._respond(request, await in_thread(command))
+            return self._respond(request, await answer_of(command))
         timeout = self._options.timeout(request.method, request.path, header)
         if isinstance(timeout, Answer):
             return self._respond(request, timeout)
@@ -110,11 +110,3 @@ async def _note_begun(_request: Any, _response: Any) -> None:
     begun = _begun.get()
     if begun is not None:
         begun.append(True)
-
-
-def _aiohttp_web() -> Any:
-    try:
-        return importlib.import_module("aiohttp.web")
-    except ImportError:
-        why = "aiohttp is not installed; pip install aiohttp"
-        raise NotSupported("modelguard.frameworks.aiohttp.install()", reason=why) from None

@@ -23,7 +23,7 @@ from modelguard.errors import InvalidOption, ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, Answer, Ready, WebOptions
 from modelguard.frameworks._asgi_answers import HeldResponse, Response, Scope, Send, WebsocketEnd
 from modelguard.frameworks._asgi_client import Receive, client_of
-from modelguard.frameworks._asgi_threads import in_thread
+from modelguard.frameworks._asgi_threads import answer_of
 from modelguard.frameworks._option_names import check_names
 from modelguard.frameworks.admin import Admin, check_admin
 from modelguard.serving.deadlines import on_behalf_of
@@ -156,8 +156,9 @@ class ModelGuardMiddleware:
 
     async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path") or "")
-        if self._admin is not None and self._admin.owns(path):
-            await Response(await self._answer_admin(self._admin, scope, path))(scope, receive, send)
+        command = None if self._admin is None else _admin_command(self._admin, scope, path)
+        if command is not None:
+            await Response(await answer_of(command))(scope, receive, send)
             return
         timeout = self._options.probe(scope["method"], path) or self._options.timeout(
             _header(scope, self._timeout_header)
@@ -166,15 +167,6 @@ class ModelGuardMiddleware:
             await Response(timeout)(scope, receive, send)
         else:
             await self._serve_request(scope, receive, send, timeout)
-
-    @staticmethod
-    async def _answer_admin(admin: Admin, scope: Scope, path: str) -> Answer:
-        refusal = admin.refusal(_header(scope, b"authorization"))
-        if refusal is not None:
-            return refusal
-        query = scope.get("query_string", b"").decode("latin-1")
-        # A reload takes seconds, in which the event loop must go on.
-        return await in_thread(functools.partial(admin.answer, scope["method"], path, query))
 
     async def _serve_request(self, scope: Scope, receive: Receive, send: Send, timeout: float | None) -> None:
         client = client_of(receive, timeout)
@@ -215,6 +207,11 @@ class ModelGuardMiddleware:
 
 def _header_name(name: str | None) -> bytes | None:
     return None if name is None else name.lower().encode("latin-1")
+
+
+def _admin_command(admin: Admin, scope: Scope, path: str) -> Answer | Callable[[], Answer] | None:
+    query = scope.get("query_string", b"").decode("latin-1")
+    return admin.command(scope["method"], path, query, lambda: _header(scope, b"authorization"))
 
 
 def _header(scope: Scope, wanted: bytes | None) -> str | None:

@@ -11,13 +11,13 @@ Django answers 500 to an error of a view before any ASGI or WSGI middleware sees
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from modelguard.errors import InvalidOption, NotSupported
+from modelguard import _extras
+from modelguard.errors import InvalidOption
 from modelguard.frameworks._answers import Answer
-from modelguard.frameworks._asgi_threads import in_thread
+from modelguard.frameworks._asgi_threads import answer_of
 from modelguard.frameworks._request_options import RequestOptions
 from modelguard.serving.deadlines import WebRequest
 
@@ -61,7 +61,7 @@ class ModelGuardMiddleware:
             return self._serve_async(request)
         command = self._options.command(*_line_of(request), request.headers.get)
         if command is not None:
-            return _respond(request, command())
+            return _respond(request, command if isinstance(command, Answer) else command())
         timeout = self._timeout(request)
         if isinstance(timeout, Answer):
             return _respond(request, timeout)
@@ -75,7 +75,7 @@ class ModelGuardMiddleware:
     async def _serve_async(self, request: Any) -> Any:
         command = self._options.command(*_line_of(request), request.headers.get)
         if command is not None:
-            return _respond(request, await in_thread(command))
+            return _respond(request, await answer_of(command))
         timeout = self._timeout(request)
         if isinstance(timeout, Answer):
             return _respond(request, timeout)
@@ -118,8 +118,4 @@ def _respond(request: Any, answer: Answer) -> Any:
 
 
 def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        why = "Django is not installed; pip install django"
-        raise NotSupported("modelguard.frameworks.django", reason=why) from None
+    return _extras.load(module, "modelguard.frameworks.django")

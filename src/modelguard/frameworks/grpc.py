@@ -30,8 +30,8 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from modelguard import _units
-from modelguard.errors import ModelGuardError, NotSupported
+from modelguard import _extras, _units
+from modelguard.errors import ModelGuardError
 from modelguard.frameworks._answers import Answer, WebOptions
 from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
@@ -78,7 +78,7 @@ def interceptor(
         NotSupported: grpcio is not installed.
     """
     options = WebOptions(deadline=deadline, detail=detail, fair_by=fair_by, priority=priority)
-    grpc = _grpc()
+    grpc = _extras.load("grpc", "modelguard.frameworks.grpc")
     return type("ModelGuardInterceptor", (_Interceptor, grpc.ServerInterceptor), {})(grpc, options)
 
 
@@ -102,7 +102,7 @@ def aio_interceptor(
         NotSupported: grpcio is not installed.
     """
     options = WebOptions(deadline=deadline, detail=detail, fair_by=fair_by, priority=priority)
-    grpc = _grpc()
+    grpc = _extras.load("grpc", "modelguard.frameworks.grpc")
     aio = importlib.import_module("grpc.aio")
     return type("AioModelGuardInterceptor", (_AioInterceptor, aio.ServerInterceptor), {})(grpc, options)
 
@@ -284,11 +284,3 @@ def _set_pushback(context: Any, answer: Answer) -> None:
         if name == "retry-after":
             read = getattr(context, "trailing_metadata", tuple)  # not there in threads of an asynchronous server
             context.set_trailing_metadata((*(read() or ()), (_PUSHBACK, str(int(value) * 1000))))
-
-
-def _grpc() -> Any:
-    try:
-        return importlib.import_module("grpc")
-    except ImportError:
-        why = "grpcio is not installed; pip install grpcio"
-        raise NotSupported("modelguard.frameworks.grpc", reason=why) from None

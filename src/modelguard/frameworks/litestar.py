@@ -13,11 +13,11 @@ plugin adds the middleware, a handler for each of modelguard's errors, and route
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from modelguard.errors import ModelGuardError, NotSupported
+from modelguard import _extras
+from modelguard.errors import ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, WebOptions
 from modelguard.frameworks._asgi_answers import Scope, Send
 from modelguard.frameworks._asgi_client import Receive
@@ -99,8 +99,4 @@ async def _reraise_on_websocket(error: Exception, scope: Scope) -> None:
 
 
 def _litestar(module: str) -> Any:
-    try:
-        return importlib.import_module(f"litestar.{module}")
-    except ImportError:
-        why = "Litestar is not installed; pip install litestar"
-        raise NotSupported("modelguard.frameworks.litestar", reason=why) from None
+    return _extras.load(f"litestar.{module}", "modelguard.frameworks.litestar")

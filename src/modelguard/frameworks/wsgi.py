@@ -87,11 +87,14 @@ class ModelGuardMiddleware:
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Serve one request."""
         path = environ.get("PATH_INFO", "")
-        if self._admin is not None and self._admin.owns(path):
-            refusal = self._admin.refusal(environ.get("HTTP_AUTHORIZATION"))
+        if self._admin is not None:
             query = environ.get("QUERY_STRING", "")
-            answer = refusal or self._admin.answer(environ["REQUEST_METHOD"], path, query)
-            return _respond(answer, environ, start_response)
+            command = self._admin.command(
+                environ["REQUEST_METHOD"], path, query, lambda: environ.get("HTTP_AUTHORIZATION")
+            )
+            if command is not None:
+                answer = command if isinstance(command, Answer) else command()
+                return _respond(answer, environ, start_response)
         header = None if self._timeout_variable is None else environ.get(self._timeout_variable)
         probe = self._options.probe(environ["REQUEST_METHOD"], path)
         timeout = probe or self._options.timeout(header)
