@@ -95,6 +95,34 @@ class RolledBack(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayFinished(Event):
+    """A new model was compared with the current one on recorded calls. It holds no input and no answer.
+
+    Attributes:
+        generation: The number of the new generation.
+        version: The version of its model; None if the loader gave none.
+        current: The number of the generation that takes calls.
+        recorded: How many calls were kept.
+        compared: How many of them the current model has answered again, in time, with something to compare.
+        agreed: How many of these answers the new model gave too.
+        slowdown: The time of a call on the new model over that on the current one, the median; None if fewer than ten
+            calls were timed on both.
+        seconds: How long it took.
+        accepted: Whether the new model keeps to the rule. If not, ``LoadErrored`` follows, with the reason.
+    """
+
+    generation: int
+    version: str | None
+    current: int
+    recorded: int
+    compared: int
+    agreed: int
+    slowdown: float | None
+    seconds: float
+    accepted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecycleAsked(Event):
     """A policy has become due in a process that is replaced as a whole: the server was asked for a new process."""
 
