@@ -10,6 +10,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -125,10 +126,8 @@ class RecordedCalls:
             return
         try:
             began = self._clock()
-            try:
+            with suppress(Exception):  # not every argument can be pickled, and the call itself goes on
                 self._keep(RecordedCall(function, _pickled((args, kwargs), self._rule.max_memory)))
-            except Exception:  # noqa: BLE001, S110 - not every argument can be pickled, and the call itself goes on
-                pass
             self._first -= 1
             if self._first < 0:
                 now = self._clock()

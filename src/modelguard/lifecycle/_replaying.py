@@ -222,8 +222,9 @@ class _Run:
         """Run a coroutine in the context of this call, which knows its generation."""
 
         async def bounded() -> Any:
+            limit = asyncio.timeout(max(0.0, self._end - self._clock()))
             try:
-                async with asyncio.timeout(max(0.0, self._end - self._clock())) as limit:
+                async with limit:
                     return await work()
             except TimeoutError:
                 if limit.expired():

@@ -1,6 +1,7 @@
 """``Replay``: which recorded calls a new model must answer, and how well."""
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: this class is public under another module's name, where
+# `typing.get_type_hints` would not find what its annotations refer to.
 
 import math
 import operator
@@ -16,26 +17,25 @@ __all__ = ["Replay"]
 
 @dataclass(frozen=True, init=False)
 class Replay:
-    """The rule by which a new model is compared with the current one, on calls that were recorded.
+    """The rule by which a new model is compared with the current one, on recorded calls.
 
-    The guard keeps copies of the arguments of recent calls. A reload runs these calls on both models, once the new one is
-    loaded, validated and warm, and rejects the new one (``ModelRejected``) if too few answers agree, or if it is too
-    slow::
+    The guard keeps copies of the arguments of recent calls. A reload runs these calls on both models, once the new one
+    is loaded, validated and warm, and rejects it (``ModelRejected``) if too few answers agree, or if it is too slow::
 
         nlp = guard(load, reload_on=Changed(etag), replay=Replay(100, min_agreement=0.95, same=close_enough))
 
     Args:
         count: How many calls are kept, the latest ones. Default 100.
-        min_agreement: The share of the answers that must agree, from 0 to 1. Default 0.9: it finds a wrong model, and
-            not an update. Of 100 answers, a model that agrees on 95 % of all inputs passes in 99 of 100 reloads.
+        min_agreement: The share of the answers that must agree, from 0 to 1. Default 0.9, which finds a wrong model:
+            of 100 answers, a model that agrees on 95 % of all inputs passes in 99 of 100 reloads.
         max_slowdown: How many times as long as on the current model a call may take, at least 1; None: any time. It is
             compared with the median of all calls, if there are at least ten. Default 2.
-        same: Called with the new answer and the current model's: whether they agree. A comparison that raises counts as
-            disagreement. Default: ``==``. Iterators and streams are compared as lists.
-        max_memory: How much memory the arguments may take, pickled: bytes, or text such as ``"16 MB"``, the default. The
-            oldest go first, and a call that needs more alone is not kept.
-        timeout: How long the calls on both models may take together; then those count that have ended. A call that
-            runs is not interrupted: set the guard's ``load_timeout`` against one that hangs. Default ten seconds.
+        same: Called with the new answer and the current model's: whether they agree. If it raises, they do not.
+            Default: ``==``. Iterators and streams are compared as lists.
+        max_memory: How much memory the arguments may take, pickled: bytes, or text such as ``"500 kB"``. The oldest go
+            first, and a call that needs more alone is not kept. Default 16 MB.
+        timeout: How long the calls on both models may take together; those that have ended by then count. A plain
+            function is not interrupted: set the guard's ``load_timeout`` against one that hangs. Default ten seconds.
 
     Raises:
         InvalidOption: One of them is invalid.
@@ -69,7 +69,7 @@ class Replay:
         object.__setattr__(self, "timeout", _units.seconds(timeout, "timeout"))
 
     @classmethod
-    def parse(cls, value: object) -> Replay | None:
+    def parse(cls, value: object) -> "Replay | None":
         """Read a guard's ``replay``: a rule, a number of calls, or None.
 
         Raises:

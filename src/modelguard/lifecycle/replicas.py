@@ -275,7 +275,9 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
     options, runtime = model.engine.guard.options, model.engine.guard.runtime
     if options.replay is not None:
         why = "calls the current model beside its other calls, and a replica takes one call at a time"
-        raise InvalidOption("replay", options.replay, why=why, fix="Leave it out, and use validate= to compare the two.")
+        raise InvalidOption(
+            "replay", options.replay, why=why, fix="Leave it out, and use validate= to compare the two."
+        )
     hide(model)
     loading: list[Callable[[], bool]] = []
     loaded: list[Callable[[], bool]] = []

@@ -54,7 +54,9 @@ def log_event(event: events.Event) -> None:
     failed = isinstance(event, events.WorkerEnded) and event.cause in {"crashed", "timeout"}
     unreachable = isinstance(event, events.BatchSizeChosen) and not event.reachable
     unproven = isinstance(event, events.ReplayFinished) and not (event.accepted and event.compared)
-    needs_attention = isinstance(event, _WARNINGS) or stays or failed or unreachable or unproven or _leaves_memory(event)
+    needs_attention = (
+        isinstance(event, _WARNINGS) or stays or failed or unreachable or unproven or _leaves_memory(event)
+    )
     level = logging.WARNING if needs_attention else logging.INFO
     if isinstance(event, events.BatchFinished):
         level = logging.DEBUG
@@ -134,7 +136,7 @@ def _replayed(event: events.ReplayFinished) -> str:
     which = f"{_generation(event)} against generation {event.current}"
     if not event.compared:
         return f"{which}: none of {event.recorded} recorded calls could be compared"
-    slowdown = "" if event.slowdown is None else f", and the median call takes {event.slowdown:.2g} times as long"
+    slowdown = "" if event.slowdown is None else f", and the median call takes {event.slowdown:.2f} times as long"
     agreed = f"{event.agreed} of {event.compared} answers agree ({event.recorded} calls were recorded)"
     return f"{which}: {agreed}{slowdown}; {'accepted' if event.accepted else 'rejected'} after {event.seconds:.2f} s"
 

@@ -52,9 +52,7 @@ def values(calls: RecordedCalls) -> list[Any]:
     return [None if one is None else one("new")[1] for one in prepared]
 
 
-@given(
-    sizes=st.lists(st.integers(0, 400), max_size=40), count=st.integers(1, 10), limit=st.integers(50, 1000)
-)
+@given(sizes=st.lists(st.integers(0, 400), max_size=40), count=st.integers(1, 10), limit=st.integers(50, 1000))
 def test_the_latest_calls_within_both_bounds_are_kept(sizes: list[int], count: int, limit: int) -> None:
     """As many of the latest as the number and the memory allow; one that is too large alone leaves the others."""
     calls, call = recorder(Replay(count, max_memory=limit), Clock())
@@ -66,7 +64,9 @@ def test_the_latest_calls_within_both_bounds_are_kept(sizes: list[int], count: i
     assert count >= len(kept)
     assert limit >= sum(one.size for one in calls.snapshot()) >= sum(kept)
     everything = [size for size in sizes if size <= limit]
-    assert len(kept) == 0 or kept == everything[-len(kept) :] or kept == fitting[-len(kept) :] or set(kept) <= set(sizes)
+    assert (
+        len(kept) == 0 or kept == everything[-len(kept) :] or kept == fitting[-len(kept) :] or set(kept) <= set(sizes)
+    )
     if fitting and sizes[-1] + overhead <= limit:
         assert sizes[-1] == kept[-1]
 
@@ -250,8 +250,8 @@ def test_a_model_is_rejected_if_and_only_if_too_few_answers_agree(
     """Answers that the current model does not give count for nothing."""
     found = Comparison(Replay(min_agreement=share, max_slowdown=None), len(answers))
     for agrees, new_raises, current_raises in answers:
-        new = Answer(agrees, "ValueError" if new_raises else None, 1.0)
-        found.add(new, Answer(True, "KeyError" if current_raises else None, 1.0))
+        new = Answer(int(agrees), "ValueError" if new_raises else None, 1.0)
+        found.add(new, Answer(1, "KeyError" if current_raises else None, 1.0))
     compared = [(agrees and not new_raises) for agrees, new_raises, current_raises in answers if not current_raises]
     assert (len(compared), sum(compared)) == (found.compared, found.agreed)
     enough = sum(compared) >= share * len(compared) - 1e-6

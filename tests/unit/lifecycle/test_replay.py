@@ -49,7 +49,9 @@ def broken(value: Any) -> Any:
     raise ValueError(f"cannot read {value}")
 
 
-def guarded(world: World, *answering: Answering, replay: Any = 100, **options: Any) -> tuple[ModelGuard[Any], Answering]:
+def guarded(
+    world: World, *answering: Answering, replay: Any = 100, **options: Any
+) -> tuple[ModelGuard[Any], Answering]:
     """A guard of such models, and a decorated function."""
     guard = world.guard(Models(*answering), replay=replay, **options)
 
@@ -65,6 +67,13 @@ def reason(guard: ModelGuard[Any]) -> str:
     with pytest.raises(ModelRejected) as rejected:
         guard.reload()
     return rejected.value.reason
+
+
+async def pause() -> None:
+    """Let the event loop do something else."""
+    future = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(future.set_result, None)
+    await future
 
 
 # The rule
@@ -284,13 +293,13 @@ class Service:
 
         @guard
         async def coroutine(model: Any, text: str) -> list[str]:
-            await asyncio.sleep(0)
+            await pause()
             return list(model.answer(text.split()))
 
         @guard
         async def async_generator(model: Any, text: str) -> AsyncIterator[str]:
             for word in model.answer(text.split()):
-                await asyncio.sleep(0)
+                await pause()
                 yield word
 
         class Methods:
