@@ -127,13 +127,15 @@ def compare(
                 return run.answer(call, new.model)
 
         def on_current(call: RecordedCall) -> Answer | None:
-            with calls.exclusion.turn(end - clock()) as free, guard.state.running_on(shadow):
-                return run.answer(call, shadow.model) if free else None
+            with guard.state.running_on(shadow):
+                return run.answer(call, shadow.model)
 
         for number, call in enumerate(recorded):
-            if clock() >= end or current.retired:
-                break
-            _compare_one(found, call, on_new, on_current, new_first=bool(number % 2))
+            # The new model needs no turn, but its calls are to be timed under the same conditions.
+            with calls.exclusion.turn(end - clock()) as free:
+                if not free or clock() >= end or current.retired:
+                    break
+                _compare_one(found, call, on_new, on_current, new_first=bool(number % 2))
     return found
 
 

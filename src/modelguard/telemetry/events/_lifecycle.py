@@ -16,8 +16,8 @@ Swap = Literal["first", "load_first", "drain_first"]
 #: held the lock too long; ``"cancelled"``: none, because the guard was closed; ``"none"``: none, as for first loads.
 HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 
-#: Why a loaded model was not used: the guard was closed, the load took longer than ``load_timeout``, ``validate`` or
-#: the warm-up failed, ``rollback()`` was called, or a newer reload request replaced it.
+#: Why a loaded model was not used: the guard was closed, the load took longer than ``load_timeout``, ``validate``,
+#: the warm-up or ``replay`` failed, ``rollback()`` was called, or a newer reload request replaced it.
 DiscardCause = Literal["closed", "late", "rejected", "rolled_back", "stale"]
 
 #: Why something that a policy asks for waits. ``"paused"``: ``pause()`` was called; ``"min_lifetime"``: the model has
