@@ -123,19 +123,20 @@ def compare(
         run = _Run(runner, clock, end)
 
         def on_new(call: RecordedCall) -> Answer | None:
+            # It needs no turn, but waits for one, as the other does, so that both are timed after a wait.
+            with calls.exclusion.turn(end - clock()):
+                pass
             with guard.state.running_on(new):
                 return run.answer(call, new.model)
 
         def on_current(call: RecordedCall) -> Answer | None:
-            with guard.state.running_on(shadow):
-                return run.answer(call, shadow.model)
+            with calls.exclusion.turn(end - clock()) as free, guard.state.running_on(shadow):
+                return run.answer(call, shadow.model) if free else None
 
         for number, call in enumerate(recorded):
-            # The new model needs no turn, but its calls are to be timed under the same conditions.
-            with calls.exclusion.turn(end - clock()) as free:
-                if not free or clock() >= end or current.retired:
-                    break
-                _compare_one(found, call, on_new, on_current, new_first=bool(number % 2))
+            if clock() >= end or current.retired:
+                break
+            _compare_one(found, call, on_new, on_current, new_first=bool(number % 2))
     return found
 
 

@@ -6,7 +6,7 @@
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from modelguard import _public, _units
@@ -15,7 +15,7 @@ from modelguard.errors import InvalidOption
 __all__ = ["Replay"]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class Replay:
     """The rule by which a new model is compared with the current one, on recorded calls.
 
@@ -67,6 +67,12 @@ class Replay:
         object.__setattr__(self, "same", same)
         object.__setattr__(self, "max_memory", _units.size(max_memory, "max_memory"))
         object.__setattr__(self, "timeout", _units.seconds(timeout, "timeout"))
+
+    def __repr__(self) -> str:
+        """As it would be written: without what is the default."""
+        usual, names = Replay(), [field.name for field in fields(self)]
+        given = [f"{name}={getattr(self, name)!r}" for name in names[1:] if getattr(self, name) != getattr(usual, name)]
+        return f"Replay({', '.join([str(self.count), *given])})"
 
     @classmethod
     def parse(cls, value: object) -> "Replay | None":

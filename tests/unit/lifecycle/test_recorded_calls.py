@@ -312,6 +312,7 @@ def test_one_model_at_a_time_has_nothing_to_compare(world: World) -> None:
 
 
 def test_a_rule_is_a_value() -> None:
-    """Equal if all of it is equal, and frozen."""
+    """Equal if all of it is equal, and shown as it was written."""
     assert Replay(5, timeout="1m") == Replay(5, timeout=60)
-    assert 100 == Replay().count
+    assert "Replay(100)" == repr(Replay())
+    assert "Replay(5, min_agreement=0.5, timeout=60.0)" == repr(Replay(5, min_agreement=0.5, timeout="1m"))

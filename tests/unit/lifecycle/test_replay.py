@@ -751,6 +751,26 @@ def test_a_model_for_one_thread_gets_no_second_one(world: World) -> None:
     assert 1 == guard.status().generation
 
 
+def test_a_new_model_that_hangs_holds_up_no_call(world: World) -> None:
+    """Calls wait for recorded calls on their own model, and not for those on the new one."""
+    hangs, going_on = threading.Event(), threading.Event()
+
+    def hang(value: Any) -> Any:
+        hangs.set()
+        assert going_on.wait(TIMEOUT)
+        return value
+
+    guard, ask = guarded(world, same, hang, replay=Replay(timeout=TIMEOUT))
+    for value in range(3):
+        ask(value)
+    guard.reload(wait=False)
+    assert hangs.wait(TIMEOUT)
+    assert 5 == ask(5)
+    going_on.set()
+    world.join()
+    assert 2 == guard.status().generation
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_no_call_is_lost_or_waits_for_ever(world: World, threads: int) -> None:
     """Beside reloads that are accepted and rejected, in turn."""
