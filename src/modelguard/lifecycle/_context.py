@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from modelguard.environment._shown_versions import ShownVersion
+from modelguard.environment._shown_guards import ShownPause, ShownVersion
 from modelguard.lifecycle._state import GuardState
 
 if TYPE_CHECKING:
@@ -23,16 +23,18 @@ class GuardContext(Generic[M]):
         state: Changed by its own methods only.
         recorded: The calls that a reload repeats; None without ``replay``.
         shown: The version that ``modelguard top`` reads of this process.
+        shown_pause: The pause that it reads.
         runtime: A test may replace it, to move a guard to another clock. Read it anew each time.
     """
 
-    __slots__ = ("__weakref__", "options", "recorded", "runtime", "shown", "state")
+    __slots__ = ("__weakref__", "options", "recorded", "runtime", "shown", "shown_pause", "state")
 
     def __init__(self, options: GuardOptions[M], state: GuardState[M], runtime: Runtime) -> None:
         self.options = options
         self.state = state
         self.runtime = runtime
         self.shown = ShownVersion(options.name)
+        self.shown_pause = ShownPause(options.name)
         self.recorded = self._recorded_calls()
 
     def _recorded_calls(self) -> RecordedCalls | None:
