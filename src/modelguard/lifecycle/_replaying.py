@@ -30,7 +30,11 @@ _SHORTEST = 1e-9
 
 
 class _LeftOut(Exception):
-    """The answer cannot be compared: it is a future, or time is up."""
+    """The answer cannot be compared: it is a future."""
+
+
+class _TimeIsUp(Exception):
+    """The call has not ended in time."""
 
 
 class Answer(NamedTuple):
@@ -40,11 +44,13 @@ class Answer(NamedTuple):
         value: What it returned, None if it raised.
         error: The type of what it raised; its text might show an input.
         seconds: How long it took.
+        ended: Whether it has ended in time.
     """
 
     value: Any
     error: str | None
     seconds: float
+    ended: bool = True
 
 
 @dataclass
@@ -58,6 +64,7 @@ class Comparison:
         agreed: On how many of these the new model agrees.
         errors: What calls on the new model raised, by type, with numbers.
         ratios: The time of each call on the new model over that on the current one.
+        cut_short: Whether time was up before all calls had ended.
     """
 
     rule: Replay
@@ -66,16 +73,21 @@ class Comparison:
     agreed: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     ratios: list[float] = field(default_factory=list)
+    cut_short: bool = False
 
     def add(self, new: Answer, current: Answer) -> None:
         """Compare two answers. What the current model cannot answer says nothing about the new one."""
-        if current.error is not None:
+        if current.error is not None or not current.ended:
+            return
+        ratio = max(new.seconds, _SHORTEST) / max(current.seconds, _SHORTEST)
+        if not new.ended:  # so it takes longer than that
+            self.ratios += [ratio] if self._is_too_slow(ratio) else []
             return
         self.compared += 1
         if new.error is not None:
             self.errors[new.error] += 1
             return
-        self.ratios.append(max(new.seconds, _SHORTEST) / max(current.seconds, _SHORTEST))
+        self.ratios.append(ratio)
         try:
             self.agreed += bool(self.rule.same(new.value, current.value))
         except Exception as error:  # noqa: BLE001 - the rule's author sees it in the reason
@@ -83,8 +95,9 @@ class Comparison:
 
     @property
     def slowdown(self) -> float | None:
-        """The median of the ratios; None if there are too few."""
-        return statistics.median(self.ratios) if len(self.ratios) >= _ENOUGH else None
+        """The median of the ratios; None if there are too few, though time was not up."""
+        enough = 1 if self.cut_short else _ENOUGH
+        return statistics.median(self.ratios) if len(self.ratios) >= enough else None
 
     @property
     def objection(self) -> str | None:
@@ -98,12 +111,15 @@ class Comparison:
                 f"{differ} of {self.compared} recorded calls answer otherwise than before{raised}, and "
                 f"min_agreement={rule.min_agreement:g} allows {allowed}"
             )
-        if rule.max_slowdown is not None and slowdown is not None and slowdown > rule.max_slowdown:
+        if slowdown is not None and self._is_too_slow(slowdown):
             return (
-                f"the median of {len(self.ratios)} recorded calls takes {slowdown:.3g} times as long as before, and "
+                f"recorded calls take {slowdown:.1f} times as long as before (the median of {len(self.ratios)}), and "
                 f"max_slowdown={rule.max_slowdown:g}"
             )
         return None
+
+    def _is_too_slow(self, ratio: float) -> bool:
+        return self.rule.max_slowdown is not None and ratio > self.rule.max_slowdown
 
 
 def compare(
@@ -137,6 +153,7 @@ def compare(
             if clock() >= end or current.retired:
                 break
             _compare_one(found, call, on_new, on_current, new_first=bool(number % 2))
+    found.cut_short = clock() >= end
     return found
 
 
@@ -186,6 +203,8 @@ class _Run:
             value = self._finish(prepared(model))
         except _LeftOut:
             return None
+        except _TimeIsUp:
+            return Answer(None, None, self._clock() - began, ended=False)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - an answer like any other
             return Answer(None, type(error).__name__, self._clock() - began)
         return Answer(value, None, self._clock() - began)
@@ -219,7 +238,7 @@ class _Run:
 
     def _raise_if_late(self) -> None:
         if self._clock() >= self._end:
-            raise _LeftOut
+            raise _TimeIsUp
 
     def _run(self, work: Callable[[], Awaitable[Any]]) -> Any:
         """Run a coroutine in the context of this call, which knows its generation."""
@@ -231,7 +250,7 @@ class _Run:
                     return await work()
             except TimeoutError:
                 if limit.expired():
-                    raise _LeftOut from None
+                    raise _TimeIsUp from None
                 raise
 
         return self._runner.run(bounded(), context=copy_context())

@@ -29,8 +29,8 @@ class Replay:
         min_agreement: The share of the answers that must agree, from 0 to 1. Default 0.9, which finds a wrong model:
             of 100 answers, a model that agrees on 95 % of all inputs passes in 99 of 100 reloads.
         max_slowdown: How many times as long as on the current model a call may take, at least 1; None: any time. It is
-            compared with the median of all calls, if there are at least ten. Default 2; for a model and itself, it was
-            0.95 to 1.07 in 437 reloads.
+            compared with the median of all calls, if there are at least ten, or if time is up before. Default 2; for a
+            model and itself, it was 0.95 to 1.07 in 437 reloads.
         same: Called with the new answer and the current model's: whether they agree. If it raises, they do not.
             Default: ``==``. Iterators and streams are compared as lists.
         max_memory: How much memory the arguments may take, pickled: bytes, or text such as ``"500 kB"``. The oldest go

@@ -134,7 +134,7 @@ def _postponed(event: events.ReloadPostponed) -> str:
 
 def _replayed(event: events.ReplayFinished) -> str:
     which = f"{_generation(event)} against generation {event.current}"
-    if not event.compared:
+    if event.accepted and not event.compared:
         return f"{which}: none of {event.recorded} recorded calls could be compared"
     slowdown = "" if event.slowdown is None else f", and the median call takes {event.slowdown:.2f} times as long"
     agreed = f"{event.agreed} of {event.compared} answers agree ({event.recorded} calls were recorded)"

@@ -272,6 +272,14 @@ def test_a_model_is_rejected_if_the_median_call_is_too_slow(ratios: list[float],
         assert found.objection is None
 
 
+@given(st.floats(0.01, 1000), st.floats(1, 100), st.booleans())
+def test_a_call_that_was_cut_off_counts_if_it_took_too_long_already(ratio: float, bound: float, late: bool) -> None:  # noqa: FBT001
+    """What it would have answered is not known, so it counts neither way otherwise."""
+    found = Comparison(Replay(max_slowdown=bound), 1, cut_short=True)
+    found.add(Answer(None, None, ratio, ended=False), Answer(1, None, 1.0, ended=not late))
+    assert (0, not late and ratio > bound) == (found.compared, found.objection is not None)
+
+
 # Options
 
 

@@ -184,7 +184,7 @@ def test_a_slow_model_is_rejected(world: World) -> None:
     guard.reload()
     world.join()
     assert 1.5 == pytest.approx(world.last(telemetry.ReplayFinished).slowdown)
-    expected = "replay: the median of 20 recorded calls takes 3.33 times as long as before, and max_slowdown=2"
+    expected = "replay: recorded calls take 3.3 times as long as before (the median of 20), and max_slowdown=2"
     assert expected == reason(guard)
 
 
@@ -589,7 +589,56 @@ def test_time_is_bounded(world: World) -> None:
     guard.reload()
     world.join()
     event = world.last(telemetry.ReplayFinished)
-    assert (20, 5, 10.0) == (event.recorded, event.compared, event.seconds)
+    assert (20, 5, 10.0, 1.0) == (event.recorded, event.compared, event.seconds, event.slowdown)
+
+
+def test_a_model_that_is_too_slow_for_ten_calls_is_rejected(world: World) -> None:
+    """If time is up before, those that have ended decide."""
+    guard, ask = guarded(world, lambda _: world.tick(0.01), lambda _: world.tick(6), replay=Replay(timeout="10s"))
+    for value in range(20):
+        ask(value)
+    assert "replay: recorded calls take 600.0 times as long as before (the median of 2)" in reason(guard)
+
+
+def test_a_stream_that_ends_on_the_current_model_alone_is_too_slow(world: World) -> None:
+    """It is cut off when time is up, and took too long by then."""
+    guard = world.guard(Models(lambda _: None, lambda _: world.tick(1)), replay=Replay(timeout="10s"))
+
+    @guard
+    def numbers(model: Any) -> Iterator[int]:
+        for at in range(100):
+            model.answer(at)
+            yield at
+
+    assert 100 == len(list(numbers()))
+    assert "times as long as before (the median of 1)" in reason(guard)
+    event = world.last(telemetry.ReplayFinished)
+    assert (0, False) == (event.compared, event.accepted)
+
+
+def test_a_coroutine_that_ends_on_the_current_model_alone_is_too_slow(world: World) -> None:
+    """It is cancelled when time is up."""
+    guard = world.guard(Models(same, other), replay=Replay(timeout="10s"))
+    cancelled = []
+
+    @guard
+    def answer(model: Any) -> Any:
+        hangs = model.answer(1) != 1
+        world.tick(10 if hangs else 0.01)  # before the loop is asked how much time is left
+
+        async def later() -> int:
+            try:
+                await (asyncio.Event().wait() if hangs else pause())
+            except asyncio.CancelledError:
+                cancelled.append(True)
+                raise
+            return 1
+
+        return later()
+
+    assert 1 == asyncio.run(answer())
+    assert "recorded calls take 1000.0 times as long as before (the median of 1)" in reason(guard)
+    assert [True] == cancelled
 
 
 def test_an_endless_stream_ends_with_the_time(world: World) -> None:

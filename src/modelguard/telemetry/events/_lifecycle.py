@@ -106,7 +106,7 @@ class ReplayFinished(Event):
         compared: How many of them the current model has answered again, in time, with something to compare.
         agreed: How many of these answers the new model gave too.
         slowdown: The time of a call on the new model over that on the current one, the median; None if fewer than ten
-            calls were timed on both.
+            calls were timed on both, and time was not up.
         seconds: How long it took.
         accepted: Whether the new model keeps to the rule. If not, ``LoadErrored`` follows, with the reason.
     """
