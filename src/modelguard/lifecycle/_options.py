@@ -115,6 +115,7 @@ class PoolOptions(NamedTuple):
     max_models: float
     ttl: float
     wait_timeout: float
+    idle: float
     reload_on: Changed | None = None
 
 
@@ -128,7 +129,10 @@ def check_pool_policy(policy: object) -> None:
         return
     if not isinstance(policy, Changed):
         why = f"must be Changed(probe) or None, not {_units.kind_of(policy)}"
-        fix = "Of the policies a pool takes Changed, with a probe of the key; ttl= bounds the age of its models."
+        fix = (
+            "Of the policies a pool takes Changed, with a probe of the key; ttl= bounds the age of its models, and "
+            "idle= releases those that nobody uses."
+        )
         raise InvalidOption("reload_on", policy, why=why, fix=fix)
     check_callable("probe", policy.probe, arguments=1, fix="It gets the key: Changed(lambda key: etag(key)).")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -19,7 +21,9 @@ from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_fetches import Fetches, afresh
+from modelguard.lifecycle._pool_idle import IdleKeys
 from modelguard.lifecycle._pool_lru import PooledModel, PoolLRU, RoomQueue
+from modelguard.lifecycle._pool_release import release
 from modelguard.lifecycle._pool_sources import REMEMBERED, PoolSources
 from modelguard.lifecycle._waiting import Timeout
 
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
+
+#: Seconds that the end of the pool waits for a release under way.
+_END = 30.0
 
 _POLL = 0.02
 _JITTER = 0.1
@@ -62,6 +69,7 @@ class PoolEngine(Generic[K, M]):
         self._sizes: LRUCache[K, int] = LRUCache(REMEMBERED)
         self._failed: LRUCache[K, Engine[M]] = LRUCache(REMEMBERED)
         self._sources: PoolSources[K] = PoolSources(options.name, options.reload_on)
+        self._idle: IdleKeys[K, M] = IdleKeys(options.idle)
         self._closed = False
         self._loads = self._evictions = 0
         self._renew_locks()
@@ -73,6 +81,7 @@ class PoolEngine(Generic[K, M]):
         self._queue = RoomQueue(self.runtime.clock)
         self._one_load = threading.Lock()  # sizes are measured, so models are loaded one at a time
         self._fetches: Fetches[K, M] = Fetches(self.name)
+        self._releasing: Future[None] | None = None
 
     @property
     def name(self) -> str:
@@ -93,6 +102,8 @@ class PoolEngine(Generic[K, M]):
                 max_memory=int(self._models.maxsize),
                 loads=self._loads,
                 evictions=self._evictions,
+                unloads=self._idle.unloads,
+                idle=self._idle.keys,
                 versions={
                     key: version
                     for key, model in loaded.items()
@@ -116,11 +127,15 @@ class PoolEngine(Generic[K, M]):
                     model.engine.raise_inside_call("close")
             self._closed = True
             self._models.clear()
+            self._idle.clear()
             self._changed.notify_all()
+            releasing = self._releasing
         for model in models:
             if model.engine is not None:
                 model.engine.close(None if timeout is None else timeout.left())
         self._close_evicted()
+        if releasing is not None:
+            wait([releasing], _END if timeout is None else timeout.left())
 
     async def aclose(self, timeout: Timeout | None = None) -> None:
         """:meth:`close` without blocking the event loop."""
@@ -177,7 +192,7 @@ class PoolEngine(Generic[K, M]):
             while True:
                 self._raise_if_closed()
                 model = self._models.touch(key)
-                if model is not None and self._expired(model) and model.idle:
+                if model is not None and self._expired(model) and model.unused:
                     self._models.evicted.append(self._models.pop(key))
                     model = None
                 if model is None:
@@ -253,28 +268,45 @@ class PoolEngine(Generic[K, M]):
             self._close_evicted()  # their memory is needed now
             with self._changed:
                 failed, probe = self._failed.pop(key, None), self._sources.of(key)
+                woken = self._idle.wake(key)
             model.engine = failed or self._make(key, self.runtime)
+            if woken:
+                model.engine.state.await_next_use()
             at_load = self._sources.before_load(probe, self.runtime)
             model.engine.ensure_loaded()
             if probe is not None:
                 probe.loaded(at_load, self.runtime)
                 model.probe = probe
-                if self.runtime.ticks:
+            if self.runtime.ticks and self.check_interval() < math.inf:
+                with suppress(RuntimeError):  # the system gives no thread; the next load tries again
                     _ticker.TICKER.add(self)
             return self._admit(key, model)
 
-    # Sources
+    # As time passes
 
     def tick(self) -> None:
-        """Ask the probes of the loaded models for which it is time. Does not wait for answers."""
+        """Ask the probes for which it is time, and release the models that nobody uses. Waits for neither."""
         with self._changed:
+            self._idle.evict_from(self._models, self.runtime.clock())
             probes = [model.probe for model in self._models.values() if model.probe is not None]
+            if not self._models and not self._models.evicted:
+                _ticker.TICKER.remove(self)  # a process that forks should have few threads
+            self._release_evicted_in_background()
         for probe in probes:
             probe.poll(self.runtime)
 
     def check_interval(self) -> float:
         """Seconds until :meth:`tick` should be called again."""
-        return self._sources.interval
+        return min(self._sources.interval, self._idle.interval)
+
+    def _release_evicted_in_background(self) -> None:
+        """Release them beside no load, whose size is measured: one that is under way releases them at its end."""
+        one_load = self._one_load
+        if not self._models.evicted or not one_load.acquire(blocking=False):
+            return
+        name = f"modelguard-release-{self.name}"
+        self._releasing = _in_thread.start(self._close_evicted, name, self.runtime.start_thread)
+        self._releasing.add_done_callback(lambda _: one_load.release())  # also where the system gives no thread
 
     @contextmanager
     def _turn(self, key: K, model: PooledModel[M], deadline: float) -> Iterator[None]:
@@ -327,8 +359,7 @@ class PoolEngine(Generic[K, M]):
             except KeyError:
                 self._models.evicted.append(model)
                 return False
-            model.loading = False
-            model.expires = self.runtime.clock() + self.options.ttl * (1 - _JITTER * self.runtime.random())
+            model.admit(self.runtime.clock(), self.options.ttl * (1 - _JITTER * self.runtime.random()))
             self._loads += 1
             self._changed.notify_all()
             return True
@@ -354,18 +385,12 @@ class PoolEngine(Generic[K, M]):
             self._changed.notify_all()
 
     def _close_evicted(self) -> None:
-        """Release what was evicted; on an event loop in another thread, since an ``unload`` hook may need a loop."""
+        """Release what was evicted."""
         with self._changed:
             evicted, self._models.evicted = self._models.evicted, []
-            self._evictions += len(evicted)
+            self._evictions += sum(model.idle is None for model in evicted)
         for model in evicted:
-            if model.engine is None:
-                continue
-            if _deadlocks.on_event_loop():
-                name = f"modelguard-release-{self.name}"
-                _in_thread.start(model.engine.shut_down, name, self.runtime.start_thread).result()
-            else:
-                model.engine.shut_down()
+            release(model, self.name, self.runtime.start_thread)
 
     def _raise_if_closed(self) -> None:
         if self._closed:

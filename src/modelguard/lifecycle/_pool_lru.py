@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -12,6 +13,7 @@ from cachetools import Cache
 from modelguard.lifecycle import _deadlocks
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._probes import Probe
+from modelguard.telemetry.reasons import Reason
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
@@ -27,6 +29,7 @@ class PooledModel(Generic[M]):
         pins: Callers that have found it and are about to take their lease.
         failure: Why its load failed, for the callers that waited for it.
         probe: Knows whether its source has changed since its load; None without one.
+        idle: Why it is released until its next use; None unless nobody has used it for long.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,13 +41,35 @@ class PooledModel(Generic[M]):
         self.loading = True
         self.failure: Exception | None = None
         self.probe: Probe | None = None
+        self.idle: Reason | None = None
+        self._uses = 0
+        self._unused_since = math.inf
 
     @property
-    def idle(self) -> bool:
+    def unused(self) -> bool:
         """Whether nobody uses the model or is about to."""
         if self.loading or self.pins or self.engine is None:
             return False
         return not self.engine.state.in_flight
+
+    def admit(self, now: float, ttl: float) -> None:
+        """Lend it from now on, for ``ttl`` seconds."""
+        self.loading = False
+        self.expires = now + ttl
+        self._unused_since = now
+
+    def seconds_unused(self, now: float) -> float:
+        """Seconds for which no call has run or ended, as far as those have seen who have asked.
+
+        Never any for a model that a parent process has loaded: it shares the memory, and to release it would return
+        nothing.
+        """
+        generation = None if self.engine is None else self.engine.state.current
+        if not self.unused or generation is None or generation.pid != os.getpid():
+            self._unused_since = now
+        elif generation.uses != self._uses:
+            self._uses, self._unused_since = generation.uses, now
+        return now - self._unused_since
 
     @property
     def encloses_this_call(self) -> bool:
@@ -158,7 +183,7 @@ class PoolLRU(Cache[K, PooledModel[M]]):
             KeyError: All are in use.
         """
         for key, model in self.items():
-            if model.idle:
+            if model.unused:
                 del self[key]
                 self.evicted.append(model)
                 return key, model

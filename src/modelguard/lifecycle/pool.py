@@ -148,6 +148,7 @@ def pool(
     max_memory: int | str,
     max_models: int | None = None,
     ttl: _units.Duration | None = None,
+    idle: _units.Duration | None = None,
     reload_on: Changed | None = None,
     wait_timeout: _units.Duration = 30.0,
     warmup: Callable[[M], object] | None = None,
@@ -164,6 +165,7 @@ def pool(
     max_memory: int | str,
     max_models: int | None = None,
     ttl: _units.Duration | None = None,
+    idle: _units.Duration | None = None,
     reload_on: Changed | None = None,
     wait_timeout: _units.Duration = 30.0,
     warmup: Callable[[M], object] | None = None,
@@ -179,6 +181,7 @@ def pool(
     max_memory: int | str,
     max_models: int | None = None,
     ttl: _units.Duration | None = None,
+    idle: _units.Duration | None = None,
     reload_on: Changed | None = None,
     wait_timeout: _units.Duration = 30.0,
     warmup: Callable[[Any], object] | None = None,
@@ -199,6 +202,9 @@ def pool(
         max_models: How many models at most. Default: as many as the budget holds.
         ttl: A model older than this (less up to a tenth, at random) takes no new leases: it is released when its last
             lease ends, and loaded anew. Default: no bound.
+        idle: A model that no call has used for this long is released, and the next call for its key loads it again. The
+            pool looks for such models ten times in that time, and at most once a second, so the release comes up to a
+            tenth of it late. Default: a model stays until its room is needed.
         reload_on: ``Changed(probe)``, whose probe takes the key: a model whose source has changed is treated as one
             that is older than ``ttl``. Probes are asked while their model is loaded. Default: none.
         wait_timeout: How long a lease waits for room, before ``Overloaded``.
@@ -258,6 +264,7 @@ def pool(
         max_models=math.inf if max_models is None else max_models,
         ttl=math.inf if ttl is None else _units.seconds(ttl, "ttl"),
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
+        idle=math.inf if idle is None else _units.seconds(idle, "idle"),
         reload_on=reload_on,
     )
     return ModelPool(PoolEngine(make, options, world), options_for)
