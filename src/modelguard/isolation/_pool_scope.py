@@ -131,7 +131,7 @@ class PoolScope:
         counts = [mold.roster.counts for mold in molds]
         return IsolationStatus(
             name=self._options.name,
-            state="closed" if self._closed else "ready" if pool.models else "new",
+            state="closed" if self._closed else "ready" if pool.models else "idle" if pool.idle else "new",
             ready=self.ready,
             workers=tuple(
                 WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
@@ -183,7 +183,7 @@ class PoolScope:
     def unload(self, timeout: _units.Duration | None) -> NoReturn:
         """There is no one model to release."""
         del timeout
-        reason = "each key of a pool has a mold of its own; the pool ends those that nobody uses when it needs room"
+        reason = "each key of a pool has a mold of its own; the pool's idle ends those that nobody uses"
         raise NotSupported(f"{self._options.name}: unload", reason=reason)
 
     async def aunload(self, timeout: _units.Duration | None) -> NoReturn:

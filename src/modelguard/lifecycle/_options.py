@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
@@ -21,6 +21,7 @@ from modelguard.lifecycle._policy import alternatives
 from modelguard.lifecycle._signatures import fits
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.policies import TTL, Changed, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
+from modelguard.telemetry.reasons import Reason
 
 M = TypeVar("M")
 
@@ -50,6 +51,18 @@ class TrimSchedule:
             raise InvalidOption("trim_every", value, why=why, fix=fix) from None
 
 
+class ModelWorkers(Protocol):
+    """The worker processes of a model that is a mold."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether they have ended until the next call."""
+        ...
+
+    def end(self, reasons: tuple[Reason, ...]) -> None:
+        """End them until the next call, unless one has a call. Does not block."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GuardOptions(Generic[M]):
     """Options of a guard, parsed. Durations are seconds."""
@@ -71,6 +84,7 @@ class GuardOptions(Generic[M]):
     name: str
     keep_previous: bool = False
     family: KnownModels | None = None  # of the guards among which no model may be the same object
+    workers: ModelWorkers | None = None  # that Idle(keep="mold") ends
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):
@@ -99,6 +113,11 @@ class GuardOptions(Generic[M]):
     def validates_both(self) -> bool:
         """Whether ``validate`` takes the old model too."""
         return self.validate is not None and takes_old_model(self.validate)
+
+    @property
+    def keeps_mold(self) -> bool:
+        """Whether ``Idle`` is to end only the workers of a mold."""
+        return self.reload_on is not None and any(part.ends_workers for part in self.reload_on.parts())
 
     @property
     def ready_when_idle(self) -> bool:
@@ -217,6 +236,7 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
         if member.restricts:
             why = "says when, and not whether: it would be due all the time"
             raise InvalidOption("reload_on", member, why=why, fix=f"Join it by &, as in TTL('1d') & {member!r}.")
+    _check_idle([member for member in alternatives(policy) if isinstance(member, Idle)])
     for part in policy.parts():
         if isinstance(part, MemoryLimit | MemoryGrowth):
             _check_memory(part, limit())
@@ -224,6 +244,13 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
             check_callable("probe", part.probe, arguments=0, fix="Bind its arguments: Changed(lambda: etag(url)).")
         elif isinstance(part, Modified) and not part.path.exists():
             warn_never_due(part, f"{part.path} does not exist yet, so no change can be seen until it does")
+
+
+def _check_idle(members: list[Idle]) -> None:
+    first = min((member for member in members if member.unloads), key=lambda member: member.after, default=None)
+    for member in members:
+        if first is not None and member.ends_workers and member.after >= first.after:
+            warn_never_due(member, f"{first!r} ends its mold before")
 
 
 def check_min_lifetime(policy: Policy | None, given: _units.Duration) -> float:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         UnloadStarted,
         WorkerEndCause,
         WorkerEnded,
+        WorkersReleased,
         WorkerStarted,
     )
 
@@ -84,6 +85,7 @@ __all__ = [
     "WorkerEndCause",
     "WorkerEnded",
     "WorkerStarted",
+    "WorkersReleased",
     "add_hook",
     "describe",
     "emit",
