@@ -173,6 +173,7 @@ class Evaluator(Generic[M]):
         """Let calls end on the fast path until the policy's answer may change."""
         members = self._asked()
         if not members:
+            self.interval = _IDLE if self._members else math.inf
             self._guard.state.set_alarm(generation, math.inf)
             return
         uses, seconds = math.inf, math.inf
@@ -193,7 +194,7 @@ class Evaluator(Generic[M]):
         """What decides now. After a rollback that is only a new change of the source."""
         members = self._members_if_pinned if self._guard.state.pinned else self._members
         workers = self._guard.options.workers
-        if workers is not None and not workers.ended:
+        if workers is None or not workers.ended:
             return members
         return tuple(member for member in members if not member.ends_workers)
 

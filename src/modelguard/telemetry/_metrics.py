@@ -144,6 +144,7 @@ def _of_loads() -> Iterator[Metric]:
 def _of_workers() -> Iterator[Metric]:
     yield _counter("guard", "workers.started", "Workers of an isolated function that came up.")
     yield _counter("guard", "workers.ended", "Workers of an isolated function that ended.", "cause", WORKER_ENDS)
+    yield Metric("workers.freed", "counter", "Memory returned by workers that ended until the next call.", unit="By")
     yield Metric("worker.startup", "histogram", "Time until a new worker takes calls.", unit="s", buckets=_SHORT)
 
 
@@ -322,6 +323,6 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.WorkerEnded: lambda event: (Measure("workers.ended", 1, event.cause),),
     events.WorkersReleased: lambda event: (
         Measure("idle", 1),
-        Measure("release.freed", max(0, event.freed)),
+        Measure("workers.freed", max(0, event.freed)),
     ),
 }

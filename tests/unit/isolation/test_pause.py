@@ -191,7 +191,13 @@ class Process:
         self.settled = 0
         self.pid, self.heir = 1, None
         self.roster = SimpleNamespace(
-            settle=self.settle, postponed=(), listed=list, counts={}, is_ready=True, close=lambda: None
+            settle=self.settle,
+            postponed=(),
+            listed=list,
+            counts={},
+            is_ready=True,
+            presence="present",
+            close=lambda: None,
         )
 
     def settle(self) -> None:
