@@ -1,4 +1,4 @@
-"""Isolated functions that nobody calls: ``Idle(keep="mold")`` ends the workers, a pool's ``idle`` the molds of its keys."""
+"""Isolated functions that nobody calls: ``Idle(keep="mold")`` ends the workers, a pool's ``idle`` the molds of keys."""
 
 from __future__ import annotations
 

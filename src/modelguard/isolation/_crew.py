@@ -169,11 +169,11 @@ class Crew:
             member.probe = self.circuit.admitted()
         return member
 
-    def end_until_next_call(self) -> list[Order]:
-        """End all workers, and start none until :meth:`call_back`. Does nothing unless all of them are idle."""
+    def end_until_next_call(self) -> list[End] | None:
+        """End all workers, and start none until :meth:`call_back`. None, and nothing ends, unless all are idle."""
         members = tuple(self.members.values())
         if self._closed or self._asked or any(member.state != "idle" for member in members):
-            return []
+            return None
         self.presence = "ended"
         return list(self._end(members))
 
@@ -318,7 +318,7 @@ class Crew:
         if excess > 0:
             yield from self._end([member for member in up if member.worn][:excess])
 
-    def _end(self, members: list[Member] | tuple[Member, ...]) -> Iterator[Order]:
+    def _end(self, members: list[Member] | tuple[Member, ...]) -> Iterator[End]:
         for member in members:
             if member.state == "busy":
                 member.state = "retiring"

@@ -267,11 +267,11 @@ class Roster:
             if self._gone or self._waiters or self._crew.presence != "present":
                 return None
             orders = self._crew.end_until_next_call()
-            if self._crew.presence != "ended":
+            if orders is None:
                 return None
             self._act(orders)
         self._emit_all()
-        return [order.number for order in orders if isinstance(order, End)]
+        return [order.number for order in orders]
 
     def call_back(self) -> None:
         """Start the workers that have ended until the next call."""

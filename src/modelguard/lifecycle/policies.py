@@ -179,8 +179,8 @@ class Idle(Value):
         keep: ``"mold"``: under ``isolate``, end the workers and keep the mold. None: release the model.
 
     Raises:
-        InvalidOption: ``after`` is not a positive duration, ``ready`` is not a bool, or ``keep`` is something else. With
-            ``keep``, at the first load too, if no ``isolate`` is above the guard's decorator.
+        InvalidOption: ``after`` is not a positive duration, ``ready`` is not a bool, or ``keep`` is something else.
+            With ``keep`` also at the first load, if no ``isolate`` is above the guard's decorator.
     """
 
     kind = "idle"

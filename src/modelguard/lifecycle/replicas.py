@@ -263,7 +263,8 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
         count: How many copies, at least 2.
 
     Raises:
-        InvalidOption: ``model`` is not a guard, is in use already or has ``Idle(keep="mold")``, or ``count`` is invalid.
+        InvalidOption: ``model`` is not a guard, is in use already or has ``Idle(keep="mold")``, or ``count`` is
+            invalid.
     """
     if not isinstance(model, ModelGuard):
         why = f"must be a guard, not {_units.kind_of(model)}"

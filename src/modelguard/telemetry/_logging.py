@@ -219,7 +219,7 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
         + (f" ({event.detail})" if event.cause == "crashed" else "")
     ),
     events.WorkersReleased: lambda event: (
-        f"{event.workers} workers ended until the next call, {_units.format_bytes(event.freed)} returned to the system: "
-        f"{_reasons(event.reasons)}"
+        f"{event.workers} workers ended until the next call, "
+        f"{_units.format_bytes(event.freed)} returned to the system: {_reasons(event.reasons)}"
     ),
 }

@@ -133,7 +133,11 @@ def _of_loads() -> Iterator[Metric]:
     yield counter("unloads", "Models released until their next use.")
     yield counter("rollbacks", "Rollbacks to the previous model.")
     yield Metric(
-        "idle", "gauge", "Processes whose model, or its workers, is released until the next use.", unit="{process}", mode="livesum"
+        "idle",
+        "gauge",
+        "Processes whose model, or its workers, is released until the next use.",
+        unit="{process}",
+        mode="livesum",
     )
     yield counter("recycles.asked", "Due policies that led to a request for a new worker.", "reason", REASONS)
     yield counter("swaps.chosen", "How the next generation replaces the current one.", "swap", SWAPS[1:])

@@ -301,7 +301,7 @@ class TestUntilTheNextCall:
     def test_all_end_and_none_starts(self) -> None:
         """However much time passes."""
         crew = running(2)
-        assert [1, 2] == numbers(crew.end_until_next_call(), End)
+        assert [End(1), End(2)] == crew.end_until_next_call()
         assert ("ended", {}, []) == (crew.presence, crew.members, crew.settle(1000.0))
         assert crew.take() is None
 
@@ -318,11 +318,11 @@ class TestUntilTheNextCall:
         """It runs a call, starts, or is being replaced."""
         crew = running(2)
         assert crew.take() is not None
-        assert ([], "present") == (crew.end_until_next_call(), crew.presence)
+        assert (None, "present") == (crew.end_until_next_call(), crew.presence)
         crew = crew_of(2)
         crew.settle(0.0)
         crew.started(1)
-        assert ([], "present") == (crew.end_until_next_call(), crew.presence)
+        assert (None, "present") == (crew.end_until_next_call(), crew.presence)
 
     def test_a_backoff_holds_for_the_first_call_too(self) -> None:
         """Workers that died before are not started faster because nobody called meanwhile."""
@@ -332,7 +332,7 @@ class TestUntilTheNextCall:
             for order in crew.settle(0.0):
                 assert isinstance(order, Start)
                 crew.started(order.number)
-        assert crew.end_until_next_call() == []
+        assert [] == crew.end_until_next_call()
         crew.call_back()
         assert [] == crew.settle(crew.start_at - 0.1)
         assert 1 == len(numbers(crew.settle(crew.start_at), Start))
@@ -350,7 +350,7 @@ class TestUntilTheNextCall:
         """Whatever is asked for."""
         crew = running(1)
         crew.close()
-        assert ([], "present") == (crew.end_until_next_call(), crew.presence)
+        assert (None, "present") == (crew.end_until_next_call(), crew.presence)
 
 
 class TestEnd:
@@ -464,8 +464,10 @@ class CrewMachine(RuleBasedStateMachine):
         has_work = any(member.state != "idle" for member in self.crew.members.values())
         before = set(self.crew.members)
         orders = self.crew.end_until_next_call()
-        assert before == {order.number for order in orders if isinstance(order, End)} or not orders
-        assert self.condemned or has_work or self.crew.presence == "ended"
+        if orders is None:
+            assert self.condemned or has_work
+        else:
+            assert (before, "ended") == ({order.number for order in orders}, self.crew.presence)
 
     @rule()
     def a_call_comes(self) -> None:

@@ -319,11 +319,15 @@ class TestKeep:
         idle_for(world, guard, 1)
         assert (1, None) == (len(workers.told), guard.status().postponed)
 
-    @pytest.mark.parametrize("use", [ModelGuard.load, ModelGuard.reload, number, lambda guard: asyncio.run(guard.aload())])
+    @pytest.mark.parametrize(
+        "use", [ModelGuard.load, ModelGuard.reload, number, lambda guard: asyncio.run(guard.aload())]
+    )
     def test_without_isolate_is_rejected(self, world: World, use: Callable[[ModelGuard[Any]], object]) -> None:
         """At the first load, however it begins: before, an ``isolate`` may still come above the decorator."""
         guard = world.guard(reload_on=Idle("10s", keep="mold"))
-        with pytest.raises(InvalidOption, match=r"keep='mold': is for the workers of an isolated function.*@isolate\(\)"):
+        with pytest.raises(
+            InvalidOption, match=r"keep='mold': is for the workers of an isolated function.*@isolate\(\)"
+        ):
             use(guard)
         assert ("new", 0) == (guard.status().state, world.loader.calls)
 
@@ -335,7 +339,7 @@ class TestKeep:
     @pytest.mark.parametrize("keep", ["workers", True, ""])
     def test_anything_else_is_rejected(self, keep: Any) -> None:
         """The message names ``keep``."""
-        with pytest.raises(InvalidOption, match="keep=.*must be 'mold' or None"):
+        with pytest.raises(InvalidOption, match=r"keep=.*must be 'mold' or None"):
             Idle("1m", keep=keep)
 
     @pytest.mark.parametrize("plain", ["5s", "10s"])
@@ -347,7 +351,7 @@ class TestKeep:
     def test_is_a_value(self) -> None:
         """It is pickled for the broker of a host, and its repr says what is kept."""
         policy = Idle("10m", keep="mold")
-        assert (policy, False) == (pickle.loads(pickle.dumps(policy)), policy == Idle("10m"))  # noqa: S301 - our own
+        assert (policy, False) == (pickle.loads(pickle.dumps(policy)), policy == Idle("10m"))
         assert "Idle('10m', keep='mold')" == repr(policy)
         assert (None, policy) == (subset(policy, renews=False), subset(policy, renews=True, unloads=True))
 

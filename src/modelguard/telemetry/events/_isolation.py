@@ -11,8 +11,8 @@ from modelguard.telemetry.reasons import Reason
 #: Why a worker of an isolated function ended. ``"recycled"``: a policy was due, and a fresh worker took its place;
 #: ``"reforked"``: one of the workers took the place of the mold, and a child of that one took this one's place;
 #: ``"crashed"``: it ended by itself, or was killed by somebody else; ``"timeout"``: killed because its call took too
-#: long; ``"cancelled"``: killed because its caller was interrupted; ``"closed"``: its mold ended; ``"idle"``: nobody has
-#: called, and the mold stays (``Idle(keep="mold")``).
+#: long; ``"cancelled"``: killed because its caller was interrupted; ``"closed"``: its mold ended; ``"idle"``: nobody
+#: has called, and the mold stays (``Idle(keep="mold")``).
 WorkerEndCause = Literal["recycled", "reforked", "crashed", "timeout", "cancelled", "closed", "idle"]
 
 
