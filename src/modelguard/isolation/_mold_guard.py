@@ -185,6 +185,12 @@ class MoldGuard:
             if mold is not None:
                 mold.roster.settle()
 
+    def follow_pause(self, *, paused: bool) -> None:
+        """:meth:`set_paused` where the owner of several reports it. Does not block."""
+        self.guard.engine.state.set_paused(paused=paused)
+        if self.current is not None:
+            self.current.roster.settle()
+
     @property
     def postponed(self) -> Postponed | None:
         """What policies ask for and must wait: a new mold, or new workers."""

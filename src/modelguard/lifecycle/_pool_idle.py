@@ -1,4 +1,4 @@
-"""The models of a pool that nobody uses for long: which they are, and their keys afterwards. Only under its lock."""
+"""The models of a pool that are released until their next use, and their keys. Only under the pool's lock."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _LOOKS = 10
 
 
 class IdleKeys(Generic[K, M]):
-    """The keys whose models were released because nobody used them.
+    """The keys whose models were released until their next use: nobody used them, or it was requested.
 
     Args:
         after: Seconds without use; infinity for never.
 
     Attributes:
-        unloads: How many models were released so.
+        unloads: How many there were.
     """
 
     def __init__(self, after: float) -> None:
@@ -51,11 +51,17 @@ class IdleKeys(Generic[K, M]):
         """Evict the models that nobody has used for long enough."""
         if self._after == math.inf:
             return
+        reason = Reason("idle", f"Idle({_units.format_seconds(self._after)!r})")
         for key, model in list(models.items()):
-            if model.seconds_unused(now) < self._after:
-                continue
-            model.idle = Reason("idle", f"Idle({_units.format_seconds(self._after)!r})")
-            models.evicted.append(models.pop(key))
+            if model.seconds_unused(now) >= self._after:
+                self.evict(key, models, reason)
+
+    def evict(self, key: K, models: PoolLRU[K, M], until_next_use: Reason | None) -> None:
+        """Evict the model of ``key``; with a reason, until its next use."""
+        model = models.pop(key)
+        model.until_next_use = until_next_use
+        models.evicted.append(model)
+        if until_next_use is not None:
             self._keys[key] = None
             self.unloads += 1
 

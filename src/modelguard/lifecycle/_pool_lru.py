@@ -29,7 +29,7 @@ class PooledModel(Generic[M]):
         pins: Callers that have found it and are about to take their lease.
         failure: Why its load failed, for the callers that waited for it.
         probe: Knows whether its source has changed since its load; None without one.
-        idle: Why it is released until its next use; None unless nobody has used it for long.
+        until_next_use: Why it is to be released until its next use; None if that was not asked for.
     """
 
     def __init__(self, size: int) -> None:
@@ -41,7 +41,8 @@ class PooledModel(Generic[M]):
         self.loading = True
         self.failure: Exception | None = None
         self.probe: Probe | None = None
-        self.idle: Reason | None = None
+        self.until_next_use: Reason | None = None
+        self._stopped_since = math.inf
         self._uses = 0
         self._unused_since = math.inf
 
@@ -86,18 +87,23 @@ class PooledModel(Generic[M]):
             return False
         return any(lease.held_here() is not None for lease in list(self.engine.state.held_leases))
 
-    def overdue(self, now: float) -> float:
-        """Seconds since which it takes no new calls: too old, its source has changed, or others need its room.
+    def overdue(self, now: float, *, paused: bool) -> float:
+        """Seconds since which it takes no new calls: too old, its source has changed, or it was stopped.
 
         Negative while it takes calls.
+
+        Args:
+            now: On the pool's clock.
+            paused: Whether its age and its source do not matter.
         """
         changed = self.probe is not None and self.probe.answers.changed
         self._changed_since = min(self._changed_since, now) if changed else math.inf
-        return now - min(self.expires, self._changed_since)
+        over = math.inf if paused else min(self.expires, self._changed_since)
+        return now - min(over, self._stopped_since)
 
     def stop_lending(self, now: float) -> None:
         """Take no new calls from ``now`` on: it is evicted when the calls under way are done."""
-        self.expires = now
+        self._stopped_since = min(self._stopped_since, now)
 
 
 class Place:
@@ -169,10 +175,10 @@ class PoolLRU(Cache[K, PooledModel[M]]):
         """Whether the calling context uses one of the models: it must not wait for callers that wait for its end."""
         return any(model.encloses_this_call for model in self.values())
 
-    def stop_lending_oldest(self, now: float) -> None:
+    def stop_lending_oldest(self, now: float, *, paused: bool) -> None:
         """Close the least recently used of the models in use to new calls, so that steady traffic makes room."""
         for model in self.values():
-            if not model.loading and model.expires > now:
+            if not model.loading and model.overdue(now, paused=paused) < 0:
                 model.stop_lending(now)
                 return
 
@@ -185,6 +191,7 @@ class PoolLRU(Cache[K, PooledModel[M]]):
         for key, model in self.items():
             if model.unused:
                 del self[key]
+                model.until_next_use = None  # it goes for its room
                 self.evicted.append(model)
                 return key, model
         raise KeyError("every model of the pool is in use")

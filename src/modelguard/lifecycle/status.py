@@ -92,8 +92,9 @@ class PoolStatus(Generic[K]):
         loads: Loads that have succeeded.
         evictions: Models released to make room, because of their ``ttl`` or because their source has changed.
         versions: Version of each loaded model whose loader gave one.
-        unloads: Models released because nobody used them for ``idle``.
+        unloads: Models released until their next use, because nobody used them for ``idle`` or on request.
         idle: The keys of those that were not loaded again, the latest 256.
+        paused: Whether ``pause()`` holds back ``ttl``, ``reload_on`` and ``idle``.
     """
 
     name: str
@@ -106,3 +107,4 @@ class PoolStatus(Generic[K]):
     versions: dict[K, str] = field(default_factory=dict)
     unloads: int = 0
     idle: tuple[K, ...] = ()
+    paused: bool = False

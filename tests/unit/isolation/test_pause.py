@@ -374,8 +374,31 @@ class TestMolds:
         with pytest.raises(InvalidOption, match="wait="):
             isolate()(guarded).reload(wait=wait)
 
-    @pytest.mark.parametrize("what", ["pause", "resume", "unload", "reload", "rollback"])
-    def test_over_a_pool(self, what: str) -> None:
-        """The error names the function and what it cannot do: the pool goes by its own rules."""
-        with pytest.raises(NotSupported, match=rf"voiced: {what} is not supported here: each key of a pool"):
-            getattr(isolate()(voiced), what)()
+    def test_over_a_pool_there_is_no_way_back(self) -> None:
+        """The error names the function and what it cannot do: no key's mold is kept."""
+        with pytest.raises(NotSupported, match=r"voiced: rollback is not supported here: each key of a pool"):
+            isolate()(voiced).rollback()
+
+    def test_a_pause_over_a_pool(self, seen: list[telemetry.Event]) -> None:
+        """It is the function's, is reported once, holds for keys that come later, and outlasts a reopening."""
+        function = isolate()(voiced)
+        function.pause()
+        function.pause()
+        engine = function._scope._engine_of("key", None)  # type: ignore[attr-defined]
+        assert (True, True, True) == (function.status().paused, function._scope.paused, engine.state.paused)
+        function.close()
+        with function:
+            assert function.status().paused
+            function.resume()
+        assert (False, [(1, 1)]) == (function.status().paused, [(len(of(GuardPaused, seen)), len(of(GuardResumed, seen)))])
+
+    def test_a_closed_function_over_a_pool(self) -> None:
+        """It has nothing to reload or unload."""
+        function = isolate()(voiced)
+        function.reload()
+        function.unload()
+        assert "new" == function.status().state
+        function.close()
+        for command in (function.reload, function.unload):
+            with pytest.raises(GuardClosed):
+                command()
