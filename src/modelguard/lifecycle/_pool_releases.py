@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import telemetry
-from modelguard.errors import GuardClosed, Reloading
+from modelguard.errors import GuardClosed, Reloading, WouldDeadlock
 from modelguard.lifecycle import _deadlocks, _in_thread, _ticker
 from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_idle import IdleKeys
@@ -95,7 +95,7 @@ class PoolReleases(Generic[K, M]):
         _deadlocks.raise_on_event_loop(self.name, "unload", "await pool.aunload()")
         with self._changed:
             self._raise_if_closed()
-            self._raise_inside_call("unload", keys)
+            self._raise_inside_lease(keys)
         for state in self._states_of_loads():
             with _deadlocks.waiting_for(state):
                 pass  # a loader that waits for the end of its own model is refused
@@ -150,7 +150,9 @@ class PoolReleases(Generic[K, M]):
         _deadlocks.raise_on_event_loop(self.name, "close", "await pool.aclose()")
         _ticker.TICKER.remove(self)
         with self._changed:
-            self._raise_inside_call("close")
+            for model in self._models.values():
+                if model.engine is not None:
+                    model.engine.raise_inside_call("close")
             models = list(self._models.values())
             self._closed = True
             self._models.clear()
@@ -250,10 +252,11 @@ class PoolReleases(Generic[K, M]):
         if self._closed:
             raise GuardClosed(self.name)
 
-    def _raise_inside_call(self, action: str, keys: tuple[K, ...] = ()) -> None:
+    def _raise_inside_lease(self, keys: tuple[K, ...]) -> None:
         for key, model in self._models.items():
-            if model.engine is not None and (not keys or key in keys):
-                model.engine.raise_inside_call(action)
+            if model.encloses_this_call and (not keys or key in keys):
+                why = f"unload() inside a lease of key {key!r} would wait for that lease to end"
+                raise WouldDeadlock(self.name, why=why, fix="Call it outside, or use reload(), which waits for nothing.")
 
     def _states_of_loads(self) -> list[GuardState[M]]:
         """The states of the models that are being loaded."""

@@ -303,6 +303,7 @@ class TestMolds:
         """It takes no calls, so this is no replacement that could wait, and a load that fails is tried again."""
         isolated.pause()
         (mold,) = Process.made
+        until(lambda: not isolated._scope._molds.guard.engine.loading)  # type: ignore[attr-defined]
         Process.fails, mold.died = True, time.monotonic()
         mold.die()
         assert 1 == supervised.run()
