@@ -182,7 +182,7 @@ class Isolated(Generic[P, R]):
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can answer, or ``Idle`` has ended the mold and the next call starts one.
+        """Whether a worker can answer, or ``Idle`` has ended it or the mold and the next call starts another one.
 
         This is what a readiness probe should report.
         """
@@ -219,8 +219,8 @@ class Isolated(Generic[P, R]):
     def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
         """Make a new mold. The old one serves until the new one and its workers are ready, and ends then.
 
-        Over a pool the molds of all keys take no new calls and end after those that run; the next call with a key makes
-        a new one. There is nothing to wait for then.
+        Over a pool the molds of all keys take no new calls and end after those that run; the next call with a key
+        makes a new one. There is nothing to wait for then.
 
         Args:
             wait: Return when the new mold takes calls; if False, return at once.
@@ -244,7 +244,8 @@ class Isolated(Generic[P, R]):
         """End the mold and its workers until the next call, which starts them again. Blocks.
 
         It waits for the calls that run, up to the guard's ``drain_timeout``, and for a load that is under way. Does
-        nothing if there is no mold. With ``scope="host"`` it ends the mold of all processes, and over a pool those of all keys.
+        nothing if there is no mold. With ``scope="host"`` it ends the mold of all processes, and over a pool those of
+        all keys.
 
         Args:
             timeout: How long to wait at most. Default: until the processes have ended.
