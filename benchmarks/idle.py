@@ -1,11 +1,11 @@
 """A model that sleeps while nobody uses it: memory over time, and what the call that wakes it takes.
 
 ``ja_ginza`` with ``Idle("2s")``, in the process that calls it, isolated in a worker process of its own, and
-isolated with ``keep="mold"``, whose mold stays. Each side is woken by a call, takes a few calls more, and is left alone until its
-model or its workers have gone and a second more. The first call of all loads the model on each side. Memory is
-the proportional part (PSS, which counts shared pages once) of the process and all that it has started, read ten times
-a second, above that before the first load. spaCy and its parts are imported before that: in the process they stay,
-and a mold imports them for itself.
+isolated with ``keep="mold"``, whose mold stays. Each side is woken by a call, takes a few calls more, and is left
+alone until its model or its workers have gone and a second more. The first call of all loads the model on each side,
+so it is not one of those that wake a mold's workers. Memory is the proportional part (PSS, which counts shared pages
+once) of the process and all that it has started, read ten times a second, above that before the first load. spaCy and
+its parts are imported before that: in the process they stay, and a mold imports them for itself.
 """
 
 from __future__ import annotations

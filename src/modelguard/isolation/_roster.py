@@ -6,11 +6,12 @@ import random
 import threading
 import time
 from collections.abc import Iterable
-from typing import Protocol, get_args
+from typing import get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, DeadlineExceeded, QueueFull
 from modelguard.isolation._crew import Crew, End, Order, Presence, Promote, Start, WorkerState
+from modelguard.isolation._mold_orders import MoldOrders, NoMold
 from modelguard.isolation._waiting import ThreadWaiter, Waiter, WaitingLine
 from modelguard.isolation._worker_process import Worker
 from modelguard.telemetry import Event, Reason, WorkerEndCause
@@ -23,42 +24,6 @@ _RETRY = 1.0
 
 class MoldGone(Exception):
     """The mold has ended, and with it all of its workers."""
-
-
-class MoldOrders(Protocol):
-    """What the roster asks of its mold."""
-
-    def start_worker(self, number: int) -> None:
-        """Start a worker. Does not block."""
-        ...
-
-    def promote_worker(self, worker: Worker) -> None:
-        """Let an idle worker take the mold's place. Does not block."""
-        ...
-
-    def give_up(self) -> None:
-        """No worker of this mold comes up: make another mold. Does not block."""
-        ...
-
-    def settle_later(self, seconds: float) -> None:
-        """Call :meth:`Roster.settle` after so many seconds."""
-        ...
-
-
-class _NoMold:
-    """Starts nothing."""
-
-    def start_worker(self, number: int) -> None:
-        pass
-
-    def promote_worker(self, worker: Worker) -> None:
-        pass
-
-    def give_up(self) -> None:
-        pass
-
-    def settle_later(self, seconds: float) -> None:
-        pass
 
 
 class Roster:
@@ -297,7 +262,7 @@ class Roster:
 
     def detach(self) -> None:
         """The mold has been ended: refer to it no more."""
-        self._mold = _NoMold()
+        self._mold = NoMold()
 
     # What there is
 

@@ -24,7 +24,6 @@ from modelguard.lifecycle._pool_releases import POLL, PoolReleases
 from modelguard.lifecycle._pool_sources import REMEMBERED
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._state import GuardState
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Hashable
 from concurrent.futures import Future, wait
 from functools import partial
@@ -236,9 +235,7 @@ class PoolReleases(Generic[K, M]):
         current = engine.state.current
         if model.until_next_use is not None and current is not None:
             telemetry.emit(
-                telemetry.UnloadStarted(
-                    guard=engine.name, generation=current.number, reasons=(model.until_next_use,)
-                )
+                telemetry.UnloadStarted(guard=engine.name, generation=current.number, reasons=(model.until_next_use,))
             )
         if _deadlocks.on_event_loop():
             name = f"modelguard-release-{self.name}"
@@ -256,7 +253,9 @@ class PoolReleases(Generic[K, M]):
         for key, model in self._models.items():
             if model.encloses_this_call and (not keys or key in keys):
                 why = f"unload() inside a lease of key {key!r} would wait for that lease to end"
-                raise WouldDeadlock(self.name, why=why, fix="Call it outside, or use reload(), which waits for nothing.")
+                raise WouldDeadlock(
+                    self.name, why=why, fix="Call it outside, or use reload(), which waits for nothing."
+                )
 
     def _states_of_loads(self) -> list[GuardState[M]]:
         """The states of the models that are being loaded."""

@@ -198,7 +198,9 @@ class TestPools:
     def test_a_bounded_unload(self, voices: ModelPool[str, Any]) -> None:
         """What it could not wait for is its error."""
         with voices.lease("ja"):
-            caller = threading.Thread(target=lambda: errors.extend(_commands.run("unload", "voices", wait=True, timeout=0)))
+            caller = threading.Thread(
+                target=lambda: errors.extend(_commands.run("unload", "voices", wait=True, timeout=0))
+            )
             errors: list[_commands.Result] = []
             caller.start()
             caller.join(60)

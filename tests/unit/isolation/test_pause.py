@@ -391,7 +391,10 @@ class TestMolds:
         with function:
             assert function.status().paused
             function.resume()
-        assert (False, [(1, 1)]) == (function.status().paused, [(len(of(GuardPaused, seen)), len(of(GuardResumed, seen)))])
+        assert (False, [(1, 1)]) == (
+            function.status().paused,
+            [(len(of(GuardPaused, seen)), len(of(GuardResumed, seen)))],
+        )
 
     def test_a_closed_function_over_a_pool(self) -> None:
         """It has nothing to reload or unload."""
