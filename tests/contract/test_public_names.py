@@ -41,6 +41,7 @@ PUBLIC = [
     "ModelReplicas",
     "Modified",
     "Policy",
+    "Replay",
     "Snapshot",
     "TTL",
     "Uses",

@@ -137,11 +137,11 @@ def check_function(function: Any, recycle_on: Policy | None, start: StartMethod)
     if isinstance(owner, ModelReplicas):
         why = "takes its model from replicas, and a worker runs one call at a time"
         raise InvalidOption("function", function, why=why, fix="Decorate it with a guard, and give workers=.")
-    policy = owner.reload_on if isinstance(owner, ModelGuard) else recycle_on
-    if start == "spawn" and isinstance(policy, Policy) and any(part.ends_workers for part in policy.parts()):
-        why = "needs workers that are forked from a mold, and start='spawn' has none"
-        fix = "Leave keep out: then all workers end, and the next call loads the model again."
-        raise InvalidOption("keep", "mold", why=why, fix=fix)
+    if isinstance(owner, ModelGuard) and (replay := owner.engine.guard.options.replay) is not None:
+        why = "compares two models in one process, and under isolate each mold has one"
+        raise InvalidOption("replay", replay, why=why, fix="Leave it out, and check each new model with validate=.")
+    if start == "spawn":
+        _check_keeps_nothing(owner.reload_on if isinstance(owner, ModelGuard) else recycle_on)
     if recycle_on is None:
         return
     if isinstance(owner, ModelGuard):
@@ -155,3 +155,10 @@ def check_function(function: Any, recycle_on: Policy | None, start: StartMethod)
         fix = "Give the pool a ttl or idle, and leave TTL, Modified, Changed and Idle out."
         raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
     check_policy(recycle_on, runtime.default().limit)
+
+
+def _check_keeps_nothing(policy: object) -> None:
+    if isinstance(policy, Policy) and any(part.ends_workers for part in policy.parts()):
+        why = "needs workers that are forked from a mold, and start='spawn' has none"
+        fix = "Leave keep out: then all workers end, and the next call loads the model again."
+        raise InvalidOption("keep", "mold", why=why, fix=fix)

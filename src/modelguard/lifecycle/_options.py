@@ -22,6 +22,7 @@ from modelguard.lifecycle._signatures import fits
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.policies import TTL, Changed, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
 from modelguard.telemetry.reasons import Reason
+from modelguard.lifecycle.replay import Replay
 
 M = TypeVar("M")
 
@@ -83,6 +84,7 @@ class GuardOptions(Generic[M]):
     prefork: bool
     name: str
     keep_previous: bool = False
+    replay: Replay | None = None
     family: KnownModels | None = None  # of the guards among which no model may be the same object
     workers: ModelWorkers | None = None  # that Idle(keep="mold") ends
 
@@ -105,6 +107,10 @@ class GuardOptions(Generic[M]):
             why = "keeps two models in memory, and swap='drain_first' never has two"
             fix = "Leave one of them out; swap='auto' keeps the previous model where there is room."
             raise InvalidOption("keep_previous", self.keep_previous, why=why, fix=fix)
+        if self.replay is not None and self.swap == "drain_first":
+            why = "compares two models, and swap='drain_first' never has two"
+            fix = "Leave one of them out; swap='auto' compares where there is room for both."
+            raise InvalidOption("replay", self.replay, why=why, fix=fix)
         if not isinstance(self.name, str) or not self.name.strip():
             why = "must be text that is not empty"
             raise InvalidOption("name", self.name, why=why, fix="Give a short name, or leave it out.")

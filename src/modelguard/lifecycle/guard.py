@@ -9,6 +9,7 @@ from modelguard import _public, _units
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
+from modelguard.lifecycle.replay import Replay
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._options import GuardOptions, SwapMode
@@ -36,6 +37,7 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -56,6 +58,7 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -76,6 +79,7 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -96,6 +100,7 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -115,6 +120,7 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[Any]:
@@ -173,6 +179,11 @@ def guard(
             has succeeded. Costs the memory of a second model all the time, and of a third one during a load. Nothing is
             kept where memory is short: after ``drain_first``, and after a reload because of ``MemoryGrowth`` or
             ``MemoryLimit``.
+        replay: Keep the arguments of so many recent calls, and run these calls on both models before a new one replaces
+            the current one: it is rejected (``ModelRejected``) if more than a tenth of its answers differ, or if it
+            takes more than twice as long. :class:`Replay` sets other bounds. Decorated functions run again then, so
+            they must do nothing but answer. Nothing is compared if no model takes calls: at the first load, after
+            ``drain_first`` and ``Idle``. Default: none is kept.
         prefork: Let :func:`modelguard.prefork.prepare` share this model among forked workers when no guard is named
             there, as the servers' hooks do.
         name: For events, logs and errors. Default: the loader's name; for a lambda, its module and line.
@@ -209,6 +220,7 @@ def guard(
         backoff=Backoff() if backoff is None else backoff,
         trim_schedule=None if trim_every is None else _options.TrimSchedule.parse(trim_every),
         keep_previous=keep_previous,
+        replay=Replay.parse(replay),
         prefork=prefork,
         name=_options.loader_name(load) if name is None else name,
     )
