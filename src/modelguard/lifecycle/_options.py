@@ -21,8 +21,8 @@ from modelguard.lifecycle._policy import alternatives
 from modelguard.lifecycle._signatures import fits
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.policies import TTL, Changed, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
-from modelguard.telemetry.reasons import Reason
 from modelguard.lifecycle.replay import Replay
+from modelguard.telemetry.reasons import Reason
 
 M = TypeVar("M")
 
