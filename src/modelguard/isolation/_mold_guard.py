@@ -172,7 +172,7 @@ class MoldGuard:
         Raises:
             Reloading: The time is over.
         """
-        while (mold := self.current) is not None and mold.roster.presence != "present":
+        while (mold := self.current) is not None and mold.idle:
             mold.roster.call_back()
             if limit.left() == 0:
                 raise Reloading(self._options.name, waited=limit.waited())

@@ -141,6 +141,11 @@ class Mold:
         self.roster.detach()
         self._supervisor.flush(_END)
 
+    @property
+    def idle(self) -> bool:
+        """Whether its workers have ended until the next call, or start for that call. A dead mold waits for none."""
+        return self.died is None and self.roster.presence != "present"
+
     def end_workers(self) -> int:
         """End its workers until the next call, unless one has something to do. Blocks until they have; how many."""
         numbers = self.roster.end_until_next_call()

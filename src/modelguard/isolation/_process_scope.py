@@ -102,9 +102,7 @@ class ProcessScope:
         mold = self._molds.current
         if mold is None:
             return self._molds.guard.ready
-        return mold.roster.is_ready or (
-            mold.roster.presence != "present" and self._engine.guard.options.ready_when_idle
-        )
+        return mold.roster.is_ready or (mold.idle and self._engine.guard.options.ready_when_idle)
 
     @property
     def version(self) -> str | None:
@@ -159,7 +157,7 @@ class ProcessScope:
         limit = Timeout(timeout)
         await self._molds.guard.aload(timeout)
         mold = self._molds.current
-        if mold is not None and mold.roster.presence != "present":
+        if mold is not None and mold.idle:
             work = partial(self._molds.call_back_workers, limit)
             await _in_thread.run(work, f"modelguard-load-{self._name}", self._engine.guard.runtime.start_thread)
 

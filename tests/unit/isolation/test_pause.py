@@ -189,7 +189,7 @@ class Process:
         self.died: float | None = None
         self.born = time.monotonic()
         self.settled = 0
-        self.pid, self.heir = 1, None
+        self.pid, self.heir, self.idle = 1, None, False
         self.roster = SimpleNamespace(
             settle=self.settle,
             postponed=(),
