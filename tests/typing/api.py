@@ -18,6 +18,7 @@ from modelguard import (
     Breaker,
     Changed,
     Cron,
+    Idle,
     Loaded,
     MemoryGrowth,
     ModelGuard,
@@ -303,7 +304,11 @@ def load_voice(language: str) -> Model:
     return Model(language)
 
 
-voices = pool(load_voice, max_memory="2 GB", max_models=5, ttl="1h")
+voices = pool(load_voice, max_memory="2 GB", max_models=5, ttl="1h", idle="10m")
+assert_type(voices.unload("ja", timeout="5s"), None)
+assert_type(voices.reload("ja", "en"), None)
+assert_type(voices.status().idle, tuple[str, ...])
+assert_type(Idle("10m", keep="mold"), Idle)
 assert_type(voices, ModelPool[str, Model])
 
 with voices.lease("ja") as voice:

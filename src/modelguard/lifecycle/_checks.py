@@ -109,8 +109,12 @@ class Checks(Generic[M]):
 
     def _act(self, due: Due[M], over: Generation[M], *, sample: bool) -> bool:
         state = self._guard.state
-        if due.unload:
+        if due.action == "unload":
             self._start(state.request_unload(due.reasons, instead_of=over, by_policy=True))
+            return False
+        if due.action == "end_workers":
+            if self._guard.options.workers is not None:
+                self._guard.options.workers.end(due.reasons)
             return False
         if self._recycling.here:
             try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _own_thread, _units
 from modelguard._weak_registry import WeakRegistry
-from modelguard.errors import LoadFailed, WouldDeadlock
+from modelguard.errors import InvalidOption, LoadFailed, WouldDeadlock
 from modelguard.lifecycle import _at_exit, _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
 from modelguard.lifecycle._checks import Checks
 from modelguard.lifecycle._context import GuardContext
@@ -266,7 +266,16 @@ class Engine(Generic[M]):
         """Whether a load is under way, or the release of what it replaced."""
         return self.state.job is not None
 
+    def _check_keep(self) -> None:
+        """Refuse to load a model in a process where ``keep="mold"`` has no meaning. Before, nobody can know."""
+        guard = self.guard
+        if guard.options.keeps_mold and guard.options.workers is None and not guard.runtime.in_mold:
+            why = f"is for the workers of an isolated function, and guard {self.name!r} loads its model in this process"
+            fix = "Put @isolate() above the guard's decorator, or leave keep out to release the model."
+            raise InvalidOption("keep", "mold", why=why, fix=fix)
+
     def _request_reload(self) -> Future[Outcome]:
+        self._check_keep()
         with self.state.lock:
             request, job = self.state.request((Reason("requested", "requested"),), urgent=True)
             future = self.state.wait_for_request(request)
@@ -339,6 +348,7 @@ class Engine(Generic[M]):
             state.raise_if_closed()
             if state.current is not None:
                 return None
+            self._check_keep()
             left = state.retry_at - self.guard.runtime.clock()
             if state.job is None and state.failure is not None and left > 0:
                 raise state.failure.again(left)

@@ -126,6 +126,8 @@ class Policy(ABC):
     watches_source: bool = False
     #: Whether the model is released when it is due, and loaded again by the next call (Idle), and not replaced.
     unloads: bool = False
+    #: Whether only the workers of an isolated function end when it is due (Idle with ``keep="mold"``).
+    ends_workers: bool = False
     #: Whether it only restricts others that it is joined to by ``&`` (Between).
     restricts: bool = False
 
@@ -210,6 +212,10 @@ class _Joined(Value):
     def unloads(self) -> bool:  # type: ignore[override]
         return any(member.unloads for member in self.members)
 
+    @property
+    def ends_workers(self) -> bool:  # type: ignore[override]
+        return any(member.ends_workers for member in self.members)
+
     def horizon(self, now: Snapshot) -> Horizon:
         each = [member.horizon(now) for member in self.members]
         return Horizon(uses=min(one.uses for one in each), seconds=min(one.seconds for one in each))
@@ -256,7 +262,7 @@ def subset(policy: Policy | None, *, renews: bool, unloads: bool = False) -> Pol
         parts = (subset(member, renews=renews, unloads=unloads) for member in policy.members)
         kept = tuple(part for part in parts if part is not None)
         return _Any(kept) if kept else None
-    if policy is None or policy.unloads:
+    if policy is None or policy.unloads or policy.ends_workers:
         return policy if unloads else None
     asks_for_weights = all(part.renews for part in policy.parts() if not part.restricts)
     return policy if asks_for_weights is renews else None

@@ -7,6 +7,7 @@ asks the policy. So a policy is tested by giving it a snapshot.
 # Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
 # fields' types could not be resolved.
 import math
+from typing import Literal
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
@@ -164,6 +165,9 @@ class Errors(Value):
 class Idle(Value):
     """Due when no call has run for ``after``: the model is released, and the next call loads it again.
 
+    Under :func:`isolate` all processes of the function end. With ``keep="mold"`` only its workers do: the mold stays
+    with the model in memory, and forks new workers for the next call.
+
     That call waits for the load, as a first call does. A guard looks for calls ten times in ``after``, and at most once
     a second, so the release comes up to a tenth of it late. In forked workers that share the model of their parent,
     which would return nothing, it is never due.
@@ -172,20 +176,33 @@ class Idle(Value):
         after: Seconds, a ``timedelta``, or text such as ``"10m"``.
         ready: Whether the guard is ``ready`` while its model is released. A service that nobody else wakes must be, or
             its load balancer sends it no call.
+        keep: ``"mold"``: under ``isolate``, end the workers and keep the mold. None: release the model.
 
     Raises:
-        InvalidOption: ``after`` is not a positive duration, or ``ready`` is not a bool.
+        InvalidOption: ``after`` is not a positive duration, ``ready`` is not a bool, or ``keep`` is something else.
+            With ``keep`` also at the first load, if no ``isolate`` is above the guard's decorator.
     """
 
     kind = "idle"
-    unloads = True
     after: float
     ready: bool
+    keep: Literal["mold"] | None
 
-    def __init__(self, after: _units.Duration, *, ready: bool = True) -> None:
+    def __init__(self, after: _units.Duration, *, ready: bool = True, keep: Literal["mold"] | None = None) -> None:
         if not isinstance(ready, bool):
             raise InvalidOption("ready", ready, why="must be True or False", fix="Write ready=False.")
-        self._set(after=_units.seconds(after, "after"), ready=ready)
+        if keep not in ("mold", None):
+            fix = "Write keep='mold', or leave it out to release the model too."
+            raise InvalidOption("keep", keep, why="must be 'mold' or None", fix=fix)
+        self._set(after=_units.seconds(after, "after"), ready=ready, keep=keep)
+
+    @property
+    def unloads(self) -> bool:  # type: ignore[override]
+        return self.keep is None
+
+    @property
+    def ends_workers(self) -> bool:  # type: ignore[override]
+        return self.keep is not None
 
     def due(self, now: Snapshot) -> bool:
         return now.idle >= self.after
@@ -195,7 +212,8 @@ class Idle(Value):
         return Horizon(uses=math.inf, seconds=min(left, max(1.0, self.after / 10)))
 
     def __repr__(self) -> str:
-        return f"Idle({_units.format_seconds(self.after)!r})"
+        keep = "" if self.keep is None else f", keep={self.keep!r}"
+        return f"Idle({_units.format_seconds(self.after)!r}{keep})"
 
 
 class Between(Value):

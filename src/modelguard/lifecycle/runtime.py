@@ -102,6 +102,7 @@ class Runtime:
         host_lock: The right to hold two copies of a model.
         ticks: Whether the process's ticker thread asks the policies in the background.
         probes: Whether the probes of ``Changed`` are asked in this process, and not in the one that it belongs to.
+        in_mold: Whether this process is a mold or one of its workers, which ``Idle(keep="mold")`` may end.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -121,6 +122,7 @@ class Runtime:
     host_lock: _host_lock.HostLock = _host_lock.HOST_LOCK
     ticks: bool = True
     probes: bool = True
+    in_mold: bool = False
 
     def try_trim(self) -> Trim:
         """Return free memory to the system if that is possible here."""

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         UnloadStarted,
         WorkerEndCause,
         WorkerEnded,
+        WorkersReleased,
         WorkerStarted,
     )
 
@@ -86,6 +87,7 @@ __all__ = [
     "WorkerEndCause",
     "WorkerEnded",
     "WorkerStarted",
+    "WorkersReleased",
     "add_hook",
     "describe",
     "emit",

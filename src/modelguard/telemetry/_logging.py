@@ -45,6 +45,7 @@ _ENDED: dict[events.WorkerEndCause, str] = {
     "timeout": "its call took longer than the timeout",
     "cancelled": "its caller was interrupted",
     "closed": "its mold ended",
+    "idle": "nobody has called",
 }
 
 
@@ -233,5 +234,9 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.WorkerEnded: lambda event: (
         f"worker {event.worker} ended after {event.age:.1f} s: {_ENDED[event.cause]}"
         + (f" ({event.detail})" if event.cause == "crashed" else "")
+    ),
+    events.WorkersReleased: lambda event: (
+        f"{event.workers} workers ended until the next call, "
+        f"{_units.format_bytes(event.freed)} returned to the system: {_reasons(event.reasons)}"
     ),
 }

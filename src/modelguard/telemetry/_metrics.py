@@ -135,7 +135,11 @@ def _of_loads() -> Iterator[Metric]:
     yield counter("rollbacks", "Rollbacks to the previous model.")
     yield counter("replays", "New models compared with the current one on recorded calls.", "outcome", REPLAYS)
     yield Metric(
-        "idle", "gauge", "Processes whose model is released until its next use.", unit="{process}", mode="livesum"
+        "idle",
+        "gauge",
+        "Processes whose model, or its workers, is released until the next use.",
+        unit="{process}",
+        mode="livesum",
     )
     yield counter("recycles.asked", "Due policies that led to a request for a new worker.", "reason", REASONS)
     yield counter("swaps.chosen", "How the next generation replaces the current one.", "swap", SWAPS[1:])
@@ -146,6 +150,7 @@ def _of_loads() -> Iterator[Metric]:
 def _of_workers() -> Iterator[Metric]:
     yield _counter("guard", "workers.started", "Workers of an isolated function that came up.")
     yield _counter("guard", "workers.ended", "Workers of an isolated function that ended.", "cause", WORKER_ENDS)
+    yield Metric("workers.freed", "counter", "Memory returned by workers that ended until the next call.", unit="By")
     yield Metric("worker.startup", "histogram", "Time until a new worker takes calls.", unit="s", buckets=_SHORT)
 
 
@@ -322,6 +327,14 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.RequestsRefused: _of_refusals,
     events.CircuitOpened: lambda _: (Measure("circuit.open", 1), Measure("circuit.openings", 1)),
     events.CircuitClosed: lambda _: (Measure("circuit.open", 0),),
-    events.WorkerStarted: lambda event: (Measure("workers.started", 1), Measure("worker.startup", event.seconds)),
+    events.WorkerStarted: lambda event: (
+        Measure("workers.started", 1),
+        Measure("worker.startup", event.seconds),
+        Measure("idle", 0),
+    ),
     events.WorkerEnded: lambda event: (Measure("workers.ended", 1, event.cause),),
+    events.WorkersReleased: lambda event: (
+        Measure("idle", 1),
+        Measure("workers.freed", max(0, event.freed)),
+    ),
 }

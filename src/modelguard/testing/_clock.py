@@ -38,9 +38,9 @@ class Clock:
     It begins at an arbitrary time, with 100 MB of private memory, no memory limit and unlimited headroom. Random jitter
     is always 0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes its shortest wait, which is half.
 
-    Policies, ``defer``, backoffs, ``trim_every`` and the ``ttl`` of pools use this clock. Timeouts of callers stay in
-    real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``, the timeouts of
-    leases, and everything in ``batched``.
+    Policies, ``defer``, backoffs, ``trim_every`` and the ``ttl`` and ``idle`` of pools use this clock. Timeouts of
+    callers stay in real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``, the
+    timeouts of leases, and everything in ``batched``.
     """
 
     # A misspelt attribute is an error, and does not go unnoticed.
@@ -214,6 +214,8 @@ class Clock:
         for pool in pool_engines():
             if pool.runtime is self._runtime:
                 pool.runtime = real
+                if pool.check_interval() < math.inf:
+                    TICKER.add(pool)  # until it finds no model
         for engine in outliving:
             if engine.state.current is not None:
                 TICKER.add(engine)

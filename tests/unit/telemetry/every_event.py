@@ -104,4 +104,13 @@ EVERY: tuple[Event, ...] = (
     telemetry.CircuitClosed(guard="predict"),
     telemetry.WorkerStarted(guard="nlp", generation=1, worker=4711, seconds=0.045),
     telemetry.WorkerEnded(guard="nlp", generation=1, worker=4711, cause="crashed", detail="SIGSEGV", age=2.5),
+    telemetry.WorkersReleased(
+        guard="nlp",
+        generation=1,
+        reasons=(Reason("idle", "Idle('10m', keep='mold')"),),
+        workers=3,
+        bytes_before=300_000_000,
+        bytes_after=120_000_000,
+        seconds=0.1,
+    ),
 )

@@ -36,6 +36,7 @@ from modelguard.telemetry import (
     UnloadStarted,
     WorkerEndCause,
     WorkerEnded,
+    WorkersReleased,
     WorkerStarted,
     emit,
     logger,
@@ -305,9 +306,23 @@ LINES: list[tuple[Event, str, str]] = [
         "INFO",
         "worker 4711 takes calls after 0.045 s",
     ),
+    (
+        WorkersReleased(
+            guard="nlp",
+            generation=1,
+            reasons=(Reason("idle", "Idle('10m', keep='mold')"),),
+            workers=3,
+            bytes_before=300 * MB,
+            bytes_after=120 * MB,
+            seconds=0.1,
+        ),
+        "INFO",
+        "3 workers ended until the next call, 180 MB returned to the system: Idle('10m', keep='mold')",
+    ),
     (ended("recycled"), "INFO", "worker 4711 ended after 2.5 s: a policy was due"),
     (ended("reforked"), "INFO", "worker 4711 ended after 2.5 s: another worker became its mold"),
     (ended("crashed"), "WARNING", "worker 4711 ended after 2.5 s: it crashed (SIGSEGV)"),
+    (ended("idle"), "INFO", "worker 4711 ended after 2.5 s: nobody has called"),
     (ended("timeout"), "WARNING", "worker 4711 ended after 2.5 s: its call took longer than the timeout"),
 ]
 

@@ -177,6 +177,16 @@ def test_a_first_load_that_failed_waits_for_its_backoff(modelguard_clock: Clock,
     assert 2 == modelguard_loader.calls
 
 
+def test_a_pool_s_idle_keys_go_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """As nobody uses them."""
+    voices = pool(modelguard_loader, max_memory="1 GB", idle="10m")
+    with voices.lease("ja"):
+        modelguard_clock.advance("1h")
+        assert () == voices.status().idle
+    modelguard_clock.advance("12m")
+    assert (("ja",), {}) == (voices.status().idle, voices.status().models)
+
+
 def test_a_pool_ages_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """A pool's models expire by the clock, and its loader gets the key."""
     voices = pool(modelguard_loader, max_memory="1 GB", ttl="1h")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from modelguard import _public
 from modelguard.telemetry.events._base import Event
 from modelguard.telemetry.events._diagnosis import GrowthFound
-from modelguard.telemetry.events._isolation import WorkerEndCause, WorkerEnded, WorkerStarted
+from modelguard.telemetry.events._isolation import WorkerEndCause, WorkerEnded, WorkersReleased, WorkerStarted
 from modelguard.telemetry.events._lifecycle import (
     Callback,
     CallbackErrored,
@@ -76,6 +76,7 @@ __all__ = [
     "WorkerEndCause",
     "WorkerEnded",
     "WorkerStarted",
+    "WorkersReleased",
 ]
 
 _public.set_module(globals())
