@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.request import Request, urlopen
 
 import pytest
-from tests.contract.test_docs import snippets
+from tests.contract.test_docs import sections
 from tests.unit.lifecycle.sources import errors, polls
 
 from modelguard import Changed, Loaded
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
-def definitions(*names: str) -> dict[str, Any]:
-    """The functions and constants of these names, as the page writes them, without running anything else."""
-    code = "\n".join("\n".join(snippet.code) for snippet in snippets(PAGE) if snippet.reason is None)
+def definitions(section: str, *names: str) -> dict[str, Any]:
+    """The functions and constants of these names, as a section writes them, without running anything else."""
     kept = [
         node
-        for node in ast.parse(code).body
+        for node in ast.parse(sections(PAGE)[section]).body
         if isinstance(node, ast.Import | ast.ImportFrom)
         or (isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names)
         or (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in names)
@@ -46,7 +45,9 @@ def test_the_cache_of_the_page_is_that_of_hugging_face(
     tmp_path = tmp_path / "hub"
     tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
-    page = definitions("cache", "publish", "revision", "load_snapshot", "Model")
+    page = definitions(
+        "A folder in the layout of the Hugging Face cache", "cache", "publish", "revision", "load_snapshot", "Model"
+    )
     first, second = "1" * 40, "2" * 40
 
     def newest() -> str:
