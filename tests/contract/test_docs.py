@@ -57,8 +57,8 @@ OPTIONAL_IN_SECTIONS = OPTIONAL | {
     "xgboost",
 }
 
-#: Warn when they are imported. In all other programs a warning is an error.
-WARNING = {"mlflow"}
+#: Warn when they are imported or used. In all other programs a warning is an error.
+WARNING = {"gradio", "mlflow"}
 
 SECTION = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
 
