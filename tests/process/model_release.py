@@ -206,7 +206,7 @@ class LlamaCpp:
 class Mlflow(Sklearn):
     """The forest, saved as a pyfunc."""
 
-    packages: ClassVar = ("mlflow.pyfunc", "mlflow.sklearn", "sklearn.ensemble")
+    packages: ClassVar = ("mlflow.pyfunc", "mlflow.sklearn", "sklearn.ensemble", "skops.io")
 
     def make(self) -> None:
         import joblib
