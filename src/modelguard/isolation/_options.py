@@ -148,4 +148,5 @@ def check_function(function: Any, recycle_on: Policy | None) -> None:
         why = "would renew or unload a pool's models, which the pool does"
         fix = "Give the pool a ttl, and leave TTL, Modified, Changed and Idle out."
         raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
-    check_policy(recycle_on, runtime.default().limit)
+    world = runtime.default()
+    check_policy(recycle_on, world.limit, world.gpu)
