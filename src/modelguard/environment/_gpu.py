@@ -11,7 +11,17 @@ import traceback
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["TORCH_CUDA", "DeviceMemory", "Gpu", "GpuUse", "TorchCuda", "clear_frames", "use_of"]
+__all__ = [
+    "TORCH_CUDA",
+    "DeviceMemory",
+    "Gpu",
+    "GpuUse",
+    "TorchCuda",
+    "clear_frames",
+    "imported_torch",
+    "is_bad_fork",
+    "use_of",
+]
 
 
 class DeviceMemory(NamedTuple):
@@ -79,12 +89,12 @@ class TorchCuda:
 
     def missing(self, *, loaded: bool) -> str | None:
         """Why torch has no GPU memory to read."""
-        torch = _torch()
+        torch = imported_torch()
         if torch is None:
             return _not_imported(loaded=loaded)
         if torch.version.cuda is None and torch.version.hip is None:
             return f"torch {torch.__version__} was built without CUDA"
-        if _is_bad_fork(torch):
+        if is_bad_fork(torch):
             return "this process was forked after its parent had initialised CUDA"
         if torch.cuda.is_initialized():
             return None if self.devices() else "the allocator that torch uses reports no figures"
@@ -95,7 +105,7 @@ class TorchCuda:
 
     def devices(self) -> tuple[DeviceMemory, ...]:
         """Each device that torch sees."""
-        torch = _torch()
+        torch = imported_torch()
         if torch is None or not torch.cuda.is_initialized():
             return ()
         try:
@@ -105,7 +115,7 @@ class TorchCuda:
 
     def pinned(self) -> int | None:
         """Active bytes of torch's pinned allocator."""
-        torch = _torch()
+        torch = imported_torch()
         read: Any = None if torch is None else getattr(torch.cuda.memory, "host_memory_stats_as_nested_dict", None)
         if read is None:
             return None
@@ -116,7 +126,7 @@ class TorchCuda:
 
     def room(self, device: int) -> int | None:
         """What is free on the device or in the cache, within the process's fraction."""
-        torch = _torch()
+        torch = imported_torch()
         mine = next((one for one in self.devices() if one.device == device), None)
         if torch is None or mine is None:
             return None
@@ -128,7 +138,7 @@ class TorchCuda:
 
     def empty_cache(self) -> None:
         """Empty the caches of device memory and, where torch can, of pinned memory."""
-        torch = _torch()
+        torch = imported_torch()
         if torch is None or not torch.cuda.is_initialized():
             return
         with suppress(RuntimeError):  # a device that has failed
@@ -137,13 +147,13 @@ class TorchCuda:
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether it is torch's OutOfMemoryError."""
-        torch = _torch()
+        torch = imported_torch()
         return torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)
 
     def is_after_fork(self, error: BaseException) -> bool:
         """Whether torch refused, or the driver failed, in a process of which torch says that it was forked too late."""
-        torch = _torch()
-        if torch is None or not isinstance(error, RuntimeError) or not _is_bad_fork(torch):
+        torch = imported_torch()
+        if torch is None or not isinstance(error, RuntimeError) or not is_bad_fork(torch):
             return False
         return isinstance(error, getattr(torch, "AcceleratorError", ())) or _raised_in(error) == "torch.cuda"
 
@@ -174,7 +184,7 @@ def clear_frames(error: BaseException) -> None:
             pending += [one.__cause__, one.__context__]
 
 
-def _torch() -> Any:
+def imported_torch() -> Any:
     """The module torch; None if the program has not imported it, or not yet to the end."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "cuda") and hasattr(torch, "version") else None
@@ -188,7 +198,8 @@ def _not_imported(*, loaded: bool) -> str | None:
     return "torch is not installed" if importlib.util.find_spec("torch") is None else None
 
 
-def _is_bad_fork(torch: Any) -> bool:
+def is_bad_fork(torch: Any) -> bool:
+    """Whether torch says that this process was forked after CUDA had been initialised."""
     return bool(torch.cuda._is_in_bad_fork())  # noqa: SLF001 - torch has no public name for it
 
 
