@@ -18,6 +18,7 @@ __all__ = [
     "GpuUse",
     "TorchCuda",
     "clear_frames",
+    "free_after",
     "imported_torch",
     "is_bad_fork",
     "use_of",
@@ -182,6 +183,15 @@ def clear_frames(error: BaseException) -> None:
             seen.add(id(one))
             traceback.clear_frames(one.__traceback__)
             pending += [one.__cause__, one.__context__]
+
+
+def free_after(gpu: Gpu, error: BaseException) -> bool:
+    """Free what a call that ran out of GPU memory has left there; whether it was such an error."""
+    if not gpu.is_out_of_memory(error):
+        return False
+    clear_frames(error)
+    gpu.empty_cache()
+    return True
 
 
 def imported_torch() -> Any:

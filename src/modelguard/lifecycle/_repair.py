@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelguard import _units, telemetry
-from modelguard.environment._gpu import Gpu, clear_frames, use_of
+from modelguard.environment._gpu import Gpu, free_after, use_of
 from modelguard.errors import CudaAfterFork
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
@@ -34,8 +34,7 @@ def free(guard: GuardContext[Any], generation: Generation[Any], error: BaseExcep
     """
     gpu = guard.runtime.gpu
     before = use_of(gpu)
-    clear_frames(error)
-    gpu.empty_cache()
+    free_after(gpu, error)
     after = use_of(gpu)
     telemetry.emit(
         telemetry.GpuOutOfMemory(
