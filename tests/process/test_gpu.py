@@ -1,6 +1,6 @@
 """The GPU lines, on a real GPU: each script in a process of its own, which alone initialises CUDA.
 
-Without an NVIDIA device or a torch with CUDA everything here is skipped. It is for machines that have one; what a test measures stands in its message if it fails.
+Without an NVIDIA device or a torch with CUDA everything here is skipped. Each script is one line of docs/gpu.md.
 """
 
 from __future__ import annotations

@@ -57,7 +57,6 @@ def run(function: Callable[..., Any], kind: str, guard: ModelGuard[Any]) -> Any:
     if kind == "coroutine":
 
         async def body(model: object) -> Any:
-            await asyncio.sleep(0)
             return function(model)
 
         return asyncio.run(guard(body)())
