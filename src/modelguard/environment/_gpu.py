@@ -217,11 +217,12 @@ def _memory(torch: Any, device: int) -> DeviceMemory:
     # Not memory_allocated(): it makes a flat dictionary of all figures each time.
     figures = torch.cuda.memory.memory_stats_as_nested_dict(device)
     total = torch.cuda.get_device_properties(device).total_memory
+    fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", _all)(device)
     return DeviceMemory(
         device=device,
         allocated=int(figures["allocated_bytes"]["all"]["current"]),
         reserved=int(figures["reserved_bytes"]["all"]["current"]),
-        total=int(total * torch.cuda.memory.get_per_process_memory_fraction(device)),
+        total=int(total * fraction),
     )
 
 
@@ -231,6 +232,11 @@ def _raised_in(error: BaseException) -> object:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return None if trace is None else trace.tb_frame.f_globals.get("__name__")
+
+
+def _all(_device: int) -> float:
+    """An older torch does not report its fraction."""
+    return 1.0
 
 
 def _nothing() -> None:

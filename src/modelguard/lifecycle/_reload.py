@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from modelguard import _units, telemetry
-from modelguard.environment._gpu import use_of
+from modelguard.environment._gpu import free_after, use_of
 from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
 from modelguard.lifecycle import _loading
 from modelguard.lifecycle._context import GuardContext
@@ -270,8 +270,10 @@ class Reload(Generic[M]):
             late = f"the loader did not end within load_timeout={guard.options.load_timeout:g} s and was abandoned"
             self.fail(LoadTimeout, late, None)
         except _loading.Rejected as rejection:
+            free_after(guard.runtime.gpu, rejection.__cause__ or rejection)
             self.fail(ModelRejected, str(rejection), rejection.__cause__)
         except BaseException as error:  # noqa: BLE001 - whatever a loader raises is the load's failure
+            free_after(guard.runtime.gpu, error)  # who waits keeps the error, and would keep half a model
             cause = named(guard.name, guard.runtime.gpu, error)
             self.fail(LoadFailed, f"{type(cause).__name__}: {cause}", cause)
         return None

@@ -13,7 +13,7 @@ from tests.unit.lifecycle.test_gpu_policies import GpuModel
 from tests.unit.lifecycle.world import World, outcome
 
 from modelguard import Errors, ModelGuard
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, LoadFailed
 from modelguard.telemetry import GpuOutOfMemory, ReloadDue, ReloadPostponed
 
 
@@ -172,6 +172,41 @@ class TestReload:
         world.join()
         assert 1 == guard.status().generation
         assert "paused" == world.last(ReloadPostponed).cause
+
+
+class TestLoads:
+    def test_half_a_model_does_not_stay(self, world: World) -> None:
+        """Whoever waited for a load keeps its error, but not its tensors, so the next attempt finds room."""
+        world.gpu.start()
+        sizes = [60 * GB, 60 * GB]
+
+        def load() -> object:
+            return [Tensor(world.gpu, size) for size in sizes]
+
+        guard = world.guard(load)
+        with pytest.raises(LoadFailed) as caught:
+            guard.load()
+        assert isinstance(caught.value.__cause__, OutOfMemory)
+        assert 0 == world.gpu.allocated[0]
+        sizes.pop()
+        world.tick(60)
+        guard.load()
+        assert guard.ready
+
+    @pytest.mark.parametrize("step", ["validate", "warmup"])
+    def test_nor_what_its_first_call_has_taken(self, world: World, step: str) -> None:
+        """The same if validation or warm-up runs out of memory."""
+        world.gpu.start()
+
+        def fill(_model: object) -> None:
+            kept = [Tensor(world.gpu, 60 * GB)]
+            kept.append(Tensor(world.gpu, 60 * GB))
+
+        guard = world.guard(lambda: GpuModel(world, GB), **{step: fill})
+        with pytest.raises(LoadFailed):
+            guard.load()
+        world.join()
+        assert 0 == world.gpu.allocated[0]
 
 
 class TestLazyResults:
