@@ -32,6 +32,7 @@ if typing.TYPE_CHECKING:
         Uses,
     )
     from modelguard.lifecycle.pool import ModelPool, pool
+    from modelguard.lifecycle.replay import Replay
     from modelguard.lifecycle.replicas import ModelReplicas, replicas
     from modelguard.serving import Batched, BatchStatus, Breaker, deadline
     from modelguard.serving.batched import batched
@@ -58,6 +59,7 @@ __all__ = [
     "ModelReplicas",
     "Modified",
     "Policy",
+    "Replay",
     "Snapshot",
     "Uses",
     "allocator",
@@ -102,6 +104,7 @@ _NAMES = {
         "Uses",
     ),
     "modelguard.lifecycle.pool": ("ModelPool", "pool"),
+    "modelguard.lifecycle.replay": ("Replay",),
     "modelguard.lifecycle.replicas": ("ModelReplicas", "replicas"),
     "modelguard.serving": ("BatchStatus", "Batched", "Breaker", "batched", "deadline"),
 }

@@ -43,6 +43,7 @@ PUBLIC = [
     "ModelReplicas",
     "Modified",
     "Policy",
+    "Replay",
     "Snapshot",
     "TTL",
     "Uses",

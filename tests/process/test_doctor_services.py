@@ -61,14 +61,14 @@ def test_what_is_wrong_is_found_and_its_fix_helps(service: Service, tmp_path: Pa
     facts = facts_of(words, environ, tmp_path, service.request)
     report = look(facts)
     found = {finding.number for finding in report.findings}
-    assert service.expected == found, (report, facts)
+    assert service.expected == found, f"{report}\n{facts}"
     if service.expected <= service.stays:
         assert "" == report.fix or "MG404" in found
         return
     fixed = ["sh", "-c", f"exec {report.fix}" if " && " not in report.fix else report.fix]
     assert shlex.split(report.fix)
     again = look(facts_of(fixed, environ, tmp_path, service.request))
-    assert service.stays >= {finding.number for finding in again.findings}, (report.fix, again)
+    assert service.stays >= {finding.number for finding in again.findings}, f"{report.fix}\n{again}"
 
 
 @pytest.mark.parametrize("service", HEALTHY, ids=lambda service: service.name)
@@ -76,4 +76,4 @@ def test_what_is_right_is_left_alone(service: Service, tmp_path: Path, port: int
     """There is no finding."""
     words, environ = prepare(service, tmp_path, port)
     facts = facts_of(words, environ, tmp_path, service.request)
-    assert () == look(facts).findings, facts
+    assert () == look(facts).findings, f"{facts}"

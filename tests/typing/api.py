@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from modelguard import (
     ModelPool,
     ModelReplicas,
     Policy,
+    Replay,
     Snapshot,
     Uses,
     batched,
@@ -150,6 +152,11 @@ def compare(new: Model, old: Model | None) -> bool:
 
 assert_type(guard(load, reload_on=None, validate=compare), ModelGuard[Model])
 assert_type(guard(load_async, reload_on=None, validate=compare), ModelGuard[Model])
+
+# `replay` takes a number of calls, or a rule.
+
+assert_type(guard(load, reload_on=None, replay=100), ModelGuard[Model])
+assert_type(guard(load_async, reload_on=None, replay=Replay(same=math.isclose, max_slowdown=None)), ModelGuard[Model])
 
 kept = guard(load_version, reload_on=Changed(etag), keep_previous=True)
 assert_type(kept, ModelGuard[Model])

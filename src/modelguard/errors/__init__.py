@@ -11,7 +11,7 @@
     ├── WouldDeadlock (RuntimeError)      the call would wait for itself
     ├── LoadFailed (RuntimeError)         no model could be loaded
     │   ├── LoadTimeout (TimeoutError)    the loader took longer than load_timeout
-    │   └── ModelRejected                 the loader returned None, or validate rejected the model
+    │   └── ModelRejected                 the loader returned None, or validate or replay rejected the model
     ├── CudaAfterFork (RuntimeError)      the model needs CUDA in a process that was forked too late for it
     ├── NoPreviousModel (RuntimeError)    rollback() was called, and no previous model is kept
     ├── Overloaded (RuntimeError)         no capacity now: try again later

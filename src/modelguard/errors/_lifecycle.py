@@ -45,7 +45,7 @@ class LoadTimeout(LoadFailed, TimeoutError):
 
 
 class ModelRejected(LoadFailed):
-    """The loader returned None, or ``validate`` rejected what it returned."""
+    """The loader returned None, or ``validate`` or ``replay`` rejected what it returned."""
 
 
 class CudaAfterFork(ModelGuardError, RuntimeError):

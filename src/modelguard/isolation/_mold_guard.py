@@ -104,6 +104,7 @@ class MoldGuard:
         )
         self.guard: ModelGuard[Mold] = ModelGuard(mine, world)
         self.guard.engine.state.set_paused(paused=paused)
+        self.guard.engine.guard.shown_pause.show(paused=paused)
         hide(self.guard)
 
     @property

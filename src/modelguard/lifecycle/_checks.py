@@ -137,7 +137,10 @@ class Checks(Generic[M]):
     def set_paused(self, *, paused: bool) -> None:
         """Hold back what policies ask for, or no longer; then what is due starts with the next check."""
         guard = self._guard
-        if guard.state.set_paused(paused=paused):
+        with guard.state.lock:  # so that what is shown is what is set
+            changed = guard.state.set_paused(paused=paused)
+            guard.shown_pause.show(paused=paused)
+        if changed:
             telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=guard.name))
 
     def recycle_in_children(self, ask: Ask, *, takes_calls: bool) -> None:

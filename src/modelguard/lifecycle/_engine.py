@@ -453,6 +453,8 @@ class Engine(Generic[M]):
         for old in (self.state.close(), self.state.take_previous()):  # once it is closed, nothing is kept any more
             if old is not None:
                 drain_and_release(self.guard, old, timeout)
+        if self.guard.recorded is not None:
+            self.guard.recorded.clear()
 
     async def aclose(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`close` without blocking the event loop."""
@@ -471,3 +473,5 @@ class Engine(Generic[M]):
         """Start with own locks, counters, jitter and readings; ask for recycling where that was prepared."""
         self.state.after_fork_in_child(self.guard.runtime.random())
         self.checks.after_fork_in_child()
+        if self.guard.recorded is not None:
+            self.guard.recorded.after_fork_in_child()

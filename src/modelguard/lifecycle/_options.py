@@ -22,6 +22,7 @@ from modelguard.lifecycle._policy import alternatives
 from modelguard.lifecycle._signatures import fits
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.policies import TTL, Changed, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
+from modelguard.lifecycle.replay import Replay
 
 M = TypeVar("M")
 
@@ -72,6 +73,7 @@ class GuardOptions(Generic[M]):
     name: str
     keep_previous: bool = False
     retry: bool = False
+    replay: Replay | None = None
     family: KnownModels | None = None  # of the guards among which no model may be the same object
 
     def __post_init__(self) -> None:
@@ -84,17 +86,18 @@ class GuardOptions(Generic[M]):
             raise InvalidOption("swap", self.swap, why="must be one of the known modes", fix=f"Choose one of {names}.")
         if not isinstance(self.backoff, Backoff):
             raise InvalidOption("backoff", self.backoff, why="must be a Backoff", fix="Write Backoff('1s', '1m').")
-        if not isinstance(self.prefork, bool):
-            raise InvalidOption("prefork", self.prefork, why="must be True or False", fix="Write prefork=True.")
-        if not isinstance(self.keep_previous, bool):
-            why = "must be True or False"
-            raise InvalidOption("keep_previous", self.keep_previous, why=why, fix="Write keep_previous=True.")
-        if not isinstance(self.retry, bool):
-            raise InvalidOption("retry", self.retry, why="must be True or False", fix="Write retry=True.")
+        for argument in ("prefork", "keep_previous", "retry"):
+            given = getattr(self, argument)
+            if not isinstance(given, bool):
+                raise InvalidOption(argument, given, why="must be True or False", fix=f"Write {argument}=True.")
         if self.keep_previous and self.swap == "drain_first":
             why = "keeps two models in memory, and swap='drain_first' never has two"
             fix = "Leave one of them out; swap='auto' keeps the previous model where there is room."
             raise InvalidOption("keep_previous", self.keep_previous, why=why, fix=fix)
+        if self.replay is not None and self.swap == "drain_first":
+            why = "compares two models, and swap='drain_first' never has two"
+            fix = "Leave one of them out; swap='auto' compares where there is room for both."
+            raise InvalidOption("replay", self.replay, why=why, fix=fix)
         if not isinstance(self.name, str) or not self.name.strip():
             why = "must be text that is not empty"
             raise InvalidOption("name", self.name, why=why, fix="Give a short name, or leave it out.")

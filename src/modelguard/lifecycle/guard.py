@@ -9,6 +9,7 @@ from modelguard import _public, _units
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
+from modelguard.lifecycle.replay import Replay
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._options import GuardOptions, SwapMode
@@ -37,6 +38,7 @@ def guard(
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
     retry: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -58,6 +60,7 @@ def guard(
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
     retry: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -79,6 +82,7 @@ def guard(
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
     retry: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -100,6 +104,7 @@ def guard(
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
     retry: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -120,6 +125,7 @@ def guard(
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
     retry: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[Any]:
@@ -182,6 +188,11 @@ def guard(
             without it, the local variables of the calls in the error's traceback are cleared, torch's cache is emptied
             (``GpuOutOfMemory``), and if much stays allocated, the model is replaced. Generators, ``lease()`` blocks
             and coroutines that a plain function returns are not run again.
+        replay: Keep the arguments of so many recent calls, and run these calls on both models before a new one replaces
+            the current one: it is rejected (``ModelRejected``) if more than a tenth of its answers differ, or if it
+            takes more than twice as long. :class:`Replay` sets other bounds. Decorated functions run again then, so
+            they must do nothing but answer. Nothing is compared if no model takes calls: at the first load, after
+            ``drain_first`` and ``Idle``. Default: none is kept.
         prefork: Let :func:`modelguard.prefork.prepare` share this model among forked workers when no guard is named
             there, as the servers' hooks do.
         name: For events, logs and errors. Default: the loader's name; for a lambda, its module and line.
@@ -220,6 +231,7 @@ def guard(
         trim_schedule=None if trim_every is None else _options.TrimSchedule.parse(trim_every),
         keep_previous=keep_previous,
         retry=retry,
+        replay=Replay.parse(replay),
         prefork=prefork,
         name=_options.loader_name(load) if name is None else name,
     )

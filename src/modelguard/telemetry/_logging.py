@@ -34,7 +34,7 @@ _WORTH_MENTIONING = 0.05
 _DISCARDED: dict[events.DiscardCause, str] = {
     "closed": "the guard was closed",
     "late": "it was ready only after load_timeout",
-    "rejected": "validate or warmup failed",
+    "rejected": "validate, warmup or replay failed",
     "rolled_back": "rollback() was called during its load",
     "stale": "a newer reload request replaced it",
 }
@@ -54,7 +54,10 @@ def log_event(event: events.Event) -> None:
     stays = isinstance(event, events.GenerationReleased) and (event.alive or event.immortal)
     failed = isinstance(event, events.WorkerEnded) and event.cause in {"crashed", "timeout"}
     unreachable = isinstance(event, events.BatchSizeChosen) and not event.reachable
-    needs_attention = isinstance(event, _WARNINGS) or stays or failed or unreachable or _leaves_memory(event)
+    unproven = isinstance(event, events.ReplayFinished) and not (event.accepted and event.compared)
+    needs_attention = (
+        isinstance(event, _WARNINGS) or stays or failed or unreachable or unproven or _leaves_memory(event)
+    )
     level = logging.WARNING if needs_attention else logging.INFO
     if isinstance(event, events.BatchFinished):
         level = logging.DEBUG
@@ -143,6 +146,15 @@ def _postponed(event: events.ReloadPostponed) -> str:
     return f"{what} is due, but {until}: {_reasons(event.reasons)}"
 
 
+def _replayed(event: events.ReplayFinished) -> str:
+    which = f"{_generation(event)} against generation {event.current}"
+    if not event.compared:
+        return f"{which}: none of {event.recorded} recorded calls could be compared"
+    slowdown = "" if event.slowdown is None else f", and the median call takes {event.slowdown:.2f} times as long"
+    agreed = f"{event.agreed} of {event.compared} answers agree ({event.recorded} calls were recorded)"
+    return f"{which}: {agreed}{slowdown}; {'accepted' if event.accepted else 'rejected'} after {event.seconds:.2f} s"
+
+
 def _batch_finished(event: events.BatchFinished) -> str:
     return f"a batch of {event.size} took {event.run_seconds:.3f} s; {event.waiting} waiting"
 
@@ -180,7 +192,11 @@ def _circuit_opened(event: events.CircuitOpened) -> str:
 
 
 def _generation(
-    event: events.LoadFinished | events.RolledBack | events.GenerationReleased | events.GenerationAbandoned,
+    event: events.LoadFinished
+    | events.RolledBack
+    | events.ReplayFinished
+    | events.GenerationReleased
+    | events.GenerationAbandoned,
 ) -> str:
     return f"generation {event.generation}{_version(event.version)}"
 
@@ -200,6 +216,7 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.RolledBack: lambda event: (
         f"rolled back to {_generation(event)}, from generation {event.replaced}{_version(event.replaced_version)}"
     ),
+    events.ReplayFinished: _replayed,
     events.ReloadDue: lambda event: f"reload due after generation {event.generation}: {_reasons(event.reasons)}",
     events.ReloadPostponed: _postponed,
     events.GuardPaused: lambda _: "paused: policies start nothing until resume()",

@@ -22,6 +22,7 @@ SWAPS: tuple[events.Swap, ...] = get_args(events.Swap)
 LOCKS: tuple[events.HostLockHeld, ...] = get_args(events.HostLockHeld)
 POSTPONED: tuple[events.PostponeCause, ...] = get_args(events.PostponeCause)
 WORKER_ENDS: tuple[events.WorkerEndCause, ...] = get_args(events.WorkerEndCause)
+REPLAYS = ("accepted", "rejected", "not_compared")
 _ALIVE = {False: "gone", True: "alive", None: "unknown"}
 
 #: From half a second for a spaCy pipeline to minutes for a language model on a slow disk.
@@ -132,6 +133,7 @@ def _of_loads() -> Iterator[Metric]:
     yield Metric("paused", "gauge", "Processes in which the guard is paused.", unit="{process}", mode="livesum")
     yield counter("unloads", "Models released until their next use.")
     yield counter("rollbacks", "Rollbacks to the previous model.")
+    yield counter("replays", "New models compared with the current one on recorded calls.", "outcome", REPLAYS)
     yield Metric(
         "idle", "gauge", "Processes whose model is released until its next use.", unit="{process}", mode="livesum"
     )
@@ -249,6 +251,11 @@ def _of_a_failure(event: events.LoadErrored) -> tuple[Measure, ...]:
     return Measure("load.failures", 1), Measure("load.failing", event.attempt), Measure("generation", current)
 
 
+def _of_a_replay(event: events.ReplayFinished) -> tuple[Measure, ...]:
+    accepted = "accepted" if event.compared else "not_compared"
+    return (Measure("replays", 1, accepted if event.accepted else "rejected"),)
+
+
 def _of_a_release(event: events.GenerationReleased) -> tuple[Measure, ...]:
     drained = () if event.drain_seconds is None else (Measure("drain.duration", event.drain_seconds),)
     return (
@@ -317,6 +324,7 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.GuardResumed: lambda _: (Measure("paused", 0),),
     events.UnloadStarted: lambda _: (Measure("unloads", 1), Measure("idle", 1)),
     events.RolledBack: lambda event: (Measure("rollbacks", 1), Measure("generation", event.generation)),
+    events.ReplayFinished: _of_a_replay,
     events.RecycleAsked: lambda event: _each("recycles.asked", event.reasons),
     events.SwapChosen: lambda event: (Measure("swaps.chosen", 1, event.swap),),
     events.PolicyFutile: lambda _: (Measure("policies.futile", 1),),

@@ -11,6 +11,7 @@ from modelguard import TTL, Changed, Isolated, Uses, batched, guard, guard_of, i
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import _registry
+from modelguard.isolation._options import ScopeName
 from modelguard.lifecycle.model_guard import guards
 
 model = guard(dict, reload_on=None, name="model")
@@ -26,6 +27,12 @@ def predict(loaded: dict[str, int], text: str) -> str:
 @guard(dict, reload_on=None, keep_previous=True)
 def kept(loaded: dict[str, int], text: str) -> str:
     """Use the model of a guard that keeps the previous one."""
+    return text * len(loaded)
+
+
+@guard(dict, reload_on=None, replay=10)
+def compared(loaded: dict[str, int], text: str) -> str:
+    """Use the model of a guard that compares two."""
     return text * len(loaded)
 
 
@@ -172,6 +179,13 @@ def test_a_broker_keeps_no_previous_mold() -> None:
     """The message says which of the two to leave out."""
     with pytest.raises(InvalidOption, match=r"scope='host': cannot be used with keep_previous=True"):
         isolate(scope="host")(kept)
+
+
+@pytest.mark.parametrize("scope", ["process", "host"])
+def test_a_mold_compares_nothing(scope: ScopeName) -> None:
+    """It has one model, and this process none; so ``replay`` would never reject anything."""
+    with pytest.raises(InvalidOption, match=r"replay=.*under isolate each mold has one. Leave it out"):
+        isolate(scope=scope)(compared)
 
 
 def test_a_guards_own_policy_decides() -> None:

@@ -35,6 +35,18 @@ EVERY: tuple[Event, ...] = (
         guard="nlp", generation=2, reasons=(TTL,), deferred_seconds=1.5, deferred_growth=0, host_lock="timed_out"
     ),
     telemetry.RolledBack(guard="nlp", generation=1, version="a", replaced=2, replaced_version=None),
+    telemetry.ReplayFinished(
+        guard="nlp",
+        generation=2,
+        version="a",
+        current=1,
+        recorded=100,
+        compared=98,
+        agreed=97,
+        slowdown=1.02,
+        seconds=2.5,
+        accepted=True,
+    ),
     telemetry.LoadErrored(guard="nlp", attempt=3, error="OSError: gone", retry_after=2.0, current=1),
     telemetry.LoadDiscarded(guard="nlp", cause="stale"),
     telemetry.LoadFinished(

@@ -32,6 +32,7 @@ from modelguard.telemetry import (
     RecycleAsked,
     ReloadDue,
     ReloadPostponed,
+    ReplayFinished,
     RequestsRefused,
     RolledBack,
     SwapChosen,
@@ -83,6 +84,24 @@ def emptied(advice: str | None) -> GpuCacheEmptied:
     )
 
 
+def replayed(*, agreed: int, slowdown: float | None, compared: int = 98) -> ReplayFinished:
+    return ReplayFinished(
+        guard="nlp",
+        generation=3,
+        version="b",
+        current=2,
+        recorded=100,
+        compared=compared,
+        agreed=agreed,
+        slowdown=slowdown,
+        seconds=2.5,
+        accepted=agreed >= 0.9 * compared,
+    )
+
+
+PAIR = "generation 3 (version b) against generation 2"
+SLOWER = ", and the median call takes 1.02 times as long"
+
 LINES: list[tuple[Event, str, str]] = [
     (
         ReloadDue(guard="nlp", generation=3, reasons=(Reason("ttl", "TTL('1h')"), Reason("uses", "Uses(5)"))),
@@ -103,6 +122,21 @@ LINES: list[tuple[Event, str, str]] = [
         RolledBack(guard="nlp", generation=2, version=None, replaced=3, replaced_version=None),
         "WARNING",
         "rolled back to generation 2, from generation 3",
+    ),
+    (
+        replayed(agreed=97, slowdown=1.024),
+        "INFO",
+        f"{PAIR}: 97 of 98 answers agree (100 calls were recorded){SLOWER}; accepted after 2.50 s",
+    ),
+    (
+        replayed(agreed=40, slowdown=None),
+        "WARNING",
+        f"{PAIR}: 40 of 98 answers agree (100 calls were recorded); rejected after 2.50 s",
+    ),
+    (
+        replayed(agreed=0, compared=0, slowdown=None),
+        "WARNING",
+        f"{PAIR}: none of 100 recorded calls could be compared",
     ),
     (
         RecycleAsked(guard="nlp", generation=3, reasons=(Reason("uses", "Uses(5)"),)),

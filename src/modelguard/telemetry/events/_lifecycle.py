@@ -16,8 +16,8 @@ Swap = Literal["first", "load_first", "drain_first"]
 #: held the lock too long; ``"cancelled"``: none, because the guard was closed; ``"none"``: none, as for first loads.
 HostLockHeld = Literal["host", "process", "timed_out", "cancelled", "none"]
 
-#: Why a loaded model was not used: the guard was closed, the load took longer than ``load_timeout``, ``validate`` or
-#: the warm-up failed, ``rollback()`` was called, or a newer reload request replaced it.
+#: Why a loaded model was not used: the guard was closed, the load took longer than ``load_timeout``, ``validate``,
+#: the warm-up or ``replay`` failed, ``rollback()`` was called, or a newer reload request replaced it.
 DiscardCause = Literal["closed", "late", "rejected", "rolled_back", "stale"]
 
 #: Why something that a policy asks for waits. ``"paused"``: ``pause()`` was called; ``"min_lifetime"``: the model has
@@ -92,6 +92,34 @@ class RolledBack(Event):
     version: str | None
     replaced: int
     replaced_version: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayFinished(Event):
+    """A new model was compared with the current one on recorded calls. It holds no input and no answer.
+
+    Attributes:
+        generation: The number of the new generation.
+        version: The version of its model; None if the loader gave none.
+        current: The number of the generation that takes calls.
+        recorded: How many calls were kept.
+        compared: How many of them the current model has answered again, in time, with something to compare.
+        agreed: How many of these answers the new model gave too.
+        slowdown: The time of a call on the new model over that on the current one, the median; None if fewer than ten
+            calls were timed on both.
+        seconds: How long it took.
+        accepted: Whether the new model keeps to the rule. If not, ``LoadErrored`` follows, with the reason.
+    """
+
+    generation: int
+    version: str | None
+    current: int
+    recorded: int
+    compared: int
+    agreed: int
+    slowdown: float | None
+    seconds: float
+    accepted: bool
 
 
 @dataclass(frozen=True, kw_only=True)
