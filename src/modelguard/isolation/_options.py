@@ -154,7 +154,8 @@ def check_function(function: Any, recycle_on: Policy | None, start: StartMethod)
         why = "would renew or unload a pool's models, which the pool does"
         fix = "Give the pool a ttl or idle, and leave TTL, Modified, Changed and Idle out."
         raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
-    check_policy(recycle_on, runtime.default().limit)
+    world = runtime.default()
+    check_policy(recycle_on, world.limit, world.gpu)
 
 
 def _check_keeps_nothing(policy: object) -> None:

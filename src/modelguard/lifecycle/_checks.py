@@ -18,6 +18,7 @@ from modelguard.lifecycle._readings import Readings
 from modelguard.lifecycle._recycling import Ask, Recycling
 from modelguard.lifecycle._trimming import Trimmer
 from modelguard.telemetry import logger
+from modelguard.telemetry.reasons import Reason
 
 M = TypeVar("M")
 
@@ -100,6 +101,12 @@ class Checks(Generic[M]):
         if self._postponing.postpones(due):
             return False
         return self._act(due, over, sample=sample)
+
+    def demand(self, reasons: tuple[Reason, ...], over: Generation[M]) -> None:
+        """Replace a generation at the end of a call, for reasons that no policy has."""
+        due = Due(reasons, over)
+        if not _inline.active() and not self._postponing.postpones(due):
+            self._act(due, over, sample=False)
 
     def _retry(self, due: Due[M]) -> bool:
         state = self._guard.state

@@ -10,6 +10,7 @@ from modelguard import telemetry
 from modelguard.lifecycle import _growth
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._gpu_cache import GpuCache
 from modelguard.lifecycle._policy import Policy, Snapshot, alternatives, source_part
 from modelguard.lifecycle._readings import Readings
 from modelguard.telemetry.reasons import Reason
@@ -54,6 +55,7 @@ class Evaluator(Generic[M]):
 
     def __init__(self, guard: GuardContext[M]) -> None:
         self.readings = Readings(guard)
+        self._gpu_cache = GpuCache(guard)
         self.interval = math.inf
         self._guard = guard
         self._members = alternatives(guard.options.reload_on)
@@ -126,6 +128,8 @@ class Evaluator(Generic[M]):
             self.readings.start(generation)
         snapshot = self.readings.snapshot(generation, settled=state.draining <= state.abandoned, sample=sample)
         reasons = self._ask(snapshot)
+        if sample:
+            self._gpu_cache.check(snapshot)
         self._set_alarm(generation, snapshot)
         if not reasons:
             state.postpone(None)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from modelguard import _units
-from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
+from modelguard.environment._gpu import Gpu
+from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, PolicyNeverFires
 from modelguard.lifecycle import _adapters, _policy_hints
 from modelguard.lifecycle._known_models import KnownModels
 from modelguard.lifecycle._policy import alternatives
@@ -84,6 +85,7 @@ class GuardOptions(Generic[M]):
     prefork: bool
     name: str
     keep_previous: bool = False
+    retry: bool = False
     replay: Replay | None = None
     family: KnownModels | None = None  # of the guards among which no model may be the same object
     workers: ModelWorkers | None = None  # that Idle(keep="mold") ends
@@ -98,11 +100,10 @@ class GuardOptions(Generic[M]):
             raise InvalidOption("swap", self.swap, why="must be one of the known modes", fix=f"Choose one of {names}.")
         if not isinstance(self.backoff, Backoff):
             raise InvalidOption("backoff", self.backoff, why="must be a Backoff", fix="Write Backoff('1s', '1m').")
-        if not isinstance(self.prefork, bool):
-            raise InvalidOption("prefork", self.prefork, why="must be True or False", fix="Write prefork=True.")
-        if not isinstance(self.keep_previous, bool):
-            why = "must be True or False"
-            raise InvalidOption("keep_previous", self.keep_previous, why=why, fix="Write keep_previous=True.")
+        for argument in ("prefork", "keep_previous", "retry"):
+            given = getattr(self, argument)
+            if not isinstance(given, bool):
+                raise InvalidOption(argument, given, why="must be True or False", fix=f"Write {argument}=True.")
         if self.keep_previous and self.swap == "drain_first":
             why = "keeps two models in memory, and swap='drain_first' never has two"
             fix = "Leave one of them out; swap='auto' keeps the previous model where there is room."
@@ -224,12 +225,13 @@ def loader_name(load: object) -> str:
     return f"{module}:{code.co_firstlineno}" if code is not None and "<lambda>" in name else f"{module}.{name}"
 
 
-def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
+def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> None:
     """Check a policy, and warn of one that can never be due.
 
     Raises:
         InvalidOption: It is not a policy.
         NoMemoryLimit: It asks for a percentage of a memory limit, and there is none.
+        NotSupported: It reads GPU memory, and this installation has no torch with CUDA.
     """
     if not isinstance(policy, Policy):
         raise InvalidOption(
@@ -250,6 +252,24 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
             check_callable("probe", part.probe, arguments=0, fix="Bind its arguments: Changed(lambda: etag(url)).")
         elif isinstance(part, Modified) and not part.path.exists():
             warn_never_due(part, f"{part.path} does not exist yet, so no change can be seen until it does")
+    check_gpu(policy, gpu, loaded=False)
+
+
+def check_gpu(policy: Policy | None, gpu: Gpu, *, loaded: bool) -> None:
+    """Check that the GPU memory that a policy reads can be read.
+
+    Args:
+        policy: The policy.
+        gpu: Reads it.
+        loaded: Whether the model is loaded.
+
+    Raises:
+        NotSupported: It cannot.
+    """
+    part = next((part for part in policy.parts() if part.reads_gpu), None) if policy is not None else None
+    why = None if part is None else gpu.missing(loaded=loaded)
+    if why is not None:
+        raise NotSupported(repr(part), reason=why)
 
 
 def _check_idle(members: list[Idle]) -> None:

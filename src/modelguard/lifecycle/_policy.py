@@ -48,6 +48,42 @@ class ProbeAnswers(NamedTuple):
     unsteady: bool = False
 
 
+class Level(NamedTuple):
+    """Readings of one figure since the generation settled, in bytes.
+
+    Attributes:
+        latest: The latest readings, oldest first, at most three.
+        baseline: The median of the first three, which come before those; None until then.
+    """
+
+    latest: tuple[int, ...] = ()
+    baseline: int | None = None
+
+    @property
+    def settled(self) -> int | None:
+        """The lowest of three consecutive readings, None while there are fewer."""
+        return min(self.latest) if len(self.latest) >= SAMPLES else None
+
+
+_NOT_READ = Level()
+
+
+class GpuMemory(NamedTuple):
+    """What this process has on one GPU.
+
+    Attributes:
+        device: Its index in torch.
+        total: Bytes that this process may take there.
+        allocated: Memory in tensors.
+        reserved: Memory that torch has taken from the device.
+    """
+
+    device: int
+    total: int
+    allocated: Level
+    reserved: Level
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """The readings of one generation at one moment.
@@ -66,6 +102,9 @@ class Snapshot:
             taken since the generation settled. Empty until then.
         baseline: Private memory when it settled, in bytes, None until then.
         limit: The effective memory limit of this process in bytes, None if there is none.
+        gpus: GPU memory of this process since the generation settled, one entry for each device; empty while the
+            program has not initialised CUDA. None until the first reading, and if no policy reads it.
+        pinned: Pinned host memory of this process, if torch reports it.
         jitter: A number in [0, 1), drawn once per process and generation.
         first: Whether it is the first generation, in a process that loaded it itself. Replicas that are started
             together are in step there.
@@ -87,6 +126,8 @@ class Snapshot:
     memory: tuple[int, ...] = ()
     baseline: int | None = None
     limit: int | None = None
+    gpus: tuple[GpuMemory, ...] | None = None
+    pinned: Level = _NOT_READ
     jitter: float = 0.0
     first: bool = False
     time: float = 0.0
@@ -98,7 +139,7 @@ class Snapshot:
     @property
     def settled_memory(self) -> int | None:
         """The lowest of three consecutive readings in bytes, None while there are fewer."""
-        return min(self.memory) if len(self.memory) >= SAMPLES else None
+        return Level(self.memory).settled
 
 
 class Horizon(NamedTuple):
@@ -120,6 +161,8 @@ class Policy(ABC):
     #: Whether it reads ``memory``, ``baseline`` or ``settled_memory`` of the snapshot: only then the guard takes
     #: readings.
     reads_memory: bool = False
+    #: Whether it reads ``gpus`` or ``pinned`` of the snapshot.
+    reads_gpu: bool = False
     #: Whether it asks for new weights (TTL, Modified, Changed), and not for a fresh process.
     renews: bool = False
     #: Whether it is due because the source of the model has changed (Modified, Changed).
@@ -203,6 +246,10 @@ class _Joined(Value):
     @property
     def reads_memory(self) -> bool:  # type: ignore[override]
         return any(member.reads_memory for member in self.members)
+
+    @property
+    def reads_gpu(self) -> bool:  # type: ignore[override]
+        return any(member.reads_gpu for member in self.members)
 
     @property
     def restricts(self) -> bool:  # type: ignore[override]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from modelguard.environment import _allocator, _limits, _memory
+from modelguard.environment._gpu import TORCH_CUDA, Gpu
 from modelguard.errors import NotSupported
 from modelguard.lifecycle import _fingerprints, _host_lock, _threads
 
@@ -95,6 +96,7 @@ class Runtime:
         in_use: Bytes that malloc has handed out, None if unknown.
         held: Bytes that malloc has taken from the system and not returned, None if unknown.
         check_trim: Raises NotSupported where trimming is not possible.
+        gpu: The GPU memory of this process.
         fingerprint: Identity of a watched path, None while it is missing.
         random: A number in [0, 1).
         start_thread: Runs a callable in a background thread of the given name.
@@ -115,6 +117,7 @@ class Runtime:
     in_use: Callable[[], int | None] = in_use
     held: Callable[[], int | None] = held
     check_trim: Callable[[], None] = check_trim
+    gpu: Gpu = TORCH_CUDA
     fingerprint: Callable[[Path], _fingerprints.Fingerprint | None] = _fingerprints.fingerprint
     random: Callable[[], float] = random.random
     start_thread: Callable[[Callable[[], None], str], None] = _threads.THREADS.start

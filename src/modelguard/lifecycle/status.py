@@ -57,6 +57,8 @@ class Status:
         pinned: Whether ``rollback()`` has made the current generation current, and its source has not changed since.
         paused: Whether ``pause()`` holds back the policies.
         postponed: A reload or release that is due and waits; None if there is none.
+        gpu_allocated: GPU memory of this process in tensors, on all devices, in bytes; None if it has not used CUDA.
+        gpu_reserved: GPU memory that torch has reserved for this process, in bytes.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Status:
     pinned: bool = False
     paused: bool = False
     postponed: Postponed | None = None
+    gpu_allocated: int | None = None
+    gpu_reserved: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
