@@ -21,6 +21,8 @@ if typing.TYPE_CHECKING:
         Between,
         Changed,
         Errors,
+        GpuMemoryGrowth,
+        GpuMemoryLimit,
         Idle,
         MemoryGrowth,
         MemoryLimit,
@@ -30,6 +32,7 @@ if typing.TYPE_CHECKING:
         Uses,
     )
     from modelguard.lifecycle.pool import ModelPool, pool
+    from modelguard.lifecycle.replay import Replay
     from modelguard.lifecycle.replicas import ModelReplicas, replicas
     from modelguard.serving import Batched, BatchStatus, Breaker, deadline
     from modelguard.serving.batched import batched
@@ -44,6 +47,8 @@ __all__ = [
     "Changed",
     "Cron",
     "Errors",
+    "GpuMemoryGrowth",
+    "GpuMemoryLimit",
     "Idle",
     "Isolated",
     "Loaded",
@@ -54,6 +59,7 @@ __all__ = [
     "ModelReplicas",
     "Modified",
     "Policy",
+    "Replay",
     "Snapshot",
     "Uses",
     "allocator",
@@ -87,6 +93,8 @@ _NAMES = {
         "Between",
         "Changed",
         "Errors",
+        "GpuMemoryGrowth",
+        "GpuMemoryLimit",
         "Idle",
         "MemoryGrowth",
         "MemoryLimit",
@@ -96,6 +104,7 @@ _NAMES = {
         "Uses",
     ),
     "modelguard.lifecycle.pool": ("ModelPool", "pool"),
+    "modelguard.lifecycle.replay": ("Replay",),
     "modelguard.lifecycle.replicas": ("ModelReplicas", "replicas"),
     "modelguard.serving": ("BatchStatus", "Batched", "Breaker", "batched", "deadline"),
 }

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from tests.process.doctor_services import HEALTHY, ILL, LIBRARIES, Service
+from tests.process.doctor_services import HEALTHY, ILL, JEMALLOC, MIMALLOC, Service
 
 from modelguard.diagnosis import DoctorReport, Facts, examine, facts_of_command
 
@@ -46,8 +46,10 @@ def prepare(service: Service, folder: Path, port: int) -> tuple[list[str], dict[
     for module in service.needs:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
-    if LIBRARIES in f"{service.command}{service.environ}{service.files}" and not Path(LIBRARIES).exists():
-        pytest.skip("the allocators are not installed")
+    named = f"{service.command}{service.environ}{service.files}"
+    missing = [library for library in (JEMALLOC, MIMALLOC) if library in named and not Path(library).exists()]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
     for name, text in service.files.items():
         (folder / name).write_text(text.replace("{port}", str(port)))
     fill = lambda text: text.replace("{port}", str(port)).replace("{folder}", str(folder))  # noqa: E731
@@ -61,14 +63,14 @@ def test_what_is_wrong_is_found_and_its_fix_helps(service: Service, tmp_path: Pa
     facts = facts_of(words, environ, tmp_path, service.request)
     report = look(facts)
     found = {finding.number for finding in report.findings}
-    assert service.expected == found, (report, facts)
+    assert service.expected == found, f"{report}\n{facts}"
     if service.expected <= service.stays:
         assert "" == report.fix or "MG404" in found
         return
     fixed = ["sh", "-c", f"exec {report.fix}" if " && " not in report.fix else report.fix]
     assert shlex.split(report.fix)
     again = look(facts_of(fixed, environ, tmp_path, service.request))
-    assert service.stays >= {finding.number for finding in again.findings}, (report.fix, again)
+    assert service.stays >= {finding.number for finding in again.findings}, f"{report.fix}\n{again}"
 
 
 @pytest.mark.parametrize("service", HEALTHY, ids=lambda service: service.name)
@@ -76,4 +78,4 @@ def test_what_is_right_is_left_alone(service: Service, tmp_path: Path, port: int
     """There is no finding."""
     words, environ = prepare(service, tmp_path, port)
     facts = facts_of(words, environ, tmp_path, service.request)
-    assert () == look(facts).findings, facts
+    assert () == look(facts).findings, f"{facts}"

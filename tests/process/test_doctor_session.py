@@ -137,6 +137,18 @@ def test_a_busy_process_does_not_hold_up_the_examination(tmp_path: Path, monkeyp
     assert time.monotonic() - began < 50
 
 
+def test_a_silent_server_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only its worker answers, the service still begins at the server, which the report names as silent."""
+    monkeypatch.setattr(session_module, "_ANSWER", 1.0)
+    program = LISTEN + "import os\nif os.fork():\n    sum(range(10**12))\ntime.sleep(100)\n"
+    facts = facts_of_command(python(tmp_path, program), cwd=tmp_path, patience=2)
+    server, worker = facts.processes
+    assert ("main", None) == (server.role, server.inside)
+    assert "forked" == worker.role
+    assert worker.inside is not None
+    assert any(f"no answer from inside of {server.pid}:" in sentence for sentence in facts.unknown)
+
+
 def test_the_tracker_of_multiprocessing_is_not_asked(tmp_path: Path) -> None:
     """It waits in a read that no signal ends, so the doctor would wait for its answer for nothing."""
     program = "from multiprocessing import resource_tracker\nresource_tracker.ensure_running()\nimport time\n"

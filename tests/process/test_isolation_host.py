@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -24,12 +25,18 @@ NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def place(tmp_path: Path) -> Path:
+    """Where the app's folder is."""
+    return tmp_path
+
+
+@pytest.fixture
+def folder(place: Path) -> Iterator[Path]:
     """A folder with the app; nothing that met there is left afterwards."""
-    write(tmp_path)
-    yield tmp_path
-    if (tmp_path / "run").exists() and not (tmp_path / "run").is_symlink():
-        end_all(tmp_path)
+    write(place)
+    yield place
+    if (place / "run").exists() and not (place / "run").is_symlink():
+        end_all(place)
 
 
 def loads(folder: Path) -> int:
@@ -512,6 +519,12 @@ class TestCode:
 
 
 class TestOtherUsers:
+    @pytest.fixture
+    def place(self) -> Iterator[Path]:
+        """Not among pytest's folders: only its owner may enter these, and other tests change that at the same time."""
+        with TemporaryDirectory() as name:
+            yield Path(name)
+
     @NEEDS_ROOT
     def test_a_foreign_client_is_refused_unread(self, folder: Path) -> None:
         """Even if it gets into the folder: nothing that it sends is unpickled."""
@@ -549,27 +562,27 @@ class TestOtherUsers:
             one.call()
             name = sockets(folder)[0]
             one.run("app.predict.close()")
-        place = folder / "foreign"
-        place.mkdir()
+        foreign = folder / "foreign"
+        foreign.mkdir()
         program = textwrap.dedent(f"""
             import os, socket, time
             os.setgid(65534); os.setuid(65534)
             listening = socket.socket(socket.AF_UNIX)
-            listening.bind({str(place / name)!r})
+            listening.bind({str(foreign / name)!r})
             listening.listen()
             print("listening", flush=True)
             time.sleep(600)
         """)
         with (
-            open_to_all(place),
-            subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as foreign,
+            open_to_all(foreign),
+            subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as other,
         ):
-            assert foreign.stdout is not None
-            assert "listening\n" == foreign.stdout.readline()
-            (place / name).rename(folder / "run" / name)
+            assert other.stdout is not None
+            assert "listening\n" == other.stdout.readline()
+            (foreign / name).rename(folder / "run" / name)
             with Caller(folder) as two, pytest.raises(CallFailed, match=r"LoadFailed.*user 65534"):
                 two.call()
-            foreign.kill()
+            other.kill()
 
     @pytest.mark.parametrize("fault", ["mode", "link", "owner"])
     def test_a_folder_that_is_not_private_is_refused(self, folder: Path, fault: str) -> None:

@@ -71,6 +71,29 @@ sys.stdin.read()
 """
 
 
+# A guard that is paused, a child that is forked then, and resumes, and one that does not.
+PAUSED = """
+import os, sys
+
+from modelguard import guard
+
+nlp = guard(dict, reload_on=None, name="nlp")
+nlp.pause()
+ready, told = os.pipe()
+for resume in (True, False):
+    if os.fork() == 0:
+        if resume:
+            nlp.resume()
+        os.write(told, b".")
+        sys.stdin.read()
+        os._exit(0)
+for _ in range(2):
+    os.read(ready, 1)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
 @contextmanager
 def running(program: str, *words: str) -> Iterator[subprocess.Popen[str]]:
     """A program in an interpreter of its own, once it is ready; its input ends with the block."""
@@ -260,3 +283,13 @@ def test_a_watch_ends_well_when_it_is_interrupted(server: subprocess.Popen[str])
     seen = [look["trees"][0]["processes"][1]["since_seen"] for look in looks]
     assert seen[0] is None
     assert isinstance(seen[1], int)
+
+
+def test_a_pause_is_seen_from_outside() -> None:
+    """In the process that is paused and in a child that was forked then, until that one resumes."""
+    with running(PAUSED) as process:
+        tree = report(process.pid)
+        assert [("nlp",), (), ("nlp",)] == [one.paused for one in tree.processes]
+        shown = top(str(process.pid), "--once").stdout
+        paused = [str(one.pid) for one in tree.processes if one.paused]
+        assert f"Paused: nlp in {', '.join(paused)}." in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from modelguard import (
     Breaker,
     Changed,
     Cron,
+    Idle,
     Loaded,
     MemoryGrowth,
     ModelGuard,
     ModelPool,
     ModelReplicas,
     Policy,
+    Replay,
     Snapshot,
     Uses,
     batched,
@@ -150,6 +153,11 @@ def compare(new: Model, old: Model | None) -> bool:
 
 assert_type(guard(load, reload_on=None, validate=compare), ModelGuard[Model])
 assert_type(guard(load_async, reload_on=None, validate=compare), ModelGuard[Model])
+
+# `replay` takes a number of calls, or a rule.
+
+assert_type(guard(load, reload_on=None, replay=100), ModelGuard[Model])
+assert_type(guard(load_async, reload_on=None, replay=Replay(same=math.isclose, max_slowdown=None)), ModelGuard[Model])
 
 kept = guard(load_version, reload_on=Changed(etag), keep_previous=True)
 assert_type(kept, ModelGuard[Model])
@@ -296,7 +304,11 @@ def load_voice(language: str) -> Model:
     return Model(language)
 
 
-voices = pool(load_voice, max_memory="2 GB", max_models=5, ttl="1h")
+voices = pool(load_voice, max_memory="2 GB", max_models=5, ttl="1h", idle="10m")
+assert_type(voices.unload("ja", timeout="5s"), None)
+assert_type(voices.reload("ja", "en"), None)
+assert_type(voices.status().idle, tuple[str, ...])
+assert_type(Idle("10m", keep="mold"), Idle)
 assert_type(voices, ModelPool[str, Model])
 
 with voices.lease("ja") as voice:

@@ -145,7 +145,7 @@ def summary(tree: TreeReport) -> str:
         f"{who} {format_bytes(tree.pss)}: {copies}.",
         f"Private: {format_bytes(tree.uss)}. RSS adds up to {format_bytes(tree.rss)}: it counts shared pages N times.",
     ]
-    lines += _versions(tree)
+    lines += _versions(tree) + _pauses(tree)
     swap = sum(process.swap for process in tree.processes)
     if swap:
         lines.append(f"In swap: {format_bytes(swap)}.")
@@ -165,6 +165,16 @@ def _versions(tree: TreeReport) -> list[str]:
         f"{guard} is version {version} in {', '.join(map(str, pids))}" for (guard, version), pids in having.items()
     )
     return [f"Models: {'; '.join(shown)}."] if having else []
+
+
+def _pauses(tree: TreeReport) -> list[str]:
+    """The guards that are paused, each with its processes: policies start nothing there."""
+    paused: dict[str, list[int]] = {}
+    for process in tree.processes:
+        for guard in process.paused:
+            paused.setdefault(guard, []).append(process.pid)
+    shown = (f"{guard} in {', '.join(map(str, pids))}" for guard, pids in paused.items())
+    return [f"Paused: {'; '.join(shown)}."] if paused else []
 
 
 def as_dict(trees: Sequence[TreeReport]) -> dict[str, Any]:

@@ -73,9 +73,11 @@ def _with_growth(process: ServiceProcess, before: Mapping[int, int]) -> ServiceP
 
 
 def _examine(session: Session, answers: Answers, subject: str) -> Facts:
-    """The service begins at the uppermost process that has the probe: a shell above it is not looked at."""
-    pids = session.pids()
-    top = next((pid for pid in pids if pid in answers), pids[0] if pids else session.process.pid)
+    """The service begins at the uppermost process that has the probe: a shell above it is not looked at.
+
+    It may have left the question unanswered. The first that has answered may be one of its workers, without the others.
+    """
+    top = next(iter([*session.probed(), *session.pids()]), session.process.pid)
     try:
         return facts_of_tree(top, subject, answers)
     except ProcessLookupError:
@@ -96,7 +98,7 @@ def _unknown(
     silent = [process.pid for process in facts.processes if process.role != "other" and process.pid not in answers]
     if silent:
         pids = ", ".join(map(str, silent))
-        yield f"no answer from inside of {pids}: not a Python that reads PYTHONPATH, or it was busy for 10 seconds"
+        yield f"no answer from inside of {pids}: not a Python that reads PYTHONPATH, or it was busy for 30 seconds"
     for pid, answer in answers.items():
         for failed in answer.get("failed", ()):
             yield f"process {pid} could not say all of itself ({failed})"

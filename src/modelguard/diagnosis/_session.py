@@ -25,8 +25,9 @@ __all__ = ["Session", "started"]
 
 _PROBE = Path(__file__).with_name("_probe.py")
 
-#: Seconds. How long a service may take to stop, and a process to answer the probe's signal.
-_STOP, _ANSWER = 10.0, 10.0
+#: Seconds. How long a service may take to stop, and a process to answer the probe's signal: its 0.3 s of computing and
+#: imports took more than 10 s where ten programs shared a processor.
+_STOP, _ANSWER = 10.0, 30.0
 
 #: A service is ready when it listens, and in ten looks in a row its processes have not been busy more than twice.
 _LOOKS, _BUSY, _PAUSE = 10, 2, 0.1
@@ -52,6 +53,10 @@ class Session:
     def pids(self) -> list[int]:
         """The process and everything that it has started."""
         return [each.pid for each in _proc.descendants(self.process.pid, _proc.processes())]
+
+    def probed(self) -> list[int]:
+        """Those among them that have the probe."""
+        return [pid for pid in self.pids() if (self.folder / f"{pid}.ready").exists()]
 
     def listening(self) -> set[int | str]:
         """Where it accepts connections. A Unix socket counts if the command names it."""
@@ -106,7 +111,7 @@ class Session:
         """Ask every process that has the probe, and wait for their answers."""
         for old in self.folder.glob("*.json"):
             old.unlink(missing_ok=True)
-        asked = [pid for pid in self.pids() if (self.folder / f"{pid}.ready").exists()]
+        asked = self.probed()
         for pid in asked:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, _signal())

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
-from modelguard import _own_thread
+from modelguard import _own_thread, telemetry
 from modelguard.environment import _openmp
-from modelguard.lifecycle import _adapters
+from modelguard.lifecycle import _adapters, _options
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
@@ -21,6 +22,8 @@ from modelguard.lifecycle._resolve import resolve
 from modelguard.lifecycle.loaded import unpacked
 
 if TYPE_CHECKING:
+    from modelguard.lifecycle._recorded_calls import RecordedCalls
+    from modelguard.lifecycle.replay import Replay
     from modelguard.telemetry import DiscardCause
 
 M = TypeVar("M")
@@ -91,6 +94,7 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Made[M]:
 def _make(guard: GuardContext[M], discard: Discard[M]) -> Made[M]:
     runtime = guard.runtime
     before, in_use_before, started = runtime.private(), runtime.in_use(), runtime.clock()
+    on_gpus = {one.device: one.allocated for one in runtime.gpu.devices()}
     with StallMeter() as meter:
         generation = _load(guard)
         try:
@@ -103,6 +107,9 @@ def _make(guard: GuardContext[M], discard: Discard[M]) -> Made[M]:
     growth, in_use = runtime.private() - before, runtime.in_use()
     handed_out = 0 if in_use is None or in_use_before is None else in_use - in_use_before
     generation.model_bytes = max(0, growth, handed_out, _adapters.find(generation.model).size(generation.model) or 0)
+    devices = runtime.gpu.devices()
+    generation.gpu_bytes = {one.device: max(0, one.allocated - on_gpus.get(one.device, 0)) for one in devices}
+    generation.gpu_allocated = sum(one.allocated for one in devices) if devices else None
     generation.born = runtime.clock()
     generation.uses = generation.errors = 0
     generation.load_seconds = runtime.clock() - started
@@ -137,6 +144,10 @@ def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
             _validate(guard, generation)
         if guard.options.warmup is not None:
             resolve(guard.options.warmup(generation.model))
+        if guard.options.replay is not None and guard.recorded is not None:
+            _replay(guard, generation, guard.recorded, guard.options.replay)
+    if generation.number == 1:
+        _options.check_gpu(guard.options.reload_on, guard.runtime.gpu, loaded=True)
 
 
 def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:
@@ -155,13 +166,52 @@ def _verdict(guard: GuardContext[M], generation: Generation[M]) -> object:
     assert validate is not None  # noqa: S101 - the caller has looked
     if not guard.options.validates_both:
         return resolve(validate(generation.model))
-    old = None
+    with _lent_current(guard) as old:
+        return resolve(validate(generation.model, None if old is None else old.model))
+
+
+def _replay(guard: GuardContext[M], generation: Generation[M], calls: RecordedCalls, rule: Replay) -> None:
+    """Compare with the current model on recorded calls, when both are warm.
+
+    Raises:
+        Rejected: Too few answers agree, or they take too long.
+    """
+    from modelguard.lifecycle._replaying import compare  # here, because few guards need it
+
+    with _lent_current(guard) as current:
+        if current is None:
+            return
+        started = guard.runtime.clock()
+        found = compare(guard, calls, rule, new=generation, current=current)
+        objection = found.objection
+        telemetry.emit(
+            telemetry.ReplayFinished(
+                guard=guard.name,
+                generation=generation.number,
+                version=generation.version,
+                current=current.number,
+                recorded=found.recorded,
+                compared=found.compared,
+                agreed=found.agreed,
+                slowdown=found.slowdown,
+                seconds=guard.runtime.clock() - started,
+                accepted=objection is None,
+            )
+        )
+    if objection is not None:
+        raise Rejected(f"replay: {objection}")
+
+
+@contextmanager
+def _lent_current(guard: GuardContext[M]) -> Iterator[Generation[M] | None]:
+    """Keep the current generation from being released in the block; None if there is none."""
+    current = None
     try:
-        with guard.state.lent_current() as old:
-            return resolve(validate(generation.model, None if old is None else old.model))
+        with guard.state.lent_current() as current:
+            yield current
     finally:
-        if old is not None and old.retired and guard.state.retired_call_ended(old):  # closed meanwhile, and given up
-            release_and_report(guard, old, drain_seconds=None)
+        if current is not None and current.retired and guard.state.retired_call_ended(current):
+            release_and_report(guard, current, drain_seconds=None)  # closed meanwhile, and given up
 
 
 def _within(

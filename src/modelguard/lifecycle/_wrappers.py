@@ -21,6 +21,9 @@ from modelguard.lifecycle._signatures import first_name, plain_function, receive
 #: Takes a lease for a call with these arguments, at once or after a wait.
 AsyncTake = Callable[[tuple[Any, ...], dict[str, Any]], "Lease[Any] | Awaitable[Lease[Any]]"]
 
+if TYPE_CHECKING:
+    from modelguard.lifecycle._recorded_calls import RecordedCalls
+
 if TYPE_CHECKING:  # generic for the checkers only
     _FunctionWrapper = wrapt.FunctionWrapper[..., Any]
     _BoundFunctionWrapper = wrapt.BoundFunctionWrapper[..., Any]
@@ -129,6 +132,7 @@ def decorate(engine: Engine[Any], function: Any, *, owner: object, in_use: bool)
         take=lambda _args, _kwargs: Lease.take(engine),
         atake=lambda _args, _kwargs: Lease.take_now(engine) or Lease.atake(engine),
         owner=owner,
+        recorded=engine.guard.recorded,
     )
     if in_use:
         _misuse.check_not_routed(function)
@@ -142,6 +146,7 @@ def wrap(
     take: Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]],
     atake: AsyncTake,
     owner: object,
+    recorded: RecordedCalls | None = None,
 ) -> Guarded:
     """Wrap ``function`` by its kind.
 
@@ -151,6 +156,7 @@ def wrap(
         take: Takes the lease of a generator.
         atake: Takes the lease of a coroutine or an asynchronous generator; an awaitable if it has to wait.
         owner: What :func:`owner_of` returns.
+        recorded: Records the calls; None if nobody asks for that, and then it costs nothing.
 
     Raises:
         InvalidOption: It is not a function, or has no parameter to take the model.
@@ -163,6 +169,10 @@ def wrap(
         call = _async_generator(atake)
     elif inspect.isgeneratorfunction(plain):
         call = _generator(take)
+    elif recorded is not None:
+        call = recorded.exclusion.taking_turns(call)
+    if recorded is not None:
+        call = recorded.recording(call)
     return Guarded(function, call, owner)
 
 
@@ -211,9 +221,13 @@ def _coroutine(atake: AsyncTake) -> Wrapper:
         except GeneratorExit:  # the coroutine was dropped
             lease.drop()
             raise
-        except Exception:
+        except Exception as error:
             failed = True
-            raise
+            if not lease.repair(error):
+                raise
+            result = await wrapped(lease.model, *args, **kwargs)
+            failed = False
+            return result
         finally:
             lease.end(failed=failed)
 

@@ -9,6 +9,7 @@ from modelguard import _public, _units
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
+from modelguard.lifecycle.replay import Replay
 
 if TYPE_CHECKING:
     from modelguard.lifecycle._options import GuardOptions, SwapMode
@@ -36,6 +37,8 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    retry: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -56,6 +59,8 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    retry: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -76,6 +81,8 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    retry: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -96,6 +103,8 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    retry: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[M]: ...
@@ -115,6 +124,8 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    retry: bool = False,
+    replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
 ) -> ModelGuard[Any]:
@@ -171,15 +182,25 @@ def guard(
             time. Each time emits ``MemoryTrimmed``. Default: only when a generation is released.
         keep_previous: Keep the model that a reload has replaced, for :meth:`ModelGuard.rollback`, until the next reload
             has succeeded. Costs the memory of a second model all the time, and of a third one during a load. Nothing is
-            kept where memory is short: after ``drain_first``, and after a reload because of ``MemoryGrowth`` or
-            ``MemoryLimit``.
+            kept where memory is short: after ``drain_first``, and after a reload because of ``MemoryGrowth``,
+            ``MemoryLimit`` or GPU memory.
+        retry: Run a call once more if it ran out of GPU memory. Only for functions that may safely run twice. With or
+            without it, the local variables of the calls in the error's traceback are cleared, torch's cache is emptied
+            (``GpuOutOfMemory``), and if much stays allocated, the model is replaced. Generators, ``lease()`` blocks
+            and coroutines that a plain function returns are not run again.
+        replay: Keep the arguments of so many recent calls, and run these calls on both models before a new one replaces
+            the current one: it is rejected (``ModelRejected``) if more than a tenth of its answers differ, or if it
+            takes more than twice as long. :class:`Replay` sets other bounds. Decorated functions run again then, so
+            they must do nothing but answer. Nothing is compared if no model takes calls: at the first load, after
+            ``drain_first`` and ``Idle``. Default: none is kept.
         prefork: Let :func:`modelguard.prefork.prepare` share this model among forked workers when no guard is named
             there, as the servers' hooks do.
         name: For events, logs and errors. Default: the loader's name; for a lambda, its module and line.
 
     Raises:
         InvalidOption: An option is invalid; the message gives its name, its value and the fix.
-        NotSupported: ``trim_every`` was given, and the allocator in force is not known.
+        NotSupported: ``trim_every`` was given, and the allocator in force is not known; or a policy reads GPU memory,
+            and torch is not installed or was built without CUDA.
         NoMemoryLimit: A policy asks for a percentage of a memory limit, and there is none.
 
     Warns:
@@ -191,7 +212,7 @@ def guard(
     _options.check_loader(load)
     world = runtime.default()
     if reload_on is not None:
-        _options.check_policy(reload_on, world.limit)
+        _options.check_policy(reload_on, world.limit, world.gpu)
     if trim_every is not None:
         world.check_trim()
     options: GuardOptions[Any] = _options.GuardOptions(
@@ -209,6 +230,8 @@ def guard(
         backoff=Backoff() if backoff is None else backoff,
         trim_schedule=None if trim_every is None else _options.TrimSchedule.parse(trim_every),
         keep_previous=keep_previous,
+        retry=retry,
+        replay=Replay.parse(replay),
         prefork=prefork,
         name=_options.loader_name(load) if name is None else name,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from modelguard.serving._requests import Group
 from modelguard.serving._times import Curve
@@ -20,8 +21,29 @@ _ALIKE = 0.1
 _MANY = 10
 #: Each size that is compared is larger than the one before by this factor.
 _NEXT_SIZE = 1.15
-#: Sizes are remembered for so many groups.
+#: Sizes are remembered for so many groups and mean weights; means within 2 ** (1 / 4), a fifth, count as one.
 _REMEMBERED = 64
+_MEANS = 4
+
+
+class _Plan(NamedTuple):
+    """A size, and what it was planned for."""
+
+    curve: Curve
+    ceiling: int
+    lines: int
+    rate: float
+    timeout: float
+    size: int
+
+    def serves(self, curve: Curve, ceiling: int, lines: int, rate: float, timeout: float) -> bool:
+        """Whether it is good enough here: planning takes longer than a look at it."""
+        return (
+            ceiling == self.ceiling
+            and lines == self.lines
+            and abs(timeout - self.timeout) <= _ALIKE * timeout
+            and ((curve is self.curve and rate == self.rate) or _alike(self.curve, curve, self.rate, rate))
+        )
 
 
 class Arrivals:
@@ -49,7 +71,7 @@ class Arrivals:
         self._sizes = sizes_up_to(max_size)
         self._max_weight = max_weight
         self._longest = longest
-        self._planned: dict[Hashable, tuple[Curve, int, int, float, int]] = {}
+        self._planned: dict[Hashable, _Plan] = {}
 
     def note_timeout(self, left: float) -> None:
         """Note how long a request has for its answer."""
@@ -77,13 +99,14 @@ class Arrivals:
             lines: How many groups wait; arrivals are taken to be spread evenly over them.
             ceiling: Most items in a batch at present.
         """
-        known = self._planned.get(group)
-        if known is not None and known[1:3] == (ceiling, lines) and _alike(known[0], curve, known[3], self.rate):
-            return known[4]
+        key = group, round(math.log2(mean) * _MEANS) if mean else None
+        known = self._planned.get(key)
+        if known is not None and known.serves(curve, ceiling, lines, self.rate, self._timeout):
+            return known.size
         size = self._most_answers(curve, mean, self.rate / max(lines, 1) or math.inf, ceiling)
         if len(self._planned) > _REMEMBERED:
             self._planned.clear()
-        self._planned[group] = curve, ceiling, lines, self.rate, size
+        self._planned[key] = _Plan(curve, ceiling, lines, self.rate, self._timeout, size)
         return size
 
     def _most_answers(self, curve: Curve, mean: float, rate: float, ceiling: int) -> int:
@@ -118,9 +141,7 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def _alike(one: Curve, other: Curve, rate: float, other_rate: float) -> bool:
-    """Whether a plan for one still serves for the other: planning takes longer than a look at it."""
-    if one is other:
-        return rate == other_rate
+    """Whether two curves and rates differ little."""
     tolerance = _ALIKE * (one.fixed + one.each + one.unit)
     return (
         abs(one.fixed - other.fixed) <= tolerance

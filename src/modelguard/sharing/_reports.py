@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelguard import _units
-from modelguard.environment import _proc, _remote, _shown_versions
+from modelguard.environment import _proc, _remote, _shown_guards
 from modelguard.environment._allocator_kinds import Kind
 from modelguard.environment._proc import ProcessStat
 from modelguard.errors import InvalidOption, NotSupported
@@ -49,6 +49,7 @@ class ProcessReport:
         swap: Its share of the memory that was moved to swap.
         rss: All its pages in memory, shared or not: misleading if processes share memory.
         versions: The versions of its models, by the names of their guards, as far as their loaders gave any.
+        paused: The names of its guards that are paused.
     """
 
     pid: int
@@ -67,6 +68,7 @@ class ProcessReport:
     swap: int
     rss: int
     versions: Mapping[str, str] = field(default_factory=dict)
+    paused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,8 @@ class TreeWatch:
             where=_places.places(mappings, arenas=arenas),
             swap=_places.total(mappings, "SwapPss"),
             rss=_places.total(mappings, "Rss"),
-            versions=_shown_versions.versions_in(mappings),
+            versions=_shown_guards.versions_in(mappings),
+            paused=_shown_guards.paused_in(mappings),
         )
 
     def _forget_all_but(self, kept: set[tuple[int, int, _proc.MemoryLayout]]) -> None:

@@ -19,6 +19,7 @@ _WARNINGS = (
     events.LoadErrored,
     events.RolledBack,
     events.GenerationAbandoned,
+    events.GpuOutOfMemory,
     events.PolicyFutile,
     events.GrowthFound,
     events.CallbackErrored,
@@ -33,7 +34,7 @@ _WORTH_MENTIONING = 0.05
 _DISCARDED: dict[events.DiscardCause, str] = {
     "closed": "the guard was closed",
     "late": "it was ready only after load_timeout",
-    "rejected": "validate or warmup failed",
+    "rejected": "validate, warmup or replay failed",
     "rolled_back": "rollback() was called during its load",
     "stale": "a newer reload request replaced it",
 }
@@ -45,6 +46,7 @@ _ENDED: dict[events.WorkerEndCause, str] = {
     "timeout": "its call took longer than the timeout",
     "cancelled": "its caller was interrupted",
     "closed": "its mold ended",
+    "idle": "nobody has called",
 }
 
 
@@ -53,7 +55,10 @@ def log_event(event: events.Event) -> None:
     stays = isinstance(event, events.GenerationReleased) and (event.alive or event.immortal)
     failed = isinstance(event, events.WorkerEnded) and event.cause in {"crashed", "timeout"}
     unreachable = isinstance(event, events.BatchSizeChosen) and not event.reachable
-    needs_attention = isinstance(event, _WARNINGS) or stays or failed or unreachable or _leaves_memory(event)
+    unproven = isinstance(event, events.ReplayFinished) and not (event.accepted and event.compared)
+    needs_attention = (
+        isinstance(event, _WARNINGS) or stays or failed or unreachable or unproven or _leaves_memory(event)
+    )
     level = logging.WARNING if needs_attention else logging.INFO
     if isinstance(event, events.BatchFinished):
         level = logging.DEBUG
@@ -103,12 +108,25 @@ def _released(event: events.GenerationReleased) -> str:
     if event.alive:
         held_by = "; ".join(event.holders) or "unknown"
         return f"{_generation(event)} was dropped but is still alive, held by: {held_by}"
-    return f"{_generation(event)} released, {_units.format_bytes(event.freed)} returned to the system"
+    gpu = f", {_units.format_bytes(event.gpu_freed)} to the GPU" if event.gpu_freed else ""
+    return f"{_generation(event)} released, {_units.format_bytes(event.freed)} returned to the system{gpu}"
 
 
 def _abandoned(event: events.GenerationAbandoned) -> str:
     calls = f"{event.in_flight} of its calls outlasted drain_timeout={event.drain_timeout:g} s"
     return f"{_generation(event)} is abandoned: {calls}; it will be released when they end"
+
+
+def _gpu_cache_emptied(event: events.GpuCacheEmptied) -> str:
+    freed, left = _units.format_bytes(event.freed), _units.format_bytes(event.reserved_after)
+    advice = "" if event.advice is None else f". {event.advice}"
+    return f"emptied torch's cache because of {event.policy}: {freed} returned to the GPU, {left} reserved{advice}"
+
+
+def _gpu_out_of_memory(event: events.GpuOutOfMemory) -> str:
+    then = "is run once more" if event.retry else "failed"
+    left = "" if event.allocated is None else f"; {_units.format_bytes(event.allocated)} stay allocated"
+    return f"a call on generation {event.generation} ran out of GPU memory and {then}{left}"
 
 
 def _futile(event: events.PolicyFutile) -> str:
@@ -127,6 +145,15 @@ def _postponed(event: events.ReloadPostponed) -> str:
     until = "the guard is paused" if event.seconds is None else f"waits {event.seconds:.1f} s for min_lifetime"
     what = f"generation {event.generation}" if event.worker is None else f"worker {event.worker}"
     return f"{what} is due, but {until}: {_reasons(event.reasons)}"
+
+
+def _replayed(event: events.ReplayFinished) -> str:
+    which = f"{_generation(event)} against generation {event.current}"
+    if event.accepted and not event.compared:
+        return f"{which}: none of {event.recorded} recorded calls could be compared"
+    slowdown = "" if event.slowdown is None else f", and the median call takes {event.slowdown:.2f} times as long"
+    agreed = f"{event.agreed} of {event.compared} answers agree ({event.recorded} calls were recorded)"
+    return f"{which}: {agreed}{slowdown}; {'accepted' if event.accepted else 'rejected'} after {event.seconds:.2f} s"
 
 
 def _batch_finished(event: events.BatchFinished) -> str:
@@ -166,7 +193,11 @@ def _circuit_opened(event: events.CircuitOpened) -> str:
 
 
 def _generation(
-    event: events.LoadFinished | events.RolledBack | events.GenerationReleased | events.GenerationAbandoned,
+    event: events.LoadFinished
+    | events.RolledBack
+    | events.ReplayFinished
+    | events.GenerationReleased
+    | events.GenerationAbandoned,
 ) -> str:
     return f"generation {event.generation}{_version(event.version)}"
 
@@ -186,6 +217,7 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.RolledBack: lambda event: (
         f"rolled back to {_generation(event)}, from generation {event.replaced}{_version(event.replaced_version)}"
     ),
+    events.ReplayFinished: _replayed,
     events.ReloadDue: lambda event: f"reload due after generation {event.generation}: {_reasons(event.reasons)}",
     events.ReloadPostponed: _postponed,
     events.GuardPaused: lambda _: "paused: policies start nothing until resume()",
@@ -203,6 +235,8 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.GenerationReleased: _released,
     events.GenerationAbandoned: _abandoned,
     events.MemoryTrimmed: lambda event: f"trimmed, {_units.format_bytes(event.freed)} returned to the system",
+    events.GpuCacheEmptied: _gpu_cache_emptied,
+    events.GpuOutOfMemory: _gpu_out_of_memory,
     events.PolicyFutile: _futile,
     events.GrowthFound: _growth,
     events.CallbackErrored: lambda event: f"{event.callback} raised {event.error}",
@@ -216,5 +250,9 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.WorkerEnded: lambda event: (
         f"worker {event.worker} ended after {event.age:.1f} s: {_ENDED[event.cause]}"
         + (f" ({event.detail})" if event.cause == "crashed" else "")
+    ),
+    events.WorkersReleased: lambda event: (
+        f"{event.workers} workers ended until the next call, "
+        f"{_units.format_bytes(event.freed)} returned to the system: {_reasons(event.reasons)}"
     ),
 }

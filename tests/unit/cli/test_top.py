@@ -112,6 +112,19 @@ def test_versions_of_models_are_shown() -> None:
     assert [{}, {"nlp": "v1", "ner": "a"}, {"nlp": "v2"}, {"nlp": "v1"}] == [one["versions"] for one in as_json]
 
 
+def test_paused_guards_are_shown() -> None:
+    """With their processes, because a pause holds for each process alone; and nothing if none is paused."""
+    several = tree()
+    processes = [
+        dataclasses.replace(process, paused=paused)
+        for process, paused in zip(several.processes, ((), ("ner", "nlp"), ("nlp",)), strict=True)
+    ]
+    assert "\nPaused: ner in 11; nlp in 11, 12." in shown([TreeReport(tuple(processes))])
+    assert "Paused" not in shown([several])
+    as_json = _top_view.as_dict([TreeReport(tuple(processes))])["trees"][0]["processes"]
+    assert [(), ("ner", "nlp"), ("nlp",)] == [one["paused"] for one in as_json]
+
+
 def test_several_trees_are_apart() -> None:
     """Each tree has its own table and totals."""
     assert 2 == shown([tree(), tree()]).count("3 processes use")

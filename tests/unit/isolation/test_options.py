@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, Changed, Isolated, Uses, batched, guard, guard_of, isolate, pool
+from modelguard import TTL, Changed, Idle, Isolated, Uses, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import _registry
+from modelguard.isolation._options import ScopeName
 from modelguard.lifecycle.model_guard import guards
 
 model = guard(dict, reload_on=None, name="model")
@@ -26,6 +27,12 @@ def predict(loaded: dict[str, int], text: str) -> str:
 @guard(dict, reload_on=None, keep_previous=True)
 def kept(loaded: dict[str, int], text: str) -> str:
     """Use the model of a guard that keeps the previous one."""
+    return text * len(loaded)
+
+
+@guard(dict, reload_on=None, replay=10)
+def compared(loaded: dict[str, int], text: str) -> str:
+    """Use the model of a guard that compares two."""
     return text * len(loaded)
 
 
@@ -174,6 +181,13 @@ def test_a_broker_keeps_no_previous_mold() -> None:
         isolate(scope="host")(kept)
 
 
+@pytest.mark.parametrize("scope", ["process", "host"])
+def test_a_mold_compares_nothing(scope: ScopeName) -> None:
+    """It has one model, and this process none; so ``replay`` would never reject anything."""
+    with pytest.raises(InvalidOption, match=r"replay=.*under isolate each mold has one. Leave it out"):
+        isolate(scope=scope)(compared)
+
+
 def test_a_guards_own_policy_decides() -> None:
     """recycle_on beside a guard would be a second answer to one question."""
     with pytest.raises(InvalidOption, match="recycle_on"):
@@ -240,3 +254,14 @@ class TestReadiness:
         assert probe is not None
         assert b"slow to load" in probe.body
         assert not isolated.ready
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_spawned_workers_have_no_mold_to_keep(guarded: bool) -> None:  # noqa: FBT001 - a parameter of the test
+    """The message says what to do instead."""
+    policy = Idle("10m", keep="mold")
+    function: Any = guard(dict, reload_on=policy)(predict.__wrapped__) if guarded else plain  # type: ignore[attr-defined]
+    decorate: Any = isolate(start="spawn", recycle_on=None if guarded else policy)
+    with pytest.raises(InvalidOption, match=r"keep='mold': needs workers that are forked.*Leave keep out"):
+        decorate(function)
+    assert isinstance(isolate()(function) if guarded else isolate(recycle_on=policy)(plain), Isolated)

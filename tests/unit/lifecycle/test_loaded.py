@@ -12,7 +12,7 @@ from tests.unit.lifecycle.world import MB, World, run, until
 
 from modelguard import Loaded, telemetry
 from modelguard.environment._proc import maps
-from modelguard.environment._shown_versions import ShownVersion, versions_in
+from modelguard.environment._shown_guards import ShownVersion, versions_in
 from modelguard.errors import InvalidOption, ModelRejected
 from modelguard.frameworks._answers import WebOptions
 from modelguard.lifecycle import _inline

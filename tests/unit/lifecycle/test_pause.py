@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from tests.unit.lifecycle.world import MB, World, number, until
 
 from modelguard import TTL, Errors, Idle, MemoryLimit, ModelGuard, Policy, Uses, replicas
+from modelguard.environment._proc import maps
+from modelguard.environment._shown_guards import paused_in
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle.runtime import use
 from modelguard.lifecycle.status import Postponed
@@ -260,6 +263,22 @@ class TestPause:
         assert [True, True] == [status.paused for status in pair.status()]
         pair.resume()
         assert [False, False] == [status.paused for status in pair.status()]
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no /proc")
+def test_other_processes_can_see_a_pause(world: World) -> None:
+    """``modelguard top`` reads it from ``/proc``, as long as it lasts."""
+    guard, other = (world.guard(name=f"{name}-{os.getpid()}") for name in ("=paused\n", "other"))
+
+    def shown() -> list[str]:
+        return [name for name in paused_in(maps()) if name.endswith(f"-{os.getpid()}")]
+
+    for _ in range(2):
+        guard.pause()
+    assert [f"=paused -{os.getpid()}"] == shown()
+    guard.resume()
+    other.resume()
+    assert [] == shown()
 
 
 class TestMinLifetime:

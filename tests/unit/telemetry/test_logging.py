@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -16,6 +17,8 @@ from modelguard.telemetry import (
     Event,
     GenerationAbandoned,
     GenerationReleased,
+    GpuCacheEmptied,
+    GpuOutOfMemory,
     GrowthFound,
     GuardPaused,
     GuardResumed,
@@ -29,12 +32,14 @@ from modelguard.telemetry import (
     RecycleAsked,
     ReloadDue,
     ReloadPostponed,
+    ReplayFinished,
     RequestsRefused,
     RolledBack,
     SwapChosen,
     UnloadStarted,
     WorkerEndCause,
     WorkerEnded,
+    WorkersReleased,
     WorkerStarted,
     emit,
     logger,
@@ -66,6 +71,38 @@ def ended(cause: WorkerEndCause) -> WorkerEnded:
     return WorkerEnded(guard="nlp", generation=1, worker=4711, cause=cause, detail="SIGSEGV", age=2.5)
 
 
+def emptied(advice: str | None) -> GpuCacheEmptied:
+    """A cache that was emptied."""
+    return GpuCacheEmptied(
+        guard="nlp",
+        generation=3,
+        policy="GpuMemoryLimit('80%')",
+        reserved_before=900 * MB,
+        reserved_after=700 * MB,
+        allocated=600 * MB,
+        seconds=0.01,
+        advice=advice,
+    )
+
+
+def replayed(*, agreed: int, slowdown: float | None, compared: int = 98) -> ReplayFinished:
+    return ReplayFinished(
+        guard="nlp",
+        generation=3,
+        version="b",
+        current=2,
+        recorded=100,
+        compared=compared,
+        agreed=agreed,
+        slowdown=slowdown,
+        seconds=2.5,
+        accepted=agreed >= 0.9 * compared,
+    )
+
+
+PAIR = "generation 3 (version b) against generation 2"
+SLOWER = ", and the median call takes 1.02 times as long"
+
 LINES: list[tuple[Event, str, str]] = [
     (
         ReloadDue(guard="nlp", generation=3, reasons=(Reason("ttl", "TTL('1h')"), Reason("uses", "Uses(5)"))),
@@ -86,6 +123,21 @@ LINES: list[tuple[Event, str, str]] = [
         RolledBack(guard="nlp", generation=2, version=None, replaced=3, replaced_version=None),
         "WARNING",
         "rolled back to generation 2, from generation 3",
+    ),
+    (
+        replayed(agreed=97, slowdown=1.024),
+        "INFO",
+        f"{PAIR}: 97 of 98 answers agree (100 calls were recorded){SLOWER}; accepted after 2.50 s",
+    ),
+    (
+        replayed(agreed=40, slowdown=None),
+        "WARNING",
+        f"{PAIR}: 40 of 98 answers agree (100 calls were recorded); rejected after 2.50 s",
+    ),
+    (
+        replayed(agreed=0, compared=0, slowdown=None),
+        "WARNING",
+        f"{PAIR}: none of 100 recorded calls could be compared",
     ),
     (
         RecycleAsked(guard="nlp", generation=3, reasons=(Reason("uses", "Uses(5)"),)),
@@ -193,6 +245,33 @@ LINES: list[tuple[Event, str, str]] = [
         "trimmed, 300 MB returned to the system",
     ),
     (
+        dataclasses.replace(released(), gpu_reserved_before=900 * MB, gpu_reserved_after=400 * MB, gpu_allocated=0),
+        "INFO",
+        "generation 3 released, 500 MB returned to the system, 500 MB to the GPU",
+    ),
+    (
+        emptied(advice=None),
+        "INFO",
+        "emptied torch's cache because of GpuMemoryLimit('80%'): 200 MB returned to the GPU, 700 MB reserved",
+    ),
+    (
+        emptied(advice="Pad."),
+        "INFO",
+        "emptied torch's cache because of GpuMemoryLimit('80%'): 200 MB returned to the GPU, 700 MB reserved. Pad.",
+    ),
+    (
+        GpuOutOfMemory(guard="nlp", generation=3, reserved_before=9, reserved_after=8, allocated=650 * MB, retry=True),
+        "WARNING",
+        "a call on generation 3 ran out of GPU memory and is run once more; 650 MB stay allocated",
+    ),
+    (
+        GpuOutOfMemory(
+            guard="nlp", generation=3, reserved_before=None, reserved_after=None, allocated=None, retry=False
+        ),
+        "WARNING",
+        "a call on generation 3 ran out of GPU memory and failed",
+    ),
+    (
         PolicyFutile(guard="nlp", generation=3, policy="MemoryLimit('1 GB')", detail="too low"),
         "WARNING",
         "MemoryLimit('1 GB') is ignored for generation 3: too low",
@@ -271,9 +350,23 @@ LINES: list[tuple[Event, str, str]] = [
         "INFO",
         "worker 4711 takes calls after 0.045 s",
     ),
+    (
+        WorkersReleased(
+            guard="nlp",
+            generation=1,
+            reasons=(Reason("idle", "Idle('10m', keep='mold')"),),
+            workers=3,
+            bytes_before=300 * MB,
+            bytes_after=120 * MB,
+            seconds=0.1,
+        ),
+        "INFO",
+        "3 workers ended until the next call, 180 MB returned to the system: Idle('10m', keep='mold')",
+    ),
     (ended("recycled"), "INFO", "worker 4711 ended after 2.5 s: a policy was due"),
     (ended("reforked"), "INFO", "worker 4711 ended after 2.5 s: another worker became its mold"),
     (ended("crashed"), "WARNING", "worker 4711 ended after 2.5 s: it crashed (SIGSEGV)"),
+    (ended("idle"), "INFO", "worker 4711 ended after 2.5 s: nobody has called"),
     (ended("timeout"), "WARNING", "worker 4711 ended after 2.5 s: its call took longer than the timeout"),
 ]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from modelguard import _public
 from modelguard.telemetry.events._base import Event
 from modelguard.telemetry.events._diagnosis import GrowthFound
-from modelguard.telemetry.events._isolation import WorkerEndCause, WorkerEnded, WorkerStarted
+from modelguard.telemetry.events._isolation import WorkerEndCause, WorkerEnded, WorkersReleased, WorkerStarted
 from modelguard.telemetry.events._lifecycle import (
     Callback,
     CallbackErrored,
     DiscardCause,
     GenerationAbandoned,
     GenerationReleased,
+    GpuCacheEmptied,
+    GpuOutOfMemory,
     GuardPaused,
     GuardResumed,
     HostLockHeld,
@@ -25,6 +27,7 @@ from modelguard.telemetry.events._lifecycle import (
     RecycleAsked,
     ReloadDue,
     ReloadPostponed,
+    ReplayFinished,
     RolledBack,
     Swap,
     SwapChosen,
@@ -52,6 +55,8 @@ __all__ = [
     "Event",
     "GenerationAbandoned",
     "GenerationReleased",
+    "GpuCacheEmptied",
+    "GpuOutOfMemory",
     "GrowthFound",
     "GuardPaused",
     "GuardResumed",
@@ -66,6 +71,7 @@ __all__ = [
     "RecycleAsked",
     "ReloadDue",
     "ReloadPostponed",
+    "ReplayFinished",
     "RequestsRefused",
     "RolledBack",
     "Swap",
@@ -74,6 +80,7 @@ __all__ = [
     "WorkerEndCause",
     "WorkerEnded",
     "WorkerStarted",
+    "WorkersReleased",
 ]
 
 _public.set_module(globals())

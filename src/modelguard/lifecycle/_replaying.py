@@ -1,0 +1,260 @@
+"""Compares a new model with the current one on recorded calls."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import statistics
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from modelguard.lifecycle._context import GuardContext
+from modelguard.lifecycle._generation import Generation
+
+if TYPE_CHECKING:
+    from modelguard.lifecycle._recorded_calls import RecordedCall, RecordedCalls
+    from modelguard.lifecycle.replay import Replay
+
+__all__ = ["Comparison", "compare"]
+
+M = TypeVar("M")
+
+#: Pairs of times from which a median is judged.
+_ENOUGH = 10
+#: Seconds. No call takes less, whatever a coarse clock says.
+_SHORTEST = 1e-9
+
+
+class _LeftOut(Exception):
+    """The answer cannot be compared: it is a future."""
+
+
+class _TimeIsUp(Exception):
+    """The call has not ended in time."""
+
+
+class Answer(NamedTuple):
+    """How one call ended on one model.
+
+    Attributes:
+        value: What it returned, None if it raised.
+        error: The type of what it raised; its text might show an input.
+        seconds: How long it took.
+        ended: Whether it has ended in time.
+    """
+
+    value: Any
+    error: str | None
+    seconds: float
+    ended: bool = True
+
+
+@dataclass
+class Comparison:
+    """What came of the recorded calls.
+
+    Attributes:
+        rule: By which they are judged.
+        recorded: How many there were.
+        compared: How many of them have an answer of the current model.
+        agreed: On how many of these the new model agrees.
+        errors: What calls on the new model raised, by type, with numbers.
+        ratios: The time of each call on the new model over that on the current one.
+        cut_short: Whether time was up before all calls had ended.
+    """
+
+    rule: Replay
+    recorded: int
+    compared: int = 0
+    agreed: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    ratios: list[float] = field(default_factory=list)
+    cut_short: bool = False
+
+    def add(self, new: Answer, current: Answer) -> None:
+        """Compare two answers. What the current model cannot answer says nothing about the new one."""
+        if current.error is not None or not current.ended:
+            return
+        ratio = max(new.seconds, _SHORTEST) / max(current.seconds, _SHORTEST)
+        if not new.ended:  # so it takes longer than that
+            self.ratios += [ratio] if self._is_too_slow(ratio) else []
+            return
+        self.compared += 1
+        if new.error is not None:
+            self.errors[new.error] += 1
+            return
+        self.ratios.append(ratio)
+        try:
+            self.agreed += bool(self.rule.same(new.value, current.value))
+        except Exception as error:  # noqa: BLE001 - the rule's author sees it in the reason
+            self.errors[f"{type(error).__name__} in same()"] += 1
+
+    @property
+    def slowdown(self) -> float | None:
+        """The median of the ratios; None if there are too few, though time was not up."""
+        enough = 1 if self.cut_short else _ENOUGH
+        return statistics.median(self.ratios) if len(self.ratios) >= enough else None
+
+    @property
+    def objection(self) -> str | None:
+        """Why the new model is rejected; None if it is not."""
+        rule, slowdown = self.rule, self.slowdown
+        differ, allowed = self.compared - self.agreed, rule.disagreements_allowed(self.compared)
+        if differ > allowed:
+            raised = ", ".join(f"{kind} {count} times" for kind, count in self.errors.most_common())
+            raised = f" (raised: {raised})" if raised else ""
+            return (
+                f"{differ} of {self.compared} recorded calls answer otherwise than before{raised}, and "
+                f"min_agreement={rule.min_agreement:g} allows {allowed}"
+            )
+        if slowdown is not None and self._is_too_slow(slowdown):
+            return (
+                f"recorded calls take {slowdown:.1f} times as long as before (the median of {len(self.ratios)}), and "
+                f"max_slowdown={rule.max_slowdown:g}"
+            )
+        return None
+
+    def _is_too_slow(self, ratio: float) -> bool:
+        return self.rule.max_slowdown is not None and ratio > self.rule.max_slowdown
+
+
+def compare(
+    guard: GuardContext[M], calls: RecordedCalls, rule: Replay, *, new: Generation[M], current: Generation[M]
+) -> Comparison:
+    """Run the recorded calls on both models, in turn, until time is up or nobody takes calls from ``current`` any more.
+
+    Nothing of this counts as a use of either.
+    """
+    clock = guard.runtime.clock
+    end = clock() + rule.timeout
+    recorded = calls.snapshot()
+    found = Comparison(rule, len(recorded))
+    # Calls that the recorded ones make on the same guard are counted here, and not as traffic.
+    shadow = Generation(current.number, current.model, born=current.born, began=current.began, jitter=0.0)
+    with asyncio.Runner() as runner:
+        run = _Run(runner, clock, end)
+
+        def on_new(call: RecordedCall) -> Answer | None:
+            # It needs no turn, but waits for one, as the other does, so that both are timed after a wait.
+            with calls.exclusion.turn(end - clock()):
+                pass
+            with guard.state.running_on(new):
+                return run.answer(call, new.model)
+
+        def on_current(call: RecordedCall) -> Answer | None:
+            with calls.exclusion.turn(end - clock()) as free, guard.state.running_on(shadow):
+                return run.answer(call, shadow.model) if free else None
+
+        for number, call in enumerate(recorded):
+            if clock() >= end or current.retired:
+                break
+            _compare_one(found, call, on_new, on_current, new_first=bool(number % 2))
+    found.cut_short = clock() >= end
+    return found
+
+
+def _compare_one(
+    found: Comparison,
+    call: RecordedCall,
+    on_new: Callable[[RecordedCall], Answer | None],
+    on_current: Callable[[RecordedCall], Answer | None],
+    *,
+    new_first: bool,
+) -> None:
+    """Take turns: the second one finds the caches warm. The answers are gone when this returns."""
+    if new_first:
+        new = on_new(call)
+        current = None if new is None else on_current(call)
+    else:
+        current = on_current(call)
+        new = None if current is None or current.error is not None else on_new(call)
+    if new is not None and current is not None:
+        found.add(new, current)
+
+
+class _Run:
+    """Runs calls to their end, whatever kind of function they are of.
+
+    Args:
+        runner: Runs coroutines, all of them on one loop.
+        clock: Measures the calls.
+        end: When time is up, on that clock.
+    """
+
+    def __init__(self, runner: asyncio.Runner, clock: Callable[[], float], end: float) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._end = end
+
+    def answer(self, call: RecordedCall, model: object) -> Answer | None:
+        """The answer of a model; None if there is none to compare."""
+        try:
+            prepared = call.prepared()
+        except Exception:  # noqa: BLE001 - whatever an argument raises when it is restored
+            return None
+        if prepared is None:
+            return None
+        began = self._clock()
+        try:
+            value = self._finish(prepared(model))
+        except _LeftOut:
+            return None
+        except _TimeIsUp:
+            return Answer(None, None, self._clock() - began, ended=False)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - an answer like any other
+            return Answer(None, type(error).__name__, self._clock() - began)
+        return Answer(value, None, self._clock() - began)
+
+    def _finish(self, result: Any) -> Any:
+        """What a result amounts to: lazy ones do their work here."""
+        kind = type(result)
+        if inspect.iscoroutine(result):
+            return self._run(partial(_awaited, result))
+        if hasattr(kind, "__anext__"):
+            return self._run(partial(self._acollect, result))
+        if hasattr(kind, "__next__"):
+            return self._collect(result)
+        if hasattr(kind, "add_done_callback"):
+            raise _LeftOut
+        return result
+
+    def _collect(self, items: Iterator[Any]) -> list[Any]:
+        found = []
+        for item in items:
+            self._raise_if_late()
+            found.append(item)
+        return found
+
+    async def _acollect(self, items: AsyncIterator[Any]) -> list[Any]:
+        found = []
+        async for item in items:
+            self._raise_if_late()
+            found.append(item)
+        return found
+
+    def _raise_if_late(self) -> None:
+        if self._clock() >= self._end:
+            raise _TimeIsUp
+
+    def _run(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a coroutine in the context of this call, which knows its generation."""
+
+        async def bounded() -> Any:
+            limit = asyncio.timeout(max(0.0, self._end - self._clock()))
+            try:
+                async with limit:
+                    return await work()
+            except TimeoutError:
+                if limit.expired():
+                    raise _TimeIsUp from None
+                raise
+
+        return self._runner.run(bounded(), context=copy_context())
+
+
+async def _awaited(coroutine: Awaitable[Any]) -> Any:
+    return await coroutine
