@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +18,8 @@ class LlamaAdapter:
 
         The context, with its cache of keys and values, is not in it: llama.cpp does not say how large that is.
         """
-        import llama_cpp
-
-        return None if model.model is None else int(llama_cpp.llama_model_size(model.model))
+        library = importlib.import_module("llama_cpp")  # not by a statement: the type checkers' environment is without
+        return None if model.model is None else int(library.llama_model_size(model.model))
 
     def gauges(self, model: Any) -> Mapping[str, int]:  # noqa: ARG002 - a model's figures do not change
         """No figures."""
