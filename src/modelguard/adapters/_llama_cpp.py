@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ class LlamaAdapter:
 
         The context, with its cache of keys and values, is not in it: llama.cpp does not say how large that is.
         """
-        library = importlib.import_module("llama_cpp")  # not by a statement: the type checkers' environment is without
+        library = sys.modules["llama_cpp"]  # it has made the model
         return None if model.model is None else int(library.llama_model_size(model.model))
 
     def gauges(self, model: Any) -> Mapping[str, int]:  # noqa: ARG002 - a model's figures do not change

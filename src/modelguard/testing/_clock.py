@@ -37,8 +37,8 @@ class Clock:
     """Time, memory and randomness for the guards and pools that a test makes.
 
     It begins at an arbitrary time, with 100 MB of private memory, no memory limit, unlimited headroom, and nothing on
-    its one GPU. Random jitter is always 0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes its shortest wait,
-    which is half.
+    its one GPU. Random jitter is always 0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes its shortest
+    wait, which is half.
 
     Policies, ``defer``, backoffs, ``trim_every`` and the ``ttl`` and ``idle`` of pools use this clock. Timeouts of
     callers stay in real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``, the
