@@ -50,6 +50,10 @@ class Service(Server):
     def says(self, weights: str) -> None:
         self.waits_for(f"the model {weights}", lambda: weights == self.ask("/").text.split()[1])
 
+    def answers(self, clients: Clients, weights: str) -> None:
+        """Wait until the model has answered one of the clients."""
+        self.waits_for(f"an answer of {weights}", lambda: clients.versions[weights])
+
     def polls(self, count: int = POLLS) -> None:
         """Wait until the source was asked so many times."""
         begun = self.now("begun")
@@ -87,14 +91,15 @@ def source_of(kind: str, folder: Path) -> Iterator[Source]:
         source.close()
 
 
-def changes_and_goes_back(service: Service, source: Source) -> None:
+def changes_and_goes_back(service: Service, source: Source, clients: Clients) -> None:
     """Versions come, a bad one is rejected, and a good one is undone."""
+    service.answers(clients, FIRST)
     source.publish(SECOND)
-    service.says(SECOND)
+    service.answers(clients, SECOND)
     source.publish(BAD)
     service.waits_for("the canary", lambda: service.now("rejected") >= 1)
     source.publish(FOURTH)
-    service.says(FOURTH)
+    service.answers(clients, FOURTH)
     assert SECOND == service.ask("/rollback", method="POST").text.split()[1]
     service.polls()
     assert service.now("pinned")
@@ -137,12 +142,13 @@ def test_a_service_follows_its_source_and_loses_no_call(kind: str, tmp_path: Pat
         service = stack.enter_context(Service(tmp_path, kind, source, url))
         service.says(FIRST)
         with Clients(service) as clients, wrk(service.url, tmp_path / "wrk"):
-            changes_and_goes_back(service, source)
+            changes_and_goes_back(service, source, clients)
             if proxy is not None:
                 survives_an_outage(service, proxy)
             flaps(service, source)
             source.publish(FIFTH)
             service.says(FIFTH)
+            service.answers(clients, FIFTH)
         sys.stdout.write(f"{kind}: {clients}, {dict(clients.versions)}\n{service.ask('/status').text}\n")
         assert [] == clients.failures
         assert clients.sent == clients.answered > 0
