@@ -346,6 +346,35 @@ def test_forks_while_threads_use_guards_and_pools_never_hang() -> None:
     voices.close()
 
 
+IMPORTING = """
+    import os, sys, threading, time
+    from modelguard import guard
+
+    begun = threading.Event()
+
+    class Slow:
+        def find_spec(self, name, path, target=None):
+            if name == "modelguard.telemetry.events._lifecycle":
+                begun.set()
+                time.sleep(1)
+
+    nlp = guard(dict, reload_on=None)
+    sys.meta_path.insert(0, Slow())
+    threading.Thread(target=nlp.load).start()  # its first event imports all events
+    begun.wait()
+    child = os.fork()
+    if child == 0:
+        nlp.load()
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_while_another_thread_imports_a_part_of_modelguard() -> None:
+    """The child can load: it does not wait for an import that nobody ends there."""
+    assert 7 == run_python(IMPORTING, 20)
+
+
 def held_by_another_thread(lock: Any) -> Callable[[], None]:
     """Have another thread hold a lock, until the function that this returns is called."""
     held, over = threading.Event(), threading.Event()

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import threading
+from contextlib import suppress
 from typing import Protocol
 
 from modelguard._weak_registry import WeakRegistry
 from modelguard.lifecycle import _deadlocks, _host_lock, _threads, _ticker
+
+
+#: What is imported when an event, a reading or a trim first needs it, which may be at any moment.
+_LAZY = (
+    "ctypes",
+    "modelguard.environment._allocator_figures",
+    "modelguard.environment._allocator_problems",
+    "modelguard.environment._elf",
+    "modelguard.environment._linker",
+    "modelguard.environment._python_objects",
+    "modelguard.telemetry._logging",
+    "modelguard.telemetry.events",
+    "tempfile",
+)
+#: Packages whose modules are imported within milliseconds.
+_SHORT = sys.stdlib_module_names | {"cachetools", "modelguard", "psutil", "wrapt"}
 
 
 class Forkable(Protocol):
@@ -48,7 +67,24 @@ def register(participant: Forkable) -> None:
             _registered = True
 
 
+def _finish_imports() -> None:
+    """Import what loads need, and wait for what other threads are importing.
+
+    A child finds an import that was under way unfinished: nobody ends it there.
+    """
+    for name in (*_LAZY, *_unfinished()):
+        with suppress(Exception):  # it fails again where it is needed
+            importlib.import_module(name)
+
+
+def _unfinished() -> list[str]:
+    """Modules that are being imported. Not those of others, such as torch: that may take long."""
+    specs = [(name, getattr(module, "__spec__", None)) for name, module in [*sys.modules.items()]]
+    return [name for name, spec in specs if getattr(spec, "_initializing", False) and name.partition(".")[0] in _SHORT]
+
+
 def _before() -> None:
+    _finish_imports()
     # No thread is inside a guard while the process forks, so the child finds every guard in a whole state.
     _forking.acquire()
     _ticker.TICKER.before_fork()
