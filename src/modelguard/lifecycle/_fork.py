@@ -12,7 +12,6 @@ from typing import Protocol
 from modelguard._weak_registry import WeakRegistry
 from modelguard.lifecycle import _deadlocks, _host_lock, _threads, _ticker
 
-
 #: What is imported when an event, a reading or a trim first needs it, which may be at any moment.
 _LAZY = (
     "ctypes",
