@@ -18,6 +18,8 @@ from modelguard import (
     Breaker,
     Changed,
     Cron,
+    GpuMemoryGrowth,
+    GpuMemoryLimit,
     Idle,
     Loaded,
     MemoryGrowth,
@@ -86,6 +88,13 @@ def pauses(model: ModelGuard[Model]) -> None:
         assert_type(postponed.seconds, float | None)
         assert_type(postponed.reasons, tuple[telemetry.Reason, ...])
     assert_type(guard(load, reload_on=None, min_lifetime="1m"), ModelGuard[Model])
+
+
+def on_a_gpu(model: ModelGuard[Model], now: Snapshot) -> None:
+    assert_type(GpuMemoryGrowth("1 GB") | GpuMemoryLimit("80%", jitter=0), Policy)
+    assert_type(guard(load, reload_on=GpuMemoryGrowth("1 GB"), retry=True), ModelGuard[Model])
+    assert_type(model.status().gpu_allocated, int | None)
+    assert_type([gpu.allocated.settled for gpu in now.gpus or ()], list[int | None])
 
 
 async def load_async() -> Model:

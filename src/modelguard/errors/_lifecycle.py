@@ -57,9 +57,8 @@ class CudaAfterFork(ModelGuardError, RuntimeError):
 
     def __init__(self, guard: str) -> None:
         super().__init__(
-            f"guard {guard!r}: CUDA cannot be used in this process, because it was forked after its parent had "
-            "initialised CUDA. Load the model in each worker, after the fork, and do not use CUDA before; or start "
-            "the processes by spawn, as isolate(start='spawn') does"
+            f"guard {guard!r}: this process was forked after its parent had initialised CUDA, and cannot use it. Use "
+            "CUDA only in the workers, after the fork, or start them by spawn, as isolate(start='spawn') does"
         )
         self.guard = guard
 
