@@ -50,8 +50,9 @@ nitpick_ignore_regex = [
     ("py:class", r"(_units\.)?(Duration|Size)|Kind|How|Swap|SmallObjects"),
     (
         "py:class",
-        r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|ProbeAnswers|_Jittered|_Memory|Value)",
+        r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|ProbeAnswers|Value)",
     ),
+    ("py:class", r"(.*\.)?(Jittered|Sized|_Memory|GpuPolicy)"),
     ("py:class", r"(.*\.)?(Engine|ForkingProcess|GuardOptions|PoolEngine|ProcessHistory|ReasonKind|SwapMode)"),
     ("py:class", r"(.*\.)?(Bound|Changes|Decorator|Generation|Hook|Ready|Reloadable|State)"),
     ("py:class", r"(.*\.)?(Decorated|Request|StreamRequest)"),
@@ -85,7 +86,7 @@ INDEX = f"""\
 SECTIONS = {
     "Start": ["tutorial"],
     "Lifecycle": ["lifecycle", "pool", "recipes", "spacy"],
-    "Environment": ["environment", "memory", "torch"],
+    "Environment": ["environment", "memory", "torch", "gpu"],
     "Sharing": ["sharing", "fork-safety"],
     "Isolation": ["isolation"],
     "Serving": ["serving", "frameworks", "scale-out"],

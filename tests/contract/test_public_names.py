@@ -31,6 +31,8 @@ PUBLIC = [
     "Changed",
     "Cron",
     "Errors",
+    "GpuMemoryGrowth",
+    "GpuMemoryLimit",
     "Idle",
     "Isolated",
     "Loaded",

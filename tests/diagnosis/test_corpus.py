@@ -68,7 +68,7 @@ _CALLS = {
     "torch_leaks:shapes": 480,
     "torch_leaks:graphs": 3000,
     "library_leaks:strings": 5000,
-    "library_leaks:labels": 20_000,
+    "library_leaks:labels": 60_000,
     "library_leaks:clients": 300,
     "library_leaks:tokens": 2000,
     "clean:sawtooth": 25_000,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["HEALTHY", "ILL", "Service"]
+__all__ = ["HEALTHY", "ILL", "JEMALLOC", "MIMALLOC", "Service"]
 
 WSGI = """
 def app(environ, start_response):

@@ -1,7 +1,7 @@
 """Loads a model of one kind again and again in a process of its own: what it takes, and what its release returns.
 
 ``python tests/process/model_release.py sklearn`` prints, as JSON, for each load: private memory with the model, and
-after its release, both in bytes over that of the process before the first load.
+after its release, both in bytes over that of the process before the first load, and the size that the guard reports.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 LOADS = 4
@@ -125,12 +126,111 @@ class Transformers(SentenceTransformers):
         model("two words")
 
 
+class Xgboost:
+    """A booster of 200 trees of depth 12, in a file in UBJSON."""
+
+    packages: ClassVar = ("numpy", "xgboost")
+
+    def make(self) -> None:
+        import numpy as np
+        import xgboost
+
+        draw = np.random.default_rng(0)
+        data = xgboost.DMatrix(draw.random((20_000, 8)), draw.random(20_000))
+        options = {"max_depth": 12, "eta": 0.05, "lambda": 0, "nthread": 1}
+        xgboost.train(options, data, 200).save_model("model.ubj")
+
+    def load(self) -> Any:
+        import xgboost
+
+        return xgboost.Booster({"nthread": 1}, model_file="model.ubj")
+
+    def use(self, model: Any) -> None:
+        import numpy as np
+
+        model.inplace_predict(np.full((1, 8), 0.5))
+
+
+class LlamaCpp:
+    """A Llama with 134 MB of random weights, mapped from a GGUF file, and a context of 1,024 tokens."""
+
+    packages: ClassVar = ("llama_cpp",)
+    vocabulary, width, layers, hidden = 2_048, 512, 8, 2_048
+
+    def make(self) -> None:
+        import gguf
+        import numpy as np
+
+        draw = np.random.default_rng(0)
+        file = gguf.GGUFWriter("model.gguf", "llama")
+        file.add_context_length(4_096)
+        file.add_embedding_length(self.width)
+        file.add_block_count(self.layers)
+        file.add_feed_forward_length(self.hidden)
+        file.add_head_count(8)
+        file.add_layer_norm_rms_eps(1e-5)
+        file.add_tokenizer_model("llama")
+        file.add_token_list([f"<0x{n:02X}>" if n < 256 else f"w{n}" for n in range(self.vocabulary)])
+        file.add_token_scores([0.0] * self.vocabulary)
+        file.add_token_types([6] * 256 + [1] * (self.vocabulary - 256))
+        for name, *shape in self.tensors():
+            file.add_tensor(name, draw.standard_normal(shape, np.float32) / 10)
+        file.write_header_to_file()
+        file.write_kv_data_to_file()
+        file.write_tensors_to_file()
+        file.close()
+        os.sync()  # mapped pages that are not on the disk yet would count as private memory
+
+    def tensors(self) -> Iterator[tuple[Any, ...]]:
+        """Names and shapes of the weights."""
+        yield "token_embd.weight", self.vocabulary, self.width
+        yield "output_norm.weight", self.width
+        for layer in range(self.layers):
+            for name in ("attn_norm", "ffn_norm"):
+                yield f"blk.{layer}.{name}.weight", self.width
+            for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+                yield f"blk.{layer}.{name}.weight", self.width, self.width
+            yield f"blk.{layer}.ffn_gate.weight", self.hidden, self.width
+            yield f"blk.{layer}.ffn_up.weight", self.hidden, self.width
+            yield f"blk.{layer}.ffn_down.weight", self.width, self.hidden
+
+    def load(self) -> Any:
+        from llama_cpp import Llama
+
+        return Llama("model.gguf", n_ctx=1_024, n_threads=1, verbose=False)
+
+    def use(self, model: Any) -> None:
+        model("hello", max_tokens=4, temperature=0)
+
+
+class Mlflow(Sklearn):
+    """The forest, saved as a pyfunc."""
+
+    packages: ClassVar = ("mlflow.pyfunc", "mlflow.sklearn", "sklearn.ensemble", "skops.io")
+
+    def make(self) -> None:
+        import joblib
+        import mlflow.sklearn
+
+        super().make()
+        forest, trusted = joblib.load("model.joblib"), ["sklearn.tree._tree.Tree"]
+        mlflow.sklearn.save_model(forest, "model", pip_requirements=[], skops_trusted_types=trusted)
+
+    def load(self) -> Any:
+        import mlflow.pyfunc
+
+        return mlflow.pyfunc.load_model("model")
+
+
 KINDS: dict[str, Any] = {
     "sklearn": Sklearn,
     "lightgbm": Lightgbm,
     "onnxruntime": Onnxruntime,
     "sentence_transformers": SentenceTransformers,
     "transformers": Transformers,
+    "xgboost": Xgboost,
+    "llama_cpp": LlamaCpp,
+    "mlflow": Mlflow,
 }
 
 
@@ -150,12 +250,13 @@ def main(kind: str) -> None:
     nlp = guard(model.load, reload_on=None, name=kind)
     use = nlp(model.use)
     base = memory.private()
-    figures = []
+    figures: list[tuple[int, int, int | None]] = []
     for _ in range(LOADS):
         use()
         taken = memory.private() - base
+        size = nlp.status().model_bytes
         nlp.unload()
-        figures.append((taken, memory.private() - base))
+        figures.append((taken, memory.private() - base, size))
     sys.stdout.write(f"{json.dumps(figures)}\n")
 
 

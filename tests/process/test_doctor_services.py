@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from tests.process.doctor_services import HEALTHY, ILL, LIBRARIES, Service
+from tests.process.doctor_services import HEALTHY, ILL, JEMALLOC, MIMALLOC, Service
 
 from modelguard.diagnosis import DoctorReport, Facts, examine, facts_of_command
 
@@ -46,8 +46,10 @@ def prepare(service: Service, folder: Path, port: int) -> tuple[list[str], dict[
     for module in service.needs:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
-    if LIBRARIES in f"{service.command}{service.environ}{service.files}" and not Path(LIBRARIES).exists():
-        pytest.skip("the allocators are not installed")
+    named = f"{service.command}{service.environ}{service.files}"
+    missing = [library for library in (JEMALLOC, MIMALLOC) if library in named and not Path(library).exists()]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
     for name, text in service.files.items():
         (folder / name).write_text(text.replace("{port}", str(port)))
     fill = lambda text: text.replace("{port}", str(port)).replace("{folder}", str(folder))  # noqa: E731

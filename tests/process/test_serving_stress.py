@@ -393,10 +393,13 @@ def test_an_idle_batcher_costs_no_cpu() -> None:
     """No thread wakes up again and again while nothing waits."""
     done = python("""
         import time
+        from contextlib import suppress
         from modelguard import batched
+        from modelguard.errors import ModelGuardError
         f = batched(max_size=4, max_wait="1ms", deadline="50ms", threads=2)(lambda items: items)
         for n in range(100):
-            f(n)
+            with suppress(ModelGuardError):  # on a busy machine some are late
+                f(n)
         time.sleep(0.2)
         before = time.process_time()
         time.sleep(3)

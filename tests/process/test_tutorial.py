@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,6 +118,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
         found.stop()
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_a_reader_who_follows_the_tutorial_gets_what_it_promises(reader: Reader) -> None:
     """Every file and command works as shown; four workers share one model in the end, and no request is lost."""
     said: dict[str, list[str]] = {}

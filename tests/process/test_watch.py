@@ -59,7 +59,9 @@ print(json.dumps([first, second, nlp.status().growth is None]))
 
 def test_a_process_that_grows_and_its_child() -> None:
     """Both name Python's objects by type; the child starts with nothing known, and a stop forgets."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=220)
+    # Python warns of a fork beside threads, as the one that watches.
+    command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=220)
     assert "" == done.stderr
     first, second, forgotten = json.loads(done.stdout)
     both: list[dict[str, Any]] = [first, second]

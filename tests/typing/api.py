@@ -18,6 +18,9 @@ from modelguard import (
     Breaker,
     Changed,
     Cron,
+    GpuMemoryGrowth,
+    GpuMemoryLimit,
+    Idle,
     Loaded,
     MemoryGrowth,
     ModelGuard,
@@ -85,6 +88,13 @@ def pauses(model: ModelGuard[Model]) -> None:
         assert_type(postponed.seconds, float | None)
         assert_type(postponed.reasons, tuple[telemetry.Reason, ...])
     assert_type(guard(load, reload_on=None, min_lifetime="1m"), ModelGuard[Model])
+
+
+def on_a_gpu(model: ModelGuard[Model], now: Snapshot) -> None:
+    assert_type(GpuMemoryGrowth("1 GB") | GpuMemoryLimit("80%", jitter=0), Policy)
+    assert_type(guard(load, reload_on=GpuMemoryGrowth("1 GB"), retry=True), ModelGuard[Model])
+    assert_type(model.status().gpu_allocated, int | None)
+    assert_type([gpu.allocated.settled for gpu in now.gpus or ()], list[int | None])
 
 
 async def load_async() -> Model:
@@ -303,7 +313,11 @@ def load_voice(language: str) -> Model:
     return Model(language)
 
 
-voices = pool(load_voice, max_memory="2 GB", max_models=5, ttl="1h")
+voices = pool(load_voice, max_memory="2 GB", max_models=5, ttl="1h", idle="10m")
+assert_type(voices.unload("ja", timeout="5s"), None)
+assert_type(voices.reload("ja", "en"), None)
+assert_type(voices.status().idle, tuple[str, ...])
+assert_type(Idle("10m", keep="mold"), Idle)
 assert_type(voices, ModelPool[str, Model])
 
 with voices.lease("ja") as voice:

@@ -1,4 +1,4 @@
-"""``modelguard ctl``: commands for the guards and isolated functions of a running process."""
+"""``modelguard ctl``: commands for the guards, pools and isolated functions of a running process."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the command to those of ``modelguard``."""
     parser = commands.add_parser(
         "ctl",
-        help="show, reload, unload, pause or resume the guards and isolated functions of a running process",
+        help="show, reload, unload, pause or resume the guards, pools and isolated functions of a running process",
         description="Sends a command to a process that has called modelguard.control.listen(), as the same user. "
-        "status: show the guards and isolated functions; reload: replace their models; unload: release them until "
-        "their next use; pause: let policies start nothing; resume: end that.",
+        "status: show the guards, pools and isolated functions; reload: replace their models; unload: release them "
+        "until their next use; pause: let policies start nothing; resume: end that.",
         epilog="exit status: 0 success, 1 one of them could not do it, 2 the process takes no commands",
     )
     parser.add_argument("pid", metavar="PID", help="the process, such as a worker; or a server, with --all")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
     parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="the guard or isolated function, default: all of the process"
+        "name", nargs="?", metavar="NAME", help="the guard, pool or isolated function, default: all of the process"
     )
     parser.add_argument("--all", action="store_true", help="all processes below PID that take commands, one by one")
     parser.add_argument("--no-wait", action="store_true", help="do not wait until the models are reloaded")
@@ -122,27 +122,35 @@ def _lines(pid: int, guards: Iterable[dict[str, Any]]) -> list[str]:
     return (
         [f"{pid}", *(f"  {name:{width}}  {text}" for name, text in rows)]
         if rows
-        else [f"{pid}  no guards or isolated functions"]
+        else [f"{pid}  no guards, pools or isolated functions"]
     )
 
 
 def _row(guard: dict[str, Any]) -> tuple[str, str]:
     status = guard["status"]
     parts = [f"{status['state']}{', paused' if status['paused'] else ''}"]
-    if status["generation"]:
+    if guard["kind"] == "pool":
+        parts.append(_room(status))
+    elif status["generation"]:
         age = _units.format_seconds(round(status["age"]))
         parts.append(f"generation {status['generation']}, {age} old, {_use(guard)}")
     if status["in_flight"]:
         parts.append(f"{status['in_flight']} in flight")
-    if status["postponed"] is not None:
-        waits = status["postponed"]
+    waits = status.get("postponed")
+    if waits is not None:
         until = "" if waits["seconds"] is None else f" for {waits['seconds']:.0f} s"
         parts.append(f"due, waits{until} ({waits['cause']}): {', '.join(waits['reasons'])}")
-    if status["last_error"] is not None:
+    if status.get("last_error") is not None:
         parts.append(f"failed: {status['last_error']}")
     if guard["error"] is not None:
         parts.append(f"error: {guard['error']}")
     return guard["name"], "; ".join(parts)
+
+
+def _room(status: dict[str, Any]) -> str:
+    models, idle = len(status["models"]), len(status["idle"])
+    used, budget = (_units.format_bytes(status[name]) for name in ("used", "max_memory"))
+    return f"{models} model{'' if models == 1 else 's'}, {used} of {budget}{f', {idle} idle' if idle else ''}"
 
 
 def _use(guard: dict[str, Any]) -> str:

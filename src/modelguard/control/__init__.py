@@ -1,4 +1,4 @@
-"""Control of the guards and isolated functions of a running process: by ``modelguard ctl``, and by SIGHUP.
+"""Control of the guards, pools and isolated functions of a running process: by ``modelguard ctl``, and by SIGHUP.
 
 Off unless the service asks for it.
 
@@ -24,14 +24,14 @@ __all__ = ["listen", "stop"]
 
 
 def listen(*, sighup: bool = False) -> None:
-    """Take commands for the guards and isolated functions of this process, and of processes that it forks from now on.
+    """Take commands for the guards, pools and isolated functions of this process, and of processes that it forks.
 
     Call it once, where the application is made. Further calls change nothing, except that they may add ``sighup``. In
     the processes of isolated functions, which import the application too, it does nothing.
 
     Args:
-        sighup: Whether the signal SIGHUP reloads every guard and isolated function that has a model. A handler that was
-            there before is called as well.
+        sighup: Whether the signal SIGHUP reloads every guard, pool and isolated function that has a model. A handler
+            that was there before is called as well.
 
     Raises:
         NotSupported: This is not Linux; with ``sighup``: the server (gunicorn, uWSGI) uses the signal itself, or this

@@ -1,4 +1,4 @@
-"""What can be asked of the guards and isolated functions of a process, whichever way the command comes."""
+"""What can be asked of the guards, pools and isolated functions of a process, whichever way the command comes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from modelguard.control import _targets
 from modelguard.errors import ModelGuardError
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._waiting import Timeout
+from modelguard.lifecycle.pool import ModelPool
 from modelguard.telemetry import logger
 
 __all__ = ["COMMANDS", "Command", "Result", "run"]
@@ -20,7 +21,7 @@ COMMANDS: tuple[Command, ...] = get_args(Command)
 
 @dataclass(frozen=True)
 class Result:
-    """What a command did to one guard or isolated function.
+    """What a command did to one guard, pool or isolated function.
 
     Attributes:
         name: Its name.
@@ -48,7 +49,7 @@ def run(
 
     Args:
         command: What to do.
-        name: The guard or isolated function; None for all of this process.
+        name: The guard, pool or isolated function; None for all of this process.
         wait: Whether a reload is awaited.
         timeout: Seconds for all of them together, None for no bound. What has begun goes on.
         brokers: Process ids of brokers that have done it already, for another process: what these own is only shown.
@@ -71,16 +72,16 @@ def _is_left_alone(command: Command, target: _targets.Target, brokers: Collectio
     status = target.status()
     if isinstance(status, IsolationStatus) and status.broker in brokers:
         return True
-    return command in {"reload", "unload"} and status.state in {"new", "closed"} and not by_name
+    return command in {"reload", "unload"} and _targets.state_of(target) in {"new", "closed"} and not by_name
 
 
 def _do(command: Command, target: _targets.Target, limit: Timeout, *, wait: bool) -> str | None:
     """Do it to one target; returns why it did not work."""
-    if command == "reload" and target.status().state == "new":
+    if command == "reload" and _targets.state_of(target) == "new":
         return "was never loaded in this process, so there is nothing to replace"
     try:
         if command == "reload":
-            target.reload(wait=wait, timeout=limit.left())
+            _reload(target, limit, wait=wait)
         elif command == "unload":
             target.unload(timeout=limit.left())
         elif command == "pause":
@@ -90,3 +91,10 @@ def _do(command: Command, target: _targets.Target, limit: Timeout, *, wait: bool
     except ModelGuardError as refusal:
         return str(refusal)
     return None
+
+
+def _reload(target: _targets.Target, limit: Timeout, *, wait: bool) -> None:
+    if isinstance(target, ModelPool):
+        target.reload()  # each model at its next use, so there is nothing to wait for
+    else:
+        target.reload(wait=wait, timeout=limit.left())

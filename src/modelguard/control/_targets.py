@@ -1,4 +1,4 @@
-"""What takes commands in a process: its guards and its isolated functions, and their figures as JSON."""
+"""What takes commands in a process: its guards, pools and isolated functions, and their figures as JSON."""
 
 from __future__ import annotations
 
@@ -8,43 +8,63 @@ from typing import TYPE_CHECKING, Any, Literal
 from modelguard.errors import InvalidOption
 from modelguard.isolation import _registry
 from modelguard.lifecycle.model_guard import ModelGuard, guards
+from modelguard.lifecycle.pool import ModelPool, pools
 
 if TYPE_CHECKING:
     from modelguard.isolation.status import IsolationStatus
-    from modelguard.lifecycle.status import Postponed, Status
+    from modelguard.lifecycle.status import PoolStatus, Postponed, State, Status
 
-__all__ = ["Kind", "Target", "figures", "find", "kind_of"]
+__all__ = ["Kind", "Target", "figures", "find", "kind_of", "state_of"]
 
 #: What a target is, as the answers say it.
-Kind = Literal["guard", "isolated function"]
+Kind = Literal["guard", "pool", "isolated function"]
 
-Target = ModelGuard[Any] | _registry.Registered
+Target = ModelGuard[Any] | ModelPool[Any, Any] | _registry.Registered
 
 
 def find(name: str | None) -> list[Target]:
-    """The guards and isolated functions of this process with this name, or all of them, in the order of their names.
+    """The guards, pools and isolated functions of this process with this name, or all, in the order of their names.
 
     Raises:
         InvalidOption: There is none with this name.
     """
-    known: list[Target] = sorted((*guards(), *_registry.live()), key=lambda target: target.name)
+    known: list[Target] = sorted((*guards(), *pools(), *_registry.live()), key=lambda target: target.name)
     found = [target for target in known if name in (None, target.name)]
     if name is not None and not found:
         listed = ", ".join(repr(target.name) for target in known) or "none"
-        why = "is not a guard or an isolated function of this process"
+        why = "is not a guard, a pool or an isolated function of this process"
         raise InvalidOption("name", name, why=why, fix=f"There are: {listed}.")
     return found
 
 
 def kind_of(target: Target) -> Kind:
     """What it is."""
-    return "guard" if isinstance(target, ModelGuard) else "isolated function"
+    if isinstance(target, ModelGuard):
+        return "guard"
+    return "pool" if isinstance(target, ModelPool) else "isolated function"
+
+
+def state_of(target: Target) -> State:
+    """In which state it is. A pool is ready while it has models, idle if all were released until their next use."""
+    if not isinstance(target, ModelPool):
+        return target.status().state
+    return _state_of_pool(target, target.status())
+
+
+def _state_of_pool(pool: ModelPool[Any, Any], status: PoolStatus[Any]) -> State:
+    if pool.closed:
+        return "closed"
+    if status.models:
+        return "ready"
+    return "idle" if status.idle else "new"
 
 
 def figures(target: Target) -> dict[str, Any]:
     """Its status as JSON can carry it."""
     if isinstance(target, ModelGuard):
         return _of_guard(target, target.status())
+    if isinstance(target, ModelPool):
+        return _of_pool(target, target.status())
     return _of_isolated(target, target.status())
 
 
@@ -54,6 +74,23 @@ def _of_guard(guard: ModelGuard[Any], status: Status) -> dict[str, Any]:
         "model_bytes": status.model_bytes,
         "load_seconds": status.load_seconds,
         "reload_on": None if guard.reload_on is None else repr(guard.reload_on),
+    }
+
+
+def _of_pool(pool: ModelPool[Any, Any], status: PoolStatus[Any]) -> dict[str, Any]:
+    return {
+        "state": _state_of_pool(pool, status),
+        "ready": not pool.closed,
+        "paused": status.paused,
+        "in_flight": status.in_flight,
+        # Keys are what the application says, and no JSON.
+        "models": {repr(key): size for key, size in status.models.items()},
+        "idle": [repr(key) for key in status.idle],
+        "used": status.used,
+        "max_memory": status.max_memory,
+        "loads": status.loads,
+        "evictions": status.evictions,
+        "unloads": status.unloads,
     }
 
 
@@ -70,7 +107,7 @@ def _of_isolated(function: _registry.Registered, status: IsolationStatus) -> dic
     }
 
 
-def _common(target: Target, status: Status | IsolationStatus) -> dict[str, Any]:
+def _common(target: ModelGuard[Any] | _registry.Registered, status: Status | IsolationStatus) -> dict[str, Any]:
     return {
         "state": status.state,
         "ready": target.ready,

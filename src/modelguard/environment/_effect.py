@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from modelguard.environment import _capacities
+from modelguard.environment import _capacities, _knobs_cuda
 from modelguard.environment._knobs import Knob
 from modelguard.errors import NotSupported
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from modelguard.environment._allocator import AllocatorInForce
     from modelguard.environment._allocator_kinds import Kind
 
-__all__ = ["ProcessHistory", "State", "effect_of"]
+__all__ = ["Cuda", "ProcessHistory", "State", "effect_of"]
+
+#: How far torch has come with CUDA in a process.
+Cuda = Literal["not imported", "not built in", "not initialised", "initialised"]
 
 State = Literal["applied", "kept", "invalid", "too late", "needs exec", "not supported"]
 
@@ -59,6 +62,18 @@ class ProcessHistory(Protocol):
 
     def grpc_forks(self) -> bool | None:
         """Whether gRPC was imported with fork support; None if it has not been imported."""
+        ...
+
+    def cuda(self) -> Cuda:
+        """How far torch has come with CUDA."""
+        ...
+
+    def cuda_allocator(self) -> str:
+        """The settings that torch's allocator has read, in the notation of its variable. Only once CUDA is initialised.
+
+        Raises:
+            NotSupported: This torch does not report them.
+        """
         ...
 
 
@@ -199,6 +214,26 @@ def _inspect_grpc(knob: Knob, value: str | None, process: ProcessHistory) -> _Re
     return _Reading(seen, read=True, in_force=wanted if as_wanted else None)
 
 
+def _inspect_cuda(read: Callable[[ProcessHistory], _Reading]) -> _Inspect:
+    """Inspect a variable that is read once torch has initialised CUDA, or later."""
+
+    def inspect(_knob: Knob, _value: str | None, process: ProcessHistory) -> _Reading:
+        state = process.cuda()
+        if state == "not built in":
+            raise _NoReader("the torch in this process was built without CUDA")
+        if state == "not imported":
+            return _Reading("torch has not been imported yet")
+        return read(process) if state == "initialised" else _Reading("torch has not initialised CUDA yet")
+
+    return inspect
+
+
+def _read_allocator(process: ProcessHistory) -> _Reading:
+    settings = process.cuda_allocator()
+    seen = f"torch's allocator uses {settings!r}" if settings else "torch's allocator uses its defaults"
+    return _Reading(seen, read=True, in_force=settings or None)
+
+
 _INSPECTIONS: dict[str, _Inspect] = {
     _capacities.ONEDNN: _inspect_cache("oneDNN's primitive cache", "", lambda process: process.primitive_cache()),
     _capacities.IDEEP: _inspect_cache(
@@ -212,4 +247,9 @@ _INSPECTIONS: dict[str, _Inspect] = {
     "MALLOC_TRIM_THRESHOLD_": _inspect_malloc("glibc"),
     "MALLOC_MMAP_THRESHOLD_": _inspect_malloc("glibc"),
     "MALLOC_CONF": _inspect_malloc("jemalloc"),
+    _knobs_cuda.ALLOCATOR: _inspect_cuda(_read_allocator),
+    _knobs_cuda.MODULES: _inspect_cuda(
+        lambda _: _Reading("CUDA is initialised, and its driver has read it", read=True)
+    ),
+    _knobs_cuda.PLANS: _inspect_cuda(lambda _: _Reading("CUDA is initialised; whether cuDNN was used is unknown")),
 }

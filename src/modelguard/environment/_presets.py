@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from modelguard import _units
-from modelguard.environment import _capacities, _cpus, _knobs, _renderings
+from modelguard.environment import _capacities, _cpus, _knobs, _knobs_cuda, _renderings
 from modelguard.environment._effect import ProcessHistory, State, effect_of
 from modelguard.environment._knobs import Knob, When
 from modelguard.environment._renderings import Format
@@ -183,9 +183,10 @@ def get(name: str, *, workers: int = 1, distinct_shapes: int | None = None, cpus
 
     Args:
         name: One of :func:`names`.
-        workers: How many processes share the CPUs; ``torch-cpu`` and ``prefork`` divide the CPUs among them.
+        workers: How many processes share the CPUs; ``torch-cpu`` and ``prefork`` divide the CPUs among them, and
+            ``torch-cuda-shared`` the GPU.
         distinct_shapes: How many different input shapes the traffic has, such as lengths after bucketing, if known;
-            ``torch-cpu-dynamic`` makes oneDNN's caches large enough for all of them.
+            ``torch-cpu-dynamic`` makes oneDNN's caches large enough for all of them, ``torch-cuda-dynamic`` cuDNN's.
         cpus: The number of CPUs to share. Default: what this process may use, which is the smaller of its affinity and
             its cgroups' quota.
 
@@ -257,6 +258,20 @@ def _low_memory(_: _Service) -> tuple[Knob, ...]:
     return (*_knobs.glibc_memory(), _knobs.jemalloc_memory())
 
 
+def _torch_cuda_dynamic(service: _Service) -> tuple[Knob, ...]:
+    shapes, most = service.distinct_shapes, _knobs_cuda.CUDNN_MOST_ENTRIES
+    entries = _knobs_cuda.CUDNN_DEFAULT_ENTRIES if shapes is None else min(most, shapes * _knobs.ENTRIES_PER_SHAPE)
+    return _knobs_cuda.expandable_segments(), _knobs_cuda.cudnn_plans(entries)
+
+
+def _torch_cuda_latency(_: _Service) -> tuple[Knob, ...]:
+    return _knobs_cuda.reclaiming(), _knobs_cuda.eager_modules()
+
+
+def _torch_cuda_shared(service: _Service) -> tuple[Knob, ...]:
+    return _knobs_cuda.fraction(service.workers), _knobs_cuda.lazy_modules(), _knobs.cuda_check()
+
+
 class _Recipe(NamedTuple):
     does: str
     knobs: Callable[[_Service], tuple[Knob, ...]]
@@ -267,6 +282,16 @@ _PRESETS = {
     "torch-cpu-dynamic": _Recipe(
         "torch on CPUs with inputs of many shapes: torch-cpu, and bounded oneDNN caches.",
         _torch_cpu_dynamic,
+    ),
+    "torch-cuda-dynamic": _Recipe(
+        "torch on a GPU with inputs of many sizes: fewer holes in GPU memory, and a bounded cache of convolutions.",
+        _torch_cuda_dynamic,
+    ),
+    "torch-cuda-latency": _Recipe(
+        "torch on a GPU where no call may wait for the allocator or for GPU code to load.", _torch_cuda_latency
+    ),
+    "torch-cuda-shared": _Recipe(
+        "torch in several processes on one GPU: each takes at most its part of the memory.", _torch_cuda_shared
     ),
     "prefork": _Recipe("A server that loads the model and then forks its workers.", _prefork),
     "low-memory": _Recipe("Freed memory is returned to the system, at the cost of some CPU time.", _low_memory),

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from modelguard.environment import _allocator, _proc
+from modelguard.environment import _allocator, _gpu, _proc
 from modelguard.environment._allocator import AllocatorInForce
+from modelguard.environment._effect import Cuda
 from modelguard.errors import NotSupported
 
 __all__ = ["ThisProcess"]
@@ -79,6 +80,24 @@ class ThisProcess:
         """Whether gRPC was imported with fork support; None if it has not been imported."""
         module = sys.modules.get("grpc._cython.cygrpc")
         return None if module is None else bool(getattr(module, "_GRPC_ENABLE_FORK_SUPPORT", False))
+
+    def cuda(self) -> Cuda:
+        """How far torch has come with CUDA. In a child of a process that had initialised it: as far as that."""
+        torch = _gpu.imported_torch()
+        if torch is None:
+            return "not imported"
+        if torch.version.cuda is None and torch.version.hip is None:
+            return "not built in"
+        started = torch.cuda.is_initialized() or _gpu.is_bad_fork(torch)
+        return "initialised" if started else "not initialised"
+
+    def cuda_allocator(self) -> str:
+        """The settings that torch's allocator has parsed last."""
+        torch = _gpu.imported_torch()
+        read = None if torch is None else getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # noqa: SLF001 - torch shows them nowhere else
+        if read is None:
+            raise NotSupported("reading the settings of torch's allocator", reason="this torch does not report them")
+        return str(read())
 
     def _capacity(self, variable: str, *, of_thread: bool) -> int | None:
         loaded = self._loaded(_ONEDNN)

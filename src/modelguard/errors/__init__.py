@@ -12,6 +12,7 @@
     ├── LoadFailed (RuntimeError)         no model could be loaded
     │   ├── LoadTimeout (TimeoutError)    the loader took longer than load_timeout
     │   └── ModelRejected                 the loader returned None, or validate or replay rejected the model
+    ├── CudaAfterFork (RuntimeError)      the model needs CUDA in a process that was forked too late for it
     ├── NoPreviousModel (RuntimeError)    rollback() was called, and no previous model is kept
     ├── Overloaded (RuntimeError)         no capacity now: try again later
     │   ├── Reloading (TimeoutError)      the call timed out while the model was being loaded or replaced
@@ -62,6 +63,7 @@ from modelguard.errors._base import (
 )
 from modelguard.errors._isolation import RemoteError, TransferRefused, WorkerCrashed
 from modelguard.errors._lifecycle import (
+    CudaAfterFork,
     EscapedResult,
     LoadFailed,
     LoadTimeout,
@@ -101,6 +103,7 @@ __all__ = [
     "CannotRun",
     "CircuitOpen",
     "ConsumerTooSlow",
+    "CudaAfterFork",
     "DeadlineExceeded",
     "DeadlineUnreachable",
     "EscapedResult",

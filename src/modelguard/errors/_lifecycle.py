@@ -5,6 +5,7 @@ from __future__ import annotations
 from modelguard.errors._base import ModelGuardError, ModelGuardWarning, Overloaded, shortened
 
 __all__ = [
+    "CudaAfterFork",
     "EscapedResult",
     "LoadFailed",
     "LoadTimeout",
@@ -45,6 +46,21 @@ class LoadTimeout(LoadFailed, TimeoutError):
 
 class ModelRejected(LoadFailed):
     """The loader returned None, or ``validate`` or ``replay`` rejected what it returned."""
+
+
+class CudaAfterFork(ModelGuardError, RuntimeError):
+    """A model uses CUDA in a process that was forked after its parent had initialised CUDA. torch's error is the cause.
+
+    Attributes:
+        guard: The guard's name.
+    """
+
+    def __init__(self, guard: str) -> None:
+        super().__init__(
+            f"guard {guard!r}: this process was forked after its parent had initialised CUDA, and cannot use it. Use "
+            "CUDA only in the workers, after the fork, or start them by spawn, as isolate(start='spawn') does"
+        )
+        self.guard = guard
 
 
 class NoPreviousModel(ModelGuardError, RuntimeError):

@@ -1,4 +1,4 @@
-"""An HTTP route for the guards and isolated functions of a service: status, reload, unload, pause and resume.
+"""An HTTP route for the guards, pools and isolated functions of a service: status, reload, unload, pause and resume.
 
 Off unless a secret is given.
 
@@ -49,10 +49,10 @@ class _Hidden:
 class Admin:
     """The route, for ``ModelGuardMiddleware(admin=...)`` of ASGI and WSGI.
 
-    ``GET PATH/status``, and ``POST PATH/reload``, ``/unload``, ``/pause`` and ``/resume``, each for all guards and
-    isolated functions or for ``?name=``. The answer is JSON: the process id, and the figures of each. 401 without the
-    secret, 404 for an unknown name or command, 405 for a wrong method, 409 if one of them could not do it. A reload is
-    awaited, unless the query has ``wait=false``. Nothing is read of a request but its first lines.
+    ``GET PATH/status``, and ``POST PATH/reload``, ``/unload``, ``/pause`` and ``/resume``, each for all guards, pools
+    and isolated functions or for ``?name=``. The answer is JSON: the process id, and the figures of each. 401 without
+    the secret, 404 for an unknown name or command, 405 for a wrong method, 409 if one of them could not do it. A reload
+    is awaited, unless the query has ``wait=false``. Nothing is read of a request but its first lines.
 
     Args:
         secret: What the header ``Authorization: Bearer`` must have: at least 16 printable ASCII characters without

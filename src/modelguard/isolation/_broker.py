@@ -35,6 +35,7 @@ from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation._worker_process import Worker
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._threads import THREADS
+from modelguard.lifecycle._waiting import Timeout
 from modelguard.telemetry import Event, logger
 
 __all__ = ["main"]
@@ -268,6 +269,7 @@ class _Broker:
         failure: BaseException | None = None
         try:
             self.engine.ensure_loaded()
+            self._molds.call_back_workers(Timeout(None))
         except Exception as error:  # noqa: BLE001 - it is the callers'
             failure = error
         self.supervisor.call(lambda: self._loaded(failure))

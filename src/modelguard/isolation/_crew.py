@@ -12,10 +12,13 @@ from typing import Literal
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.serving.breaker import Breaker, Circuit
 
-__all__ = ["Crew", "End", "Member", "Order", "Promote", "ReplaceMold", "Start", "WorkerState"]
+__all__ = ["Crew", "End", "Member", "Order", "Presence", "Promote", "ReplaceMold", "Start", "WorkerState"]
 
 #: ``starting``: it is being forked or loads; ``retiring``: its call is its last one; ``promoted``: it becomes a mold.
 WorkerState = Literal["starting", "idle", "busy", "retiring", "promoted"]
+
+#: Whether there are workers. ``ended``: none until the next call; ``returning``: that call waits for the first of them.
+Presence = Literal["present", "ended", "returning"]
 
 #: A mold is replaced when so many of its workers in a row have not come up.
 FAILED_STARTS = 2
@@ -75,7 +78,8 @@ class Crew:
     A worn worker takes calls until another one can take its place, and replacements start one at a time, so capacity
     never falls below ``size``. A spare worker waits for that, so a worn or dead worker is replaced without a delay.
     After several deaths in a row, a new worker starts after a backoff, and then the breaker opens. While the function
-    is paused, worn workers stay, and only those that have ended are replaced.
+    is paused, worn workers stay, and only those that have ended are replaced. All workers can be ended until the next
+    call.
 
     Args:
         size: How many workers may have calls at a time.
@@ -108,6 +112,7 @@ class Crew:
         self._failed_starts = 0
         self._asked = False
         self._closed = False
+        self.presence: Presence = "present"
         self.circuit = Circuit(breaker)
         self.members: dict[int, Member] = {}
         self.failures = 0
@@ -149,7 +154,7 @@ class Crew:
 
     def settle(self, now: float) -> list[Order]:
         """Start the workers that are missing and end those that have been replaced, as far as it is time for it."""
-        if self._closed or self._asked:
+        if self._closed or self._asked or self.presence == "ended":
             return []
         return [*self._promote(), *self._end_replaced(), *self._start_missing(now)]
 
@@ -163,6 +168,19 @@ class Crew:
         if self.circuit.state != "closed":
             member.probe = self.circuit.admitted()
         return member
+
+    def end_until_next_call(self) -> list[End] | None:
+        """End all workers, and start none until :meth:`call_back`. None, and nothing ends, unless all are idle."""
+        members = tuple(self.members.values())
+        if self._closed or self._asked or any(member.state != "idle" for member in members):
+            return None
+        self.presence = "ended"
+        return list(self._end(members))
+
+    def call_back(self) -> None:
+        """A call has come."""
+        if self.presence == "ended":
+            self.presence = "returning"
 
     def close(self) -> list[Order]:
         """Start no more workers, and end those that are idle; the others end after their calls."""
@@ -178,6 +196,7 @@ class Crew:
             self.members.pop(number, None)
             return True
         self._failed_starts = 0
+        self.presence = "present"
         member.state = "idle"
         self._idle.append(member)
         return False
@@ -242,6 +261,7 @@ class Crew:
             self._idle.remove(member)
         if member.state == "starting":
             self._failed_starts += 1
+            self.presence = "present"
         if member.state in {"busy", "retiring"}:
             self._busy -= 1
         if not blame:
@@ -298,7 +318,7 @@ class Crew:
         if excess > 0:
             yield from self._end([member for member in up if member.worn][:excess])
 
-    def _end(self, members: list[Member] | tuple[Member, ...]) -> Iterator[Order]:
+    def _end(self, members: list[Member] | tuple[Member, ...]) -> Iterator[End]:
         for member in members:
             if member.state == "busy":
                 member.state = "retiring"

@@ -182,7 +182,7 @@ class Isolated(Generic[P, R]):
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can answer, or ``Idle`` has ended the mold and the next call starts one.
+        """Whether a worker can answer, or ``Idle`` has ended it or the mold and the next call starts another one.
 
         This is what a readiness probe should report.
         """
@@ -219,6 +219,9 @@ class Isolated(Generic[P, R]):
     def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
         """Make a new mold. The old one serves until the new one and its workers are ready, and ends then.
 
+        Over a pool the molds of all keys take no new calls and end after those that run; the next call with a key
+        makes a new one. There is nothing to wait for then.
+
         Args:
             wait: Return when the new mold takes calls; if False, return at once.
             timeout: How long to wait at most.
@@ -228,7 +231,6 @@ class Isolated(Generic[P, R]):
             Reloading: ``timeout`` has passed. The reload goes on.
             GuardClosed: After :meth:`close`.
             InvalidOption: ``wait`` is not a bool.
-            NotSupported: The function's model is one of a pool.
         """
         if not isinstance(wait, bool):
             raise InvalidOption("wait", wait, why="must be True or False", fix="To bound the wait, give timeout='5s'.")
@@ -242,7 +244,8 @@ class Isolated(Generic[P, R]):
         """End the mold and its workers until the next call, which starts them again. Blocks.
 
         It waits for the calls that run, up to the guard's ``drain_timeout``, and for a load that is under way. Does
-        nothing if there is no mold. With ``scope="host"`` it ends the mold of all processes.
+        nothing if there is no mold. With ``scope="host"`` it ends the mold of all processes, and over a pool those of
+        all keys.
 
         Args:
             timeout: How long to wait at most. Default: until the processes have ended.
@@ -251,7 +254,6 @@ class Isolated(Generic[P, R]):
             Reloading: ``timeout`` has passed. An end that has begun goes on.
             GuardClosed: After :meth:`close`.
             WouldDeadlock: On a running event loop (use :meth:`aunload`).
-            NotSupported: The function's model is one of a pool.
         """
         self._scope.unload(timeout)
 
@@ -271,7 +273,6 @@ class Isolated(Generic[P, R]):
         that share the mold, and any of them can resume. There it asks the broker, which answers at once.
 
         Raises:
-            NotSupported: The function's model is one of a pool, which has no pause.
             LoadFailed: ``scope="host"``, and the broker has not answered within five seconds.
         """
         self._scope.set_paused(paused=True)
@@ -280,7 +281,7 @@ class Isolated(Generic[P, R]):
         """End :meth:`pause`, however often it was called. What is due by then starts within about a second.
 
         Raises:
-            NotSupported, LoadFailed: As :meth:`pause`.
+            LoadFailed: As :meth:`pause`.
         """
         self._scope.set_paused(paused=False)
 
@@ -360,7 +361,7 @@ def _scope_of(options: IsolationOptions, source: Source | PoolSource, *, paused:
     if isinstance(source, PoolSource):
         from modelguard.isolation._pool_scope import PoolScope
 
-        return PoolScope(options, source)
+        return PoolScope(options, source, paused=paused)
     guard_options = source.guard.engine.guard.options
     if options.scope == "process":
         return ProcessScope(options, MoldGuard(options, guard_options, paused=paused))

@@ -107,7 +107,7 @@ class _Mold:
         engine = self._guard.engine
         start_thread = _start_behind_others if instructions["beside_calls"] else THREADS.start
         # No ticks: workers ask the policies themselves. No probes: the owner asks them.
-        engine.move_to(Runtime(ticks=False, probes=False, start_thread=start_thread))
+        engine.move_to(Runtime(ticks=False, probes=False, in_mold=True, start_thread=start_thread))
         if instructions["forks"]:
             self._guard.recycle_in_children(self._wear, takes_calls=False)
             prefork.prepare(self._guard)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from modelguard import telemetry
 from modelguard.environment import _proc
-from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported
+from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported, Reloading
 from modelguard.isolation import _news, _target
 from modelguard.isolation._code import Files
 from modelguard.isolation._instructions import Origin
@@ -28,9 +31,11 @@ from modelguard.lifecycle import runtime
 from modelguard.lifecycle._loading import Rejected
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import subset
+from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle.loaded import Loaded
 from modelguard.lifecycle.model_guard import ModelGuard, hide
 from modelguard.lifecycle.status import Postponed
+from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
     from modelguard.isolation._options import IsolationOptions
@@ -45,6 +50,9 @@ _MARGIN = 0.5
 
 #: Seconds that the exit of this process waits for its molds to end, after they were killed.
 _EXIT = 1.0
+
+#: Seconds between two looks whether a worker has come up.
+_POLL = 0.002
 
 _exit_registered = False
 
@@ -81,6 +89,7 @@ class MoldGuard:
         self._key = key
         self.code: Files | None = None
         self._deaths = 0
+        self._ending_workers = threading.Lock()
         self._current: Mold | None = None
         world = runtime.Runtime(
             private=lambda: sum(map(_share, self._pids())),
@@ -101,6 +110,7 @@ class MoldGuard:
             trim_schedule=None,
             prefork=False,
             name=options.name,
+            workers=_Workers(self),
         )
         self.guard: ModelGuard[Mold] = ModelGuard(mine, world)
         self.guard.engine.state.set_paused(paused=paused)
@@ -120,12 +130,67 @@ class MoldGuard:
             if mold is not None:
                 mold.end_at_once()
 
+    def end_workers(self, reasons: tuple[Reason, ...]) -> None:
+        """End the workers until the next call, unless one has a call. Does not block."""
+        if not self._ending_workers.acquire(blocking=False):
+            return
+        try:
+            name = f"modelguard-idle-{self._options.name}"
+            self.guard.engine.guard.runtime.start_thread(partial(self._end_workers, reasons), name)
+        except RuntimeError:  # the system gives no thread; the next look tries again
+            self._ending_workers.release()
+
+    def _end_workers(self, reasons: tuple[Reason, ...]) -> None:
+        try:
+            mold, runtime = self.current, self.guard.engine.guard.runtime
+            if mold is None:
+                return
+            started, before = time.monotonic(), runtime.private()
+            number = self.guard.engine.state.generations
+            ended = mold.end_workers()
+            if not ended and mold.roster.presence == "present":  # a call has come
+                return
+            if self.previous is not None:
+                ended += self.previous.end_workers()
+            telemetry.emit(
+                telemetry.WorkersReleased(
+                    guard=self._options.name,
+                    generation=number,
+                    reasons=reasons,
+                    workers=ended,
+                    bytes_before=before,
+                    bytes_after=runtime.private(),
+                    seconds=time.monotonic() - started,
+                )
+            )
+        finally:
+            self._ending_workers.release()
+
+    def call_back_workers(self, limit: Timeout) -> None:
+        """Start the workers that have ended until the next call, and wait for the first. Blocks.
+
+        Raises:
+            Reloading: The time is over.
+        """
+        while (mold := self.current) is not None and mold.idle:
+            mold.roster.call_back()
+            if limit.left() == 0:
+                raise Reloading(self._options.name, waited=limit.waited())
+            del mold  # a drained mold is released, and must not be alive then
+            time.sleep(_POLL)
+
     def set_paused(self, *, paused: bool) -> None:
         """Let no policy replace a mold or a worker, or let them again. Does not block."""
         self.guard.engine.set_paused(paused=paused)
         for mold in (self.current, self.previous):
             if mold is not None:
                 mold.roster.settle()
+
+    def follow_pause(self, *, paused: bool) -> None:
+        """:meth:`set_paused` where the owner of several reports it. Does not block."""
+        self.guard.engine.state.set_paused(paused=paused)
+        if self.current is not None:
+            self.current.roster.settle()
 
     @property
     def postponed(self) -> Postponed | None:
@@ -237,6 +302,24 @@ class MoldGuard:
 
     def _is_paused(self) -> bool:
         return self.guard.engine.state.paused
+
+
+class _Workers:
+    """The workers of the current mold, as ``Idle`` ends them."""
+
+    def __init__(self, molds: MoldGuard) -> None:
+        self._molds = weakref.ref(molds)
+
+    @property
+    def ended(self) -> bool:
+        molds = self._molds()
+        mold = None if molds is None else molds.current
+        return mold is None or mold.roster.presence != "present"
+
+    def end(self, reasons: tuple[Reason, ...]) -> None:
+        molds = self._molds()
+        if molds is not None:
+            molds.end_workers(reasons)
 
 
 def _share(pid: int) -> int:

@@ -37,6 +37,9 @@ _START = 60.0
 #: Seconds that a mold may take to end, its ``unload`` included, before it is killed.
 _END = 5.0
 
+#: Seconds between two looks whether the workers have ended.
+_POLL = 0.01
+
 _molds: WeakRegistry[Mold] = WeakRegistry()
 
 
@@ -138,6 +141,19 @@ class Mold:
         self.roster.detach()
         self._supervisor.flush(_END)
 
+    @property
+    def idle(self) -> bool:
+        """Whether its workers have ended until the next call, or start for that call. A dead mold waits for none."""
+        return self.died is None and self.roster.presence != "present"
+
+    def end_workers(self) -> int:
+        """End its workers until the next call, unless one has something to do. Blocks until they have; how many."""
+        numbers = self.roster.end_until_next_call()
+        until = time.monotonic() + _END
+        while numbers and any(number in self._running for number in numbers) and time.monotonic() < until:
+            time.sleep(_POLL)
+        return len(numbers or ())
+
     def end_at_once(self) -> None:
         """Kill it and its workers. For the end of this process."""
         if not self.belongs_here:
@@ -229,11 +245,13 @@ class Mold:
         except OSError as error:  # no descriptor is left
             self.roster.not_started(number, str(error))
             return
+        # A call waits for the first worker, so that one does not stand back.
+        awaited = self.roster.presence == "returning" and not any(map(self.roster.is_starting, self._running.values()))
         worker = self._running[number] = Worker(number, Channel(ours))
         self.roster.add(worker)
         self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
         with theirs, suppress(OSError):  # a mold that is gone is noticed by itself
-            beside_calls = self._loaded.done() or self.options.instructions["beside_calls"]
+            beside_calls = not awaited and (self._loaded.done() or self.options.instructions["beside_calls"])
             launched.control.send(("fork", number, beside_calls), [theirs.fileno()])
         self._supervisor.later(_START, functools.partial(_check_started, weakref.ref(worker), weakref.ref(self)))
 

@@ -121,11 +121,12 @@ def _check_refork(refork_after: int, start: StartMethod, kind: FunctionKind) -> 
         raise InvalidOption("refork_after", refork_after, why=why, fix="Leave it out.")
 
 
-def check_function(function: Any, recycle_on: Policy | None) -> None:
+def check_function(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
     """Check that a function can be isolated.
 
     Raises:
-        InvalidOption: It cannot be imported by name, is batched or isolated already, or ``recycle_on`` does not fit it.
+        InvalidOption: It cannot be imported by name, is batched or isolated already, ``recycle_on`` does not fit it, or
+            ``start="spawn"`` has no mold to keep.
     """
     if hasattr(function, "aio") and hasattr(function, "submit"):
         why = "is batched or isolated already"
@@ -139,6 +140,8 @@ def check_function(function: Any, recycle_on: Policy | None) -> None:
     if isinstance(owner, ModelGuard) and (replay := owner.engine.guard.options.replay) is not None:
         why = "compares two models in one process, and under isolate each mold has one"
         raise InvalidOption("replay", replay, why=why, fix="Leave it out, and check each new model with validate=.")
+    if start == "spawn":
+        _check_keeps_nothing(owner.reload_on if isinstance(owner, ModelGuard) else recycle_on)
     if recycle_on is None:
         return
     if isinstance(owner, ModelGuard):
@@ -149,6 +152,14 @@ def check_function(function: Any, recycle_on: Policy | None) -> None:
         raise InvalidOption("recycle_on", recycle_on, why=why, fix="Write for example Uses(10_000).")
     if owner is not None and subset(recycle_on, renews=True, unloads=True) is not None:
         why = "would renew or unload a pool's models, which the pool does"
-        fix = "Give the pool a ttl, and leave TTL, Modified, Changed and Idle out."
+        fix = "Give the pool a ttl or idle, and leave TTL, Modified, Changed and Idle out."
         raise InvalidOption("recycle_on", recycle_on, why=why, fix=fix)
-    check_policy(recycle_on, runtime.default().limit)
+    world = runtime.default()
+    check_policy(recycle_on, world.limit, world.gpu)
+
+
+def _check_keeps_nothing(policy: object) -> None:
+    if isinstance(policy, Policy) and any(part.ends_workers for part in policy.parts()):
+        why = "needs workers that are forked from a mold, and start='spawn' has none"
+        fix = "Leave keep out: then all workers end, and the next call loads the model again."
+        raise InvalidOption("keep", "mold", why=why, fix=fix)

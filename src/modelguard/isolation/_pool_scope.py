@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,6 +28,8 @@ from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._pool_engine import PoolEngine
+from modelguard.lifecycle._waiting import Timeout
+from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry import Reason, WorkerEndCause
 
 if TYPE_CHECKING:
@@ -67,24 +70,28 @@ class PoolScope:
     Args:
         options: Of the function.
         source: Its pool.
+        paused: Whether it is paused from the start.
     """
 
-    def __init__(self, options: IsolationOptions, source: PoolSource) -> None:
+    def __init__(self, options: IsolationOptions, source: PoolSource, *, paused: bool = False) -> None:
         self._options = options
         self._source = source
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._guards: WeakRegistry[MoldGuard] = WeakRegistry()
         self._closed = False
-        self._pool = self._new_pool()
+        self._pool = self._new_pool(paused=paused)
 
-    def _new_pool(self) -> PoolEngine[Any, Mold]:
+    def _new_pool(self, *, paused: bool) -> PoolEngine[Any, Mold]:
         bounds = self._source.pooled.options._replace(name=self._options.name)
-        return PoolEngine(self._engine_of, bounds, runtime.default())
+        pool: PoolEngine[Any, Mold] = PoolEngine(self._engine_of, bounds, runtime.default())
+        pool.paused = paused
+        return pool
 
     def _engine_of(self, key: Any, _world: Runtime) -> Engine[Mold]:
         options = replace(self._options, name=f"{self._options.name}[{key!r}]")
         molds = MoldGuard(options, self._source.options_for(key), key=key, retries=False)
         self._guards.add(molds)
+        molds.follow_pause(paused=self._pool.paused)  # last, so that no pause is missed
         return molds.guard.engine
 
     def take(self, limits: Limits, key: Any = None) -> _Taken:
@@ -131,7 +138,7 @@ class PoolScope:
         counts = [mold.roster.counts for mold in molds]
         return IsolationStatus(
             name=self._options.name,
-            state="closed" if self._closed else "ready" if pool.models else "new",
+            state="closed" if self._closed else "ready" if pool.models else "idle" if pool.idle else "new",
             ready=self.ready,
             workers=tuple(
                 WorkerStatus(pid=one.pid, state=state, worn=worn, calls=calls, age=now - one.born)
@@ -144,6 +151,8 @@ class PoolScope:
             crashed=sum(one["crashed"] for one in counts),
             timed_out=sum(one["timeout"] for one in counts),
             pool=pool,
+            paused=pool.paused,
+            postponed=_of_all(mold.roster.postponed for mold in molds),
         )
 
     def rollback(self) -> NoReturn:
@@ -158,37 +167,33 @@ class PoolScope:
     async def aload(self, timeout: _units.Duration | None) -> None:
         """Molds are made when a call needs their key."""
 
-    def reload(self, *, wait: bool, timeout: _units.Duration | None) -> NoReturn:
-        """There is no one model to renew."""
+    def reload(self, *, wait: bool, timeout: _units.Duration | None) -> None:
+        """Make new molds, each for the next call with its key, so there is nothing to wait for."""
         del wait, timeout
-        reason = "each key of a pool has a mold of its own; the pool's ttl renews them"
-        raise NotSupported(f"{self._options.name}: reload", reason=reason)
+        self._pool.reload(())
 
-    async def areload(self, timeout: _units.Duration | None) -> NoReturn:
-        """There is no one model to renew."""
+    async def areload(self, timeout: _units.Duration | None) -> None:
+        """:meth:`reload`, which does not block."""
         self.reload(wait=True, timeout=timeout)
 
     @property
     def paused(self) -> bool:
-        """Never: see :meth:`set_paused`."""
-        return False
+        """Whether policies are held back."""
+        return self._pool.paused
 
-    def set_paused(self, *, paused: bool) -> NoReturn:
-        """The pool would go on: it has no pause."""
-        reason = (
-            "each key of a pool has a mold of its own, and the pool ends and renews molds by its budget and its ttl"
-        )
-        raise NotSupported(f"{self._options.name}: {'pause' if paused else 'resume'}", reason=reason)
+    def set_paused(self, *, paused: bool) -> None:
+        """Hold back what the pool's options and ``recycle_on`` ask for, or no longer."""
+        self._pool.set_paused(paused=paused)
+        for molds in list(self._guards):
+            molds.follow_pause(paused=paused)
 
-    def unload(self, timeout: _units.Duration | None) -> NoReturn:
-        """There is no one model to release."""
-        del timeout
-        reason = "each key of a pool has a mold of its own; the pool ends those that nobody uses when it needs room"
-        raise NotSupported(f"{self._options.name}: unload", reason=reason)
+    def unload(self, timeout: _units.Duration | None) -> None:
+        """End the molds of all keys until their next call."""
+        self._pool.unload((), Timeout(timeout))
 
-    async def aunload(self, timeout: _units.Duration | None) -> NoReturn:
-        """There is no one model to release."""
-        self.unload(timeout)
+    async def aunload(self, timeout: _units.Duration | None) -> None:
+        """:meth:`unload` for coroutines."""
+        await self._pool.aunload((), Timeout(timeout))
 
     def close(self) -> None:
         """End all processes."""
@@ -203,7 +208,7 @@ class PoolScope:
     def reopen(self) -> None:
         """Admit calls again."""
         if self._closed:
-            self._closed, self._pool = False, self._new_pool()
+            self._closed, self._pool = False, self._new_pool(paused=self.paused)
 
     def end_at_once(self) -> None:
         """Kill all processes."""
@@ -215,3 +220,9 @@ class PoolScope:
         for molds in list(self._guards):
             if molds.current is not None:
                 molds.current.abandon()
+
+
+def _of_all(reasons: Iterable[tuple[Reason, ...]]) -> Postponed | None:
+    """What the workers of all keys wait for."""
+    waiting = tuple(dict.fromkeys(reason for some in reasons for reason in some))
+    return Postponed(reasons=waiting, cause="paused", seconds=None) if waiting else None

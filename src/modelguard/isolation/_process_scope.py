@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 from modelguard import _units
 from modelguard.errors import DeadlineExceeded, Reloading
 from modelguard.isolation._channel import Channel
+from modelguard.isolation._crew import Presence
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._molds import Mold
 from modelguard.isolation._options import IsolationOptions
@@ -16,8 +18,11 @@ from modelguard.isolation._roster import MoldGone
 from modelguard.isolation._scope import Limits
 from modelguard.isolation._worker_process import Worker
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
+from modelguard.lifecycle import _in_thread
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._waiting import Timeout
+from modelguard.lifecycle.status import State
 from modelguard.telemetry import Reason, WorkerEndCause
 
 __all__ = ["ProcessScope"]
@@ -93,9 +98,11 @@ class ProcessScope:
 
     @property
     def ready(self) -> bool:
-        """Whether a worker can answer, or the next call starts a mold."""
+        """Whether a worker can answer, or the next call starts a mold or workers."""
         mold = self._molds.current
-        return self._molds.guard.ready if mold is None else mold.roster.is_ready
+        if mold is None:
+            return self._molds.guard.ready
+        return mold.roster.is_ready or (mold.idle and self._engine.guard.options.ready_when_idle)
 
     @property
     def version(self) -> str | None:
@@ -110,7 +117,7 @@ class ProcessScope:
         counts: dict[Any, int] = {} if mold is None else dict(mold.roster.counts)
         return IsolationStatus(
             name=self._name,
-            state=molds.state,
+            state=_state(molds.state, mold),
             ready=self.ready,
             generation=molds.generation,
             age=molds.age,
@@ -140,12 +147,19 @@ class ProcessScope:
         self._molds.rollback()
 
     def load(self, timeout: _units.Duration | None) -> None:
-        """Start the mold."""
+        """Start the mold, and workers."""
+        limit = Timeout(timeout)
         self._molds.guard.load(timeout)
+        self._molds.call_back_workers(limit)
 
     async def aload(self, timeout: _units.Duration | None) -> None:
-        """Start the mold."""
+        """Start the mold, and workers."""
+        limit = Timeout(timeout)
         await self._molds.guard.aload(timeout)
+        mold = self._molds.current
+        if mold is not None and mold.idle:
+            work = partial(self._molds.call_back_workers, limit)
+            await _in_thread.run(work, f"modelguard-load-{self._name}", self._engine.guard.runtime.start_thread)
 
     @property
     def paused(self) -> bool:
@@ -193,3 +207,11 @@ class ProcessScope:
         for mold in (self._molds.current, self._molds.previous):
             if mold is not None:
                 mold.abandon()
+
+
+def _state(of_guard: State, mold: Mold | None) -> State:
+    """What the guard of the molds says, unless there is a mold without workers."""
+    if mold is None or mold.died is not None or of_guard not in {"ready", "degraded"}:
+        return of_guard
+    states: dict[Presence, State] = {"present": of_guard, "ended": "idle", "returning": "loading"}
+    return states[mold.roster.presence]

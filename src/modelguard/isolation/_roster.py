@@ -6,11 +6,12 @@ import random
 import threading
 import time
 from collections.abc import Iterable
-from typing import Protocol, get_args
+from typing import get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, DeadlineExceeded, QueueFull
-from modelguard.isolation._crew import Crew, End, Order, Promote, Start, WorkerState
+from modelguard.isolation._crew import Crew, End, Order, Presence, Promote, Start, WorkerState
+from modelguard.isolation._mold_orders import MoldOrders, NoMold
 from modelguard.isolation._waiting import ThreadWaiter, Waiter, WaitingLine
 from modelguard.isolation._worker_process import Worker
 from modelguard.telemetry import Event, Reason, WorkerEndCause
@@ -23,42 +24,6 @@ _RETRY = 1.0
 
 class MoldGone(Exception):
     """The mold has ended, and with it all of its workers."""
-
-
-class MoldOrders(Protocol):
-    """What the roster asks of its mold."""
-
-    def start_worker(self, number: int) -> None:
-        """Start a worker. Does not block."""
-        ...
-
-    def promote_worker(self, worker: Worker) -> None:
-        """Let an idle worker take the mold's place. Does not block."""
-        ...
-
-    def give_up(self) -> None:
-        """No worker of this mold comes up: make another mold. Does not block."""
-        ...
-
-    def settle_later(self, seconds: float) -> None:
-        """Call :meth:`Roster.settle` after so many seconds."""
-        ...
-
-
-class _NoMold:
-    """Starts nothing."""
-
-    def start_worker(self, number: int) -> None:
-        pass
-
-    def promote_worker(self, worker: Worker) -> None:
-        pass
-
-    def give_up(self) -> None:
-        pass
-
-    def settle_later(self, seconds: float) -> None:
-        pass
 
 
 class Roster:
@@ -137,6 +102,8 @@ class Roster:
             if len(self._waiters) >= self._max_queue:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=_RETRY)
             self._waiters.append(waiter)
+            if self._crew.presence == "ended":
+                self._call_back()
             return None
 
     def withdraw(self, waiter: Waiter[Worker]) -> bool:
@@ -259,6 +226,24 @@ class Roster:
         for worker in workers:
             worker.has_exited(how)
 
+    def end_until_next_call(self) -> list[int] | None:
+        """End all workers until the next call; their numbers. None, and nothing ends, if one has something to do."""
+        with self._lock:
+            if self._gone or self._waiters or self._crew.presence != "present":
+                return None
+            orders = self._crew.end_until_next_call()
+            if orders is None:
+                return None
+            self._act(orders)
+        self._emit_all()
+        return [order.number for order in orders]
+
+    def call_back(self) -> None:
+        """Start the workers that have ended until the next call."""
+        with self._lock:
+            if self._crew.presence == "ended":
+                self._call_back()
+
     def close(self) -> None:
         """End the idle workers, and each of the others after its call."""
         with self._lock:
@@ -277,7 +262,7 @@ class Roster:
 
     def detach(self) -> None:
         """The mold has been ended: refer to it no more."""
-        self._mold = _NoMold()
+        self._mold = NoMold()
 
     # What there is
 
@@ -286,6 +271,11 @@ class Roster:
         """Whether a worker can take calls."""
         with self._lock:
             return self._crew.ready and not self._gone
+
+    @property
+    def presence(self) -> Presence:
+        """Whether there are workers, or there will be for the next call."""
+        return self._crew.presence
 
     @property
     def is_complete(self) -> bool:
@@ -315,6 +305,13 @@ class Roster:
             return [(worker, one.state, one.worn, one.calls) for worker, one in members if worker is not None]
 
     # Under the lock
+
+    def _call_back(self) -> None:
+        now = time.monotonic()
+        self._crew.call_back()
+        self._act(self._crew.settle(now))
+        if self._crew.start_at > now:
+            self._mold.settle_later(self._crew.start_at - now)
 
     def _postpone(self, worker: Worker, reasons: tuple[Reason, ...]) -> None:
         """Remember why a worker is to be replaced, and report each reason once."""
@@ -368,6 +365,8 @@ class Roster:
     def _dismiss(self, worker: Worker) -> None:
         """Let an idle worker end: it reads the end of its channel."""
         cause: WorkerEndCause = "reforked" if worker.number <= self._last_of_former_mold else "recycled"
+        if self._crew.presence == "ended":
+            cause = "idle"
         if self._gone:
             cause = "closed"
         self._workers.pop(worker.number, None)

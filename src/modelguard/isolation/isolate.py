@@ -97,7 +97,7 @@ def isolate(
 
     def decorate(function: Callable[P, R], /) -> Isolated[P, R]:
         _processes.check_supported()
-        check_function(function, recycle_on)
+        check_function(function, recycle_on, start)
         options = parse(
             function,
             workers=workers,

@@ -39,9 +39,9 @@ class IsolationStatus:
     Attributes:
         name: Its name.
         state: The state of its molds, in the words of a guard's status: ``new``, ``loading``, ``ready``,
-            ``reloading``, ``draining``, ``degraded``, ``idle`` (the mold was ended until the next call), ``failed``,
-            ``closed``.
-        ready: Whether a worker can answer.
+            ``reloading``, ``draining``, ``degraded``, ``idle`` (the mold or, with ``Idle(keep="mold")``, its workers
+            were ended until the next call), ``failed``, ``closed``.
+        ready: Whether a worker can answer, or the next call starts one after ``idle``.
         generation: Number of the current mold, 0 if there is none.
         age: Seconds since it took its first call.
         mold: Its process id; None if there is none.

@@ -44,6 +44,7 @@ PLAIN: Adapter = _Plain()
 
 # Base class of a library's models -> module with its `ADAPTER`. By name, so that nothing is imported here.
 _MODULES = {
+    "llama_cpp.llama.Llama": "modelguard.adapters._llama_cpp",
     "spacy.language.Language": "modelguard.adapters.spacy",
     "torch.nn.modules.module.Module": "modelguard.adapters.torch",
 }

@@ -18,6 +18,7 @@ from modelguard.lifecycle._readings import Readings
 from modelguard.lifecycle._recycling import Ask, Recycling
 from modelguard.lifecycle._trimming import Trimmer
 from modelguard.telemetry import logger
+from modelguard.telemetry.reasons import Reason
 
 M = TypeVar("M")
 
@@ -101,6 +102,12 @@ class Checks(Generic[M]):
             return False
         return self._act(due, over, sample=sample)
 
+    def demand(self, reasons: tuple[Reason, ...], over: Generation[M]) -> None:
+        """Replace a generation at the end of a call, for reasons that no policy has."""
+        due = Due(reasons, over)
+        if not _inline.active() and not self._postponing.postpones(due):
+            self._act(due, over, sample=False)
+
     def _retry(self, due: Due[M]) -> bool:
         state = self._guard.state
         without_model = state.current is None
@@ -109,8 +116,12 @@ class Checks(Generic[M]):
 
     def _act(self, due: Due[M], over: Generation[M], *, sample: bool) -> bool:
         state = self._guard.state
-        if due.unload:
+        if due.action == "unload":
             self._start(state.request_unload(due.reasons, instead_of=over, by_policy=True))
+            return False
+        if due.action == "end_workers":
+            if self._guard.options.workers is not None:
+                self._guard.options.workers.end(due.reasons)
             return False
         if self._recycling.here:
             try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import _own_thread, _units
 from modelguard._weak_registry import WeakRegistry
-from modelguard.errors import LoadFailed, WouldDeadlock
+from modelguard.errors import InvalidOption, LoadFailed, WouldDeadlock
 from modelguard.lifecycle import _at_exit, _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
 from modelguard.lifecycle._checks import Checks
 from modelguard.lifecycle._context import GuardContext
@@ -24,6 +24,7 @@ from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle._recycling import Ask
 from modelguard.lifecycle._release import drain_and_release, in_background, release_and_report
 from modelguard.lifecycle._reload import Reload
+from modelguard.lifecycle._repair import free, named
 from modelguard.lifecycle._resolve import resolve
 from modelguard.lifecycle._rollback import roll_back
 from modelguard.lifecycle._state import GuardState
@@ -122,7 +123,9 @@ class Engine(Generic[M]):
         if self.state.leave(generation, False) and generation.retired:  # noqa: FBT003 - a keyword would cost the hot path
             in_background(self.guard, functools.partial(self._after_call, generation))
 
-    def wrapper(self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]) -> Wrapper:
+    def wrapper(  # noqa: C901 - the hot path is written out
+        self, is_lazy: Callable[[type], bool], keep: Callable[[Generation[M], Any], Any]
+    ) -> Wrapper:
         """Make the body of a decorated plain function.
 
         This is the hot path. It writes out :meth:`GuardState.enter`, :meth:`GuardState.nest` and a lease, and makes
@@ -134,6 +137,13 @@ class Engine(Generic[M]):
         """
         state = self.state
         enclosing = state.enclosing
+
+        def again(generation: Generation[M], wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            result = wrapped(generation.model, *args, **kwargs)
+            if not is_lazy(type(result)):
+                return result
+            generation.leases.append(None)
+            return keep(generation, result)
 
         def call(wrapped: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             generation = state.current
@@ -158,9 +168,13 @@ class Engine(Generic[M]):
                     raise misuse from None  # says nothing about the model, so it does not count as its failure
                 failed = True
                 raise
-            except Exception:
+            except Exception as error:
                 failed = True
-                raise
+                if not self.repair(generation, error):
+                    raise
+                result = again(generation, wrapped, args, kwargs)
+                failed = False
+                return result
             finally:
                 mine.clear()
                 look_further = state.leave(generation, failed)
@@ -170,6 +184,21 @@ class Engine(Generic[M]):
                     self._after_call(generation)
 
         return call
+
+    def repair(self, generation: Generation[M], error: Exception) -> bool:
+        """Free the GPU memory that a failed call has left, if that was its trouble; whether to run the call again.
+
+        Raises:
+            CudaAfterFork: CUDA cannot be used in this process.
+        """
+        if (better := named(self.name, self.guard.runtime.gpu, error)) is not error:
+            raise better
+        if not self.guard.runtime.gpu.is_out_of_memory(error):
+            return False
+        reasons = free(self.guard, generation, error)
+        if reasons and generation is self.state.current:
+            self.checks.demand(reasons, generation)
+        return self.guard.options.retry
 
     def _enter_instead_of(self, retired: Generation[M]) -> Generation[M]:
         """Take a lease again, after one that was taken in the moment of the generation's retirement."""
@@ -266,7 +295,16 @@ class Engine(Generic[M]):
         """Whether a load is under way, or the release of what it replaced."""
         return self.state.job is not None
 
+    def _check_keep(self) -> None:
+        """Refuse to load a model in a process where ``keep="mold"`` has no meaning. Before, nobody can know."""
+        guard = self.guard
+        if guard.options.keeps_mold and guard.options.workers is None and not guard.runtime.in_mold:
+            why = f"is for the workers of an isolated function, and guard {self.name!r} loads its model in this process"
+            fix = "Put @isolate() above the guard's decorator, or leave keep out to release the model."
+            raise InvalidOption("keep", "mold", why=why, fix=fix)
+
     def _request_reload(self) -> Future[Outcome]:
+        self._check_keep()
         with self.state.lock:
             request, job = self.state.request((Reason("requested", "requested"),), urgent=True)
             future = self.state.wait_for_request(request)
@@ -339,6 +377,7 @@ class Engine(Generic[M]):
             state.raise_if_closed()
             if state.current is not None:
                 return None
+            self._check_keep()
             left = state.retry_at - self.guard.runtime.clock()
             if state.job is None and state.failure is not None and left > 0:
                 raise state.failure.again(left)

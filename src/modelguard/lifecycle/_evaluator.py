@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from modelguard import telemetry
 from modelguard.lifecycle import _growth
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._gpu_cache import GpuCache
 from modelguard.lifecycle._policy import Policy, Snapshot, alternatives, source_part
 from modelguard.lifecycle._readings import Readings
 from modelguard.telemetry.reasons import Reason
@@ -26,18 +27,22 @@ _POLICY_ERRORS = (Exception, SystemExit)
 _IDLE = 1.0
 
 
+#: What a policy asks for: another model, the release until the next use, or the end of an isolated function's workers.
+Action = Literal["load", "unload", "end_workers"]
+
+
 class Due(NamedTuple, Generic[M]):
     """A load or a release that is due.
 
     Attributes:
         reasons: Why.
         generation: The generation that is over; None for the retry of a failed load.
-        unload: Whether it is released until the next use, and not replaced.
+        action: What is to be done.
     """
 
     reasons: tuple[Reason, ...]
     generation: Generation[M] | None
-    unload: bool = False
+    action: Action = "load"
 
 
 class Evaluator(Generic[M]):
@@ -50,6 +55,7 @@ class Evaluator(Generic[M]):
 
     def __init__(self, guard: GuardContext[M]) -> None:
         self.readings = Readings(guard)
+        self._gpu_cache = GpuCache(guard)
         self.interval = math.inf
         self._guard = guard
         self._members = alternatives(guard.options.reload_on)
@@ -122,13 +128,14 @@ class Evaluator(Generic[M]):
             self.readings.start(generation)
         snapshot = self.readings.snapshot(generation, settled=state.draining <= state.abandoned, sample=sample)
         reasons = self._ask(snapshot)
+        if sample:
+            self._gpu_cache.check(snapshot)
         self._set_alarm(generation, snapshot)
         if not reasons:
             state.postpone(None)
             return None
         state.set_alarm(generation, math.inf)
-        # If a member asks for each of the two: what nobody uses is not loaded afresh.
-        return Due(tuple(reasons), generation, unload=any(reasons.values()))
+        return Due(tuple(reasons), generation, _chosen(set(reasons.values())))
 
     def _retry(self) -> Due[M] | None:
         state = self._guard.state
@@ -138,16 +145,16 @@ class Evaluator(Generic[M]):
         self.interval = max(0.0, state.retry_at - self._guard.runtime.clock())
         return None if self.interval > 0 else Due((Reason("retry", f"retry after failure {state.failures}"),), None)
 
-    def _ask(self, snapshot: Snapshot) -> dict[Reason, bool]:
-        """The reasons of the members that are due, and whether each asks to unload.
+    def _ask(self, snapshot: Snapshot) -> dict[Reason, Action]:
+        """The reasons of the members that are due, and what each asks for.
 
         A member that raises is reported, and the others still count.
         """
-        reasons: dict[Reason, bool] = {}
+        reasons: dict[Reason, Action] = {}
         for member in self._asked():
             try:
                 self._report_futile_parts(member, snapshot)
-                reasons |= dict.fromkeys(member.reasons(snapshot), member.unloads)
+                reasons |= dict.fromkeys(member.reasons(snapshot), _asked_by(member))
             except _POLICY_ERRORS as error:
                 self.report_error("reload_on", error, about=_name(member))
         return reasons
@@ -170,6 +177,7 @@ class Evaluator(Generic[M]):
         """Let calls end on the fast path until the policy's answer may change."""
         members = self._asked()
         if not members:
+            self.interval = _IDLE if self._members else math.inf
             self._guard.state.set_alarm(generation, math.inf)
             return
         uses, seconds = math.inf, math.inf
@@ -188,13 +196,33 @@ class Evaluator(Generic[M]):
 
     def _asked(self) -> tuple[Policy, ...]:
         """What decides now. After a rollback that is only a new change of the source."""
-        return self._members_if_pinned if self._guard.state.pinned else self._members
+        members = self._members_if_pinned if self._guard.state.pinned else self._members
+        workers = self._guard.options.workers
+        if workers is None or not workers.ended:
+            return members
+        return tuple(member for member in members if not member.ends_workers)
 
     def _first_report(self, about: str) -> bool:
         if about in self._reported:
             return False
         self._reported.add(about)
         return True
+
+
+def _asked_by(member: Policy) -> Action:
+    if member.unloads:
+        return "unload"
+    return "end_workers" if member.ends_workers else "load"
+
+
+def _chosen(asked: set[Action]) -> Action:
+    """What to do where members ask for different things.
+
+    What nobody uses is not loaded afresh, unless a mold is kept for the next call: that one is to be as new as others.
+    """
+    if "unload" in asked:
+        return "unload"
+    return "load" if "load" in asked else "end_workers"
 
 
 def _name(policy: Policy) -> str:

@@ -27,6 +27,9 @@ class Generation(Generic[M]):
         born: When it began to take calls, on the guard's clock.
         began: The same on the wall clock, in seconds since the epoch.
         pid: The process that loaded it, which may be a parent of this one.
+        gpu_bytes: Bytes that its load has allocated on each GPU, by the device's index.
+        gpu_allocated: Bytes that the process had allocated on all of them when it began to take calls, and its
+            predecessor was gone; None if it used none.
         dropped: No call may run on it any more; its model is being released.
     """
 
@@ -38,6 +41,8 @@ class Generation(Generic[M]):
         "dropped",
         "errors",
         "fruitless_reloads",
+        "gpu_allocated",
+        "gpu_bytes",
         "jitter",
         "leases",
         "load_seconds",
@@ -70,6 +75,8 @@ class Generation(Generic[M]):
         self.pid = os.getpid()
         self.model_bytes = 0
         self.load_seconds = 0.0
+        self.gpu_bytes: dict[int, int] = {}
+        self.gpu_allocated: int | None = None
         self.leases: list[None] = []
         self.uses = 0
         self.errors = 0

@@ -115,6 +115,11 @@ class GenerationState(CallState[M]):
                 self._retire(old)
             return old
 
+    def await_next_use(self) -> None:
+        """Count as released until the next use: another guard has had this model, and has released it."""
+        with self.lock:
+            self.unloaded = self.current is None
+
     def retire_until_next_use(self, *, if_unused: bool) -> Generation[M] | None:
         """Take the current generation out of service, to be released until its next use.
 

@@ -64,8 +64,9 @@ def drive(take: Callable[[], Lease[Any]], start: Callable[[Any], Generator[Any, 
                 raise
             except BaseException as error:  # noqa: BLE001 - it is the inner generator's to handle
                 step, value = inner.throw, error
-    except Exception:
+    except Exception as error:
         failed = True
+        lease.repair(error)
         raise
     finally:
         lease.end(failed=failed)
@@ -95,8 +96,9 @@ async def adrive(
                 raise
             except BaseException as error:  # noqa: BLE001 - it is the inner generator's to handle
                 step, value = inner.athrow, error
-    except Exception:
+    except Exception as error:
         failed = True
+        lease.repair(error)
         raise
     finally:
         lease.end(failed=failed)
@@ -111,8 +113,9 @@ async def finish(lease: Lease[Any], coroutine: Coroutine[Any, Any, Any]) -> Any:
     except GeneratorExit:
         lease.drop()
         raise
-    except Exception:
+    except Exception as error:
         failed = True
+        lease.repair(error)
         raise
     finally:
         lease.end(failed=failed)

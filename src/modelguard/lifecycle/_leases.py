@@ -156,8 +156,21 @@ class Lease(Generic[M]):
         """Return the lease at the end of a block."""
         if isinstance(error, GeneratorExit):  # of a generator that may have been dropped
             self.drop()
+        elif isinstance(error, Exception):
+            try:
+                self.repair(error)
+            finally:
+                self.end(failed=True)
         else:
-            self.end(failed=isinstance(error, Exception))
+            self.end(failed=False)
+
+    def repair(self, error: Exception) -> bool:
+        """Do what a failed call needs; whether it may run again on this lease. It must be ended in any case.
+
+        Raises:
+            CudaAfterFork: CUDA cannot be used in this process.
+        """
+        return self._generation is not None and self._engine.repair(self._generation, error)
 
     def end(self, *, failed: bool) -> None:
         """Return the lease, once."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from modelguard import _own_thread, telemetry
 from modelguard.environment import _openmp
-from modelguard.lifecycle import _adapters
+from modelguard.lifecycle import _adapters, _options
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
@@ -94,6 +94,7 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Made[M]:
 def _make(guard: GuardContext[M], discard: Discard[M]) -> Made[M]:
     runtime = guard.runtime
     before, in_use_before, started = runtime.private(), runtime.in_use(), runtime.clock()
+    on_gpus = {one.device: one.allocated for one in runtime.gpu.devices()}
     with StallMeter() as meter:
         generation = _load(guard)
         try:
@@ -106,6 +107,9 @@ def _make(guard: GuardContext[M], discard: Discard[M]) -> Made[M]:
     growth, in_use = runtime.private() - before, runtime.in_use()
     handed_out = 0 if in_use is None or in_use_before is None else in_use - in_use_before
     generation.model_bytes = max(0, growth, handed_out, _adapters.find(generation.model).size(generation.model) or 0)
+    devices = runtime.gpu.devices()
+    generation.gpu_bytes = {one.device: max(0, one.allocated - on_gpus.get(one.device, 0)) for one in devices}
+    generation.gpu_allocated = sum(one.allocated for one in devices) if devices else None
     generation.born = runtime.clock()
     generation.uses = generation.errors = 0
     generation.load_seconds = runtime.clock() - started
@@ -142,6 +146,8 @@ def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
             resolve(guard.options.warmup(generation.model))
         if guard.options.replay is not None and guard.recorded is not None:
             _replay(guard, generation, guard.recorded, guard.options.replay)
+    if generation.number == 1:
+        _options.check_gpu(guard.options.reload_on, guard.runtime.gpu, loaded=True)
 
 
 def _validate(guard: GuardContext[M], generation: Generation[M]) -> None:

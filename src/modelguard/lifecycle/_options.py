@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from modelguard import _units
-from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
+from modelguard.environment._gpu import Gpu
+from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, PolicyNeverFires
 from modelguard.lifecycle import _adapters, _policy_hints
 from modelguard.lifecycle._known_models import KnownModels
 from modelguard.lifecycle._policy import alternatives
@@ -22,6 +23,7 @@ from modelguard.lifecycle._signatures import fits
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.policies import TTL, Changed, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
 from modelguard.lifecycle.replay import Replay
+from modelguard.telemetry.reasons import Reason
 
 M = TypeVar("M")
 
@@ -51,6 +53,18 @@ class TrimSchedule:
             raise InvalidOption("trim_every", value, why=why, fix=fix) from None
 
 
+class ModelWorkers(Protocol):
+    """The worker processes of a model that is a mold."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether they have ended until the next call."""
+        ...
+
+    def end(self, reasons: tuple[Reason, ...]) -> None:
+        """End them until the next call, unless one has a call. Does not block."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GuardOptions(Generic[M]):
     """Options of a guard, parsed. Durations are seconds."""
@@ -71,8 +85,10 @@ class GuardOptions(Generic[M]):
     prefork: bool
     name: str
     keep_previous: bool = False
+    retry: bool = False
     replay: Replay | None = None
     family: KnownModels | None = None  # of the guards among which no model may be the same object
+    workers: ModelWorkers | None = None  # that Idle(keep="mold") ends
 
     def __post_init__(self) -> None:
         for argument in ("warmup", "validate", "unload"):
@@ -84,11 +100,10 @@ class GuardOptions(Generic[M]):
             raise InvalidOption("swap", self.swap, why="must be one of the known modes", fix=f"Choose one of {names}.")
         if not isinstance(self.backoff, Backoff):
             raise InvalidOption("backoff", self.backoff, why="must be a Backoff", fix="Write Backoff('1s', '1m').")
-        if not isinstance(self.prefork, bool):
-            raise InvalidOption("prefork", self.prefork, why="must be True or False", fix="Write prefork=True.")
-        if not isinstance(self.keep_previous, bool):
-            why = "must be True or False"
-            raise InvalidOption("keep_previous", self.keep_previous, why=why, fix="Write keep_previous=True.")
+        for argument in ("prefork", "keep_previous", "retry"):
+            given = getattr(self, argument)
+            if not isinstance(given, bool):
+                raise InvalidOption(argument, given, why="must be True or False", fix=f"Write {argument}=True.")
         if self.keep_previous and self.swap == "drain_first":
             why = "keeps two models in memory, and swap='drain_first' never has two"
             fix = "Leave one of them out; swap='auto' keeps the previous model where there is room."
@@ -107,6 +122,11 @@ class GuardOptions(Generic[M]):
         return self.validate is not None and takes_old_model(self.validate)
 
     @property
+    def keeps_mold(self) -> bool:
+        """Whether ``Idle`` is to end only the workers of a mold."""
+        return self.reload_on is not None and any(part.ends_workers for part in self.reload_on.parts())
+
+    @property
     def ready_when_idle(self) -> bool:
         """Whether the guard counts as ready while ``Idle`` has released its model."""
         idle = [part for part in self.reload_on.parts() if isinstance(part, Idle)] if self.reload_on is not None else []
@@ -121,6 +141,7 @@ class PoolOptions(NamedTuple):
     max_models: float
     ttl: float
     wait_timeout: float
+    idle: float
     reload_on: Changed | None = None
 
 
@@ -134,7 +155,10 @@ def check_pool_policy(policy: object) -> None:
         return
     if not isinstance(policy, Changed):
         why = f"must be Changed(probe) or None, not {_units.kind_of(policy)}"
-        fix = "Of the policies a pool takes Changed, with a probe of the key; ttl= bounds the age of its models."
+        fix = (
+            "Of the policies a pool takes Changed, with a probe of the key; ttl= bounds the age of its models, and "
+            "idle= releases those that nobody uses."
+        )
         raise InvalidOption("reload_on", policy, why=why, fix=fix)
     check_callable("probe", policy.probe, arguments=1, fix="It gets the key: Changed(lambda key: etag(key)).")
 
@@ -201,12 +225,13 @@ def loader_name(load: object) -> str:
     return f"{module}:{code.co_firstlineno}" if code is not None and "<lambda>" in name else f"{module}.{name}"
 
 
-def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
+def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> None:
     """Check a policy, and warn of one that can never be due.
 
     Raises:
         InvalidOption: It is not a policy.
         NoMemoryLimit: It asks for a percentage of a memory limit, and there is none.
+        NotSupported: It reads GPU memory, and this installation has no torch with CUDA.
     """
     if not isinstance(policy, Policy):
         raise InvalidOption(
@@ -219,6 +244,7 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
         if member.restricts:
             why = "says when, and not whether: it would be due all the time"
             raise InvalidOption("reload_on", member, why=why, fix=f"Join it by &, as in TTL('1d') & {member!r}.")
+    _check_idle([member for member in alternatives(policy) if isinstance(member, Idle)])
     for part in policy.parts():
         if isinstance(part, MemoryLimit | MemoryGrowth):
             _check_memory(part, limit())
@@ -226,6 +252,31 @@ def check_policy(policy: Policy, limit: Callable[[], int | None]) -> None:
             check_callable("probe", part.probe, arguments=0, fix="Bind its arguments: Changed(lambda: etag(url)).")
         elif isinstance(part, Modified) and not part.path.exists():
             warn_never_due(part, f"{part.path} does not exist yet, so no change can be seen until it does")
+    check_gpu(policy, gpu, loaded=False)
+
+
+def check_gpu(policy: Policy | None, gpu: Gpu, *, loaded: bool) -> None:
+    """Check that the GPU memory that a policy reads can be read.
+
+    Args:
+        policy: The policy.
+        gpu: Reads it.
+        loaded: Whether the model is loaded.
+
+    Raises:
+        NotSupported: It cannot.
+    """
+    part = next((part for part in policy.parts() if part.reads_gpu), None) if policy is not None else None
+    why = None if part is None else gpu.missing(loaded=loaded)
+    if why is not None:
+        raise NotSupported(repr(part), reason=why)
+
+
+def _check_idle(members: list[Idle]) -> None:
+    first = min((member for member in members if member.unloads), key=lambda member: member.after, default=None)
+    for member in members:
+        if first is not None and member.ends_workers and member.after >= first.after:
+            warn_never_due(member, f"{first!r} ends its mold before")
 
 
 def check_min_lifetime(policy: Policy | None, given: _units.Duration) -> float:

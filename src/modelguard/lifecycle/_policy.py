@@ -48,6 +48,42 @@ class ProbeAnswers(NamedTuple):
     unsteady: bool = False
 
 
+class Level(NamedTuple):
+    """Readings of one figure since the generation settled, in bytes.
+
+    Attributes:
+        latest: The latest readings, oldest first, at most three.
+        baseline: The median of the first three, which come before those; None until then.
+    """
+
+    latest: tuple[int, ...] = ()
+    baseline: int | None = None
+
+    @property
+    def settled(self) -> int | None:
+        """The lowest of three consecutive readings, None while there are fewer."""
+        return min(self.latest) if len(self.latest) >= SAMPLES else None
+
+
+_NOT_READ = Level()
+
+
+class GpuMemory(NamedTuple):
+    """What this process has on one GPU.
+
+    Attributes:
+        device: Its index in torch.
+        total: Bytes that this process may take there.
+        allocated: Memory in tensors.
+        reserved: Memory that torch has taken from the device.
+    """
+
+    device: int
+    total: int
+    allocated: Level
+    reserved: Level
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """The readings of one generation at one moment.
@@ -66,6 +102,9 @@ class Snapshot:
             taken since the generation settled. Empty until then.
         baseline: Private memory when it settled, in bytes, None until then.
         limit: The effective memory limit of this process in bytes, None if there is none.
+        gpus: GPU memory of this process since the generation settled, one entry for each device; empty while the
+            program has not initialised CUDA. None until the first reading, and if no policy reads it.
+        pinned: Pinned host memory of this process, if torch reports it.
         jitter: A number in [0, 1), drawn once per process and generation.
         first: Whether it is the first generation, in a process that loaded it itself. Replicas that are started
             together are in step there.
@@ -87,6 +126,8 @@ class Snapshot:
     memory: tuple[int, ...] = ()
     baseline: int | None = None
     limit: int | None = None
+    gpus: tuple[GpuMemory, ...] | None = None
+    pinned: Level = _NOT_READ
     jitter: float = 0.0
     first: bool = False
     time: float = 0.0
@@ -98,7 +139,7 @@ class Snapshot:
     @property
     def settled_memory(self) -> int | None:
         """The lowest of three consecutive readings in bytes, None while there are fewer."""
-        return min(self.memory) if len(self.memory) >= SAMPLES else None
+        return Level(self.memory).settled
 
 
 class Horizon(NamedTuple):
@@ -120,12 +161,16 @@ class Policy(ABC):
     #: Whether it reads ``memory``, ``baseline`` or ``settled_memory`` of the snapshot: only then the guard takes
     #: readings.
     reads_memory: bool = False
+    #: Whether it reads ``gpus`` or ``pinned`` of the snapshot.
+    reads_gpu: bool = False
     #: Whether it asks for new weights (TTL, Modified, Changed), and not for a fresh process.
     renews: bool = False
     #: Whether it is due because the source of the model has changed (Modified, Changed).
     watches_source: bool = False
     #: Whether the model is released when it is due, and loaded again by the next call (Idle), and not replaced.
     unloads: bool = False
+    #: Whether only the workers of an isolated function end when it is due (Idle with ``keep="mold"``).
+    ends_workers: bool = False
     #: Whether it only restricts others that it is joined to by ``&`` (Between).
     restricts: bool = False
 
@@ -203,12 +248,20 @@ class _Joined(Value):
         return any(member.reads_memory for member in self.members)
 
     @property
+    def reads_gpu(self) -> bool:  # type: ignore[override]
+        return any(member.reads_gpu for member in self.members)
+
+    @property
     def restricts(self) -> bool:  # type: ignore[override]
         return all(member.restricts for member in self.members)
 
     @property
     def unloads(self) -> bool:  # type: ignore[override]
         return any(member.unloads for member in self.members)
+
+    @property
+    def ends_workers(self) -> bool:  # type: ignore[override]
+        return any(member.ends_workers for member in self.members)
 
     def horizon(self, now: Snapshot) -> Horizon:
         each = [member.horizon(now) for member in self.members]
@@ -256,7 +309,7 @@ def subset(policy: Policy | None, *, renews: bool, unloads: bool = False) -> Pol
         parts = (subset(member, renews=renews, unloads=unloads) for member in policy.members)
         kept = tuple(part for part in parts if part is not None)
         return _Any(kept) if kept else None
-    if policy is None or policy.unloads:
+    if policy is None or policy.unloads or policy.ends_workers:
         return policy if unloads else None
     asks_for_weights = all(part.renews for part in policy.parts() if not part.restricts)
     return policy if asks_for_weights is renews else None

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cachetools import LRUCache
 
 from modelguard import _units
 from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import GuardClosed, LoadFailed, ModelTooLarge, Overloaded
-from modelguard.lifecycle import _deadlocks, _fork, _in_thread, _ticker
+from modelguard.lifecycle import _deadlocks, _fork, _in_thread
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_fetches import Fetches, afresh
-from modelguard.lifecycle._pool_lru import PooledModel, PoolLRU, RoomQueue
-from modelguard.lifecycle._pool_sources import REMEMBERED, PoolSources
-from modelguard.lifecycle._waiting import Timeout
+from modelguard.lifecycle._pool_lru import PooledModel, RoomQueue
+from modelguard.lifecycle._pool_releases import POLL, PoolReleases
+from modelguard.lifecycle._pool_sources import REMEMBERED
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._state import GuardState
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
 
-_POLL = 0.02
 _JITTER = 0.1
 
 
@@ -43,7 +41,7 @@ def pool_engines() -> tuple[PoolEngine[Any, Any], ...]:
     return tuple(_pool_engines)
 
 
-class PoolEngine(Generic[K, M]):
+class PoolEngine(PoolReleases[K, M]):
     """Runs one pool.
 
     Args:
@@ -55,29 +53,18 @@ class PoolEngine(Generic[K, M]):
     fork_rank = 0  # its lock is taken before those of its models' engines
 
     def __init__(self, make: Callable[[Any, Runtime], Engine[M]], options: PoolOptions, runtime: Runtime) -> None:
-        self.options = options
+        super().__init__(options, runtime)
         self._make = make
-        self.runtime = runtime
-        self._models: PoolLRU[K, M] = PoolLRU(options.max_memory)
         self._sizes: LRUCache[K, int] = LRUCache(REMEMBERED)
         self._failed: LRUCache[K, Engine[M]] = LRUCache(REMEMBERED)
-        self._sources: PoolSources[K] = PoolSources(options.name, options.reload_on)
-        self._closed = False
-        self._loads = self._evictions = 0
-        self._renew_locks()
+        self._loads = 0
         _pool_engines.add(self)
         _fork.register(self)
 
     def _renew_locks(self) -> None:
-        self._changed = threading.Condition(threading.RLock())
+        super()._renew_locks()
         self._queue = RoomQueue(self.runtime.clock)
-        self._one_load = threading.Lock()  # sizes are measured, so models are loaded one at a time
         self._fetches: Fetches[K, M] = Fetches(self.name)
-
-    @property
-    def name(self) -> str:
-        """The pool's name."""
-        return self.options.name
 
     def status(self) -> PoolStatus[K]:
         """The pool's figures at this moment."""
@@ -93,39 +80,15 @@ class PoolEngine(Generic[K, M]):
                 max_memory=int(self._models.maxsize),
                 loads=self._loads,
                 evictions=self._evictions,
+                unloads=self._idle.unloads,
+                idle=self._idle.keys,
+                paused=self.paused,
                 versions={
                     key: version
                     for key, model in loaded.items()
                     if model.engine and (version := model.engine.state.version) is not None
                 },
             )
-
-    def reopen(self) -> None:
-        """Lend models again after :meth:`close`."""
-        with self._changed:
-            self._closed = False
-
-    def close(self, timeout: Timeout | None = None) -> None:
-        """Refuse further leases, wait for those under way, and release every model."""
-        _deadlocks.raise_on_event_loop(self.name, "close", "await pool.aclose()")
-        _ticker.TICKER.remove(self)
-        with self._changed:
-            models = list(self._models.values())
-            for model in models:
-                if model.engine is not None:
-                    model.engine.raise_inside_call("close")
-            self._closed = True
-            self._models.clear()
-            self._changed.notify_all()
-        for model in models:
-            if model.engine is not None:
-                model.engine.close(None if timeout is None else timeout.left())
-        self._close_evicted()
-
-    async def aclose(self, timeout: Timeout | None = None) -> None:
-        """:meth:`close` without blocking the event loop."""
-        work = partial(self.close, timeout)
-        await _in_thread.run(work, f"modelguard-close-{self.name}", self.runtime.start_thread)
 
     # Finding a model
 
@@ -177,8 +140,8 @@ class PoolEngine(Generic[K, M]):
             while True:
                 self._raise_if_closed()
                 model = self._models.touch(key)
-                if model is not None and self._expired(model) and model.idle:
-                    self._models.evicted.append(self._models.pop(key))
+                if model is not None and self._expired(model) and model.unused:
+                    self._idle.evict(key, self._models, model.until_next_use)
                     model = None
                 if model is None:
                     self._raise_if_too_large(key)
@@ -193,10 +156,9 @@ class PoolEngine(Generic[K, M]):
                 if left <= 0:
                     raise Overloaded(self._why_full(key, model))
                 if model is None and place.overdue():
-                    self._models.stop_lending_oldest(self.runtime.clock())
+                    self._models.stop_lending_oldest(self.runtime.clock(), paused=self.paused)
                 search.look()
-                # The end of a lease does not notify the pool: polling is cheaper.
-                self._changed.wait(min(left, _POLL))
+                self._changed.wait(min(left, POLL))
                 if model is None or model.failure is None:
                     continue
                 if not isinstance(model.failure, GuardClosed):  # a pool that is open again loads anew
@@ -206,7 +168,7 @@ class PoolEngine(Generic[K, M]):
         """Whether the caller may use ``model`` now. While it loads, only its own warm-up may."""
         if model.loading:
             return model.encloses_this_call
-        overdue = model.overdue(self.runtime.clock())
+        overdue = model.overdue(self.runtime.clock(), paused=self.paused)
         if overdue < 0 or self._models.encloses_this_call():
             return True
         # Bounded, or streams that overlap, as a pool of threads steps them, could keep the old model for ever. The
@@ -214,7 +176,7 @@ class PoolEngine(Generic[K, M]):
         return overdue < self.options.wait_timeout / 2 and model.half_used_here()
 
     def _expired(self, model: PooledModel[M]) -> bool:
-        return model.overdue(self.runtime.clock()) >= 0
+        return model.overdue(self.runtime.clock(), paused=self.paused) >= 0
 
     def _raise_if_too_large(self, key: K) -> None:
         if (need := self._estimate(key)) > (budget := int(self._models.maxsize)):
@@ -253,28 +215,18 @@ class PoolEngine(Generic[K, M]):
             self._close_evicted()  # their memory is needed now
             with self._changed:
                 failed, probe = self._failed.pop(key, None), self._sources.of(key)
+                woken = self._idle.wake(key)
             model.engine = failed or self._make(key, self.runtime)
+            if woken:
+                model.engine.state.await_next_use()
             at_load = self._sources.before_load(probe, self.runtime)
             model.engine.ensure_loaded()
             if probe is not None:
                 probe.loaded(at_load, self.runtime)
                 model.probe = probe
-                if self.runtime.ticks:
-                    _ticker.TICKER.add(self)
+            if self.runtime.ticks and self.check_interval() < math.inf:
+                self._tick_from_now_on()
             return self._admit(key, model)
-
-    # Sources
-
-    def tick(self) -> None:
-        """Ask the probes of the loaded models for which it is time. Does not wait for answers."""
-        with self._changed:
-            probes = [model.probe for model in self._models.values() if model.probe is not None]
-        for probe in probes:
-            probe.poll(self.runtime)
-
-    def check_interval(self) -> float:
-        """Seconds until :meth:`tick` should be called again."""
-        return self._sources.interval
 
     @contextmanager
     def _turn(self, key: K, model: PooledModel[M], deadline: float) -> Iterator[None]:
@@ -304,11 +256,6 @@ class PoolEngine(Generic[K, M]):
                 raise Overloaded(f"pool {self.name!r}: key {key!r} waited too long for the loads of other models")
             search.look()
 
-    def _states_of_loads(self) -> list[GuardState[M]]:
-        """The states of the models that are being loaded."""
-        with self._changed:
-            return [model.engine.state for model in self._models.values() if model.loading and model.engine is not None]
-
     def _admit(self, key: K, model: PooledModel[M]) -> bool:
         assert model.engine is not None  # noqa: S101 - it has just been loaded
         size = model.engine.state.model_bytes or 0
@@ -327,8 +274,7 @@ class PoolEngine(Generic[K, M]):
             except KeyError:
                 self._models.evicted.append(model)
                 return False
-            model.loading = False
-            model.expires = self.runtime.clock() + self.options.ttl * (1 - _JITTER * self.runtime.random())
+            model.admit(self.runtime.clock(), self.options.ttl * (1 - _JITTER * self.runtime.random()))
             self._loads += 1
             self._changed.notify_all()
             return True
@@ -352,24 +298,6 @@ class PoolEngine(Generic[K, M]):
         with self._changed:
             model.pins -= 1
             self._changed.notify_all()
-
-    def _close_evicted(self) -> None:
-        """Release what was evicted; on an event loop in another thread, since an ``unload`` hook may need a loop."""
-        with self._changed:
-            evicted, self._models.evicted = self._models.evicted, []
-            self._evictions += len(evicted)
-        for model in evicted:
-            if model.engine is None:
-                continue
-            if _deadlocks.on_event_loop():
-                name = f"modelguard-release-{self.name}"
-                _in_thread.start(model.engine.shut_down, name, self.runtime.start_thread).result()
-            else:
-                model.engine.shut_down()
-
-    def _raise_if_closed(self) -> None:
-        if self._closed:
-            raise GuardClosed(self.name)
 
     # Fork
 

@@ -181,7 +181,7 @@ def call_on(take: Callable[[tuple[Any, ...], dict[str, Any]], Lease[Any]]) -> Wr
         try:
             result = lease.step(partial(wrapped, lease.model, *args, **kwargs))
         except BaseException as error:
-            lease.end(failed=isinstance(error, Exception))
+            lease.end_with(error)
             raise
         if is_lazy(type(result)):
             return keep(lease, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -12,6 +13,7 @@ from cachetools import Cache
 from modelguard.lifecycle import _deadlocks
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._probes import Probe
+from modelguard.telemetry.reasons import Reason
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
@@ -27,6 +29,7 @@ class PooledModel(Generic[M]):
         pins: Callers that have found it and are about to take their lease.
         failure: Why its load failed, for the callers that waited for it.
         probe: Knows whether its source has changed since its load; None without one.
+        until_next_use: Why it is to be released until its next use; None if that was not asked for.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,13 +41,36 @@ class PooledModel(Generic[M]):
         self.loading = True
         self.failure: Exception | None = None
         self.probe: Probe | None = None
+        self.until_next_use: Reason | None = None
+        self._stopped_since = math.inf
+        self._uses = 0
+        self._unused_since = math.inf
 
     @property
-    def idle(self) -> bool:
+    def unused(self) -> bool:
         """Whether nobody uses the model or is about to."""
         if self.loading or self.pins or self.engine is None:
             return False
         return not self.engine.state.in_flight
+
+    def admit(self, now: float, ttl: float) -> None:
+        """Lend it from now on, for ``ttl`` seconds."""
+        self.loading = False
+        self.expires = now + ttl
+        self._unused_since = now
+
+    def seconds_unused(self, now: float) -> float:
+        """Seconds for which no call has run or ended, as far as those have seen who have asked.
+
+        Never any for a model that a parent process has loaded: it shares the memory, and to release it would return
+        nothing.
+        """
+        generation = None if self.engine is None else self.engine.state.current
+        if not self.unused or generation is None or generation.pid != os.getpid():
+            self._unused_since = now
+        elif generation.uses != self._uses:
+            self._uses, self._unused_since = generation.uses, now
+        return now - self._unused_since
 
     @property
     def encloses_this_call(self) -> bool:
@@ -61,18 +87,23 @@ class PooledModel(Generic[M]):
             return False
         return any(lease.held_here() is not None for lease in list(self.engine.state.held_leases))
 
-    def overdue(self, now: float) -> float:
-        """Seconds since which it takes no new calls: too old, its source has changed, or others need its room.
+    def overdue(self, now: float, *, paused: bool) -> float:
+        """Seconds since which it takes no new calls: too old, its source has changed, or it was stopped.
 
         Negative while it takes calls.
+
+        Args:
+            now: On the pool's clock.
+            paused: Whether its age and its source do not matter.
         """
         changed = self.probe is not None and self.probe.answers.changed
         self._changed_since = min(self._changed_since, now) if changed else math.inf
-        return now - min(self.expires, self._changed_since)
+        over = math.inf if paused else min(self.expires, self._changed_since)
+        return now - min(over, self._stopped_since)
 
     def stop_lending(self, now: float) -> None:
         """Take no new calls from ``now`` on: it is evicted when the calls under way are done."""
-        self.expires = now
+        self._stopped_since = min(self._stopped_since, now)
 
 
 class Place:
@@ -144,10 +175,10 @@ class PoolLRU(Cache[K, PooledModel[M]]):
         """Whether the calling context uses one of the models: it must not wait for callers that wait for its end."""
         return any(model.encloses_this_call for model in self.values())
 
-    def stop_lending_oldest(self, now: float) -> None:
+    def stop_lending_oldest(self, now: float, *, paused: bool) -> None:
         """Close the least recently used of the models in use to new calls, so that steady traffic makes room."""
         for model in self.values():
-            if not model.loading and model.expires > now:
+            if not model.loading and model.overdue(now, paused=paused) < 0:
                 model.stop_lending(now)
                 return
 
@@ -158,8 +189,9 @@ class PoolLRU(Cache[K, PooledModel[M]]):
             KeyError: All are in use.
         """
         for key, model in self.items():
-            if model.idle:
+            if model.unused:
                 del self[key]
+                model.until_next_use = None  # it goes for its room
                 self.evicted.append(model)
                 return key, model
         raise KeyError("every model of the pool is in use")

@@ -9,11 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from modelguard.environment._gpu import Gpu
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._fingerprints import Fingerprint
 from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._policy import SAMPLES, FileChange, Policy, Snapshot
+from modelguard.lifecycle._policy import SAMPLES, FileChange, GpuMemory, Level, Policy, Snapshot
 from modelguard.lifecycle._probes import Probes
 from modelguard.lifecycle.policies import Changed, Modified
 
@@ -30,6 +31,55 @@ _FASTEST, _SLOWEST = 0.1, 10.0
 def pause_after(cost: float) -> float:
     """Seconds to wait after a reading that took ``cost`` seconds."""
     return min(max(cost / _BUSY, _FASTEST), _SLOWEST)
+
+
+class _Series:
+    """Readings of one figure. The first three make the baseline; policies decide by later ones."""
+
+    def __init__(self) -> None:
+        self._first: list[int] = []
+        self._latest: deque[int] = deque(maxlen=SAMPLES)
+
+    def add(self, reading: int) -> None:
+        (self._first if len(self._first) < SAMPLES else self._latest).append(reading)
+
+    @property
+    def level(self) -> Level:
+        first = self._first
+        baseline = sorted(first)[SAMPLES // 2] if len(first) == SAMPLES else None
+        return Level(tuple(self._latest), baseline)
+
+
+class _GpuReadings:
+    """What the allocator of torch has reported since the generation settled."""
+
+    def __init__(self) -> None:
+        self._read = False
+        self._devices: dict[int, tuple[int, _Series, _Series]] = {}
+        self._pinned = _Series()
+
+    def take(self, gpu: Gpu) -> None:
+        for now in gpu.devices():
+            _, allocated, reserved = self._devices.get(now.device) or (0, _Series(), _Series())
+            allocated.add(now.allocated)
+            reserved.add(now.reserved)
+            self._devices[now.device] = now.total, allocated, reserved
+        pinned = gpu.pinned()
+        if pinned is not None:
+            self._pinned.add(pinned)
+        self._read = True
+
+    @property
+    def gpus(self) -> tuple[GpuMemory, ...] | None:
+        """Each device; None before the first reading."""
+        if not self._read:
+            return None
+        found = self._devices.copy().items()
+        return tuple(GpuMemory(device, total, used.level, held.level) for device, (total, used, held) in found)
+
+    @property
+    def pinned(self) -> Level:
+        return self._pinned.level
 
 
 class AtLoad(NamedTuple):
@@ -55,6 +105,7 @@ class Readings:
         self._guard = guard
         policy = guard.options.reload_on
         self._reads_memory = policy is not None and policy.reads_memory
+        self._reads_gpu = policy is not None and policy.reads_gpu
         parts = policy.parts() if policy is not None else ()
         self._paths = tuple({part.path for part in parts if isinstance(part, Modified)})
         self._probes = Probes(guard.name, policy)
@@ -66,8 +117,8 @@ class Readings:
     def start(self, generation: Generation[Any] | None) -> None:
         """Start with no readings, for ``generation``."""
         self.generation = generation.number if generation is not None else 0
-        self._first: list[int] = []
-        self._latest: deque[int] = deque(maxlen=SAMPLES)
+        self._memory = _Series()
+        self._gpu = _GpuReadings()
         self._next_reading = -math.inf
         self._seen: dict[Path, tuple[Fingerprint | None, float]] = {}
         self._first_gauges = _gauges(generation)
@@ -117,7 +168,7 @@ class Readings:
             if settled and (generation.uses >= SETTLE_USES or age >= SETTLE_SECONDS):
                 self._read_memory(now)
         # Read once, and copied in one step: the end of a load begins anew, in its own thread.
-        first, seen = self._first, self._seen.copy()
+        memory, gpu, seen = self._memory.level, self._gpu, self._seen.copy()
         return Snapshot(
             generation=generation.number,
             age=age,
@@ -126,9 +177,11 @@ class Readings:
             uses=generation.uses,
             consecutive_errors=generation.errors,
             fruitless_reloads=0 if generation.served else generation.fruitless_reloads,
-            memory=tuple(self._latest),
-            baseline=sorted(first)[SAMPLES // 2] if len(first) == SAMPLES else None,
+            memory=memory.latest,
+            baseline=memory.baseline,
             limit=self._limit,
+            gpus=gpu.gpus,
+            pinned=gpu.pinned,
             jitter=generation.jitter,
             first=generation.number == 1 and self._guard.state.epoch == 0,
             time=self._guard.runtime.wall_clock(),
@@ -141,7 +194,8 @@ class Readings:
     @property
     def interval(self) -> float:
         """Seconds until the next reading of memory."""
-        return max(0.0, self._next_reading - self._guard.runtime.clock()) if self._reads_memory else math.inf
+        reads = self._reads_memory or self._reads_gpu
+        return max(0.0, self._next_reading - self._guard.runtime.clock()) if reads else math.inf
 
     def _idle(self, generation: Generation[Any], now: float) -> float:
         if generation.leases or generation.uses != self._uses:
@@ -149,14 +203,14 @@ class Readings:
         return now - self._idle_since
 
     def _read_memory(self, now: float) -> None:
-        if not self._reads_memory or now < self._next_reading:
+        if not (self._reads_memory or self._reads_gpu) or now < self._next_reading:
             return
-        runtime = self._guard.runtime
-        reading = runtime.private()
-        cost = runtime.clock() - now
-        self._next_reading = now + pause_after(cost)
-        # The first three make the baseline; policies decide by later ones.
-        (self._first if len(self._first) < SAMPLES else self._latest).append(reading)
+        runtime, memory, gpu = self._guard.runtime, self._memory, self._gpu
+        if self._reads_memory:
+            memory.add(runtime.private())
+        if self._reads_gpu:
+            gpu.take(runtime.gpu)
+        self._next_reading = now + pause_after(runtime.clock() - now)
 
     def _read_files(self, now: float) -> None:
         for path in self._paths:

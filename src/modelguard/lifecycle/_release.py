@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard import telemetry
+from modelguard.environment._gpu import GpuUse, use_of
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
@@ -75,6 +76,14 @@ def release_and_report(guard: GuardContext[M], old: Generation[M], *, drain_seco
             telemetry.CallbackErrored(guard=guard.name, callback="release", error=f"{type(error).__name__}: {error}")
         )
     guard.state.record_release(old, event)
+    current = guard.state.current
+    if (
+        current is not None
+        and current.gpu_allocated is not None
+        and event is not None
+        and event.gpu_allocated is not None
+    ):
+        current.gpu_allocated = min(current.gpu_allocated, event.gpu_allocated)
     guard.shown.show(guard.state.version)
     if event is not None:
         telemetry.emit(event)
@@ -86,12 +95,13 @@ def release(
     """Unload and drop a generation's model, and return its memory to the system.
 
     In this order: the ``unload`` hook, the drop, ``gc.collect()`` only if the drop was not enough (a collection stalls
-    every thread, about 80 ms for 1.5 million objects), the library's own caches, the allocator's. The drop was not
+    every thread, about 80 ms for 1.5 million objects), the library's own caches, torch's cache of GPU memory, the
+    allocator's. The drop was not
     enough if the model is still alive, or if less memory came back than the model took, or than came back from earlier
     models.
     """
     runtime = guard.runtime
-    started, before = runtime.clock(), runtime.private()
+    started, before, gpu_before = runtime.clock(), runtime.private(), use_of(runtime.gpu)
     model = guard.state.take_model(generation)
     error = unload(guard, model)
     adapter = _adapters.find(model)
@@ -106,11 +116,15 @@ def release(
         collected = True
         alive = None if watch is None else watch() is not None
     trim, after = _return_memory(adapter, runtime)
-    if not (collected or immortal) and _too_little_came_back(guard, generation, before, after):
+    gpu_after = use_of(runtime.gpu)
+    if not (collected or immortal) and (
+        _too_little_came_back(guard, generation, before, after) or _stays_on_gpu(generation, gpu_before, gpu_after)
+    ):
         # The model itself died by reference count, but memory is still held: most likely by cycles inside it.
         gc.collect()
         collected = True
         trim, after = _return_memory(adapter, runtime)
+        gpu_after = use_of(runtime.gpu)
     return telemetry.GenerationReleased(
         guard=guard.name,
         generation=generation.number,
@@ -128,6 +142,9 @@ def release(
         in_use=runtime.in_use(),
         held=runtime.held(),
         immortal=immortal,
+        gpu_reserved_before=None if gpu_before is None else gpu_before.reserved,
+        gpu_reserved_after=None if gpu_after is None else gpu_after.reserved,
+        gpu_allocated=None if gpu_after is None else gpu_after.allocated,
     )
 
 
@@ -139,6 +156,14 @@ def _too_little_came_back(guard: GuardContext[M], generation: Generation[M], bef
     left_behind = 0 if state.least_memory is None else after - state.least_memory
     missing = expected - (before - after)
     return missing > max(expected / 2, NOISE) or left_behind > max(expected * CREEP, NOISE)
+
+
+def _stays_on_gpu(generation: Generation[Any], before: GpuUse | None, after: GpuUse | None) -> bool:
+    """Whether less than half of what the load had allocated on GPUs came back."""
+    if before is None or after is None:
+        return False
+    taken = sum(generation.gpu_bytes.values())
+    return taken - (before.allocated - after.allocated) > max(taken / 2, NOISE)
 
 
 def unload(guard: GuardContext[M], model: M) -> str | None:
@@ -154,6 +179,7 @@ def unload(guard: GuardContext[M], model: M) -> str | None:
 
 def _return_memory(adapter: _adapters.Adapter, runtime: Runtime) -> tuple[Trim, int]:
     adapter.released()
+    runtime.gpu.empty_cache()
     return runtime.try_trim(), runtime.private()
 
 

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from modelguard import _units, telemetry
+from modelguard.environment._gpu import free_after, use_of
 from modelguard.errors import LoadFailed, LoadTimeout, ModelRejected
 from modelguard.lifecycle import _loading
 from modelguard.lifecycle._context import GuardContext
@@ -14,6 +15,7 @@ from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release
+from modelguard.lifecycle._repair import named
 from modelguard.telemetry.reasons import PROTECT_MEMORY
 
 if TYPE_CHECKING:
@@ -193,6 +195,8 @@ class Reload(Generic[M]):
             chosen = "load_first" if room is None or room >= need else "drain_first"
             free = "an unknown amount" if room is None else _units.format_bytes(room)
             why = f"a second copy needs {_units.format_bytes(need)} while it loads, and {free} is free"
+            if chosen == "load_first" and (too_small := self._gpu_too_small()) is not None:
+                chosen, why = "drain_first", too_small
             if chosen == "load_first" and guard.state.creep.is_too_much(size or 0):
                 chosen, crept = "drain_first", _units.format_bytes(guard.state.creep.amount)
                 why = f"earlier reloads left {crept} behind in all, which it returns"
@@ -200,6 +204,16 @@ class Reload(Generic[M]):
             chosen, why = guard.options.swap, "set by the guard's author"
         telemetry.emit(telemetry.SwapChosen(guard=guard.name, swap=chosen, why=why, model_bytes=size, headroom=room))
         return chosen
+
+    def _gpu_too_small(self) -> str | None:
+        """Why a GPU cannot hold a second copy; None if all can, or if it is not known."""
+        current = self._guard.state.current
+        for device, size in {} if current is None else current.gpu_bytes.items():
+            need, room = int(PEAK * size), self._guard.runtime.gpu.room(device)
+            if size and room is not None and room < need:
+                free = _units.format_bytes(room)
+                return f"a second copy needs {_units.format_bytes(need)} on GPU {device}, and {free} is free"
+        return None
 
     # Load and install
 
@@ -256,12 +270,16 @@ class Reload(Generic[M]):
             late = f"the loader did not end within load_timeout={guard.options.load_timeout:g} s and was abandoned"
             self.fail(LoadTimeout, late, None)
         except _loading.Rejected as rejection:
+            free_after(guard.runtime.gpu, rejection.__cause__ or rejection)
             self.fail(ModelRejected, str(rejection), rejection.__cause__)
         except BaseException as error:  # noqa: BLE001 - whatever a loader raises is the load's failure
-            self.fail(LoadFailed, f"{type(error).__name__}: {error}", error)
+            free_after(guard.runtime.gpu, error)  # who waits keeps the error, and would keep half a model
+            cause = named(guard.name, guard.runtime.gpu, error)
+            self.fail(LoadFailed, f"{type(cause).__name__}: {cause}", cause)
         return None
 
     def _emit_finished(self, loaded: _loading.Made[M], swap: Swap, waited: float) -> None:
+        gpu = use_of(self._guard.runtime.gpu)
         telemetry.emit(
             telemetry.LoadFinished(
                 guard=self._guard.name,
@@ -273,6 +291,8 @@ class Reload(Generic[M]):
                 model_bytes=loaded.generation.model_bytes,
                 swap=swap,
                 waited_seconds=waited,
+                gpu_allocated=None if gpu is None else gpu.allocated,
+                gpu_reserved=None if gpu is None else gpu.reserved,
             )
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from modelguard.environment._gpu import use_of
 from modelguard.lifecycle import _growth
 from modelguard.lifecycle.status import Postponed, State, Status
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 def of(engine: Engine[Any]) -> Status:
     """The figures of a guard at this moment."""
     state, now = engine.state, engine.guard.runtime.clock()
+    gpu = use_of(engine.guard.runtime.gpu)
     with state.lock:
         current = state.current
         return Status(
@@ -37,6 +39,8 @@ def of(engine: Engine[Any]) -> Status:
             pinned=state.pinned,
             paused=state.paused,
             postponed=_postponed(state.postponed, now),
+            gpu_allocated=None if gpu is None else gpu.allocated,
+            gpu_reserved=None if gpu is None else gpu.reserved,
         )
 
 

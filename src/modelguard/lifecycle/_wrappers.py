@@ -221,9 +221,13 @@ def _coroutine(atake: AsyncTake) -> Wrapper:
         except GeneratorExit:  # the coroutine was dropped
             lease.drop()
             raise
-        except Exception:
+        except Exception as error:
             failed = True
-            raise
+            if not lease.repair(error):
+                raise
+            result = await wrapped(lease.model, *args, **kwargs)
+            failed = False
+            return result
         finally:
             lease.end(failed=failed)
 

@@ -37,6 +37,7 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    retry: bool = False,
     replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
@@ -58,6 +59,7 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    retry: bool = False,
     replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
@@ -79,6 +81,7 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    retry: bool = False,
     replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
@@ -100,6 +103,7 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    retry: bool = False,
     replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
@@ -120,6 +124,7 @@ def guard(
     backoff: Backoff | None = None,
     trim_every: _units.Duration | None = None,
     keep_previous: bool = False,
+    retry: bool = False,
     replay: Replay | int | None = None,
     prefork: bool = False,
     name: str | None = None,
@@ -177,8 +182,12 @@ def guard(
             time. Each time emits ``MemoryTrimmed``. Default: only when a generation is released.
         keep_previous: Keep the model that a reload has replaced, for :meth:`ModelGuard.rollback`, until the next reload
             has succeeded. Costs the memory of a second model all the time, and of a third one during a load. Nothing is
-            kept where memory is short: after ``drain_first``, and after a reload because of ``MemoryGrowth`` or
-            ``MemoryLimit``.
+            kept where memory is short: after ``drain_first``, and after a reload because of ``MemoryGrowth``,
+            ``MemoryLimit`` or GPU memory.
+        retry: Run a call once more if it ran out of GPU memory. Only for functions that may safely run twice. With or
+            without it, the local variables of the calls in the error's traceback are cleared, torch's cache is emptied
+            (``GpuOutOfMemory``), and if much stays allocated, the model is replaced. Generators, ``lease()`` blocks
+            and coroutines that a plain function returns are not run again.
         replay: Keep the arguments of so many recent calls, and run these calls on both models before a new one replaces
             the current one: it is rejected (``ModelRejected``) if more than a tenth of its answers differ, or if it
             takes more than twice as long. :class:`Replay` sets other bounds. Decorated functions run again then, so
@@ -190,7 +199,8 @@ def guard(
 
     Raises:
         InvalidOption: An option is invalid; the message gives its name, its value and the fix.
-        NotSupported: ``trim_every`` was given, and the allocator in force is not known.
+        NotSupported: ``trim_every`` was given, and the allocator in force is not known; or a policy reads GPU memory,
+            and torch is not installed or was built without CUDA.
         NoMemoryLimit: A policy asks for a percentage of a memory limit, and there is none.
 
     Warns:
@@ -202,7 +212,7 @@ def guard(
     _options.check_loader(load)
     world = runtime.default()
     if reload_on is not None:
-        _options.check_policy(reload_on, world.limit)
+        _options.check_policy(reload_on, world.limit, world.gpu)
     if trim_every is not None:
         world.check_trim()
     options: GuardOptions[Any] = _options.GuardOptions(
@@ -220,6 +230,7 @@ def guard(
         backoff=Backoff() if backoff is None else backoff,
         trim_schedule=None if trim_every is None else _options.TrimSchedule.parse(trim_every),
         keep_previous=keep_previous,
+        retry=retry,
         replay=Replay.parse(replay),
         prefork=prefork,
         name=_options.loader_name(load) if name is None else name,

@@ -7,10 +7,13 @@ asks the policy. So a policy is tested by giving it a snapshot.
 # Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
 # fields' types could not be resolved.
 import math
+from typing import Literal
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _zones
+from modelguard.lifecycle._jittered import Jittered
+from modelguard.lifecycle._memory_policies import GpuMemoryGrowth, GpuMemoryLimit, MemoryGrowth, MemoryLimit
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, Value
 from modelguard.lifecycle._source_policies import Changed, Modified
 from modelguard.lifecycle.backoff import Backoff
@@ -20,6 +23,8 @@ __all__ = [
     "Between",
     "Changed",
     "Errors",
+    "GpuMemoryGrowth",
+    "GpuMemoryLimit",
     "Idle",
     "MemoryGrowth",
     "MemoryLimit",
@@ -29,39 +34,11 @@ __all__ = [
     "Uses",
 ]
 
-#: How much wider the jitter of a process's first generation is, and the part of the bound that it takes at most.
-_FIRST, _FIRST_MOST = 5, 0.5
-
 #: How old a model must be before it is replaced for errors that the last reload has not ended.
 _WHILE_FRUITLESS = Backoff("1m", "1h")
 
-#: Bytes. Whoever writes ``MemoryGrowth(500)`` means megabytes; the service would reload every few seconds.
-_LEAST_SIZE = 1_000_000
 
-
-class _Jittered(Value):
-    """A policy whose bound each process brings forward by a random part, so that replicas do not reload in step.
-
-    The first generation does so by five times as much, at most by half. Replicas that were started together are spread
-    over half of the bound then, and stay apart: ``benchmarks/fleet.py`` shows what less would do.
-    """
-
-    jitter: float
-
-    def _set_jitter(self, jitter: object) -> None:
-        if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
-            raise InvalidOption(
-                "jitter", jitter, why="must be a number from 0 to 1", fix="Write for example jitter=0.1."
-            )
-        self._set(jitter=float(jitter))
-
-    def _brought_forward(self, now: Snapshot) -> float:
-        """By which part of the bound this process is early."""
-        widest = max(self.jitter, min(_FIRST * self.jitter, _FIRST_MOST)) if now.first else self.jitter
-        return widest * now.jitter
-
-
-class TTL(_Jittered):
+class TTL(Jittered):
     """Due when the generation is older than ``age``.
 
     Args:
@@ -95,7 +72,7 @@ class TTL(_Jittered):
         return f"TTL({_units.format_seconds(self.seconds)!r})"
 
 
-class Uses(_Jittered):
+class Uses(Jittered):
     """Due when ``count`` calls or leases have ended on the generation.
 
     Args:
@@ -164,6 +141,9 @@ class Errors(Value):
 class Idle(Value):
     """Due when no call has run for ``after``: the model is released, and the next call loads it again.
 
+    Under :func:`isolate` all processes of the function end. With ``keep="mold"`` only its workers do: the mold stays
+    with the model in memory, and forks new workers for the next call.
+
     That call waits for the load, as a first call does. A guard looks for calls ten times in ``after``, and at most once
     a second, so the release comes up to a tenth of it late. In forked workers that share the model of their parent,
     which would return nothing, it is never due.
@@ -172,20 +152,33 @@ class Idle(Value):
         after: Seconds, a ``timedelta``, or text such as ``"10m"``.
         ready: Whether the guard is ``ready`` while its model is released. A service that nobody else wakes must be, or
             its load balancer sends it no call.
+        keep: ``"mold"``: under ``isolate``, end the workers and keep the mold. None: release the model.
 
     Raises:
-        InvalidOption: ``after`` is not a positive duration, or ``ready`` is not a bool.
+        InvalidOption: ``after`` is not a positive duration, ``ready`` is not a bool, or ``keep`` is something else.
+            With ``keep`` also at the first load, if no ``isolate`` is above the guard's decorator.
     """
 
     kind = "idle"
-    unloads = True
     after: float
     ready: bool
+    keep: Literal["mold"] | None
 
-    def __init__(self, after: _units.Duration, *, ready: bool = True) -> None:
+    def __init__(self, after: _units.Duration, *, ready: bool = True, keep: Literal["mold"] | None = None) -> None:
         if not isinstance(ready, bool):
             raise InvalidOption("ready", ready, why="must be True or False", fix="Write ready=False.")
-        self._set(after=_units.seconds(after, "after"), ready=ready)
+        if keep not in ("mold", None):
+            fix = "Write keep='mold', or leave it out to release the model too."
+            raise InvalidOption("keep", keep, why="must be 'mold' or None", fix=fix)
+        self._set(after=_units.seconds(after, "after"), ready=ready, keep=keep)
+
+    @property
+    def unloads(self) -> bool:  # type: ignore[override]
+        return self.keep is None
+
+    @property
+    def ends_workers(self) -> bool:  # type: ignore[override]
+        return self.keep is not None
 
     def due(self, now: Snapshot) -> bool:
         return now.idle >= self.after
@@ -195,7 +188,8 @@ class Idle(Value):
         return Horizon(uses=math.inf, seconds=min(left, max(1.0, self.after / 10)))
 
     def __repr__(self) -> str:
-        return f"Idle({_units.format_seconds(self.after)!r})"
+        keep = "" if self.keep is None else f", keep={self.keep!r}"
+        return f"Idle({_units.format_seconds(self.after)!r}{keep})"
 
 
 class Between(Value):
@@ -242,88 +236,6 @@ class Between(Value):
         return f"Between({self.start!r}, {self.end!r})"
 
 
-class _Memory(_Jittered):
-    reads_memory = True
-    size: int | _units.Percentage
-
-    def __init__(self, size: int | str, *, jitter: float = 0.1) -> None:
-        self._set_jitter(jitter)
-        parsed = _units.size_or_percentage(size, "size")
-        if isinstance(parsed, int) and parsed < _LEAST_SIZE:
-            why = f"is {parsed} bytes, less than any process changes by in a second"
-            raise InvalidOption("size", size, why=why, fix=f"Write the unit, as in '{parsed} MB'.")
-        self._set(size=parsed)
-
-    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - readings come at the guard's own pace
-        return Horizon(uses=math.inf, seconds=1.0)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({_show(self.size)!r})"
-
-
-class MemoryGrowth(_Memory):
-    """Due when private memory has grown by ``size`` since this generation settled.
-
-    A generation has settled when its predecessor is gone and it has taken ten calls or five seconds have passed. The
-    median of the first three readings after that is the baseline. Later, three consecutive readings must be above the
-    bound. Readings take at most 1 % of the time: one every 0.1 to 10 seconds, and at most about one a second without
-    calls. Private memory is what this process alone has written. RSS is never used: it counts what a forked worker
-    shares, and it does not fall after a peak.
-
-    Args:
-        size: Bytes, text such as ``"500 MB"`` or ``"1.5 GiB"``, or a percentage of the effective limit such as
-            ``"20%"``.
-        jitter: Each process allows less growth by a random part of at most this much, so that replicas that leak at the
-            same pace do not reload in step. A process's first model gets five times as much, at most half:
-            ``MemoryGrowth("500 MB")`` fires between 250 and 500 MB there, and between 450 and 500 MB later. 0 to 1.
-
-    Raises:
-        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage, or ``jitter`` is not in 0 to 1.
-        NoMemoryLimit: A percentage was given and nothing limits this process (raised by ``guard``).
-    """
-
-    kind = "memory_growth"
-
-    def due(self, now: Snapshot) -> bool:
-        memory, bound = now.settled_memory, _bound(self.size, now)
-        if memory is None or now.baseline is None or bound is None:
-            return False
-        return memory - now.baseline >= bound * (1 - self._brought_forward(now))
-
-
-class MemoryLimit(_Memory):
-    """Due when this process's private memory has reached ``size`` in three consecutive readings.
-
-    If the fresh generation alone is already above the bound, a reload cannot help. The policy is then ignored for that
-    generation, and a ``PolicyFutile`` event says so.
-
-    Args:
-        size: Bytes, text such as ``"3 GB"``, or a percentage of the effective cgroup limit such as ``"80%"``. The
-            percentage is of the whole limit: each of N workers in one container should ask for 80 % / N.
-        jitter: As for ``MemoryGrowth``: a part of the room between a fresh model and ``size``. 0 to 1.
-
-    Raises:
-        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage, or ``jitter`` is not in 0 to 1.
-        NoMemoryLimit: A percentage was given and nothing limits this process (raised by ``guard``).
-    """
-
-    kind = "memory_limit"
-
-    def due(self, now: Snapshot) -> bool:
-        memory, bound = now.settled_memory, _bound(self.size, now)
-        if memory is None or bound is None or self.futile(now) is not None:
-            return False
-        room = 0 if now.baseline is None else bound - now.baseline
-        return memory >= bound - room * self._brought_forward(now)
-
-    def futile(self, now: Snapshot) -> str | None:
-        bound = _bound(self.size, now)
-        if bound is None or now.baseline is None or now.baseline < bound:
-            return None
-        held, allowed = _units.format_bytes(now.baseline), _units.format_bytes(bound)
-        return f"the process holds {held} with a fresh model, and the bound is {allowed}"
-
-
 def _time_of_day(argument: str, given: object) -> str:
     hour, colon, minute = given.partition(":") if isinstance(given, str) else ("", "", "")
     digits = len(hour) == len(minute) == 2 and (hour + minute).isascii() and (hour + minute).isdigit()  # noqa: PLR2004 - HH and MM
@@ -331,16 +243,6 @@ def _time_of_day(argument: str, given: object) -> str:
         why = "must be a time of day as HH:MM"
         raise InvalidOption(argument, given, why=why, fix=f"Write for example {argument}='02:30'.")
     return str(given)
-
-
-def _bound(size: int | _units.Percentage, now: Snapshot) -> int | None:
-    if isinstance(size, _units.Percentage):
-        return None if now.limit is None else int(now.limit * size.fraction)
-    return size
-
-
-def _show(size: int | _units.Percentage) -> str:
-    return str(size) if isinstance(size, _units.Percentage) else _units.format_bytes(size)
 
 
 _public.set_module(globals(), "modelguard")

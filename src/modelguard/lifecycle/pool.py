@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar, overload
 
 from modelguard import _public, _units
+from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
@@ -31,6 +32,14 @@ K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
 
 
+_pools: WeakRegistry[ModelPool[Any, Any]] = WeakRegistry()
+
+
+def pools() -> tuple[ModelPool[Any, Any], ...]:
+    """The pools of this process."""
+    return tuple(_pools)
+
+
 class ModelPool(Generic[K, M]):
     """Models by key, within one memory budget. Made by :func:`pool`; see there for the options.
 
@@ -46,11 +55,17 @@ class ModelPool(Generic[K, M]):
     def __init__(self, engine: PoolEngine[K, M], options_for: Callable[[Any], GuardOptions[M]]) -> None:
         self._engine = engine
         self._options_for = options_for
+        _pools.add(self)
 
     @property
     def name(self) -> str:
         """The pool's name, as events and errors show it."""
         return self._engine.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether it refuses leases, after :meth:`close`."""
+        return self._engine.closed
 
     def __reduce__(self) -> Any:
         raise TypeError(f"pool {self.name!r} cannot be pickled: import the module that makes it, in each process")
@@ -107,6 +122,53 @@ class ModelPool(Generic[K, M]):
         """The pool's figures at this moment."""
         return self._engine.status()
 
+    def reload(self, *keys: K) -> None:
+        """Load models anew, each at its next use. Returns at once.
+
+        The models that are loaded now take no new calls, and each is released when its calls have ended. So does one
+        that is being loaded.
+
+        Args:
+            keys: Whose models. Default: all.
+
+        Raises:
+            GuardClosed: After :meth:`close`.
+        """
+        self._engine.reload(keys)
+
+    def unload(self, *keys: K, timeout: _units.Duration | None = None) -> None:
+        """Release models until their next use, which loads them again. Blocks until their calls have ended.
+
+        Args:
+            keys: Whose models. Default: all.
+            timeout: How long to wait at most. Default: no bound.
+
+        Raises:
+            Reloading: ``timeout`` has passed. The models take no new calls, and are released when theirs have ended.
+            WouldDeadlock: Called inside a lease of one of them, in its loader, or on a running event loop (use
+                :meth:`aunload`).
+            InvalidOption: ``timeout`` is not a duration.
+            GuardClosed: After :meth:`close`.
+        """
+        self._engine.unload(keys, Timeout(timeout))
+
+    async def aunload(self, *keys: K, timeout: _units.Duration | None = None) -> None:
+        """:meth:`unload` for a coroutine: does not block the event loop."""
+        await self._engine.aunload(keys, Timeout(timeout))
+
+    def pause(self) -> None:
+        """Let ``ttl``, ``reload_on`` and ``idle`` end no model until :meth:`resume`, as during an incident.
+
+        Calls go on, and load the models that they need. If there is no room for one, another still makes room, because
+        a call asks for it and no policy. Pausing twice is the same as once. It holds in this process and in children
+        that are forked from now on.
+        """
+        self._engine.set_paused(paused=True)
+
+    def resume(self) -> None:
+        """End :meth:`pause`, however often it was called. What is due by then happens within about a second."""
+        self._engine.set_paused(paused=False)
+
     def close(self, timeout: _units.Duration | None = None) -> None:
         """Refuse further leases, wait for those under way, release every model.
 
@@ -148,6 +210,7 @@ def pool(
     max_memory: int | str,
     max_models: int | None = None,
     ttl: _units.Duration | None = None,
+    idle: _units.Duration | None = None,
     reload_on: Changed | None = None,
     wait_timeout: _units.Duration = 30.0,
     warmup: Callable[[M], object] | None = None,
@@ -164,6 +227,7 @@ def pool(
     max_memory: int | str,
     max_models: int | None = None,
     ttl: _units.Duration | None = None,
+    idle: _units.Duration | None = None,
     reload_on: Changed | None = None,
     wait_timeout: _units.Duration = 30.0,
     warmup: Callable[[M], object] | None = None,
@@ -179,6 +243,7 @@ def pool(
     max_memory: int | str,
     max_models: int | None = None,
     ttl: _units.Duration | None = None,
+    idle: _units.Duration | None = None,
     reload_on: Changed | None = None,
     wait_timeout: _units.Duration = 30.0,
     warmup: Callable[[Any], object] | None = None,
@@ -199,6 +264,9 @@ def pool(
         max_models: How many models at most. Default: as many as the budget holds.
         ttl: A model older than this (less up to a tenth, at random) takes no new leases: it is released when its last
             lease ends, and loaded anew. Default: no bound.
+        idle: A model that no call has used for this long is released, and the next call for its key loads it again. The
+            pool looks for such models ten times in that time, and at most once a second, so the release comes up to a
+            tenth of it late. Default: a model stays until its room is needed.
         reload_on: ``Changed(probe)``, whose probe takes the key: a model whose source has changed is treated as one
             that is older than ``ttl``. Probes are asked while their model is loaded. Default: none.
         wait_timeout: How long a lease waits for room, before ``Overloaded``.
@@ -258,6 +326,7 @@ def pool(
         max_models=math.inf if max_models is None else max_models,
         ttl=math.inf if ttl is None else _units.seconds(ttl, "ttl"),
         wait_timeout=_units.seconds(wait_timeout, "wait_timeout", zero=True),
+        idle=math.inf if idle is None else _units.seconds(idle, "idle"),
         reload_on=reload_on,
     )
     return ModelPool(PoolEngine(make, options, world), options_for)

@@ -263,7 +263,8 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
         count: How many copies, at least 2.
 
     Raises:
-        InvalidOption: ``model`` is not a guard, is in use already or has ``replay``, or ``count`` is invalid.
+        InvalidOption: ``model`` is not a guard, is in use already or has ``replay`` or ``Idle(keep="mold")``, or
+            ``count`` is invalid.
     """
     if not isinstance(model, ModelGuard):
         why = f"must be a guard, not {_units.kind_of(model)}"
@@ -273,6 +274,9 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
         why = "has loaded a model of its own already"
         raise InvalidOption("model", model, why=why, fix="Make a guard for the replicas alone, and do not load it.")
     options, runtime = model.engine.guard.options, model.engine.guard.runtime
+    if options.keeps_mold:
+        why = "is for isolated functions, and copies are in this process"
+        raise InvalidOption("keep", "mold", why=why, fix="Leave it out, to release the copies that nobody uses.")
     if options.replay is not None:
         why = "calls the current model beside its other calls, and a replica takes one call at a time"
         raise InvalidOption(

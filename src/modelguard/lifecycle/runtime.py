@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from modelguard.environment import _allocator, _limits, _memory
+from modelguard.environment._gpu import TORCH_CUDA, Gpu
 from modelguard.errors import NotSupported
 from modelguard.lifecycle import _fingerprints, _host_lock, _threads
 
@@ -95,6 +96,7 @@ class Runtime:
         in_use: Bytes that malloc has handed out, None if unknown.
         held: Bytes that malloc has taken from the system and not returned, None if unknown.
         check_trim: Raises NotSupported where trimming is not possible.
+        gpu: The GPU memory of this process.
         fingerprint: Identity of a watched path, None while it is missing.
         random: A number in [0, 1).
         start_thread: Runs a callable in a background thread of the given name.
@@ -102,6 +104,7 @@ class Runtime:
         host_lock: The right to hold two copies of a model.
         ticks: Whether the process's ticker thread asks the policies in the background.
         probes: Whether the probes of ``Changed`` are asked in this process, and not in the one that it belongs to.
+        in_mold: Whether this process is a mold or one of its workers, which ``Idle(keep="mold")`` may end.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -114,6 +117,7 @@ class Runtime:
     in_use: Callable[[], int | None] = in_use
     held: Callable[[], int | None] = held
     check_trim: Callable[[], None] = check_trim
+    gpu: Gpu = TORCH_CUDA
     fingerprint: Callable[[Path], _fingerprints.Fingerprint | None] = _fingerprints.fingerprint
     random: Callable[[], float] = random.random
     start_thread: Callable[[Callable[[], None], str], None] = _threads.THREADS.start
@@ -121,6 +125,7 @@ class Runtime:
     host_lock: _host_lock.HostLock = _host_lock.HOST_LOCK
     ticks: bool = True
     probes: bool = True
+    in_mold: bool = False
 
     def try_trim(self) -> Trim:
         """Return free memory to the system if that is possible here."""

@@ -57,6 +57,8 @@ class Status:
         pinned: Whether ``rollback()`` has made the current generation current, and its source has not changed since.
         paused: Whether ``pause()`` holds back the policies.
         postponed: A reload or release that is due and waits; None if there is none.
+        gpu_allocated: GPU memory of this process in tensors, on all devices, in bytes; None if it has not used CUDA.
+        gpu_reserved: GPU memory that torch has reserved for this process, in bytes.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Status:
     pinned: bool = False
     paused: bool = False
     postponed: Postponed | None = None
+    gpu_allocated: int | None = None
+    gpu_reserved: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +94,11 @@ class PoolStatus(Generic[K]):
         used: Bytes of the budget in use.
         max_memory: The budget in bytes.
         loads: Loads that have succeeded.
-        evictions: Models released to make room or because of their ``ttl``.
+        evictions: Models released to make room, because of their ``ttl`` or because their source has changed.
         versions: Version of each loaded model whose loader gave one.
+        unloads: Models released until their next use, because nobody used them for ``idle`` or on request.
+        idle: The keys of those that were not loaded again, the latest 256.
+        paused: Whether ``pause()`` holds back ``ttl``, ``reload_on`` and ``idle``.
     """
 
     name: str
@@ -102,3 +109,6 @@ class PoolStatus(Generic[K]):
     loads: int
     evictions: int
     versions: dict[K, str] = field(default_factory=dict)
+    unloads: int = 0
+    idle: tuple[K, ...] = ()
+    paused: bool = False

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
 
 from modelguard import _reruns
+from modelguard.environment._gpu import TORCH_CUDA, free_after
 from modelguard.errors import (
     GuardClosed,
     ItemRefused,
@@ -167,6 +168,7 @@ def _compute(
     except AllLeft:
         return Computed([None] * len(requests), 0, "inconclusive", whole=False)
     except BaseException as error:  # noqa: BLE001 - not even sys.exit() in a model may end the thread
+        free_after(TORCH_CUDA, error)
         if function.isolate and len(requests) > 1 and not isinstance(error, _WHOLE_BATCH):
             batch = _Items(function, requests, extras, answer)
             return batch.computed(error, _isolate(function, batch, [*range(len(requests))], error))
@@ -212,12 +214,14 @@ def _compute_suspicious(function: BatchFunction, batch: _Items, known: list[Know
 
 def _isolate(function: BatchFunction, batch: _Items, part: list[int], first: BaseException) -> list[BaseException]:
     """Find the items at fault in a part that raised. Returns what they failed with."""
+    if TORCH_CUDA.is_out_of_memory(first):
+        return _halve(batch, part)
     isolation = Isolation(
         batch.run,
         batch.live,
         batch.items,
         trust=function.suspects.trusts_tracebacks,
-        breaks=lambda error: isinstance(error, _WHOLE_BATCH),
+        breaks=lambda error: isinstance(error, _WHOLE_BATCH) or free_after(TORCH_CUDA, error),
     )
     with _reruns.running():
         isolation.find(part, first)
@@ -232,6 +236,22 @@ def _isolate(function: BatchFunction, batch: _Items, part: list[int], first: Bas
     batch.bad += len(isolation.bad) + len(isolation.unfound) if batch.succeeded else 0
     batch.reruns += isolation.reruns
     return [*isolation.bad.values(), *isolation.broken.values()]
+
+
+def _halve(batch: _Items, part: list[int]) -> list[BaseException]:
+    """Run both halves of a part that ran out of GPU memory. No single item is at fault, so there is none to find."""
+    errors: list[BaseException] = []
+    middle = len(part) // 2
+    with _reruns.running():
+        for half in (part[:middle], part[middle:]):
+            live = [at for at in half if batch.live(at)]
+            error = batch.run(live) if live else None
+            batch.reruns += bool(live)
+            if error is not None:
+                free_after(TORCH_CUDA, error)
+                batch.fail(live, error)
+                errors.append(error)
+    return errors
 
 
 class _Items:

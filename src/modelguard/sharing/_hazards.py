@@ -135,7 +135,10 @@ def find_hazards(process: ForkingProcess | None = None) -> tuple[Hazard, ...]:
 def _fatal(process: ForkingProcess) -> Iterable[Hazard]:
     if process.uses_cuda():
         seen = "torch.cuda is initialised, and a forked child cannot initialise it again"
-        fix = "Do not use CUDA before the fork (PYTORCH_NVML_BASED_CUDA_CHECK=1 checks without starting it), or spawn."
+        fix = (
+            "Do not use CUDA before the fork (PYTORCH_NVML_BASED_CUDA_CHECK=1 checks without starting it), or start "
+            "processes by spawn: isolate(start='spawn')."
+        )
         yield Hazard("cuda", "torch", seen, fix, "fatal")
     if process.runs_event_loop():
         seen = "an event loop runs in this thread; a child would inherit its sockets and wake-ups"

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         Event,
         GenerationAbandoned,
         GenerationReleased,
+        GpuCacheEmptied,
+        GpuOutOfMemory,
         GrowthFound,
         GuardPaused,
         GuardResumed,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
         UnloadStarted,
         WorkerEndCause,
         WorkerEnded,
+        WorkersReleased,
         WorkerStarted,
     )
 
@@ -60,6 +63,8 @@ __all__ = [
     "Event",
     "GenerationAbandoned",
     "GenerationReleased",
+    "GpuCacheEmptied",
+    "GpuOutOfMemory",
     "GrowthFound",
     "GuardPaused",
     "GuardResumed",
@@ -86,6 +91,7 @@ __all__ = [
     "WorkerEndCause",
     "WorkerEnded",
     "WorkerStarted",
+    "WorkersReleased",
     "add_hook",
     "describe",
     "emit",

@@ -19,6 +19,7 @@ _WARNINGS = (
     events.LoadErrored,
     events.RolledBack,
     events.GenerationAbandoned,
+    events.GpuOutOfMemory,
     events.PolicyFutile,
     events.GrowthFound,
     events.CallbackErrored,
@@ -45,6 +46,7 @@ _ENDED: dict[events.WorkerEndCause, str] = {
     "timeout": "its call took longer than the timeout",
     "cancelled": "its caller was interrupted",
     "closed": "its mold ended",
+    "idle": "nobody has called",
 }
 
 
@@ -106,12 +108,25 @@ def _released(event: events.GenerationReleased) -> str:
     if event.alive:
         held_by = "; ".join(event.holders) or "unknown"
         return f"{_generation(event)} was dropped but is still alive, held by: {held_by}"
-    return f"{_generation(event)} released, {_units.format_bytes(event.freed)} returned to the system"
+    gpu = f", {_units.format_bytes(event.gpu_freed)} to the GPU" if event.gpu_freed else ""
+    return f"{_generation(event)} released, {_units.format_bytes(event.freed)} returned to the system{gpu}"
 
 
 def _abandoned(event: events.GenerationAbandoned) -> str:
     calls = f"{event.in_flight} of its calls outlasted drain_timeout={event.drain_timeout:g} s"
     return f"{_generation(event)} is abandoned: {calls}; it will be released when they end"
+
+
+def _gpu_cache_emptied(event: events.GpuCacheEmptied) -> str:
+    freed, left = _units.format_bytes(event.freed), _units.format_bytes(event.reserved_after)
+    advice = "" if event.advice is None else f". {event.advice}"
+    return f"emptied torch's cache because of {event.policy}: {freed} returned to the GPU, {left} reserved{advice}"
+
+
+def _gpu_out_of_memory(event: events.GpuOutOfMemory) -> str:
+    then = "is run once more" if event.retry else "failed"
+    left = "" if event.allocated is None else f"; {_units.format_bytes(event.allocated)} stay allocated"
+    return f"a call on generation {event.generation} ran out of GPU memory and {then}{left}"
 
 
 def _futile(event: events.PolicyFutile) -> str:
@@ -220,6 +235,8 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.GenerationReleased: _released,
     events.GenerationAbandoned: _abandoned,
     events.MemoryTrimmed: lambda event: f"trimmed, {_units.format_bytes(event.freed)} returned to the system",
+    events.GpuCacheEmptied: _gpu_cache_emptied,
+    events.GpuOutOfMemory: _gpu_out_of_memory,
     events.PolicyFutile: _futile,
     events.GrowthFound: _growth,
     events.CallbackErrored: lambda event: f"{event.callback} raised {event.error}",
@@ -233,5 +250,9 @@ _SENTENCES: dict[type[events.Event], Callable[[Any], str]] = {
     events.WorkerEnded: lambda event: (
         f"worker {event.worker} ended after {event.age:.1f} s: {_ENDED[event.cause]}"
         + (f" ({event.detail})" if event.cause == "crashed" else "")
+    ),
+    events.WorkersReleased: lambda event: (
+        f"{event.workers} workers ended until the next call, "
+        f"{_units.format_bytes(event.freed)} returned to the system: {_reasons(event.reasons)}"
     ),
 }

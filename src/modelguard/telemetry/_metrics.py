@@ -135,7 +135,11 @@ def _of_loads() -> Iterator[Metric]:
     yield counter("rollbacks", "Rollbacks to the previous model.")
     yield counter("replays", "New models compared with the current one on recorded calls.", "outcome", REPLAYS)
     yield Metric(
-        "idle", "gauge", "Processes whose model is released until its next use.", unit="{process}", mode="livesum"
+        "idle",
+        "gauge",
+        "Processes whose model, or its workers, is released until the next use.",
+        unit="{process}",
+        mode="livesum",
     )
     yield counter("recycles.asked", "Due policies that led to a request for a new worker.", "reason", REASONS)
     yield counter("swaps.chosen", "How the next generation replaces the current one.", "swap", SWAPS[1:])
@@ -146,6 +150,7 @@ def _of_loads() -> Iterator[Metric]:
 def _of_workers() -> Iterator[Metric]:
     yield _counter("guard", "workers.started", "Workers of an isolated function that came up.")
     yield _counter("guard", "workers.ended", "Workers of an isolated function that ended.", "cause", WORKER_ENDS)
+    yield Metric("workers.freed", "counter", "Memory returned by workers that ended until the next call.", unit="By")
     yield Metric("worker.startup", "histogram", "Time until a new worker takes calls.", unit="s", buckets=_SHORT)
 
 
@@ -164,6 +169,17 @@ def _of_releases() -> Iterator[Metric]:
     yield Metric("generations.abandoned", "counter", "Replaced generations with calls that outlasted drain_timeout.")
     yield Metric("allocator.in_use", "gauge", "Memory that malloc had handed out after a release or a trim.", unit="By")
     yield Metric("allocator.held", "gauge", "Memory that malloc had taken from the system by then.", unit="By")
+    yield Metric(
+        "gpu.allocated",
+        "gauge",
+        "GPU memory in tensors after a load, a release or a repair.",
+        unit="By",
+        mode="livesum",
+    )
+    yield Metric("gpu.reserved", "gauge", "GPU memory that torch had reserved by then.", unit="By", mode="livesum")
+    yield Metric("release.gpu_freed", "counter", "GPU memory returned by releases.", unit="By")
+    yield Metric("gpu.caches_emptied", "counter", "Times that torch's cache was too large for a policy.")
+    yield Metric("gpu.out_of_memory", "counter", "Calls that ran out of GPU memory.")
     yield Metric("trims", "counter", "Trims made because of trim_every.")
     yield Metric("trim.freed", "counter", "Private memory returned by these trims.", unit="By")
     yield Metric("trim.duration", "histogram", "Time of these trims.", unit="s", buckets=_SHORT)
@@ -231,6 +247,7 @@ def _of_a_load(event: events.LoadFinished) -> tuple[Measure, ...]:
         Measure("idle", 0),
         Measure("generation", event.generation),
         Measure("model.size", event.model_bytes),
+        *_of_gpu(event.gpu_allocated, event.gpu_reserved),
     )
 
 
@@ -251,8 +268,10 @@ def _of_a_release(event: events.GenerationReleased) -> tuple[Measure, ...]:
         Measure("release.freed", max(0, event.freed)),  # a counter must not fall, even if the process has grown
         Measure("release.duration", event.seconds),
         Measure("unload.errors", 0 if event.error is None else 1),
+        Measure("release.gpu_freed", max(0, event.gpu_freed or 0)),
         *drained,
         *_of_malloc(event),
+        *_of_gpu(event.gpu_allocated, event.gpu_reserved_after),
     )
 
 
@@ -264,6 +283,12 @@ def _of_a_trim(event: events.MemoryTrimmed) -> tuple[Measure, ...]:
 def _of_malloc(event: events.GenerationReleased | events.MemoryTrimmed) -> tuple[Measure, ...]:
     figures = {"allocator.in_use": event.in_use, "allocator.held": event.held}
     return tuple(Measure(name, amount) for name, amount in figures.items() if amount is not None)
+
+
+def _of_gpu(allocated: int | None, reserved: int | None) -> tuple[Measure, ...]:
+    if allocated is None or reserved is None:
+        return ()
+    return Measure("gpu.allocated", allocated), Measure("gpu.reserved", reserved)
 
 
 def _of_a_batch(event: events.BatchFinished) -> tuple[Measure, ...]:
@@ -313,6 +338,14 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.GenerationReleased: _of_a_release,
     events.GenerationAbandoned: lambda _: (Measure("generations.abandoned", 1),),
     events.MemoryTrimmed: _of_a_trim,
+    events.GpuCacheEmptied: lambda event: (
+        Measure("gpu.caches_emptied", 1),
+        *_of_gpu(event.allocated, event.reserved_after),
+    ),
+    events.GpuOutOfMemory: lambda event: (
+        Measure("gpu.out_of_memory", 1),
+        *_of_gpu(event.allocated, event.reserved_after),
+    ),
     events.BatchFinished: _of_a_batch,
     events.BatchErrored: lambda event: (Measure("batches.failed", 1), Measure("batches.hung", event.hung)),
     events.BatchSizeChosen: lambda event: (
@@ -322,6 +355,14 @@ _MEASURES: dict[type[events.Event], Callable[[Any], tuple[Measure, ...]]] = {
     events.RequestsRefused: _of_refusals,
     events.CircuitOpened: lambda _: (Measure("circuit.open", 1), Measure("circuit.openings", 1)),
     events.CircuitClosed: lambda _: (Measure("circuit.open", 0),),
-    events.WorkerStarted: lambda event: (Measure("workers.started", 1), Measure("worker.startup", event.seconds)),
+    events.WorkerStarted: lambda event: (
+        Measure("workers.started", 1),
+        Measure("worker.startup", event.seconds),
+        Measure("idle", 0),
+    ),
     events.WorkerEnded: lambda event: (Measure("workers.ended", 1, event.cause),),
+    events.WorkersReleased: lambda event: (
+        Measure("idle", 1),
+        Measure("workers.freed", max(0, event.freed)),
+    ),
 }

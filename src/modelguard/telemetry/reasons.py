@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 __all__ = ["PROTECT_MEMORY", "Reason", "ReasonKind"]
 
 #: ``"combination"``: policies joined by ``&``, which are due together. ``"custom"``: a user-defined policy.
+#: ``"gpu_out_of_memory"``: a call ran out of GPU memory, and what it had allocated was not freed.
 #: ``"woken"``: the first use after the model was released by ``Idle`` or ``unload()``.
 ReasonKind = Literal[
     "changed",
@@ -15,6 +16,9 @@ ReasonKind = Literal[
     "custom",
     "errors",
     "first_use",
+    "gpu_memory_growth",
+    "gpu_memory_limit",
+    "gpu_out_of_memory",
     "idle",
     "index_growth",
     "memory_growth",
@@ -29,7 +33,9 @@ ReasonKind = Literal[
 
 
 #: Policies that free memory. Where it is short, their reloads do not wait for a pause between calls.
-PROTECT_MEMORY: frozenset[ReasonKind] = frozenset({"index_growth", "memory_growth", "memory_limit"})
+PROTECT_MEMORY: frozenset[ReasonKind] = frozenset(
+    {"gpu_memory_growth", "gpu_memory_limit", "gpu_out_of_memory", "index_growth", "memory_growth", "memory_limit"}
+)
 
 
 class Reason(NamedTuple):

@@ -18,6 +18,7 @@ from modelguard.lifecycle._host_lock import Held, HostLock
 from modelguard.lifecycle._pool_engine import PoolEngine, pool_engines
 from modelguard.lifecycle._ticker import TICKER
 from modelguard.lifecycle.model_guard import ModelGuard, guard_of, guards
+from modelguard.testing._gpu import OneGpu
 from modelguard.testing._loader import any_held
 
 __all__ = ["Clock"]
@@ -35,16 +36,18 @@ _START = 100_000_000
 class Clock:
     """Time, memory and randomness for the guards and pools that a test makes.
 
-    It begins at an arbitrary time, with 100 MB of private memory, no memory limit and unlimited headroom. Random jitter
-    is always 0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes its shortest wait, which is half.
+    It begins at an arbitrary time, with 100 MB of private memory, no memory limit, unlimited headroom, and nothing on
+    its one GPU. Random jitter is always 0: a ``TTL`` is due exactly at its age, and a ``Backoff`` takes its shortest
+    wait, which is half.
 
-    Policies, ``defer``, backoffs, ``trim_every`` and the ``ttl`` of pools use this clock. Timeouts of callers stay in
-    real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``, the timeouts of
-    leases, and everything in ``batched``.
+    Policies, ``defer``, backoffs, ``trim_every`` and the ``ttl`` and ``idle`` of pools use this clock. Timeouts of
+    callers stay in real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``, the
+    timeouts of leases, and everything in ``batched``.
     """
 
     # A misspelt attribute is an error, and does not go unnoticed.
     __slots__ = (
+        "_gpu",
         "_headroom",
         "_installed",
         "_limit",
@@ -67,6 +70,7 @@ class Clock:
         self._over = False
         self._probed = False
         self._memory = _START
+        self._gpu = OneGpu()
         self._limit: int | None = None
         self._headroom: int | None = None
         self._threads: list[threading.Thread] = []
@@ -82,6 +86,7 @@ class Clock:
             in_use=lambda: None,
             held=lambda: None,
             check_trim=lambda: None,
+            gpu=self._gpu,
             random=lambda: 0.0,
             start_thread=self._start,
             start_once=self._start_probe,
@@ -118,6 +123,16 @@ class Clock:
     def memory(self, value: int | str) -> None:
         self._require_test("memory")
         self._memory = _units.size(value, "memory")
+
+    @property
+    def gpu_memory(self) -> int:
+        """Bytes in tensors on the one GPU of 80 GB, as guards read them. Set it to bytes or text such as ``"2 GB"``."""
+        return self._gpu.allocated
+
+    @gpu_memory.setter
+    def gpu_memory(self, value: int | str) -> None:
+        self._require_test("gpu_memory")
+        self._gpu.allocated = _units.size(value, "gpu_memory")
 
     @property
     def limit(self) -> int | None:
@@ -214,6 +229,8 @@ class Clock:
         for pool in pool_engines():
             if pool.runtime is self._runtime:
                 pool.runtime = real
+                if pool.check_interval() < math.inf:
+                    TICKER.add(pool)  # until it finds no model
         for engine in outliving:
             if engine.state.current is not None:
                 TICKER.add(engine)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 
 from modelguard import _units
 from modelguard.environment import _memory
-from modelguard.errors import InvalidOption, NotSupported
+from modelguard.errors import ForkHazard, InvalidOption, NotSupported
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.sharing import _graph
@@ -98,7 +98,9 @@ def _prepared(model: Any, read: Reader, immortalize: Literal[True, False, "auto"
         return _copied(model, read), ""
     from modelguard.sharing import _prefork
 
-    report = _prefork.prepare(model, warm_timeout=timeout, immortalize=immortalize)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ForkHazard)  # such as the event loops of the test process; a server has its own
+        report = _prefork.prepare(model, warm_timeout=timeout, immortalize=immortalize)
     made = report.immortal
     why = report.why_mortal or "; ".join(map(str, made.mortal if made else ())) or _ELSEWHERE
     with model.lease() as leased:

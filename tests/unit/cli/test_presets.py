@@ -52,7 +52,10 @@ def test_a_format_is_written_and_nothing_else(capsys: pytest.CaptureFixture[str]
     ("words", "said"),
     [
         (["torch-gpu"], "Did you mean 'torch-cpu'?"),
-        (["nothing-like-it"], "The presets are torch-cpu, torch-cpu-dynamic, prefork, low-memory."),
+        (
+            ["nothing-like-it"],
+            "The presets are torch-cpu, torch-cpu-dynamic, torch-cuda-dynamic, ",
+        ),
         (["torch-cpu", "--workers", "0"], "--workers=0: must be a whole number of at least 1"),
         (["torch-cpu", "--workers", "two"], "--workers='two': must be a whole number of at least 1"),
         (["torch-cpu", "--cpus", "nan"], "--cpus=nan: must be a number above 0"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import ModelGuard, control, guard
+from modelguard import ModelGuard, ModelPool, control, guard, pool
 from modelguard.control import _commands, _listener, _sighup
 from modelguard.errors import InvalidOption, LoadFailed, NotSupported
 from modelguard.isolation import _registry, _role
@@ -28,6 +28,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModelGuard[Any], Mod
     """The only guards of this process: one with a model, one that was never loaded."""
     monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
     monkeypatch.setattr(_registry, "_functions", weakref.WeakSet())
+    monkeypatch.setattr("modelguard.lifecycle.pool._pools", weakref.WeakSet())
     loaded, new = guard(dict, reload_on=None, name="nlp"), guard(dict, reload_on=None, name="asr")
     with loaded:
         yield loaded, new
@@ -73,7 +74,7 @@ class TestCommands:
         """The error names those that there are, and nothing is done."""
         with pytest.raises(
             InvalidOption,
-            match=r"name='x': is not a guard or an isolated function of this process. There are: 'asr', 'nlp'",
+            match=r"name='x': is not a guard, a pool or an isolated function of this process. There are: 'asr', 'nlp'",
         ):
             ask("reload", "x")
         assert 1 == pair[0].status().generation
@@ -138,6 +139,72 @@ class Isolated:
 
     def renew_in_child(self) -> None:
         """No test forks."""
+
+
+class TestPools:
+    @pytest.fixture(autouse=True)
+    def voices(self, pair: Pair) -> Iterator[ModelPool[str, dict[str, str]]]:
+        """A pool beside the guards."""
+        del pair
+        with pool(lambda key: {"key": key}, max_memory="1 GB", name="voices") as voices:
+            yield voices
+
+    def test_they_take_every_command(self, voices: ModelPool[str, Any]) -> None:
+        """Beside the guards, in the order of the names, or by name."""
+        with voices.lease("ja"):
+            assert ["asr", "nlp", "voices"] == list(ask("status"))
+        assert {"voices": None} == ask("unload", "voices")
+        assert ("ja",) == voices.status().idle
+        with voices.lease("ja"):
+            pass
+        ask("reload")
+        assert (("ja",), 2) == (voices.status().idle, voices.status().unloads)
+        ask("pause")
+        assert voices.status().paused
+        ask("resume")
+        assert not voices.status().paused
+
+    def test_one_without_models(self, voices: ModelPool[str, Any]) -> None:
+        """It is left alone, and by name a reload is an error, as for a guard."""
+        assert None is ask("reload")["voices"]
+        assert "never loaded" in str(ask("reload", "voices")["voices"])
+        voices.close()
+        assert None is ask("unload")["voices"]
+        assert "closed" in str(ask("unload", "voices")["voices"])
+
+    def test_the_status_says_what_it_is(self, voices: ModelPool[Any, Any]) -> None:
+        """Its room and its keys, as JSON can carry them."""
+
+        def state() -> str:
+            return str(_commands.run("status", "voices", wait=True, timeout=None)[0].status["state"])
+
+        assert "new" == state()
+        with voices.lease(("ja", 2)):
+            (result,) = _commands.run("status", "voices", wait=True, timeout=None)
+            shown = json.loads(json.dumps(result.as_dict()))
+        assert ("voices", "pool", "ready", True, 1) == (
+            shown["name"],
+            shown["kind"],
+            shown["status"]["state"],
+            shown["status"]["ready"],
+            shown["status"]["in_flight"],
+        )
+        assert (["('ja', 2)"], 10**9) == (list(shown["status"]["models"]), shown["status"]["max_memory"])
+        voices.unload()
+        assert "idle" == state()
+        voices.close()
+        assert "closed" == state()
+
+    def test_a_bounded_unload(self, voices: ModelPool[str, Any]) -> None:
+        """What it could not wait for is its error."""
+        with voices.lease("ja"):
+            caller = threading.Thread(
+                target=lambda: errors.extend(_commands.run("unload", "voices", wait=True, timeout=0))
+            )
+            errors: list[_commands.Result] = []
+            caller.start()
+            caller.join(60)
+        assert "voices" in str(errors[0].error)
 
 
 class TestIsolatedFunctions:

@@ -159,6 +159,12 @@ def test_nothing_known() -> None:
             id="files of ended processes",
         ),
         pytest.param("MG401", "fault", {"server": PREFORK, "processes": forks()}, id="preload, no freeze"),
+        pytest.param(
+            "MG401",
+            "fault",
+            {"server": PREFORK, "processes": forks(replace(HEAP, frozen=375))},
+            id="preload, frozen by 3.12 itself",
+        ),
         pytest.param("MG402", "fault", {"server": COPIES, "processes": HEAVY}, id="two copies"),
         pytest.param(
             "MG402", "fault", {"server": Server("gunicorn", 2, forks=True), "processes": HEAVY}, id="from outside"

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from modelguard.allocator import AllocatorInForce, Kind
-from modelguard.environment import _knobs
-from modelguard.environment._effect import effect_of
+from modelguard.environment import _knobs, _knobs_cuda
+from modelguard.environment._effect import Cuda, effect_of
 from modelguard.environment._knobs import Knob, When
 from modelguard.environment._self import ThisProcess
 from modelguard.errors import NotSupported
@@ -36,6 +36,8 @@ class History:
         tells: bool = True,
         threads: dict[str, int] | None = None,
         grpc: bool | None = None,
+        cuda: Cuda = "not imported",
+        allocator: str = "",
     ) -> None:
         self.before = started_with or {}
         self.readable = readable
@@ -45,6 +47,8 @@ class History:
         self.tells = tells
         self.counts = threads or {}
         self.grpc = grpc
+        self.cuda_state = cuda
+        self.allocator = allocator
 
     def started_with(self) -> dict[str, str] | None:
         return self.before if self.readable else None
@@ -65,6 +69,13 @@ class History:
     def threads(self, name: str) -> dict[str, int]:
         self._tell()
         return self.counts
+
+    def cuda(self) -> Cuda:
+        return self.cuda_state
+
+    def cuda_allocator(self) -> str:
+        self._tell()
+        return self.allocator
 
     def grpc_forks(self) -> bool | None:
         return self.grpc
@@ -268,3 +279,54 @@ def test_grpc_is_inspected_only_where_it_was_imported(monkeypatch: pytest.Monkey
     module._GRPC_ENABLE_FORK_SUPPORT = True  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "grpc._cython.cygrpc", module)
     assert ThisProcess().grpc_forks() is True
+
+
+SEGMENTS, PLANS, EAGER = _knobs_cuda.expandable_segments(), _knobs_cuda.cudnn_plans(64), _knobs_cuda.eager_modules()
+
+
+@pytest.mark.parametrize("knob", [SEGMENTS, PLANS, EAGER], ids=lambda knob: knob.name)
+@pytest.mark.parametrize("cuda", ["not imported", "not initialised"])
+def test_gpu_settings_count_until_cuda_is_initialised(knob: Knob, cuda: Cuda) -> None:
+    """Even after the import of torch."""
+    assert "applied" == effect_of(knob, None, History(cuda=cuda))[0]
+
+
+@pytest.mark.parametrize("knob", [SEGMENTS, PLANS, EAGER], ids=lambda knob: knob.name)
+def test_gpu_settings_do_nothing_in_a_torch_without_cuda(knob: Knob) -> None:
+    """Such a torch reads none of them for a GPU, and the report says so."""
+    state, evidence = effect_of(knob, None, History(cuda="not built in"))
+    assert ("not supported", "the torch in this process was built without CUDA") == (state, evidence)
+
+
+def test_the_allocator_says_what_it_uses() -> None:
+    """What torch has parsed is the evidence, in force or too late."""
+    in_force = History(cuda="initialised", allocator="expandable_segments:True")
+    assert "applied" == effect_of(SEGMENTS, None, in_force)[0]
+    assert "applied" == effect_of(SEGMENTS, "expandable_segments:True", in_force)[0]
+    state, evidence = effect_of(SEGMENTS, None, History(cuda="initialised"))
+    assert ("too late", "torch's allocator uses its defaults") == (state, evidence)
+    state, evidence = effect_of(SEGMENTS, "expandable_segments:True", History(cuda="initialised", allocator="a:1"))
+    assert "too late" == state
+    assert "torch's allocator uses 'a:1'" in evidence
+
+
+def test_an_allocator_that_says_nothing() -> None:
+    """An older torch is not accused of anything."""
+    state, evidence = effect_of(SEGMENTS, None, History(cuda="initialised", tells=False))
+    assert "applied" == state
+    assert "it is unknown whether torch's CUDA allocator has read it" in evidence
+
+
+def test_gpu_code_is_loaded_when_cuda_is_initialised() -> None:
+    """After that the variable counts only if the program was started with it."""
+    assert "too late" == effect_of(EAGER, None, History(cuda="initialised"))[0]
+    assert (
+        "applied"
+        == effect_of(EAGER, "EAGER", History(cuda="initialised", started_with={"CUDA_MODULE_LOADING": "EAGER"}))[0]
+    )
+
+
+def test_cudnn_says_nothing() -> None:
+    """Nobody can see whether its cache was made, and the report does not guess."""
+    state, evidence = effect_of(PLANS, None, History(cuda="initialised"))
+    assert ("applied", "CUDA is initialised; whether cuDNN was used is unknown") == (state, evidence)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelguard.environment import _knobs
+from modelguard.environment import _knobs, _knobs_cuda
 from modelguard.environment._knobs import Knob
 from modelguard.errors import InvalidOption
 
@@ -17,10 +17,16 @@ ALL = [
     _knobs.tokenizers_threads(),
     *_knobs.glibc_memory(),
     _knobs.jemalloc_memory(),
+    _knobs_cuda.expandable_segments(),
+    _knobs_cuda.reclaiming(),
+    _knobs_cuda.fraction(3),
+    _knobs_cuda.cudnn_plans(1024),
+    _knobs_cuda.eager_modules(),
+    _knobs_cuda.lazy_modules(),
 ]
 
 
-@pytest.mark.parametrize("knob", ALL, ids=lambda knob: knob.name)
+@pytest.mark.parametrize("knob", ALL, ids=lambda knob: f"{knob.name}={knob.value}")
 def test_a_knob_says_all_about_itself(knob: Knob) -> None:
     """Every knob says what it does, what it costs, and gives a source."""
     assert all((knob.does, knob.costs, knob.source, knob.reader))

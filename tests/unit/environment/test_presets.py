@@ -9,6 +9,7 @@ import pytest
 from modelguard import presets
 from modelguard.allocator import AllocatorInForce
 from modelguard.environment import _cpus, _knobs
+from modelguard.environment._effect import Cuda
 from modelguard.environment._knobs import Knob
 from modelguard.errors import InvalidOption
 from modelguard.presets import Preset
@@ -32,6 +33,12 @@ class Idle:
     def threads(self, name: str) -> dict[str, int]:
         return {}
 
+    def cuda(self) -> Cuda:
+        return "not imported"
+
+    def cuda_allocator(self) -> str:
+        raise AssertionError("CUDA is not initialised")
+
     def grpc_forks(self) -> bool | None:
         return None
 
@@ -48,7 +55,15 @@ def mine(*settings: str) -> Preset:
 
 def test_the_presets_are_these() -> None:
     """Their names are part of the interface."""
-    assert ("torch-cpu", "torch-cpu-dynamic", "prefork", "low-memory") == presets.names()
+    assert (
+        "torch-cpu",
+        "torch-cpu-dynamic",
+        "torch-cuda-dynamic",
+        "torch-cuda-latency",
+        "torch-cuda-shared",
+        "prefork",
+        "low-memory",
+    ) == presets.names()
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -96,6 +111,22 @@ def test_a_server_that_forks_starts_no_threads_of_its_own() -> None:
     found = values(presets.get("torch-cpu", cpus=4) | presets.get("prefork", cpus=4))
     assert "1" == found["OPENBLAS_NUM_THREADS"]
     assert "background_thread:false" in found["MALLOC_CONF"]
+
+
+def test_processes_on_one_gpu_get_equal_parts() -> None:
+    """Nine tenths of the GPU are divided, and a part is never rounded up."""
+    (allocator,) = {values(presets.get("torch-cuda-shared", workers=3))["PYTORCH_ALLOC_CONF"]}
+    assert "per_process_memory_fraction:0.3,garbage_collection_threshold:0.8" == allocator
+    assert (
+        "per_process_memory_fraction:0.128" in values(presets.get("torch-cuda-shared", workers=7))["PYTORCH_ALLOC_CONF"]
+    )
+
+
+@pytest.mark.parametrize(("shapes", "entries"), [(None, "1024"), (1, "128"), (10, "1280"), (1000, "10000")])
+def test_cudnn_keeps_a_plan_for_each_shape(shapes: int | None, entries: str) -> None:
+    """As many plans as the traffic needs, and never more than torch keeps by itself."""
+    preset = presets.get("torch-cuda-dynamic", distinct_shapes=shapes)
+    assert entries == values(preset)["TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT"]
 
 
 def test_presets_are_composed() -> None:

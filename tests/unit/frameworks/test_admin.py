@@ -89,6 +89,7 @@ def nlp(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelGuard[Any]]:
     """The only guard of this process that has a model, without isolated functions."""
     monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
     monkeypatch.setattr(_registry, "_functions", weakref.WeakSet())
+    monkeypatch.setattr("modelguard.lifecycle.pool._pools", weakref.WeakSet())
     with guard(dict, reload_on=None, name="nlp") as made:
         yield made
 

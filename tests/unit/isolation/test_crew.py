@@ -297,6 +297,62 @@ class TestDeaths:
         assert 1 == crew.failures
 
 
+class TestUntilTheNextCall:
+    def test_all_end_and_none_starts(self) -> None:
+        """However much time passes."""
+        crew = running(2)
+        assert [End(1), End(2)] == crew.end_until_next_call()
+        assert ("ended", {}, []) == (crew.presence, crew.members, crew.settle(1000.0))
+        assert crew.take() is None
+
+    def test_a_call_brings_all_back(self) -> None:
+        """They are present again once the first of them has come up."""
+        crew = running(2)
+        crew.end_until_next_call()
+        crew.call_back()
+        assert ("returning", [3, 4]) == (crew.presence, numbers(crew.settle(0.0), Start))
+        crew.started(3)
+        assert ("present", True) == (crew.presence, crew.take() is not None)
+
+    def test_nothing_ends_while_one_has_something_to_do(self) -> None:
+        """It runs a call, starts, or is being replaced."""
+        crew = running(2)
+        assert crew.take() is not None
+        assert (None, "present") == (crew.end_until_next_call(), crew.presence)
+        crew = crew_of(2)
+        crew.settle(0.0)
+        crew.started(1)
+        assert (None, "present") == (crew.end_until_next_call(), crew.presence)
+
+    def test_a_backoff_holds_for_the_first_call_too(self) -> None:
+        """Workers that died before are not started faster because nobody called meanwhile."""
+        crew = running(1)
+        for _ in range(2):
+            crew.lost(max(crew.members), 0.0, draw=1.0)
+            for order in crew.settle(0.0):
+                assert isinstance(order, Start)
+                crew.started(order.number)
+        assert [] == crew.end_until_next_call()
+        crew.call_back()
+        assert [] == crew.settle(crew.start_at - 0.1)
+        assert 1 == len(numbers(crew.settle(crew.start_at), Start))
+
+    def test_a_start_that_fails_is_tried_again(self) -> None:
+        """As without it."""
+        crew = running(1)
+        crew.end_until_next_call()
+        crew.call_back()
+        (number,) = numbers(crew.settle(0.0), Start)
+        crew.lost(number, 0.0, draw=0.0)
+        assert ("present", 1) == (crew.presence, len(numbers(crew.settle(0.0), Start)))
+
+    def test_a_closed_crew_has_none(self) -> None:
+        """Whatever is asked for."""
+        crew = running(1)
+        crew.close()
+        assert (None, "present") == (crew.end_until_next_call(), crew.presence)
+
+
 class TestEnd:
     def test_a_worker_that_comes_up_too_late_is_ended(self) -> None:
         """Closing does not wait for it, and does not forget it."""
@@ -402,6 +458,22 @@ class CrewMachine(RuleBasedStateMachine):
             self.crew.lost(number, self.now, draw=0.5, blame=outcome == "crash")
         self.settle()
 
+    @rule()
+    def nobody_calls(self) -> None:
+        """All end at once, or none; and a call brings them back."""
+        has_work = any(member.state != "idle" for member in self.crew.members.values())
+        before = set(self.crew.members)
+        orders = self.crew.end_until_next_call()
+        if orders is None:
+            assert self.condemned or has_work
+        else:
+            assert (before, "ended") == ({order.number for order in orders}, self.crew.presence)
+
+    @rule()
+    def a_call_comes(self) -> None:
+        self.crew.call_back()
+        self.settle()
+
     @precondition(lambda self: self.promoted)
     @rule(outcome=st.sampled_from(["mold", "refused", "crash"]))
     def promotion_ends(self, outcome: str) -> None:
@@ -430,8 +502,10 @@ class CrewMachine(RuleBasedStateMachine):
 
     @invariant()
     def it_recovers(self) -> None:
-        """Unless the mold was condemned, time alone brings a worker back."""
-        if not self.condemned and not self.crew.members:
+        """Unless the mold was condemned, or nobody has called, time alone brings a worker back."""
+        if self.crew.presence == "ended":
+            assert not self.crew.members
+        elif not self.condemned and not self.crew.members:
             self.now += 120.0
             self.settle()
             assert self.condemned or self.starting

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, Changed, Isolated, Uses, batched, guard, guard_of, isolate, pool
+from modelguard import TTL, Changed, Idle, Isolated, Uses, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._answers import WebOptions
 from modelguard.isolation import _registry
@@ -254,3 +254,14 @@ class TestReadiness:
         assert probe is not None
         assert b"slow to load" in probe.body
         assert not isolated.ready
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_spawned_workers_have_no_mold_to_keep(guarded: bool) -> None:  # noqa: FBT001 - a parameter of the test
+    """The message says what to do instead."""
+    policy = Idle("10m", keep="mold")
+    function: Any = guard(dict, reload_on=policy)(predict.__wrapped__) if guarded else plain  # type: ignore[attr-defined]
+    decorate: Any = isolate(start="spawn", recycle_on=None if guarded else policy)
+    with pytest.raises(InvalidOption, match=r"keep='mold': needs workers that are forked.*Leave keep out"):
+        decorate(function)
+    assert isinstance(isolate()(function) if guarded else isolate(recycle_on=policy)(plain), Isolated)

@@ -189,9 +189,15 @@ class Process:
         self.died: float | None = None
         self.born = time.monotonic()
         self.settled = 0
-        self.pid, self.heir = 1, None
+        self.pid, self.heir, self.idle = 1, None, False
         self.roster = SimpleNamespace(
-            settle=self.settle, postponed=(), listed=list, counts={}, is_ready=True, close=lambda: None
+            settle=self.settle,
+            postponed=(),
+            listed=list,
+            counts={},
+            is_ready=True,
+            presence="present",
+            close=lambda: None,
         )
 
     def settle(self) -> None:
@@ -297,6 +303,7 @@ class TestMolds:
         """It takes no calls, so this is no replacement that could wait, and a load that fails is tried again."""
         isolated.pause()
         (mold,) = Process.made
+        until(lambda: not isolated._scope._molds.guard.engine.loading)  # type: ignore[attr-defined]
         Process.fails, mold.died = True, time.monotonic()
         mold.die()
         assert 1 == supervised.run()
@@ -368,8 +375,34 @@ class TestMolds:
         with pytest.raises(InvalidOption, match="wait="):
             isolate()(guarded).reload(wait=wait)
 
-    @pytest.mark.parametrize("what", ["pause", "resume", "unload", "reload", "rollback"])
-    def test_over_a_pool(self, what: str) -> None:
-        """The error names the function and what it cannot do: the pool goes by its own rules."""
-        with pytest.raises(NotSupported, match=rf"voiced: {what} is not supported here: each key of a pool"):
-            getattr(isolate()(voiced), what)()
+    def test_over_a_pool_there_is_no_way_back(self) -> None:
+        """The error names the function and what it cannot do: no key's mold is kept."""
+        with pytest.raises(NotSupported, match=r"voiced: rollback is not supported here: each key of a pool"):
+            isolate()(voiced).rollback()
+
+    def test_a_pause_over_a_pool(self, seen: list[telemetry.Event]) -> None:
+        """It is the function's, is reported once, holds for keys that come later, and outlasts a reopening."""
+        function = isolate()(voiced)
+        function.pause()
+        function.pause()
+        engine = function._scope._engine_of("key", None)  # type: ignore[attr-defined]
+        assert (True, True, True) == (function.status().paused, function._scope.paused, engine.state.paused)
+        function.close()
+        with function:
+            assert function.status().paused
+            function.resume()
+        assert (False, [(1, 1)]) == (
+            function.status().paused,
+            [(len(of(GuardPaused, seen)), len(of(GuardResumed, seen)))],
+        )
+
+    def test_a_closed_function_over_a_pool(self) -> None:
+        """It has nothing to reload or unload."""
+        function = isolate()(voiced)
+        function.reload()
+        function.unload()
+        assert "new" == function.status().state
+        function.close()
+        for command in (function.reload, function.unload):
+            with pytest.raises(GuardClosed):
+                command()

@@ -196,6 +196,26 @@ class RosterMachine(RuleBasedStateMachine):
             mold.roster.exited(idle[pick % len(idle)], "SIGKILL")
             self.settle()
 
+    @rule()
+    def nobody_calls(self) -> None:
+        """All workers end, and with cause ``idle``; or none does, because one has something to do."""
+        mold = self.current
+        before = {worker.number: state for worker, state, *_ in mold.roster.listed()}
+        told = mold.roster.counts["idle"]
+        numbers = mold.roster.end_until_next_call()
+        if numbers is None:
+            assert told == mold.roster.counts["idle"]
+            return
+        assert {"idle"} >= set(before.values())
+        assert (sorted(before), [], told + len(before)) == (
+            sorted(numbers),
+            mold.roster.listed(),
+            mold.roster.counts["idle"],
+        )
+        mold.roster.settle()
+        mold.add_all()
+        assert ([], "ended") == (mold.roster.listed(), mold.roster.presence)
+
     @precondition(lambda self: len(self.molds) < 4)
     @rule(dies=st.booleans())
     def new_mold(self, dies: bool) -> None:  # noqa: FBT001 - hypothesis passes it

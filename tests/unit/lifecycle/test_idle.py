@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import MB, World, number, outcome, until
 
-from modelguard import TTL, Idle, ModelGuard, Uses
-from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Reloading, WouldDeadlock
+from modelguard import TTL, Idle, ModelGuard, Policy, Uses, replicas
+from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, PolicyNeverFires, Reloading, WouldDeadlock
 from modelguard.lifecycle import _deadlocks
 from modelguard.lifecycle._leases import Lease
-from modelguard.telemetry import GenerationReleased, LoadStarted, ReloadDue, UnloadStarted
+from modelguard.lifecycle._policy import subset
+from modelguard.telemetry import GenerationReleased, LoadStarted, Reason, ReloadDue, UnloadStarted
 
 
 def idle_for(world: World, guard: ModelGuard[object], seconds: float) -> None:
@@ -238,6 +240,120 @@ class TestIdle:
         """The message names ``ready``."""
         with pytest.raises(InvalidOption, match="ready='yes': must be True or False"):
             Idle("1m", ready="yes")  # type: ignore[arg-type]
+
+
+class Workers:
+    """Stands for the worker processes of a mold."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.told: list[tuple[str, ...]] = []
+
+    def end(self, reasons: tuple[Reason, ...]) -> None:
+        self.ended = True
+        self.told.append(tuple(map(str, reasons)))
+
+
+def of_molds(world: World, policy: Policy, **options: Any) -> tuple[ModelGuard[Any], Workers]:
+    """A guard whose model has workers, as that of an isolated function."""
+    guard, workers = world.guard(reload_on=policy, defer=0, **options), Workers()
+    own = dataclasses.replace(guard.engine.guard.options, workers=workers)
+    return ModelGuard(own, world.runtime), workers
+
+
+class TestKeep:
+    def test_only_the_workers_end(self, world: World) -> None:
+        """Once, as long as no call brings them back; the model stays."""
+        guard, workers = of_molds(world, Idle("10s", keep="mold"))
+        number(guard)
+        idle_for(world, guard, 9)
+        assert [] == workers.told
+        idle_for(world, guard, 60)
+        assert ([("Idle('10s', keep='mold')",)], 1, []) == (workers.told, number(guard), world.seen(UnloadStarted))
+        workers.ended = False
+        idle_for(world, guard, 12)
+        assert 2 == len(workers.told)
+
+    def test_a_resting_guard_is_asked_seldom(self, world: World) -> None:
+        """Until then the policy is not due again, so nothing has to look twenty times a second."""
+        guard, workers = of_molds(world, Idle("10s", keep="mold"))
+        number(guard)
+        idle_for(world, guard, 12)
+        assert (True, True) == (workers.ended, guard.engine.check_interval() >= 1)
+
+    def test_a_plain_one_beside_it_releases_the_model(self, world: World) -> None:
+        """Later: first the workers, then all."""
+        guard, workers = of_molds(world, Idle("10s", keep="mold") | Idle("1m"))
+        number(guard)
+        idle_for(world, guard, 50)
+        assert ("ready", 1) == (guard.status().state, len(workers.told))
+        idle_for(world, guard, 12)
+        assert "idle" == guard.status().state
+
+    def test_new_weights_come_first(self, world: World) -> None:
+        """A model that is kept for the next call is as new as others."""
+        guard, workers = of_molds(world, Idle("10s", keep="mold") | TTL("10s", jitter=0))
+        number(guard)
+        idle_for(world, guard, 11)
+        assert 2 == guard.status().generation
+        assert [("Idle('10s', keep='mold')",)] == workers.told  # a reload is no use, so these end at once
+
+    def test_joined_by_and(self, world: World) -> None:
+        """``Idle(..., keep="mold") & Uses(2)``: the workers end when it is idle after two calls."""
+        guard, workers = of_molds(world, Idle("10s", keep="mold") & Uses(2))
+        number(guard)
+        idle_for(world, guard, 20)
+        assert [] == workers.told
+        number(guard)
+        idle_for(world, guard, 20)
+        assert (1, "ready") == (len(workers.told), guard.status().state)
+
+    def test_a_pause_holds_it_back(self, world: World) -> None:
+        """It is shown as postponed, and begins after ``resume()``."""
+        guard, workers = of_molds(world, Idle("10s", keep="mold"))
+        number(guard)
+        guard.pause()
+        idle_for(world, guard, 20)
+        assert ([], "paused") == (workers.told, guard.status().postponed.cause)  # type: ignore[union-attr]
+        guard.resume()
+        idle_for(world, guard, 1)
+        assert (1, None) == (len(workers.told), guard.status().postponed)
+
+    @pytest.mark.parametrize(
+        "use", [ModelGuard.load, ModelGuard.reload, number, lambda guard: asyncio.run(guard.aload())]
+    )
+    def test_without_isolate_is_rejected(self, world: World, use: Callable[[ModelGuard[Any]], object]) -> None:
+        """At the first load, however it begins: before, an ``isolate`` may still come above the decorator."""
+        guard = world.guard(reload_on=Idle("10s", keep="mold"))
+        with pytest.raises(
+            InvalidOption, match=r"keep='mold': is for the workers of an isolated function.*@isolate\(\)"
+        ):
+            use(guard)
+        assert ("new", 0) == (guard.status().state, world.loader.calls)
+
+    def test_in_replicas_is_rejected(self, world: World) -> None:
+        """Copies are in this process."""
+        with pytest.raises(InvalidOption, match="keep='mold': is for isolated functions"):
+            replicas(world.guard(reload_on=Idle("10s", keep="mold")), 2)
+
+    @pytest.mark.parametrize("keep", ["workers", True, ""])
+    def test_anything_else_is_rejected(self, keep: Any) -> None:
+        """The message names ``keep``."""
+        with pytest.raises(InvalidOption, match=r"keep=.*must be 'mold' or None"):
+            Idle("1m", keep=keep)
+
+    @pytest.mark.parametrize("plain", ["5s", "10s"])
+    def test_one_that_a_plain_one_precedes_never_fires(self, world: World, plain: str) -> None:
+        """A warning says so."""
+        with pytest.warns(PolicyNeverFires, match="ends its mold before"):
+            world.guard(reload_on=Idle("10s", keep="mold") | Idle(plain))
+
+    def test_is_a_value(self) -> None:
+        """It is pickled for the broker of a host, and its repr says what is kept."""
+        policy = Idle("10m", keep="mold")
+        assert (policy, False) == (pickle.loads(pickle.dumps(policy)), policy == Idle("10m"))
+        assert "Idle('10m', keep='mold')" == repr(policy)
+        assert (None, policy) == (subset(policy, renews=False), subset(policy, renews=True, unloads=True))
 
 
 class TestUnload:

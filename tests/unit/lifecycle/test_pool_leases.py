@@ -165,4 +165,4 @@ class TestInAForkedChild:
         pool._engine.before_fork()
         pool._engine.after_fork_in_child()
         assert ({"a": 10}, 10 * MB, ["a", "b"]) == (loaded(pool), pool.status().used, use(pool, "a", "b"))
-        assert pool._engine._models["a"].idle
+        assert pool._engine._models["a"].unused

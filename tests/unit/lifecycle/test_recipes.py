@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.request import Request, urlopen
 
 import pytest
-from tests.contract.test_docs import snippets
+from tests.unit.lifecycle.recipes import definitions
 from tests.unit.lifecycle.sources import errors, polls
 
 from modelguard import Changed, Loaded
 
 if TYPE_CHECKING:
     from tests.unit.lifecycle.world import World
-
-PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
-
-
-def definitions(*names: str) -> dict[str, Any]:
-    """The functions and constants of these names, as the page writes them, without running anything else."""
-    code = "\n".join("\n".join(snippet.code) for snippet in snippets(PAGE) if snippet.reason is None)
-    kept = [
-        node
-        for node in ast.parse(code).body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        or (isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names)
-        or (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in names)
-    ]
-    found: dict[str, Any] = {}
-    exec(compile(ast.Module(kept, type_ignores=[]), "recipes.md", "exec"), found)
-    return found
 
 
 def test_the_cache_of_the_page_is_that_of_hugging_face(
@@ -46,7 +28,9 @@ def test_the_cache_of_the_page_is_that_of_hugging_face(
     tmp_path = tmp_path / "hub"
     tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
-    page = definitions("cache", "publish", "revision", "load_snapshot", "Model")
+    page = definitions(
+        "A folder in the layout of the Hugging Face cache", "cache", "publish", "revision", "load_snapshot", "Model"
+    )
     first, second = "1" * 40, "2" * 40
 
     def newest() -> str:

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.unit.lifecycle.gpus import FakeGpu
+
 from modelguard import ModelGuard, ModelPool, guard, pool, telemetry
 from modelguard.lifecycle._fingerprints import Fingerprint
 from modelguard.lifecycle._host_lock import HostLock
@@ -106,6 +108,7 @@ class World:
         self.loader = Loader(self)
         self.threads: list[threading.Thread] = []
         self._own: set[threading.Thread] = set()
+        self.gpu = FakeGpu()
         self.runtime = Runtime(
             clock=lambda: self.now,
             wall_clock=lambda: self.wall,
@@ -117,6 +120,7 @@ class World:
             in_use=lambda: self.in_use,
             held=lambda: self.held,
             check_trim=lambda: None,
+            gpu=self.gpu,
             fingerprint=self.files.get,
             random=lambda: self.draw,
             start_thread=self.start,

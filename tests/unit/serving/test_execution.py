@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.unit.environment.torches import FakeTorch, OutOfMemoryError
 
 from modelguard.errors import BatchFailed, GuardClosed, LoadFailed, QueueFull, Reloading, WrongResults
 from modelguard.serving._execution import BatchFunction, Computed, compute
@@ -221,3 +223,68 @@ def test_an_error_that_cannot_be_printed_is_answered_too(raised: type[BaseExcept
 
     for isolate in (True, False):
         assert 3 == ran(run, range(3), isolate=isolate).failed
+
+
+class TestGpuMemory:
+    """Batches that are too large for the device, with a torch that the test makes."""
+
+    @pytest.fixture(autouse=True)
+    def torch(self, monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+        """The module torch of this process."""
+        made = FakeTorch()
+        monkeypatch.setitem(sys.modules, "torch", made)
+        return made
+
+    @staticmethod
+    def up_to(most: int, batches: list[list[int]]) -> Callable[[list[int]], list[int]]:
+        """A function that runs out of memory with more items than these."""
+
+        def square(items: list[int]) -> list[int]:
+            batches.append(items)
+            if len(items) > most:
+                raise OutOfMemoryError
+            return [item * item for item in items]
+
+        return square
+
+    def test_both_halves_are_run(self, torch: FakeTorch) -> None:
+        """A batch that is up to twice too large is answered, with the cache emptied before."""
+        computed = ran(self.up_to(4, batches := []), range(8))
+        assert [n * n for n in range(8)] == computed.outcomes
+        assert ([8, 4, 4], 2, "succeeded") == ([*map(len, batches)], computed.reruns, computed.verdict)
+        assert 1 == torch.used.count("empty_cache")
+
+    def test_no_item_is_looked_for(self) -> None:
+        """A model that never gets its memory costs two more runs, and no item is remembered as bad."""
+        computed = ran(self.up_to(0, batches := []), range(64))
+        assert ([64, 32, 32], 64, "failed") == ([*map(len, batches)], computed.failed, computed.verdict)
+        assert all(isinstance(one.error, BatchFailed | OutOfMemoryError) for one in computed.outcomes)
+
+    def test_one_half_may_fail(self) -> None:
+        """The other one is answered."""
+
+        def square(items: list[int]) -> list[int]:
+            if len(items) > 4 or 7 in items:
+                raise OutOfMemoryError
+            return [item * item for item in items]
+
+        computed = ran(square, range(8))
+        assert [0, 1, 4, 9] == computed.outcomes[:4]
+        assert 4 == computed.failed
+
+    def test_isolate_false_runs_nothing_again(self) -> None:
+        """Who asked for one run gets one."""
+        computed = ran(self.up_to(4, batches := []), range(8), isolate=False)
+        assert (1, 8) == (len(batches), computed.failed)
+
+    def test_it_ends_the_search_for_another_error(self) -> None:
+        """An item at fault is looked for no further in a part that the device cannot hold."""
+
+        def fails(items: list[int]) -> list[int]:
+            if len(items) == 8:
+                raise ValueError
+            raise OutOfMemoryError
+
+        computed = ran(fails, range(8))
+        assert 8 == computed.failed
+        assert computed.reruns <= 4

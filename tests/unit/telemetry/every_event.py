@@ -76,10 +76,26 @@ EVERY: tuple[Event, ...] = (
         error="OSError: in unload",
         in_use=150 * MB,
         held=190 * MB,
+        gpu_reserved_before=900 * MB,
+        gpu_reserved_after=500 * MB,
+        gpu_allocated=400 * MB,
     ),
     telemetry.GenerationAbandoned(guard="nlp", generation=1, in_flight=2, drain_timeout=30.0),
     telemetry.MemoryTrimmed(
         guard="nlp", bytes_before=50 * MB, bytes_after=20 * MB, trimmed_by="glibc", trim_error=None, seconds=0.01
+    ),
+    telemetry.GpuCacheEmptied(
+        guard="nlp",
+        generation=2,
+        policy="GpuMemoryLimit('80%')",
+        reserved_before=900 * MB,
+        reserved_after=700 * MB,
+        allocated=600 * MB,
+        seconds=0.01,
+        advice=None,
+    ),
+    telemetry.GpuOutOfMemory(
+        guard="nlp", generation=2, reserved_before=900 * MB, reserved_after=800 * MB, allocated=650 * MB, retry=True
     ),
     telemetry.PolicyFutile(guard="nlp", generation=2, policy="MemoryLimit('1 GB')", detail="it holds more"),
     telemetry.GrowthFound(
@@ -104,4 +120,13 @@ EVERY: tuple[Event, ...] = (
     telemetry.CircuitClosed(guard="predict"),
     telemetry.WorkerStarted(guard="nlp", generation=1, worker=4711, seconds=0.045),
     telemetry.WorkerEnded(guard="nlp", generation=1, worker=4711, cause="crashed", detail="SIGSEGV", age=2.5),
+    telemetry.WorkersReleased(
+        guard="nlp",
+        generation=1,
+        reasons=(Reason("idle", "Idle('10m', keep='mold')"),),
+        workers=3,
+        bytes_before=300_000_000,
+        bytes_after=120_000_000,
+        seconds=0.1,
+    ),
 )

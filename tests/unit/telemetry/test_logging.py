@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -16,6 +17,8 @@ from modelguard.telemetry import (
     Event,
     GenerationAbandoned,
     GenerationReleased,
+    GpuCacheEmptied,
+    GpuOutOfMemory,
     GrowthFound,
     GuardPaused,
     GuardResumed,
@@ -36,6 +39,7 @@ from modelguard.telemetry import (
     UnloadStarted,
     WorkerEndCause,
     WorkerEnded,
+    WorkersReleased,
     WorkerStarted,
     emit,
     logger,
@@ -65,6 +69,20 @@ def released(*, alive: bool | None = False, holders: tuple[str, ...] = ()) -> Ge
 
 def ended(cause: WorkerEndCause) -> WorkerEnded:
     return WorkerEnded(guard="nlp", generation=1, worker=4711, cause=cause, detail="SIGSEGV", age=2.5)
+
+
+def emptied(advice: str | None) -> GpuCacheEmptied:
+    """A cache that was emptied."""
+    return GpuCacheEmptied(
+        guard="nlp",
+        generation=3,
+        policy="GpuMemoryLimit('80%')",
+        reserved_before=900 * MB,
+        reserved_after=700 * MB,
+        allocated=600 * MB,
+        seconds=0.01,
+        advice=advice,
+    )
 
 
 def replayed(*, agreed: int, slowdown: float | None, compared: int = 98) -> ReplayFinished:
@@ -227,6 +245,33 @@ LINES: list[tuple[Event, str, str]] = [
         "trimmed, 300 MB returned to the system",
     ),
     (
+        dataclasses.replace(released(), gpu_reserved_before=900 * MB, gpu_reserved_after=400 * MB, gpu_allocated=0),
+        "INFO",
+        "generation 3 released, 500 MB returned to the system, 500 MB to the GPU",
+    ),
+    (
+        emptied(advice=None),
+        "INFO",
+        "emptied torch's cache because of GpuMemoryLimit('80%'): 200 MB returned to the GPU, 700 MB reserved",
+    ),
+    (
+        emptied(advice="Pad."),
+        "INFO",
+        "emptied torch's cache because of GpuMemoryLimit('80%'): 200 MB returned to the GPU, 700 MB reserved. Pad.",
+    ),
+    (
+        GpuOutOfMemory(guard="nlp", generation=3, reserved_before=9, reserved_after=8, allocated=650 * MB, retry=True),
+        "WARNING",
+        "a call on generation 3 ran out of GPU memory and is run once more; 650 MB stay allocated",
+    ),
+    (
+        GpuOutOfMemory(
+            guard="nlp", generation=3, reserved_before=None, reserved_after=None, allocated=None, retry=False
+        ),
+        "WARNING",
+        "a call on generation 3 ran out of GPU memory and failed",
+    ),
+    (
         PolicyFutile(guard="nlp", generation=3, policy="MemoryLimit('1 GB')", detail="too low"),
         "WARNING",
         "MemoryLimit('1 GB') is ignored for generation 3: too low",
@@ -305,9 +350,23 @@ LINES: list[tuple[Event, str, str]] = [
         "INFO",
         "worker 4711 takes calls after 0.045 s",
     ),
+    (
+        WorkersReleased(
+            guard="nlp",
+            generation=1,
+            reasons=(Reason("idle", "Idle('10m', keep='mold')"),),
+            workers=3,
+            bytes_before=300 * MB,
+            bytes_after=120 * MB,
+            seconds=0.1,
+        ),
+        "INFO",
+        "3 workers ended until the next call, 180 MB returned to the system: Idle('10m', keep='mold')",
+    ),
     (ended("recycled"), "INFO", "worker 4711 ended after 2.5 s: a policy was due"),
     (ended("reforked"), "INFO", "worker 4711 ended after 2.5 s: another worker became its mold"),
     (ended("crashed"), "WARNING", "worker 4711 ended after 2.5 s: it crashed (SIGSEGV)"),
+    (ended("idle"), "INFO", "worker 4711 ended after 2.5 s: nobody has called"),
     (ended("timeout"), "WARNING", "worker 4711 ended after 2.5 s: its call took longer than the timeout"),
 ]
 

@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 from tests.unit.telemetry.every_event import EVERY
 
-from modelguard import TTL, Errors, MemoryGrowth, MemoryLimit, Modified, Policy, Snapshot, Uses, telemetry
+from modelguard import (
+    TTL,
+    Errors,
+    GpuMemoryGrowth,
+    GpuMemoryLimit,
+    MemoryGrowth,
+    MemoryLimit,
+    Modified,
+    Policy,
+    Snapshot,
+    Uses,
+    telemetry,
+)
 from modelguard.adapters.spacy import IndexGrowth
 from modelguard.telemetry import Event, _metrics
 from modelguard.telemetry._metrics import METRICS, REASONS, Metric
@@ -69,6 +81,8 @@ def test_names_keep_prometheus_rules(metric: Metric) -> None:
         (Errors(consecutive=5), "errors"),
         (MemoryGrowth("500 MB"), "memory_growth"),
         (MemoryLimit("1 GB"), "memory_limit"),
+        (GpuMemoryGrowth("1 GB"), "gpu_memory_growth"),
+        (GpuMemoryLimit("80%"), "gpu_memory_limit"),
         (Modified("/tmp/a & b"), "modified"),
         (IndexGrowth("50 MB"), "index_growth"),
         (TTL("1h") & Uses(5), "combination"),

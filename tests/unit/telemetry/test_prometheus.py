@@ -70,6 +70,7 @@ GUARD, FUNCTION = {"guard": "nlp"}, {"function": "predict"}
         ("releases_total", {**GUARD, "outcome": "alive"}, 1),
         ("releases_total", {**GUARD, "outcome": "gone"}, 0),
         ("release_freed_bytes_total", GUARD, 100 * MB),
+        ("workers_freed_bytes_total", GUARD, 180 * MB),
         ("release_duration_seconds_sum", GUARD, 0.1),
         ("drain_duration_seconds_sum", GUARD, 0.2),
         ("unload_errors_total", GUARD, 1),

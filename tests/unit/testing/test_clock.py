@@ -16,6 +16,7 @@ from modelguard import (
     Between,
     Changed,
     Errors,
+    GpuMemoryGrowth,
     Idle,
     MemoryGrowth,
     MemoryLimit,
@@ -175,6 +176,16 @@ def test_a_first_load_that_failed_waits_for_its_backoff(modelguard_clock: Clock,
     modelguard_clock.advance("1s")
     nlp.load()
     assert 2 == modelguard_loader.calls
+
+
+def test_a_pool_s_idle_keys_go_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
+    """As nobody uses them."""
+    voices = pool(modelguard_loader, max_memory="1 GB", idle="10m")
+    with voices.lease("ja"):
+        modelguard_clock.advance("1h")
+        assert () == voices.status().idle
+    modelguard_clock.advance("12m")
+    assert (("ja",), {}) == (voices.status().idle, voices.status().models)
 
 
 def test_a_pool_ages_by_the_clock(modelguard_clock: Clock, modelguard_loader: Loader) -> None:
@@ -346,3 +357,14 @@ def test_probes_are_asked_as_time_passes(modelguard_clock: Clock) -> None:
         pass
     assert 2 == voices.status().loads
     model.close()
+
+
+def test_gpu_memory_is_what_the_test_says(modelguard_clock: Clock) -> None:
+    """A policy on GPU memory is tried on a machine without one."""
+    nlp = guard(object, reload_on=GpuMemoryGrowth("1 GB"), defer=0)
+    nlp.load()
+    modelguard_clock.advance("10s")
+    modelguard_clock.gpu_memory = "1.5 GB"
+    assert (1_500_000_000, 1) == (nlp.status().gpu_allocated, nlp.status().generation)
+    modelguard_clock.advance("10s")
+    assert 2 == nlp.status().generation

@@ -5,13 +5,15 @@ from __future__ import annotations
 from modelguard import _public
 from modelguard.telemetry.events._base import Event
 from modelguard.telemetry.events._diagnosis import GrowthFound
-from modelguard.telemetry.events._isolation import WorkerEndCause, WorkerEnded, WorkerStarted
+from modelguard.telemetry.events._isolation import WorkerEndCause, WorkerEnded, WorkersReleased, WorkerStarted
 from modelguard.telemetry.events._lifecycle import (
     Callback,
     CallbackErrored,
     DiscardCause,
     GenerationAbandoned,
     GenerationReleased,
+    GpuCacheEmptied,
+    GpuOutOfMemory,
     GuardPaused,
     GuardResumed,
     HostLockHeld,
@@ -53,6 +55,8 @@ __all__ = [
     "Event",
     "GenerationAbandoned",
     "GenerationReleased",
+    "GpuCacheEmptied",
+    "GpuOutOfMemory",
     "GrowthFound",
     "GuardPaused",
     "GuardResumed",
@@ -76,6 +80,7 @@ __all__ = [
     "WorkerEndCause",
     "WorkerEnded",
     "WorkerStarted",
+    "WorkersReleased",
 ]
 
 _public.set_module(globals())

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelguard.telemetry.events._base import Event
+from modelguard.telemetry.reasons import Reason
 
 #: Why a worker of an isolated function ended. ``"recycled"``: a policy was due, and a fresh worker took its place;
 #: ``"reforked"``: one of the workers took the place of the mold, and a child of that one took this one's place;
 #: ``"crashed"``: it ended by itself, or was killed by somebody else; ``"timeout"``: killed because its call took too
-#: long; ``"cancelled"``: killed because its caller was interrupted; ``"closed"``: its mold ended.
-WorkerEndCause = Literal["recycled", "reforked", "crashed", "timeout", "cancelled", "closed"]
+#: long; ``"cancelled"``: killed because its caller was interrupted; ``"closed"``: its mold ended; ``"idle"``: nobody
+#: has called, and the mold stays (``Idle(keep="mold")``).
+WorkerEndCause = Literal["recycled", "reforked", "crashed", "timeout", "cancelled", "closed", "idle"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,3 +48,29 @@ class WorkerEnded(Event):
     cause: WorkerEndCause
     detail: str
     age: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersReleased(Event):
+    """Nobody has called an isolated function, so all of its workers have ended. Its mold stays for the next call.
+
+    Attributes:
+        generation: The number of the mold.
+        reasons: Which policies were due.
+        workers: How many have ended.
+        bytes_before: What the mold and its workers held, in bytes; what they share is counted once.
+        bytes_after: What is left, mostly the mold's.
+        seconds: From the order to the end of the last one.
+    """
+
+    generation: int
+    reasons: tuple[Reason, ...]
+    workers: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+
+    @property
+    def freed(self) -> int:
+        """Bytes that went back to the system."""
+        return self.bytes_before - self.bytes_after

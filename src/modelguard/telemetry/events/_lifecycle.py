@@ -179,6 +179,8 @@ class LoadFinished(Event):
         swap: How it replaced the old generation.
         waited_seconds: With ``drain_first``, how long no generation took calls.
         version: The version of its model; None if the loader gave none.
+        gpu_allocated: GPU memory of this process in tensors, on all devices, in bytes; None if it has not used CUDA.
+        gpu_reserved: GPU memory that torch has reserved for this process.
     """
 
     generation: int
@@ -189,6 +191,8 @@ class LoadFinished(Event):
     swap: Swap
     waited_seconds: float
     version: str | None = None
+    gpu_allocated: int | None = None
+    gpu_reserved: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +248,10 @@ class GenerationReleased(Event):
             process ends, and each further generation that is made immortal adds its size. No collection was tried, and
             no holders were looked for.
         version: The version of its model; None if the loader gave none.
+        gpu_reserved_before: GPU memory that torch had reserved before the release, on all devices, in bytes; None if
+            this process has not used CUDA.
+        gpu_reserved_after: The same after the cache was emptied.
+        gpu_allocated: GPU memory in tensors by then.
     """
 
     generation: int
@@ -261,11 +269,21 @@ class GenerationReleased(Event):
     held: int | None = None
     immortal: bool = False
     version: str | None = None
+    gpu_reserved_before: int | None = None
+    gpu_reserved_after: int | None = None
+    gpu_allocated: int | None = None
 
     @property
     def freed(self) -> int:
         """Bytes returned to the system; negative if the process grew meanwhile."""
         return self.bytes_before - self.bytes_after
+
+    @property
+    def gpu_freed(self) -> int | None:
+        """Bytes returned to the GPUs; negative if more was reserved meanwhile, None without GPU."""
+        if self.gpu_reserved_before is None or self.gpu_reserved_after is None:
+            return None
+        return self.gpu_reserved_before - self.gpu_reserved_after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +328,54 @@ class MemoryTrimmed(Event):
     def freed(self) -> int:
         """Bytes returned to the system; negative if the process grew meanwhile."""
         return self.bytes_before - self.bytes_after
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuCacheEmptied(Event):
+    """A policy on GPU memory has found torch's cache too large, which no reload helps against, and it was emptied.
+
+    Attributes:
+        generation: The number of the generation.
+        policy: The policy, as written in the code.
+        reserved_before: GPU memory that torch had reserved before, on all devices, in bytes.
+        reserved_after: The same afterwards.
+        allocated: GPU memory in tensors, in bytes.
+        seconds: Duration.
+        advice: What to change if it did not help, or if the cache grew back. Text for users; None the first time.
+    """
+
+    generation: int
+    policy: str
+    reserved_before: int
+    reserved_after: int
+    allocated: int
+    seconds: float
+    advice: str | None
+
+    @property
+    def freed(self) -> int:
+        """Bytes returned to the GPUs."""
+        return self.reserved_before - self.reserved_after
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuOutOfMemory(Event):
+    """A call ran out of GPU memory. What its traceback kept alive was freed, and torch's cache emptied.
+
+    Attributes:
+        generation: The number of the generation.
+        reserved_before: GPU memory that torch had reserved before, on all devices, in bytes; None if it gives no
+            figures.
+        reserved_after: The same afterwards.
+        allocated: GPU memory in tensors afterwards.
+        retry: Whether the call is run once more.
+    """
+
+    generation: int
+    reserved_before: int | None
+    reserved_after: int | None
+    allocated: int | None
+    retry: bool
 
 
 @dataclass(frozen=True, kw_only=True)
