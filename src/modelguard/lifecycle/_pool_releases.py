@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import telemetry
-from modelguard.errors import GuardClosed, Reloading, WouldDeadlock
 from modelguard.environment._shown_guards import ShownPause
+from modelguard.errors import GuardClosed, Reloading, WouldDeadlock
 from modelguard.lifecycle import _deadlocks, _in_thread, _ticker
 from modelguard.lifecycle._options import PoolOptions
 from modelguard.lifecycle._pool_idle import IdleKeys
