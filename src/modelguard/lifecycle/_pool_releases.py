@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from modelguard import telemetry
+from modelguard.environment._shown_guards import ShownPause
 from modelguard.errors import GuardClosed, Reloading, WouldDeadlock
 from modelguard.lifecycle import _deadlocks, _in_thread, _ticker
 from modelguard.lifecycle._options import PoolOptions
@@ -54,6 +55,7 @@ class PoolReleases(Generic[K, M]):
         self.options = options
         self.runtime = runtime
         self.paused = False
+        self._shown_pause = ShownPause(options.name)
         self._models: PoolLRU[K, M] = PoolLRU(options.max_memory)
         self._sources: PoolSources[K] = PoolSources(options.name, options.reload_on)
         self._idle: IdleKeys[K, M] = IdleKeys(options.idle)
@@ -122,6 +124,7 @@ class PoolReleases(Generic[K, M]):
         """Let age, changed sources and idleness end no model, or let them again."""
         with self._changed:
             changed, self.paused = self.paused is not paused, paused
+            self._shown_pause.show(paused=paused)
         if changed:
             telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=self.name))
 

@@ -277,6 +277,10 @@ def test_other_processes_can_see_a_pause(world: World) -> None:
         guard.pause()
     assert [f"=paused -{os.getpid()}"] == shown()
     guard.resume()
+    pool = world.pool(name=f"pool-{os.getpid()}")
+    pool.pause()
+    assert [f"pool-{os.getpid()}"] == shown()
+    pool.resume()
     other.resume()
     assert [] == shown()
 
