@@ -62,7 +62,7 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
         (["ctl", "1", "re"], {"reload", "resume"}),
         (["ctl", "--timeout", "5s", "1", "p"], {"pause"}),
         (["ctl", "--no"], {"--no-wait"}),
-        (["run", "--preset", "torch"], {"torch-cpu", "torch-cpu-dynamic"}),
+        (["run", "--preset", "torch-cp"], {"torch-cpu", "torch-cpu-dynamic"}),
         (["run", "--preset", "=", "pre"], {"prefork"}),
         (["presets", "torch-cpu", "low"], {"low-memory"}),
         (["presets", "--format", "=", "shell", "low"], {"low-memory"}),
