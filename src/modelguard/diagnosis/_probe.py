@@ -10,6 +10,7 @@ it sees to a file: a thread, because a signal handler that takes a lock could wa
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 
@@ -50,7 +51,8 @@ class _Probe:
         import signal
 
         sys.addaudithook(self._note)
-        signal.signal(number, lambda *_: self._begin())
+        # Not threading's, whose start takes locks and waits: a handler may have interrupted the thread that holds them.
+        signal.signal(number, lambda *_: _thread.start_new_thread(self._answer, ()))
         signal.siginterrupt(number, False)  # noqa: FBT003 - the system call's own argument
         os.register_at_fork(after_in_child=self._announce)
         self._announce()
@@ -71,19 +73,15 @@ class _Probe:
             moment = "after import" if any(native in sys.modules for native in _NATIVE) else "app"
             self._set.append((name, value, moment, _place(sys._getframe(1))))  # noqa: SLF001 - CPython's own
 
-    def _begin(self) -> None:
-        import threading
-
-        threading.Thread(target=self._answer, name="modelguard-probe", daemon=True).start()
-
     def _answer(self) -> None:
         import json
 
         path = os.path.join(self._folder, f"{os.getpid()}.json")  # noqa: PTH118
         answer = {"variables": self._set, **describe()}
-        with open(f"{path}.new", "w", encoding="utf-8") as stream:  # noqa: PTH123
+        new = f"{path}.{_thread.get_ident()}"  # it may be asked again meanwhile
+        with open(new, "w", encoding="utf-8") as stream:  # noqa: PTH123
             json.dump(answer, stream)
-        os.replace(f"{path}.new", path)  # noqa: PTH105
+        os.replace(new, path)  # noqa: PTH105
 
 
 def describe() -> dict[str, Any]:

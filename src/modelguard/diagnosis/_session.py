@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -28,6 +29,9 @@ _PROBE = Path(__file__).with_name("_probe.py")
 #: Seconds. How long a service may take to stop, and a process to answer the probe's signal: its 0.3 s of computing and
 #: imports took more than 10 s where ten programs shared a processor.
 _STOP, _ANSWER = 10.0, 30.0
+
+#: Seconds after which a silent process is asked again.
+_AGAIN = 10.0
 
 #: A service is ready when it listens, and in ten looks in a row its processes have not been busy more than twice.
 _LOOKS, _BUSY, _PAUSE = 10, 2, 0.1
@@ -111,13 +115,14 @@ class Session:
         """Ask every process that has the probe, and wait for their answers."""
         for old in self.folder.glob("*.json"):
             old.unlink(missing_ok=True)
-        asked = self.probed()
-        for pid in asked:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, _signal())
-        deadline = time.monotonic() + _ANSWER
-        files = {pid: self.folder / f"{pid}.json" for pid in asked}
-        while not all(file.exists() for file in files.values()) and time.monotonic() < deadline:
+        files = {pid: self.folder / f"{pid}.json" for pid in self.probed()}
+        deadline, again = time.monotonic() + _ANSWER, -math.inf
+        while (silent := [pid for pid, file in files.items() if not file.exists()]) and time.monotonic() < deadline:
+            if time.monotonic() >= again:
+                again = time.monotonic() + _AGAIN
+                for pid in silent:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, _signal())
             time.sleep(_PAUSE / 2)
         return {pid: json.loads(file.read_bytes()) for pid, file in files.items() if file.exists()}
 
