@@ -8,9 +8,12 @@ import os
 import re
 import signal
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from modelguard import telemetry
 
 # The same examples in every run, so that a red run is the change's own doing, and no verdict on speed.
 # To explore instead: make test ARGS="--hypothesis-profile=default".
@@ -74,3 +77,12 @@ def _collections_are_short() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def seen() -> Iterator[list[telemetry.Event]]:
+    """The events that hooks get during a test."""
+    events: list[telemetry.Event] = []
+    remove = telemetry.add_hook(events.append)
+    yield events
+    remove()

@@ -129,7 +129,7 @@ def _run(program: str, environ: dict[str, str]) -> tuple[list[str], str]:
 
 def test_a_busy_process_does_not_hold_up_the_examination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named as silent after the time to answer."""
-    monkeypatch.setattr(session_module, "_ANSWER", 1.0)
+    monkeypatch.setattr(session_module, "ANSWER", 1.0)
     words = python(tmp_path, LISTEN + "sum(range(10**12))\n")
     began = time.monotonic()
     facts = facts_of_command(words, cwd=tmp_path, patience=2)
@@ -139,7 +139,7 @@ def test_a_busy_process_does_not_hold_up_the_examination(tmp_path: Path, monkeyp
 
 def test_a_silent_server_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If only its worker answers, the service still begins at the server, which the report names as silent."""
-    monkeypatch.setattr(session_module, "_ANSWER", 1.0)
+    monkeypatch.setattr(session_module, "ANSWER", 1.0)
     program = LISTEN + "import os\nif os.fork():\n    sum(range(10**12))\ntime.sleep(100)\n"
     facts = facts_of_command(python(tmp_path, program), cwd=tmp_path, patience=2)
     server, worker = facts.processes

@@ -35,15 +35,6 @@ def using(function: Isolated[..., Any]) -> Iterator[Any]:
     wait_until(lambda: not family(), "the end of all processes")
 
 
-@pytest.fixture
-def seen() -> Iterator[list[telemetry.Event]]:
-    """What hooks get."""
-    events: list[telemetry.Event] = []
-    remove = telemetry.add_hook(events.append)
-    yield events
-    remove()
-
-
 def family() -> list[psutil.Process]:
     """The processes that this one has started, and theirs."""
     return psutil.Process().children(recursive=True)

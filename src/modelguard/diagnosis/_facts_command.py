@@ -11,7 +11,7 @@ from modelguard.diagnosis import _redact, _requests
 from modelguard.diagnosis._facts import Facts, ServiceProcess
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree
 from modelguard.diagnosis._requests import Driven
-from modelguard.diagnosis._session import Session, started
+from modelguard.diagnosis._session import ANSWER, Session, started
 from modelguard.environment import _proc
 from modelguard.errors import InvalidOption, NotSupported
 
@@ -98,7 +98,8 @@ def _unknown(
     silent = [process.pid for process in facts.processes if process.role != "other" and process.pid not in answers]
     if silent:
         pids = ", ".join(map(str, silent))
-        yield f"no answer from inside of {pids}: not a Python that reads PYTHONPATH, or it was busy for 30 seconds"
+        busy = f"it was busy for {ANSWER:g} seconds"
+        yield f"no answer from inside of {pids}: not a Python that reads PYTHONPATH, or {busy}"
     for pid, answer in answers.items():
         for failed in answer.get("failed", ()):
             yield f"process {pid} could not say all of itself ({failed})"

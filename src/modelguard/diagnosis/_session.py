@@ -22,16 +22,16 @@ from modelguard.environment import _proc
 from modelguard.environment._program import locate
 from modelguard.errors import InvalidOption
 
-__all__ = ["Session", "started"]
+__all__ = ["ANSWER", "Session", "started"]
 
 _PROBE = Path(__file__).with_name("_probe.py")
 
-#: Seconds. How long a service may take to stop, and a process to answer the probe's signal: its 0.3 s of computing and
-#: imports took more than 10 s where ten programs shared a processor.
-_STOP, _ANSWER = 10.0, 30.0
+#: Seconds that a process may take to answer the probe's signal: its 0.3 s of computing and imports took more than 10 s
+#: where ten programs shared a processor.
+ANSWER = 30.0
 
-#: Seconds after which a silent process is asked again.
-_AGAIN = 10.0
+#: Seconds. After how long a silent process is asked again, and how long a service may take to stop.
+_AGAIN, _STOP = 10.0, 10.0
 
 #: A service is ready when it listens, and in ten looks in a row its processes have not been busy more than twice.
 _LOOKS, _BUSY, _PAUSE = 10, 2, 0.1
@@ -116,7 +116,7 @@ class Session:
         for old in self.folder.glob("*.json"):
             old.unlink(missing_ok=True)
         files = {pid: self.folder / f"{pid}.json" for pid in self.probed()}
-        deadline, again = time.monotonic() + _ANSWER, -math.inf
+        deadline, again = time.monotonic() + ANSWER, -math.inf
         while (silent := [pid for pid, file in files.items() if not file.exists()]) and time.monotonic() < deadline:
             if time.monotonic() >= again:
                 again = time.monotonic() + _AGAIN

@@ -24,7 +24,7 @@ AsyncTake = Callable[[tuple[Any, ...], dict[str, Any]], "Lease[Any] | Awaitable[
 if TYPE_CHECKING:
     from modelguard.lifecycle._recorded_calls import RecordedCalls
 
-if TYPE_CHECKING:  # generic for the checkers only
+    # Generic for the checkers only.
     _FunctionWrapper = wrapt.FunctionWrapper[..., Any]
     _BoundFunctionWrapper = wrapt.BoundFunctionWrapper[..., Any]
     _CallableProxy = wrapt.CallableObjectProxy[Any]

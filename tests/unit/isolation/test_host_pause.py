@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +11,6 @@ from modelguard.errors import LoadFailed, Reloading
 from modelguard.isolation import _host_scope
 from modelguard.isolation._host_client import BrokerGone
 from modelguard.telemetry import GuardPaused, GuardResumed
-
-
-@pytest.fixture
-def seen() -> Iterator[list[telemetry.Event]]:
-    """What hooks get."""
-    events: list[telemetry.Event] = []
-    remove = telemetry.add_hook(events.append)
-    yield events
-    remove()
 
 
 @guard(dict, reload_on=TTL("1h"), name="model")

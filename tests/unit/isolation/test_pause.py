@@ -25,15 +25,6 @@ from modelguard.telemetry import GuardPaused, GuardResumed, Reason, ReloadPostpo
 USES, LIMIT = Reason("uses", "Uses(5)"), Reason("memory_limit", "MemoryLimit('1 GB')")
 
 
-@pytest.fixture
-def seen() -> Iterator[list[telemetry.Event]]:
-    """What hooks get."""
-    events: list[telemetry.Event] = []
-    remove = telemetry.add_hook(events.append)
-    yield events
-    remove()
-
-
 def of(kind: type[telemetry.Event], events: list[telemetry.Event]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 

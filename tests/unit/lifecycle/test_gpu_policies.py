@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.lifecycle.gpus import GB, NoCudaHere, Tensor
+from tests.unit.lifecycle.world import look
 
 from modelguard import GpuMemoryGrowth, GpuMemoryLimit, ModelGuard, Policy, Snapshot, Uses, telemetry
 from modelguard.errors import CudaAfterFork, InvalidOption, LoadFailed, NotSupported
@@ -45,15 +46,6 @@ def settled(world: World, policy: Policy | None, size: int = GB, **options: Any)
     world.tick(5)
     assert not look(world, made, 3)
     return made
-
-
-def look(world: World, guard: ModelGuard[Any], times: int = 1) -> bool:
-    """Let the ticker check, a second apart; true if it began a reload."""
-    begun = False
-    for _ in range(times):
-        world.tick(1)
-        begun = guard.check() or begun
-    return begun
 
 
 def on_gpu(*allocated: int, baseline: int = GB, reserved: int = 0, total: int = 80 * GB) -> Snapshot:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.lifecycle.world import MB, World, outcome
+from tests.unit.lifecycle.world import MB, World, look, outcome
 
 from modelguard import MemoryGrowth, MemoryLimit, ModelGuard, Modified, Policy, Snapshot, Uses
 from modelguard.lifecycle import _adapters, _growth
@@ -23,15 +23,6 @@ def use(guard: ModelGuard[Any], times: int = 1) -> None:
     for _ in range(times):
         with guard.lease():
             pass
-
-
-def look(world: World, guard: ModelGuard[Any], times: int = 1) -> bool:
-    """Let the ticker check, a second apart; true if it began a reload."""
-    begun = False
-    for _ in range(times):
-        world.tick(1)
-        begun = guard.check() or begun
-    return begun
 
 
 class TestMemory:

@@ -249,3 +249,12 @@ def run(result: Any) -> list[str]:
     if inspect.isawaitable(result) or hasattr(result, "__aiter__"):
         return asyncio.run(collect())
     return list(result)
+
+
+def look(world: World, guard: ModelGuard[Any], times: int = 1) -> bool:
+    """Let the ticker check, a second apart; true if it began a reload."""
+    begun = False
+    for _ in range(times):
+        world.tick(1)
+        begun = guard.check() or begun
+    return begun
