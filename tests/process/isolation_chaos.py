@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import psutil
@@ -56,7 +57,8 @@ class Tally:
         blows: What was done from outside.
         wrong: Answers to other calls, and errors that are not named.
         longest: Seconds of the longest call.
-        descriptors: Open in the owner at the start, and at the end.
+        descriptors: How many are open in the owner at the start, and at the end.
+        opened: What is open at the end under numbers that were free at the start, or stood for something else.
         memory: Private bytes of the owner at the start, and at the end.
         left: Processes that are still there.
     """
@@ -66,6 +68,7 @@ class Tally:
     wrong: list[object] = field(default_factory=list)
     longest: float = 0.0
     descriptors: tuple[int, int] = (0, 0)
+    opened: list[tuple[str, str]] = field(default_factory=list)
     memory: tuple[int, int] = (0, 0)
     left: list[int] = field(default_factory=list)
 
@@ -146,7 +149,7 @@ def storm(seconds: float, *, owners: bool = False) -> Tally:
         with Callers(function, Tally()):  # what is built on first use is no growth
             time.sleep(min(5.0, seconds / 4))
         settle(function)
-        before = resources()
+        before, held = descriptors(), memory.usage().uss or 0
         until = time.monotonic() + seconds
         with Callers(function, tally):
             threads = [threading.Thread(target=strike, args=(function, until, tally))]
@@ -157,8 +160,12 @@ def storm(seconds: float, *, owners: bool = False) -> Tally:
             for thread in threads:
                 thread.join()
         settle(function)
-        after = resources()
-    tally.descriptors, tally.memory = zip(before, after, strict=True)  # type: ignore[assignment]
+        with suppress(AssertionError):  # a thread that ends, or the collector, may have them still
+            wait_until(lambda: len(descriptors()) <= len(before), "the end of descriptors", 20.0)
+        after = descriptors()
+        tally.memory = held, memory.usage().uss or 0
+    tally.descriptors = len(before), len(after)
+    tally.opened = sorted(after.items() - before.items())
     with suppress(AssertionError):
         wait_until(lambda: not descendants(), "the end of all processes")
     tally.left += [one.pid for one in descendants()]
@@ -210,9 +217,13 @@ def settle(function: Any) -> None:
     gc.collect()
 
 
-def resources() -> tuple[int, int]:
-    """Open descriptors and private bytes of this process."""
-    return psutil.Process().num_fds(), memory.usage().uss or 0
+def descriptors() -> dict[str, str]:
+    """The open descriptors of this process, and what they stand for."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the listing's own
+            found[entry.name] = str(entry.readlink())
+    return found
 
 
 def descendants() -> list[psutil.Process]:

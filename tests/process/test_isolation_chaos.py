@@ -39,7 +39,7 @@ def test_every_call_is_answered_or_named() -> None:
     assert tally.longest < LONGEST
     assert tally.blows["kill owner"]
     assert [] == tally.left
-    assert tally.descriptors[1] <= tally.descriptors[0]
+    assert tally.descriptors[1] <= tally.descriptors[0], tally.opened
     assert tally.memory[1] - tally.memory[0] < GROWTH
 
 
