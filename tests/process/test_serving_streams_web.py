@@ -24,7 +24,7 @@ APP = f"""
     from modelguard import batched
     from modelguard.frameworks.asgi import ModelGuardMiddleware
 
-    @batched(max_size=4, max_buffer=4, slow_after="300ms", max_wait="20s", name="blocks")
+    @batched(max_size=4, max_buffer=4, slow_after="2s", max_wait="20s", name="blocks")
     def blocks(items):
         for number in range({PARTS}):
             yield [bytes([number]) * {PART} for _ in items]

@@ -84,15 +84,16 @@ class Checks(Generic[M]):
         finally:
             self._ticking.release()
 
-    def ask(self, *, sample: bool) -> bool:
+    def ask(self, *, sample: bool, insist: bool = False) -> bool:
         """Ask the policies, and start what is due; true if that is a reload.
 
         Args:
             sample: Whether there is time to read memory and files, which the end of a call does not have.
+            insist: Whether a thread that is asking at this moment has to ask again.
         """
         if _inline.active():
             return False
-        due = self._evaluator.evaluate(sample=sample)
+        due = self._evaluator.evaluate(sample=sample, insist=insist)
         if due is None:
             return False
         over = due.generation

@@ -89,7 +89,8 @@ class EngineLoads(Generic[M]):
                     _ticker.TICKER.add(self)
         current = self.state.current
         if current is not None and current.uses >= current.alarm:
-            self.checks.ask(sample=False)  # the ends of calls start nothing as long as there is a job
+            # The ends of calls start nothing as long as there is a job, and one may just have seen this job.
+            self.checks.ask(sample=False, insist=True)
 
     def _reload(self, job: LoadJob) -> Reload[M]:
         return Reload(self.guard, self.checks.readings, job)

@@ -61,6 +61,7 @@ class Evaluator(Generic[M]):
         self._members = alternatives(guard.options.reload_on)
         self._members_if_pinned = alternatives(source_part(guard.options.reload_on))
         self._lock = threading.Lock()
+        self._again = False
         self._reported: set[str] = set()
         self._uses_seen = -1
 
@@ -70,19 +71,24 @@ class Evaluator(Generic[M]):
         self._members_if_pinned = alternatives(source_part(policy))
         self.readings.decide_by(policy)
 
-    def evaluate(self, *, sample: bool) -> Due[M] | None:
+    def evaluate(self, *, sample: bool, insist: bool = False) -> Due[M] | None:
         """Ask the policy whether a load is due.
 
         Args:
             sample: Whether there is time to read memory and files, which the end of a call does not have.
+            insist: Whether what another thread finds at this moment may be out of date, so that it has to look again.
         """
-        # A second thread would get the same answer, so it need not wait.
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            return self._evaluate(sample=sample)
-        finally:
-            self._lock.release()
+        if insist:
+            self._again = True  # before the lock is tried: who holds it looks at this after its release
+        while self._lock.acquire(blocking=False):  # else another thread gets the same answer
+            self._again = False
+            try:
+                due = self._evaluate(sample=sample)
+            finally:
+                self._lock.release()
+            if due is not None or not self._again:
+                return due
+        return None
 
     def after_load(self) -> None:
         """Set the alarm of a generation that was just installed."""

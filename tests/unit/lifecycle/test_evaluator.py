@@ -201,3 +201,24 @@ def test_joined_policies_name_all_that_are_due(world: World) -> None:
     with pytest.raises(ValueError, match="bad"), guard.lease():
         raise ValueError("bad")
     assert ("Uses(2)", "TTL('1m')", "Errors(consecutive=1)") == world.reasons(ReloadDue)
+
+
+def test_a_call_that_ends_as_a_load_ends_does_not_lose_what_is_due(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call has seen the load under way, and the load's thread cannot ask while the call does: one asks again."""
+    guard = world.guard(reload_on=Uses(3))
+    guard.load()
+    world.join()
+    checks = guard.engine.checks
+    evaluate = checks._evaluator._evaluate
+
+    def while_the_load_ends(*, sample: bool) -> Any:
+        monkeypatch.setattr(checks._evaluator, "_evaluate", evaluate)
+        assert not checks.ask(sample=False, insist=True)  # as the load's thread does
+        return None  # there was a load
+
+    monkeypatch.setattr(checks._evaluator, "_evaluate", while_the_load_ends)
+    use(guard, 3)
+    world.join()
+    assert 2 == guard.status().generation
