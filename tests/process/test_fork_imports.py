@@ -1,0 +1,112 @@
+"""What other threads import, and what has been imported, when a process forks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from tests.process.harness import run_python
+
+pytestmark = [
+    pytest.mark.timeout(100),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork"),
+]
+
+IMPORTING = """
+    import os, sys, threading, time
+    from modelguard import guard
+
+    begun = threading.Event()
+
+    class Slow:
+        def find_spec(self, name, path, target=None):
+            if name == "modelguard.telemetry.events._lifecycle":
+                begun.set()
+                time.sleep(1)
+
+    nlp = guard(dict, reload_on=None)
+    sys.meta_path.insert(0, Slow())
+    threading.Thread(target=nlp.load).start()  # its first event imports all events
+    begun.wait()
+    child = os.fork()
+    if child == 0:
+        nlp.load()
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_while_another_thread_imports_a_part_of_modelguard() -> None:
+    """The child can load: it does not wait for an import that nobody ends there."""
+    assert 7 == run_python(IMPORTING, 20)
+
+
+FORKING_BESIDE_MODULES = """
+    import os, sys, types
+    from modelguard import guard, memory
+
+    class Spec:
+        __slots__ = tuple(f"unused_{number}" for number in range(600))  # fills a page of its own
+
+    for number in range(2_000):
+        sys.modules[f"module_{number}"] = module = types.ModuleType(f"module_{number}")
+        module.__spec__ = Spec()
+
+    def forked():
+        ready, told = os.pipe()
+        go_on, end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(told, b".")
+            os.read(go_on, 1)
+            os._exit(0)
+        os.read(ready, 1)
+        return child, end
+
+    nlp = guard(dict, reload_on=None)
+    nlp.load()
+    memory.usage(os.getpid())  # imports what it needs
+    first, end = forked()
+    before = memory.usage(first).uss
+    others = [forked() for _ in range(2)]
+    print((memory.usage(first).uss - before) / 1_000_000)  # what the parent writes to becomes the child's alone
+    for child, end in [(first, end), *others]:
+        os.write(end, b".")
+        os.waitpid(child, 0)
+"""
+
+
+def test_a_fork_writes_to_no_other_modules() -> None:
+    """Children share the pages on which all that the parent has imported lies."""
+    assert 4 > run_python(FORKING_BESIDE_MODULES, 60)  # MB; 12 if each module were looked at
+
+
+LOADING_AFTER_A_FORK = """
+    import json, os, sys
+    from modelguard import MemoryGrowth, Uses, allocator, guard
+
+    class Model:
+        def __call__(self, text):
+            return text.split()
+
+    nlp = guard(Model, reload_on=Uses(3) | MemoryGrowth("1 GB"), trim_every="1m", defer=0)
+
+    @nlp
+    def words(model, text):
+        return model(text)
+
+    os.waitpid(os.fork() or os._exit(0), 0)
+    before = set(sys.modules)
+    for _ in range(10):
+        words("a text")
+    nlp.reload()
+    nlp.check()
+    allocator.trim()
+    nlp.unload()
+    print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_loads_import_nothing_after_a_fork() -> None:
+    """What a thread imports for its first load, trim or event has been imported by then: no fork can interrupt it."""
+    assert [] == run_python(LOADING_AFTER_A_FORK, 60)
