@@ -279,9 +279,9 @@ class Clock:
 
     def _start(self, work: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()  # first: one that has not begun looks as if it had ended; until then settle() sees who starts it
         with self._lock:
             self._threads.append(thread)
-        thread.start()
 
     def _start_probe(self, work: Callable[[], None], name: str) -> None:
         self._probed = True

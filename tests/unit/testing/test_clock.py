@@ -65,6 +65,37 @@ def test_uses_are_counted(modelguard_clock: Clock, modelguard_loader: Loader) ->
     assert 2 == number()
 
 
+def test_what_a_load_starts_as_it_ends_is_waited_for(
+    modelguard_clock: Clock, modelguard_loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its thread takes to begin."""
+    looks, running, begin = [0], modelguard_clock._running, threading.Event()
+
+    def look(_: Clock) -> list[threading.Thread]:
+        looks[0] += 1
+        if looks[0] == 3:
+            begin.set()
+        return running()
+
+    class Late(threading.Thread):
+        def start(self) -> None:
+            assert begin.wait(10)
+            super().start()
+
+    def end() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading, "Thread", Late)
+            nlp.reload(wait=False)
+
+    nlp = guard(modelguard_loader, reload_on=None, defer=0)
+    nlp.load()
+    modelguard_clock.settle()
+    monkeypatch.setattr(Clock, "_running", look)
+    modelguard_clock._start(end, "end")
+    modelguard_clock.settle()
+    assert 2 == generation(nlp)
+
+
 def test_guards_of_others_are_not_waited_for(modelguard_clock: Clock) -> None:
     """What an earlier test has left behind, a model with a call on it, ends no wait for this test's loads."""
     with use(Runtime):
