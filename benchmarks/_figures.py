@@ -112,7 +112,7 @@ PROMISES = (
         "at most 1.05",
         "sharing",
         r"300 MB of objects, every object read: prefork\.prepare",
-        missed="decisions.md#106-copies-not-105",
+        missed="decisions.md#a-worker-writes-three-megabytes-of-its-own",
         otherwise="not in this run: needs CPython 3.12 or newer",
     ),
     Promise(
