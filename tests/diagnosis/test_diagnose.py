@@ -93,6 +93,13 @@ def test_failures_are_counted(folder: Path) -> None:
     assert any("calls failed (KeyError)" in sentence for sentence in report.unknown)
 
 
+def test_calls_that_all_fail_say_nothing_of_those_that_do_not(folder: Path) -> None:
+    """A function that always raises is not taken for one that keeps no memory."""
+    report = diagnose("app:raises", inputs=inputs(folder, "1"), calls=240, seconds=30, cwd=folder)
+    assert "undecided" == report.verdict
+    assert "no call succeeded, so nothing is known about those that do" in report.unknown
+
+
 def test_a_generator_function_is_consumed(folder: Path) -> None:
     """A lazy result belongs to the call."""
     assert "steady" == diagnose("app:lazily", inputs=inputs(folder, '"x"'), seconds=4, cwd=folder).verdict

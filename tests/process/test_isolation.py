@@ -345,7 +345,7 @@ class TestDeaths:
         """No call notices it, and soon there are as many workers as before."""
         with using(functions.where) as where:
             for _ in range(20):
-                idle = [one.pid for one in where.status().workers if one.state == "idle"]
+                idle = [one.pid for one in where.status().workers if one.state == "idle" and one.pid]
                 for pid in idle:
                     os.kill(pid, signal.SIGKILL)
                 assert where()
@@ -359,7 +359,9 @@ class TestDeaths:
             for pid in workers:
                 os.kill(pid, signal.SIGSTOP)  # so that the request stays in its socket
             call = notes.submit(str(path), 7)
-            wait_until(lambda: "busy" in {one.state for one in notes.status().workers}, "the call has a worker")
+            wait_until(
+                lambda: any(one.state == "busy" and one.pid for one in notes.status().workers), "it has a worker"
+            )
             (taken,) = (one.pid for one in notes.status().workers if one.state == "busy")
             time.sleep(0.1)  # in which the request is written
             os.kill(taken, signal.SIGKILL)

@@ -170,6 +170,9 @@ def _report(target: str, said: Said, asked: _Asked) -> GrowthReport:
     if measured.failures:
         errors = ", ".join(measured.errors)
         unknown.append(f"{measured.failures:,} of {measured.calls[-1]:,} calls failed ({errors})")
+        if verdict == "steady" and measured.failures == measured.calls[-1]:
+            verdict = "undecided"
+            unknown.append("no call succeeded, so nothing is known about those that do")
     causes, rest = attribute(measured) if verdict == "grows" else ((), 0.0)
     return GrowthReport(target, verdict, causes, rest, measured, tuple(unknown))
 
