@@ -100,6 +100,17 @@ def test_calls_that_all_fail_say_nothing_of_those_that_do_not(folder: Path) -> N
     assert "no call succeeded, so nothing is known about those that do" in report.unknown
 
 
+@pytest.mark.parametrize(
+    ("recycle_on", "expected"), [("None", ("grows", ["worker processes"])), ("Uses(50)", ("steady", []))]
+)
+def test_what_workers_keep_is_counted(folder: Path, recycle_on: str, expected: tuple[str, list[str]]) -> None:
+    """An isolated function keeps its memory in worker processes, until they are replaced."""
+    code = f"@isolate(workers=1, recycle_on={recycle_on})\ndef keeps(number): kept.append(b'x' * 20_000)\n"
+    (folder / "lent.py").write_text(f"from modelguard import Uses, isolate\nkept = []\n{code}")
+    report = diagnose("lent:keeps", inputs=inputs(folder, "1"), calls=800, seconds=60, trial_seconds=0, cwd=folder)
+    assert expected == (report.verdict, [cause.name for cause in report.causes])
+
+
 def test_a_generator_function_is_consumed(folder: Path) -> None:
     """A lazy result belongs to the call."""
     assert "steady" == diagnose("app:lazily", inputs=inputs(folder, '"x"'), seconds=4, cwd=folder).verdict

@@ -40,6 +40,8 @@ _FIXES: dict[CauseName, str] = {
     "tensorflow": "Give tf.function an input_signature, so that it is traced once.",
     "cuda cache": "Set PYTORCH_ALLOC_CONF=expandable_segments:True.",
     "mappings": "Close what is mapped: mmap.close().",
+    "worker processes": "Replace workers in time: isolate(recycle_on=Uses(1000)), or the guard's reload_on. "
+    "Diagnose the function below @isolate to learn what it keeps.",
     "python objects": "Look at the lines: they allocate what is never freed.",
     "native memory": "A native library keeps it: reload by guard(..., reload_on=MemoryGrowth('500 MB')).",
 }
@@ -75,6 +77,9 @@ def _merged(causes: list[Cause]) -> Iterator[Cause]:
 
 def _given_back(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     """What was freed by an act that belongs to one cause: its size is measured."""
+    if measured.in_workers > 0:
+        more = format_bytes(measured.in_workers)
+        yield "worker processes", measured.in_workers, f"the workers of the isolated function hold {more} more"
     if measured.trimmed:
         yield "retention", measured.trimmed, f"a trim of the allocator gave {format_bytes(measured.trimmed)} back"
     if measured.collected:

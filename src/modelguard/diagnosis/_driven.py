@@ -107,8 +107,9 @@ def _drive(config: dict[str, Any], say: Say) -> None:
 
 
 def _readings(target: Target, pace: _Pace, say: Say) -> dict[str, Any]:
-    """Drive it and read its private memory again and again."""
-    calls, private = [0], [_memory.private(fresh=True)]
+    """Drive it and read its private memory again and again, that of its workers included."""
+    workers = [_target.held_by_workers()]
+    calls, private = [0], [_memory.private(fresh=True) + workers[0]]
     began, until = time.monotonic(), pace.part(_DRIVE).until
     while True:
         enough = len(calls) >= _ENOUGH_READINGS
@@ -120,11 +121,13 @@ def _readings(target: Target, pace: _Pace, say: Say) -> dict[str, Any]:
             break
         target.run(*pace.part(_DRIVE / _READINGS))
         calls.append(target.calls)
-        private.append(_memory.private(fresh=True))
+        workers.append(_target.held_by_workers())
+        private.append(_memory.private(fresh=True) + workers[-1])
         say(phase="drive", calls=target.calls, private=private[-1], first=private[0])
     return {
         "calls": calls,
         "private": private,
+        "in_workers": workers[-1] - workers[0],
         "failures": target.failures,
         "seconds": time.monotonic() - began,
     }

@@ -26,7 +26,7 @@ Verdict = Literal["grows", "steady", "undecided"]
 CauseName = Literal[
     "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",
     "metric labels", "autograd", "onednn plans", "spacy strings", "tokenizer caches", "arrow pool", "onnx runtime",
-    "tensorflow", "cuda cache", "mappings", "python objects", "native memory",
+    "tensorflow", "cuda cache", "mappings", "worker processes", "python objects", "native memory",
 ]  # fmt: skip
 
 #: Bytes. Private memory moves by as much without any leak: arenas, stacks, freed pages that are not yet returned.
@@ -47,7 +47,8 @@ class Measured:
 
     Attributes:
         calls: How many calls had been made at each reading, warm-up excluded.
-        private: Private memory at each reading.
+        private: Private memory at each reading, that of the workers of isolated functions included.
+        in_workers: How much of its growth is in these workers.
         failures: How many calls raised.
         errors: The names of their exceptions.
         trimmed: What a trim of the allocator gave back at the end.
@@ -78,6 +79,7 @@ class Measured:
 
     calls: tuple[int, ...] = ()
     private: tuple[int, ...] = ()
+    in_workers: int = 0
     failures: int = 0
     errors: tuple[str, ...] = ()
     trimmed: int = 0

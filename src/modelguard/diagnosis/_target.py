@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from modelguard.environment import _proc
 from modelguard.errors import ModelGuardError
 
-__all__ = ["Arguments", "Say", "Target", "inputs", "is_async", "load", "run_program"]
+__all__ = ["Arguments", "Say", "Target", "held_by_workers", "inputs", "is_async", "load", "run_program"]
 
 Say = Callable[..., None]
 
@@ -159,6 +160,15 @@ def load(name: str) -> Callable[..., Any]:
         raise TypeError(f"{name} is not callable")
     function: Callable[..., Any] = found
     return function
+
+
+def held_by_workers() -> int:
+    """Private memory of the workers of isolated functions: what these keep is there, and not in their caller."""
+    registry = sys.modules.get("modelguard.isolation._registry")
+    functions = () if registry is None else registry.live()
+    pids = {worker.pid for function in functions for worker in function.status().workers if worker.pid}
+    sums = [_proc.if_readable(_proc.memory_sums, pid) or {} for pid in pids]
+    return sum(found.get("Private_Dirty", 0) + found.get("Swap", 0) for found in sums)
 
 
 def is_async(function: Callable[..., Any]) -> bool:

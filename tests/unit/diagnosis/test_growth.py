@@ -48,6 +48,7 @@ def test_slow_growth_needs_more_time() -> None:
 @pytest.mark.parametrize(
     ("name", "share", "fields"),
     [
+        ("worker processes", 0.8, {"in_workers": 80 * MB, "traced": {"a.py:1": 20_000.0}}),
         ("retention", 0.8, {"trimmed": 80 * MB, "traced": {"a.py:1": 20_000.0}}),
         ("cycles", 0.8, {"collected": 80 * MB, "traced": {"a.py:1": 20_000.0}}),
         ("unbounded cache", 0.7, {"cleared": {"lru_cache:app.f (9 entries)": 70 * MB}, "traced": {"a:1": 30_000.0}}),
