@@ -103,7 +103,7 @@ def _scatter(trials: Trials) -> str:
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="growth over CPU time of each remedy">'
         f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="#999"/>'
-        f'<text x="{_LEFT}" y="{_TOP - 16}">{most / 1e6:.2f} MB per 1,000 calls</text>'
+        f'<text x="{_LEFT}" y="{_TOP - 24}">{most / 1e6:.2f} MB per 1,000 calls</text>'
         f'<text x="{_LEFT}" y="{bottom + 20}">{low:.2f} times</text>'
         f'<text x="{right}" y="{bottom + 20}" text-anchor="end">{high:.2f} times the CPU time</text>'
         f"{''.join(dots)}</svg>"
