@@ -110,3 +110,37 @@ LOADING_AFTER_A_FORK = """
 def test_loads_import_nothing_after_a_fork() -> None:
     """What a thread imports for its first load, trim or event has been imported by then: no fork can interrupt it."""
     assert [] == run_python(LOADING_AFTER_A_FORK, 60)
+
+
+FORKING_BESIDE_AN_IMPORT = """
+    import json, sys, threading
+    from modelguard.lifecycle import _fork
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def find_spec(self, name, path, target=None):
+            if name == "modelguard.late":
+                begun.set()
+                go_on.wait(30)
+
+    def late():
+        try:
+            import modelguard.late
+        except ImportError:
+            pass
+
+    sys.meta_path.insert(0, Slow())
+    thread = threading.Thread(target=late)
+    thread.start()
+    begun.wait(30)
+    during = _fork._unfinished()
+    go_on.set()
+    thread.join()
+    print(json.dumps([during, _fork._unfinished()]))
+"""
+
+
+def test_what_another_thread_is_importing_is_known() -> None:
+    """On each interpreter, whose import system is asked."""
+    assert [["modelguard.late"], []] == run_python(FORKING_BESIDE_AN_IMPORT, 60)

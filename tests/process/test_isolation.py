@@ -77,15 +77,6 @@ def switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
     return write
 
 
-@pytest.fixture
-def events() -> Iterator[list[telemetry.Event]]:
-    """All events, of workers too."""
-    seen: list[telemetry.Event] = []
-    remove = telemetry.add_hook(seen.append)
-    yield seen
-    remove()
-
-
 class TestCalls:
     def test_the_model_lives_elsewhere(self) -> None:
         """Calls run in workers, which share the mold's model; the caller's process never loads it."""
@@ -146,19 +137,19 @@ class TestCalls:
             assert 5 == echo(5)
 
     def test_log_records_and_events_reach_the_owner(
-        self, caplog: pytest.LogCaptureFixture, events: list[telemetry.Event]
+        self, caplog: pytest.LogCaptureFixture, seen: list[telemetry.Event]
     ) -> None:
         """What a worker logs and reports, the owner's handlers and hooks receive."""
         with using(functions.counted) as counted, caplog.at_level(logging.INFO):
             for _ in range(12):
                 counted()
             wait_until(
-                lambda: [event for event in events if isinstance(event, telemetry.RecycleAsked)], "the worker's event"
+                lambda: [event for event in seen if isinstance(event, telemetry.RecycleAsked)], "the worker's event"
             )
         with using(functions.echo) as echo:
             echo("this", do="log")
             wait_until(lambda: "seen this" in caplog.text, "the worker's record")
-        kinds = {type(event) for event in events}
+        kinds = {type(event) for event in seen}
         assert {telemetry.WorkerStarted, telemetry.WorkerEnded, telemetry.LoadFinished} <= kinds
 
     def test_the_trace_follows_the_call(self) -> None:
@@ -404,14 +395,14 @@ class TestDeaths:
 
 
 class TestPolicies:
-    def test_uses_replaces_workers_and_not_the_mold(self, events: list[telemetry.Event]) -> None:
+    def test_uses_replaces_workers_and_not_the_mold(self, seen: list[telemetry.Event]) -> None:
         """Each worker is replaced after its share of calls, by a fork."""
         with using(functions.counted) as counted:
             mold = counted.status().mold
             pids: set[int] = set()
             wait_until(lambda: pids.add(counted()) or len(pids) > 3, "fresh workers")
             assert mold == counted.status().mold
-            ends = [event.cause for event in events if isinstance(event, telemetry.WorkerEnded)]
+            ends = [event.cause for event in seen if isinstance(event, telemetry.WorkerEnded)]
             assert {"recycled"} == set(ends)
 
     def test_a_leak_is_bounded(self) -> None:

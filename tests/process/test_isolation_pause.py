@@ -23,15 +23,6 @@ from modelguard.errors import DeadlineExceeded, WorkerCrashed
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture
-def events() -> Iterator[list[telemetry.Event]]:
-    """All events, of workers too."""
-    seen: list[telemetry.Event] = []
-    remove = telemetry.add_hook(seen.append)
-    yield seen
-    remove()
-
-
 @contextmanager
 def using(function: Isolated[..., Any]) -> Iterator[Any]:
     """Load on entry; resume and close on exit. The function belongs to a module, and outlives the test."""
@@ -54,7 +45,7 @@ def pids(function: Isolated[..., Any]) -> set[int]:
 
 
 class TestPause:
-    def test_no_policy_replaces_a_worker(self, events: list[telemetry.Event]) -> None:
+    def test_no_policy_replaces_a_worker(self, seen: list[telemetry.Event]) -> None:
         """However many calls it takes; it is reported once, shown in the status, and done at the end."""
         with using(functions.counted) as counted:
             counted.pause()
@@ -64,7 +55,7 @@ class TestPause:
             status = counted.status()
             assert (before, True) == ({one.pid for one in status.workers}, status.paused)
             assert ("paused", ["uses"]) == (status.postponed.cause, [one.kind for one in status.postponed.reasons])
-            told = [event for event in events if isinstance(event, telemetry.ReloadPostponed)]
+            told = [event for event in seen if isinstance(event, telemetry.ReloadPostponed)]
             assert [("paused", True)] == [(event.cause, event.worker in before) for event in told]
             counted.resume()
             wait_until(lambda: counted() not in before, "fresh workers")

@@ -56,7 +56,7 @@ def attribute(measured: Measured) -> tuple[tuple[Cause, ...], float]:
     growth = max(1, measured.growth)
     causes: list[Cause] = []
     rest = 1.0
-    for name, size, seen in (*_given_back(measured), *_kept(measured)):
+    for name, size, seen in (*_in_workers(measured), *_given_back(measured), *_kept(measured)):
         share = min(rest, size / growth)
         if share >= _LEAST:
             causes.append(Cause(name, round(share, 2), seen, _FIXES[name]))
@@ -75,11 +75,15 @@ def _merged(causes: list[Cause]) -> Iterator[Cause]:
         yield Cause(name, round(sum(cause.share for cause in same), 2), seen, same[0].fix)
 
 
-def _given_back(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
-    """What was freed by an act that belongs to one cause: its size is measured."""
+def _in_workers(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
+    """What other processes hold, in which nothing else was measured."""
     if measured.in_workers > 0:
         more = format_bytes(measured.in_workers)
         yield "worker processes", measured.in_workers, f"the workers of the isolated function hold {more} more"
+
+
+def _given_back(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
+    """What was freed by an act that belongs to one cause: its size is measured."""
     if measured.trimmed:
         yield "retention", measured.trimmed, f"a trim of the allocator gave {format_bytes(measured.trimmed)} back"
     if measured.collected:

@@ -12,14 +12,14 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from modelguard.environment import _proc
 from modelguard.errors import ModelGuardError
 
-__all__ = ["Arguments", "Say", "Target", "held_by_workers", "inputs", "is_async", "load", "run_program"]
+__all__ = ["Arguments", "Say", "Target", "held_by_workers", "inputs", "is_async", "load", "private_of", "run_program"]
 
 Say = Callable[..., None]
 
@@ -166,7 +166,11 @@ def held_by_workers() -> int:
     """Private memory of the workers of isolated functions: what these keep is there, and not in their caller."""
     registry = sys.modules.get("modelguard.isolation._registry")
     functions = () if registry is None else registry.live()
-    pids = {worker.pid for function in functions for worker in function.status().workers if worker.pid}
+    return private_of(worker.pid for function in functions for worker in function.status().workers if worker.pid)
+
+
+def private_of(pids: Iterable[int]) -> int:
+    """Private memory of these processes; of those that have ended, nothing."""
     sums = [_proc.if_readable(_proc.memory_sums, pid) or {} for pid in pids]
     return sum(found.get("Private_Dirty", 0) + found.get("Swap", 0) for found in sums)
 

@@ -203,8 +203,7 @@ def _processes() -> list[int]:
 
 def _private() -> int:
     """Private memory of this process and of all that it has started."""
-    sums = [_proc.if_readable(_proc.memory_sums, pid) or {} for pid in _processes()]
-    return sum(found.get("Private_Dirty", 0) + found.get("Swap", 0) for found in sums)
+    return _target.private_of(_processes())
 
 
 def _cpu() -> float:
