@@ -101,12 +101,18 @@ def test_calls_that_all_fail_say_nothing_of_those_that_do_not(folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("recycle_on", "expected"), [("None", ("grows", ["worker processes"])), ("Uses(50)", ("steady", []))]
+    ("decorators", "expected"),
+    [
+        ("@isolate(workers=1)", ("grows", ["worker processes"])),
+        ("@batched(max_size=4)\n@isolate(workers=1)", ("grows", ["worker processes"])),
+        ("@isolate(workers=1, recycle_on=Uses(50))", ("steady", [])),
+        ("@isolate(workers=1, recycle_on=Uses(100), start='spawn')", ("steady", [])),
+    ],
 )
-def test_what_workers_keep_is_counted(folder: Path, recycle_on: str, expected: tuple[str, list[str]]) -> None:
+def test_what_workers_keep_is_counted(folder: Path, decorators: str, expected: tuple[str, list[str]]) -> None:
     """An isolated function keeps its memory in worker processes, until they are replaced."""
-    code = f"@isolate(workers=1, recycle_on={recycle_on})\ndef keeps(number): kept.append(b'x' * 20_000)\n"
-    (folder / "lent.py").write_text(f"from modelguard import Uses, isolate\nkept = []\n{code}")
+    code = f"{decorators}\ndef keeps(given):\n    kept.append(b'x' * 20_000)\n    return given\n"
+    (folder / "lent.py").write_text(f"from modelguard import Uses, batched, isolate\nkept = []\n{code}")
     report = diagnose("lent:keeps", inputs=inputs(folder, "1"), calls=800, seconds=60, trial_seconds=0, cwd=folder)
     assert expected == (report.verdict, [cause.name for cause in report.causes])
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from modelguard.environment import _proc
-from modelguard.errors import ModelGuardError
+from modelguard.errors import InvalidOption, ModelGuardError
 
 __all__ = ["Arguments", "Say", "Target", "held_by_workers", "inputs", "is_async", "load", "private_of", "run_program"]
 
@@ -25,6 +25,9 @@ Say = Callable[..., None]
 
 #: Errors of what the user has given. The messages of others may hold a secret.
 _TOLD = (ImportError, AttributeError, NameError, SyntaxError, ValueError, TypeError, ModelGuardError)
+
+#: Seconds that a replacement of workers may take, and between two looks.
+_REPLACED, _PAUSE = 10.0, 0.01
 
 #: Positional arguments, and arguments by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -163,10 +166,19 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def held_by_workers() -> int:
-    """Private memory of the workers of isolated functions: what these keep is there, and not in their caller."""
+    """Private memory of the workers of isolated functions: what these keep is there, and not in their caller.
+
+    It is read when no worker is being replaced: a new one beside the old one is no growth.
+    """
     registry = sys.modules.get("modelguard.isolation._registry")
     functions = () if registry is None else registry.live()
-    return private_of(worker.pid for function in functions for worker in function.status().workers if worker.pid)
+    until = time.monotonic() + _REPLACED
+    while True:
+        workers = [worker for function in functions for worker in function.status().workers]
+        settled = all(worker.state in ("idle", "busy") and not worker.worn and worker.pid for worker in workers)
+        if settled or time.monotonic() >= until:
+            return private_of(worker.pid for worker in workers if worker.pid)
+        time.sleep(_PAUSE)
 
 
 def private_of(pids: Iterable[int]) -> int:
@@ -177,7 +189,12 @@ def private_of(pids: Iterable[int]) -> int:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calls of it have to be awaited."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    if inspect.iscoroutinefunction(function):
+        return True
+    try:
+        return inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - an object's own
+    except InvalidOption:  # a batched function can be called, and shows nobody how
+        return False
 
 
 def inputs(config: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[Arguments]:
