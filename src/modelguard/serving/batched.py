@@ -134,7 +134,7 @@ class Batched(Decorated, Generic[X, Y]):
         Arguments and errors are those of a call. Refusals are raised here, all other errors by the future.
         """
         request = FutureRequest(item)
-        request.future.on_cancel = functools.partial(self._batcher.cancel, request)
+        request.future.on_cancel = functools.partial(self._batcher.cancel, request, notify=True)
         self._put(request, timeout, priority, extras, others)
         return request.future
 
