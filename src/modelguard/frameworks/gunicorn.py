@@ -7,7 +7,7 @@ copy of the model. ``TTL``, ``Modified`` and ``Changed`` mean new weights: the m
 workers are replaced, one at a time. A new worker serves before the old one ends, so no request is lost and none waits.
 
 This applies to the guards made with ``prefork=True``; if there is none, to all guards that the application makes on
-import.
+import. An application that has batched or isolated functions or pools alone is only prepared to be forked.
 
 Environment variables set the options, each with its default first: ``MODELGUARD_FREEZE`` (``yes`` or ``no``),
 ``MODELGUARD_IMMORTALIZE`` (``auto``, ``yes`` or ``no``), ``MODELGUARD_ON_HAZARD`` (``fix``, ``refuse`` or ``warn``) and
