@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelguard.errors._base import ModelGuardError, ModelGuardWarning, Overloaded, shortened
+from modelguard.errors._base import ModelGuardError, ModelGuardWarning, Overloaded, printable, shortened
 
 __all__ = [
     "CudaAfterFork",
@@ -23,7 +23,7 @@ class LoadFailed(ModelGuardError, RuntimeError):
 
     Attributes:
         guard: The guard's name.
-        reason: The failure in one line.
+        reason: The failure in one line; what is not printable is escaped.
         attempt: How many loads have failed in a row.
         retry_after: Seconds until the next attempt; until then calls fail immediately if no generation serves.
         current: The generation that serves, which the load did not replace; None if there is no model.
@@ -32,6 +32,7 @@ class LoadFailed(ModelGuardError, RuntimeError):
     def __init__(
         self, guard: str, reason: str, *, attempt: int = 1, retry_after: float = 0.0, current: int | None = None
     ) -> None:
+        reason = printable(reason)
         state = "has no model" if current is None else f"has not replaced generation {current}, which serves on"
         super().__init__(f"guard {guard!r} {state}: {reason} (attempt {attempt}, next in {retry_after:.1f} s)")
         self.guard = guard

@@ -95,7 +95,7 @@ class Reload(Generic[M]):
             telemetry.LoadErrored(
                 guard=self._guard.name,
                 attempt=attempt,
-                error=reason,
+                error=failure.reason,
                 retry_after=wait,
                 current=current,
             )
