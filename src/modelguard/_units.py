@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
 from modelguard.errors import InvalidOption
+from modelguard.errors._base import printable
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -19,6 +20,8 @@ __all__ = [
     "format_bytes",
     "format_seconds",
     "kind_of",
+    "name",
+    "printable",
     "process_id",
     "seconds",
     "size",
@@ -158,6 +161,18 @@ def whole_number(value: int, argument: str, *, at_least: int = 1) -> int:
         why = f"must be a whole number of at least {at_least}"
         raise InvalidOption(argument, value, why=why, fix=f"Write for example {argument}={max(at_least, 8)}.")
     return value
+
+
+def name(value: object) -> str:
+    """Read the name of a guard, a pool or a function, for one line of a log or a table.
+
+    Raises:
+        InvalidOption: It is not text, or is empty.
+    """
+    if not isinstance(value, str) or not value.strip():
+        why = "must be text that is not empty"
+        raise InvalidOption("name", value, why=why, fix="Give a short name, or leave it out.")
+    return printable(value)
 
 
 def process_id(value: int, argument: str) -> int:

@@ -124,3 +124,14 @@ def test_unknown_names_are_attribute_errors() -> None:
 
     with pytest.raises(AttributeError, match="module 'modelguard' has no attribute 'gaurd'"):
         modelguard.gaurd  # noqa: B018
+
+
+def test_a_batched_function_brings_what_its_events_need() -> None:
+    """So the first event, under overload, stalls no batch by an import."""
+    program = (
+        "import sys; from modelguard import batched; f = batched(max_size=1)(sorted); before = {*sys.modules}; "
+        "from modelguard import telemetry; telemetry.RequestsRefused, telemetry.describe; "
+        "print({name for name in {*sys.modules} - before if name.startswith('modelguard')} or 'nothing more')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ("nothing more\n", "") == (done.stdout, done.stderr)

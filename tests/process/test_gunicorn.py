@@ -289,3 +289,37 @@ def test_a_configuration_without_preload_is_refused(tmp_path: Path) -> None:
     with Gunicorn(tmp_path, "-w", "1", "-c", "own.py") as server:
         assert 1 == server.process.wait(40)
         assert "preload_app=False" in server.log
+
+
+#: A batched function alone, in the shape of the other applications.
+BATCHED = """
+    import os
+    from modelguard import batched
+
+    PARENT = os.getpid()
+
+    @batched(max_size=4)
+    def predict(paths):
+        return [f"{os.getpid()} batched {os.getpid() != PARENT}" for _ in paths]
+
+    def app(environ, start_response):
+        body = predict(environ["PATH_INFO"]).encode()
+        start_response("200 OK", [("Content-Length", str(len(body)))])
+        return [body]
+
+    async def aapp(scope, receive, send):
+        assert scope["type"] == "http", "no lifespan"
+        body = (await predict.aio(scope["path"])).encode()
+        length = str(len(body)).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+        await send({"type": "http.response.body", "body": body})
+"""
+
+
+@every_kind
+@pytest.mark.timeout(120)
+def test_an_application_that_has_batched_functions_alone(kind: str, tmp_path: Path) -> None:
+    """It starts with the configuration as it is, and nothing is shared."""
+    with running(tmp_path, *KINDS[kind], app=BATCHED) as server:
+        assert ["batched", "True"] == server.words()[1:]
+        assert "modelguard: prepared a process without guards" in server.log

@@ -31,7 +31,7 @@ APP = (
     import contextlib, json
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
-    from starlette.responses import JSONResponse, PlainTextResponse
+    from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
     from starlette.routing import Route, WebSocketRoute
     from starlette.websockets import WebSocketDisconnect
     from modelguard.frameworks.asgi import ModelGuardMiddleware
@@ -40,8 +40,17 @@ APP = (
         told = await predict.aio(request.query_params["item"])
         return PlainTextResponse(f"{len(await request.body())} {told}")
 
+    @batched(max_size=4, name="ticks")
+    def ticks(items):
+        while True:
+            time.sleep(0.02)
+            yield ["data: tick\\n\\n" for _ in items]
+
+    async def events(request):
+        return StreamingResponse(ticks.stream(None), media_type="text/event-stream")
+
     async def status(request):
-        return JSONResponse(tell())
+        return JSONResponse({**tell(), "left": ticks.status().cancelled, "stays": ticks.status().running})
 
     async def talk(websocket):
         await websocket.accept()
@@ -49,7 +58,8 @@ APP = (
             while True:
                 await websocket.send_text(await predict.aio(await websocket.receive_text()))
 
-    routes = [Route("/early", early, methods=["GET", "POST"]), Route("/status", status), WebSocketRoute("/talk", talk)]
+    routes = [Route("/early", early, methods=["GET", "POST"]), Route("/events", events), Route("/status", status)]
+    routes.append(WebSocketRoute("/talk", talk))
     options = json.loads(os.environ.get("OPTIONS", "{}"))
     app = Starlette(routes=routes, middleware=[Middleware(ModelGuardMiddleware, **options)])
 """
@@ -129,6 +139,19 @@ def test_a_disconnect_before_the_body_is_read_is_noticed(kind: str, tmp_path: Pa
         assert ["500000", "last"] == post(server, "/early?item=last", bytes(500_000))
         assert ["first", "last"] == server.computed
         assert "Traceback" not in server.log, server.log
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_that_leaves_a_stream_of_events_leaves_no_trace(kind: str, tmp_path: Path) -> None:
+    """Its stream ends, and the log stays clean."""
+    with serve(kind, tmp_path) as server:
+        for number in range(1, 4):
+            with contextlib.closing(server.connect("/events")) as line:
+                assert b"data: tick\n" in iter(line.makefile("rb").readline, b"")
+            server.seen(left=number, stays=0)
+        server.end()
+        assert "Traceback" not in server.log, server.log
+        assert "CallerGone" not in server.log, server.log
 
 
 @pytest.mark.parametrize("kind", KINDS)

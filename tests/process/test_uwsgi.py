@@ -232,3 +232,31 @@ def test_what_uwsgi_should_be_told_besides_is_advised(tmp_path: Path) -> None:
         server.wait_until_serving()
         assert "uWSGI: set 'need-app = true'" in server.log
         assert "uWSGI: set 'skip-atexit-teardown = true'" in server.log
+
+
+BATCHED = """
+    import os
+    from modelguard import batched
+    from modelguard.frameworks import uwsgi
+
+    MASTER = os.getpid()
+
+    @batched(max_size=4)
+    def predict(paths):
+        return [f"{os.getpid()} batched {os.getpid() != MASTER}" for _ in paths]
+
+    def application(environ, start_response):
+        body = predict(environ["PATH_INFO"]).encode()
+        start_response("200 OK", [("Content-Length", str(len(body)))])
+        return [body]
+
+    print(uwsgi.install(), flush=True)
+"""
+
+
+def test_an_application_that_has_batched_functions_alone(tmp_path: Path) -> None:
+    """It starts, and nothing is shared."""
+    with Uwsgi(tmp_path, *FIT, "--enable-threads", app=BATCHED) as server:
+        server.wait_until_serving()
+        assert ["batched", "True"] == server.words()[1:]
+        assert "prepared a process without guards" in server.log

@@ -110,7 +110,7 @@ def _run(pid: int, request: Request, *, as_json: bool, may_end: bool) -> tuple[i
         content = {"pid": pid, "error": answer.error, "guards": answer.guards}
         print(json.dumps(content), flush=True)  # noqa: T201 - the output of the command
     elif answer.error is None:
-        print("\n".join(_lines(pid, answer.guards)), flush=True)  # noqa: T201
+        print("\n".join(map(_units.printable, _lines(pid, answer.guards))), flush=True)  # noqa: T201
     else:
         _fail(f"process {pid}: {answer.error}")
     return int(answer.failed), answer.brokers
@@ -164,5 +164,5 @@ def _use(guard: dict[str, Any]) -> str:
 
 
 def _fail(why: str) -> int:
-    print(f"modelguard ctl: {why}", file=sys.stderr)  # noqa: T201
+    print(_units.printable(f"modelguard ctl: {why}"), file=sys.stderr)  # noqa: T201
     return USAGE

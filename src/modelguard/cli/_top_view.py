@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
-from modelguard._units import format_bytes
+from modelguard._units import format_bytes, printable
 from modelguard.cli._process_name import process_name
 from modelguard.diagnosis import _redact
 
@@ -145,7 +145,7 @@ def summary(tree: TreeReport) -> str:
         f"{who} {format_bytes(tree.pss)}: {copies}.",
         f"Private: {format_bytes(tree.uss)}. RSS adds up to {format_bytes(tree.rss)}: it counts shared pages N times.",
     ]
-    lines += _versions(tree) + _pauses(tree)
+    lines += map(printable, _versions(tree) + _pauses(tree))
     swap = sum(process.swap for process in tree.processes)
     if swap:
         lines.append(f"In swap: {format_bytes(swap)}.")

@@ -15,6 +15,7 @@ __all__ = [
     "NotSupported",
     "Overloaded",
     "WouldDeadlock",
+    "printable",
     "shortened",
 ]
 
@@ -34,7 +35,15 @@ def shortened(value: object) -> str:
         text = _repr.repr(value)
     except ValueError:  # Python limits the number of digits of an int
         text = f"<{type(value).__name__}>"
+    text = printable(text)  # the repr of a class of the user's may be anything
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def printable(text: str) -> str:
+    """Text as part of one line of a log or a table: a newline, an escape and the like are written as in a ``repr``."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _rebuild(cls: type[ModelGuardError], args: tuple[Any, ...], fields: dict[str, Any]) -> ModelGuardError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modelguard.errors._base import ModelGuardError, ModelGuardWarning, Overloaded, shortened
+from modelguard.errors._base import ModelGuardError, ModelGuardWarning, Overloaded, printable, shortened
 
 __all__ = [
     "CudaAfterFork",
@@ -19,25 +19,31 @@ __all__ = [
 
 
 class LoadFailed(ModelGuardError, RuntimeError):
-    """No model could be loaded. The loader's own error is the ``__cause__``.
+    """A load failed. The loader's own error is the ``__cause__``.
 
     Attributes:
         guard: The guard's name.
-        reason: The failure in one line.
+        reason: The failure in one line; what is not printable is escaped.
         attempt: How many loads have failed in a row.
-        retry_after: Seconds until the next attempt; until then calls fail immediately.
+        retry_after: Seconds until the next attempt; until then calls fail immediately if no generation serves.
+        current: The generation that serves, which the load did not replace; None if there is no model.
     """
 
-    def __init__(self, guard: str, reason: str, *, attempt: int = 1, retry_after: float = 0.0) -> None:
-        super().__init__(f"guard {guard!r} has no model: {reason} (attempt {attempt}, next in {retry_after:.1f} s)")
+    def __init__(
+        self, guard: str, reason: str, *, attempt: int = 1, retry_after: float = 0.0, current: int | None = None
+    ) -> None:
+        reason = printable(reason)
+        state = "has no model" if current is None else f"has not replaced generation {current}, which serves on"
+        super().__init__(f"guard {guard!r} {state}: {reason} (attempt {attempt}, next in {retry_after:.1f} s)")
         self.guard = guard
+        self.current = current
         self.reason = reason
         self.attempt = attempt
         self.retry_after = retry_after
 
-    def again(self, retry_after: float) -> LoadFailed:
+    def again(self, retry_after: float, current: int | None = None) -> LoadFailed:
         """Copy this error for another caller: one exception object must not be raised in two threads."""
-        return type(self)(self.guard, self.reason, attempt=self.attempt, retry_after=retry_after)
+        return type(self)(self.guard, self.reason, attempt=self.attempt, retry_after=retry_after, current=current)
 
 
 class LoadTimeout(LoadFailed, TimeoutError):
@@ -79,19 +85,32 @@ class NoPreviousModel(ModelGuardError, RuntimeError):
 
 
 class Reloading(Overloaded, TimeoutError):
-    """The call timed out while it waited for a model that is being loaded or replaced.
+    """A call timed out while it waited for a model, or a command while a model was loaded, replaced or released.
 
     Attributes:
         guard: The guard's name.
         waited: Seconds that the call waited.
+        current: The generation that serves meanwhile; None if there is none, or if that is not known.
     """
 
-    def __init__(self, guard: str, *, waited: float, retry_after: float = 1.0) -> None:
-        super().__init__(
-            f"guard {guard!r} had no model to serve after {waited:.1f} s of waiting", retry_after=retry_after
-        )
+    def __init__(
+        self,
+        guard: str,
+        *,
+        waited: float,
+        retry_after: float = 1.0,
+        command: str | None = None,
+        current: int | None = None,
+    ) -> None:
+        if command is None and current is None:
+            what = f" had no model to serve after {waited:.1f} s of waiting"
+        else:
+            serves = "" if current is None else f"; generation {current} serves meanwhile"
+            what = f": {command or 'the load'} was not over after {waited:.1f} s, and goes on{serves}"
+        super().__init__(f"guard {guard!r}{what}", retry_after=retry_after)
         self.guard = guard
         self.waited = waited
+        self.current = current
 
 
 class ModelTooLarge(ModelGuardError, RuntimeError):

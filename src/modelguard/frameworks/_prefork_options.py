@@ -8,8 +8,12 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from modelguard import _units, prefork
 from modelguard.errors import InvalidOption
+from modelguard.isolation import _registry as _isolated
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.model_guard import guards as all_guards
+from modelguard.lifecycle.pool import pools as all_pools
+from modelguard.serving import _registry as _batched
+from modelguard.sharing._prefork import prepare_chosen
 
 __all__ = ["PreforkOptions", "generations", "guards_to_share", "log_report"]
 
@@ -64,9 +68,9 @@ class PreforkOptions:
         )
 
     def prepare(self, chosen: Sequence[ModelGuard[Any]]) -> prefork.ForkReport:
-        """Prepare this process to be forked."""
-        return prefork.prepare(
-            *chosen,
+        """Prepare this process to be forked, also if it has no guards."""
+        return prepare_chosen(
+            tuple(chosen),
             freeze=self.freeze,
             immortalize=self.immortalize,
             on_hazard=self.on_hazard,
@@ -77,12 +81,14 @@ class PreforkOptions:
 def guards_to_share() -> tuple[ModelGuard[Any], ...]:
     """The guards whose models are shared: those made with ``prefork=True``, or all guards if there is none.
 
+    None for an application that has batched or isolated functions, or pools, alone: their models are not the master's.
+
     Raises:
-        InvalidOption: There is no guard.
+        InvalidOption: There is nothing of modelguard's, so the guards are probably made too late.
     """
     found = sorted(all_guards(), key=lambda guard: guard.name)
     found = [guard for guard in found if guard.prefork] or found
-    if not found:
+    if not found and not (_batched.live() or _isolated.live() or all_pools()):
         why = "must not be empty: the application made no guard while it was imported"
         raise InvalidOption("guards", (), why=why, fix="Make it at the top of a module: nlp = guard(load_model, ...).")
     return tuple(found)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError
-from modelguard.frameworks._answers import ANSWERED, Answer, Ready, WebOptions
+from modelguard.frameworks._answers import ANSWERED, CLIENT_GONE, Answer, Ready, WebOptions
 from modelguard.frameworks._asgi_answers import HeldResponse, Response, Scope, Send, WebsocketEnd
 from modelguard.frameworks._asgi_client import Receive, client_of
 from modelguard.frameworks._asgi_threads import answer_of
@@ -178,10 +178,12 @@ class ModelGuardMiddleware:
             await response.release()
         except (ModelGuardError, ExceptionGroup) as error:
             answer = self._options.answer(error)
-            if answer is None or response.begun:
-                await response.release()
-                raise
-            await Response(answer)(scope, receive, send)  # the server drops it if the client has disconnected
+            if answer is not None and not response.begun:
+                await Response(answer)(scope, receive, send)  # the server drops it if the client has disconnected
+                return
+            await response.release()
+            if answer is None or answer.status != CLIENT_GONE or not client.disconnected:
+                raise  # else a server would log the error, and nobody is there for the rest of the response
         except BaseException:
             await response.release()
             raise

@@ -7,7 +7,7 @@ copy of the model. ``TTL``, ``Modified`` and ``Changed`` mean new weights: the m
 workers are replaced, one at a time. A new worker serves before the old one ends, so no request is lost and none waits.
 
 This applies to the guards made with ``prefork=True``; if there is none, to all guards that the application makes on
-import.
+import. An application that has batched or isolated functions or pools alone is only prepared to be forked.
 
 Environment variables set the options, each with its default first: ``MODELGUARD_FREEZE`` (``yes`` or ``no``),
 ``MODELGUARD_IMMORTALIZE`` (``auto``, ``yes`` or ``no``), ``MODELGUARD_ON_HAZARD`` (``fix``, ``refuse`` or ``warn``) and
@@ -35,7 +35,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from modelguard import prefork, telemetry
+from modelguard import _units, prefork, telemetry
 from modelguard.errors import ForkHazard, InvalidOption, ModelGuardError
 from modelguard.frameworks._asgi_leaving import leave_politely
 from modelguard.frameworks._metric_files import MetricFiles
@@ -141,8 +141,9 @@ class _Master:
 
     def _request_replacement(self, reasons: tuple[Reason, ...]) -> None:
         """In a worker, from any thread: request its replacement."""
-        text = f"{os.getpid()} {', '.join(map(str, reasons))}"[: _MESSAGE // 4]  # a character takes up to four bytes
-        os.write(self._send_requests, text.encode(errors="replace").replace(b"\n", b" ") + b"\n")
+        why = _units.printable(", ".join(map(str, reasons)))  # each line is a request
+        text = f"{os.getpid()} {why}"[: _MESSAGE // 4]  # a character takes up to four bytes
+        os.write(self._send_requests, text.encode(errors="replace") + b"\n")
         self._wake()
 
     def _wake(self) -> None:

@@ -182,7 +182,7 @@ class HostScope:
             except (BlockingIOError, LoadFailed) as error:
                 if isinstance(error, LoadFailed) and time.monotonic() < until:
                     raise
-                raise Reloading(self._name, waited=time.monotonic() - started) from None
+                raise Reloading(self._name, waited=time.monotonic() - started, command=f"the {what}") from None
 
     # Its state
 
@@ -302,7 +302,7 @@ class HostScope:
         except BrokerGone:  # with its mold
             return
         except BlockingIOError:
-            raise Reloading(self._name, waited=time.monotonic() - started) from None
+            raise Reloading(self._name, waited=time.monotonic() - started, command="the release") from None
 
     async def _in_thread(self, work: Callable[[], object]) -> None:
         await _in_thread.run(work, f"modelguard-host-{self._name}", THREADS.start)

@@ -84,9 +84,7 @@ def parse(
         raise InvalidOption("version", version, why=why, fix="Write for example version='2026-10'.")
     if breaker is not None and not isinstance(breaker, Breaker):
         raise InvalidOption("breaker", breaker, why="must be a Breaker", fix="Write Breaker(failures=5).")
-    if name is not None and (not isinstance(name, str) or not name.strip()):
-        why = "must be text that is not empty"
-        raise InvalidOption("name", name, why=why, fix="Give a short name, or leave it out.")
+    name = None if name is None else _units.name(name)
     if scope == "host" and isinstance(owner_of(function), PooledFunction):
         why = "cannot hold the molds of a pool's keys, which its budget ends"
         raise InvalidOption("scope", scope, why=why, fix="Leave it out, or give each model a guard of its own.")

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_arg
 from modelguard import _units
 from modelguard.environment._gpu import Gpu
 from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, PolicyNeverFires
-from modelguard.lifecycle import _adapters, _policy_hints
+from modelguard.lifecycle import _adapters, _fingerprints, _policy_hints
 from modelguard.lifecycle._known_models import KnownModels
 from modelguard.lifecycle._policy import alternatives
 from modelguard.lifecycle._signatures import fits
@@ -112,9 +112,7 @@ class GuardOptions(Generic[M]):
             why = "compares two models, and swap='drain_first' never has two"
             fix = "Leave one of them out; swap='auto' compares where there is room for both."
             raise InvalidOption("replay", self.replay, why=why, fix=fix)
-        if not isinstance(self.name, str) or not self.name.strip():
-            why = "must be text that is not empty"
-            raise InvalidOption("name", self.name, why=why, fix="Give a short name, or leave it out.")
+        object.__setattr__(self, "name", _units.name(self.name))
 
     @property
     def validates_both(self) -> bool:
@@ -250,8 +248,8 @@ def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> N
             _check_memory(part, limit())
         elif isinstance(part, Changed):
             check_callable("probe", part.probe, arguments=0, fix="Bind its arguments: Changed(lambda: etag(url)).")
-        elif isinstance(part, Modified) and not part.path.exists():
-            warn_never_due(part, f"{part.path} does not exist yet, so no change can be seen until it does")
+        elif isinstance(part, Modified):
+            _check_path(part)
     check_gpu(policy, gpu, loaded=False)
 
 
@@ -318,6 +316,14 @@ def _check_memory(policy: MemoryLimit | MemoryGrowth, limit: int | None) -> None
         memory_bound("size", policy.size, lambda: limit)
     elif limit is not None and policy.size >= limit:
         warn_never_due(policy, f"the process is killed before that, at its limit of {_units.format_bytes(limit)}")
+
+
+def _check_path(policy: Modified) -> None:
+    if not policy.path.exists():
+        warn_never_due(policy, f"{policy.path} does not exist yet, so no change can be seen until it does")
+    elif not _fingerprints.is_whole(_fingerprints.fingerprint(policy.path)):
+        most = f"only the first {_fingerprints.MAX_ENTRIES:,} files of {policy.path} are watched"
+        warn_never_due(policy, f"{most}, so no change of the others is seen; name the folder of one model")
 
 
 def warn_never_due(policy: Policy, why: str) -> None:

@@ -102,6 +102,6 @@ def _end_unwanted(fetch: Future[Lease[M]]) -> None:
 
 def afresh(error: Exception) -> Exception:
     """The same error for another caller: an exception object must not be raised in two threads."""
-    again = error.again(error.retry_after) if isinstance(error, LoadFailed) else copy.copy(error)
+    again = error.again(error.retry_after, error.current) if isinstance(error, LoadFailed) else copy.copy(error)
     again.__cause__ = error.__cause__
     return again

@@ -141,7 +141,7 @@ class PoolReleases(Generic[K, M]):
     def _wait_for_release(self, timeout: Timeout) -> None:
         left = timeout.left()
         if left is not None and left <= 0:
-            raise Reloading(self.name, waited=timeout.waited())
+            raise Reloading(self.name, waited=timeout.waited(), command="the release")
         with self._changed:
             self._changed.wait(POLL if left is None else min(POLL, left))
 

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 from modelguard.environment._gpu import Gpu
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
-from modelguard.lifecycle._fingerprints import Fingerprint
+from modelguard.lifecycle._fingerprints import MAX_ENTRIES, Fingerprint, is_whole
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._policy import SAMPLES, FileChange, GpuMemory, Level, Policy, Snapshot
 from modelguard.lifecycle._probes import Probes
 from modelguard.lifecycle.policies import Changed, Modified
+from modelguard.telemetry import logger
 
 #: A generation has settled after this many calls or seconds, once its predecessor is gone. By then it has built its
 #: lazy buffers, and any further increase is growth.
@@ -108,6 +109,7 @@ class Readings:
         self._reads_gpu = policy is not None and policy.reads_gpu
         parts = policy.parts() if policy is not None else ()
         self._paths = tuple({part.path for part in parts if isinstance(part, Modified)})
+        self._told: set[Path] = set()  # of which paths it was logged that not all is watched
         self._probes = Probes(guard.name, policy)
         self._at_load: dict[Path, Fingerprint | None] = {}
         self._idle_since = guard.runtime.clock()
@@ -136,7 +138,12 @@ class Readings:
     def before_load(self) -> AtLoad:
         """The state of the source. Take it before the loader reads it. Waits for probes, up to their ``timeout``."""
         answers = self._probes.before_load(self._guard.runtime)
-        return AtLoad({path: self._guard.runtime.fingerprint(path) for path in self._paths}, answers)
+        found = {path: self._guard.runtime.fingerprint(path) for path in self._paths}
+        for path, files in found.items():
+            if path not in self._told and not is_whole(files):
+                self._told.add(path)
+                logger.warning("%s: only the first %d files of %s are watched", self._guard.name, MAX_ENTRIES, path)
+        return AtLoad(found, answers)
 
     def loaded(self, generation: Generation[Any], at_load: AtLoad, *, replaced: bool = False) -> None:
         """Start for a new generation.

@@ -88,16 +88,16 @@ class Reload(Generic[M]):
         state, runtime = self._guard.state, self._guard.runtime
         attempt = state.failures + 1
         wait = self._guard.options.backoff.seconds(attempt, runtime.random())
-        failure = kind(self._guard.name, reason, attempt=attempt, retry_after=wait)
+        current = None if state.current is None else state.current.number
+        failure = kind(self._guard.name, reason, attempt=attempt, retry_after=wait, current=current)
         failure.__cause__ = cause
-        current = state.current
         telemetry.emit(
             telemetry.LoadErrored(
                 guard=self._guard.name,
                 attempt=attempt,
-                error=reason,
+                error=failure.reason,
                 retry_after=wait,
-                current=None if current is None else current.number,
+                current=current,
             )
         )
         state.fail(self._job, failure, retry_at=runtime.clock() + wait)

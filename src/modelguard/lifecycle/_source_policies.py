@@ -34,8 +34,9 @@ class Modified(Value):
 
     A half-written file is never loaded: a change counts once the path has been unchanged for ``quiet``. If writers
     replace the path atomically (write beside it, then rename), set ``atomic=True``, and a change counts at once. While
-    the path is missing, nothing is due. Name, inode, size and time of change are compared. Links are followed, except
-    folders that are links inside a watched folder. Of a folder, at most 10,000 files are compared.
+    the path is missing, nothing is due. Name, inode, size and time of change are compared. Links are followed, also to
+    folders inside a watched folder. Of a folder, the first 10,000 files are compared; ``PolicyNeverFires`` warns of one
+    that has more.
 
     Args:
         path: The file or folder. A folder counts as changed when any file below it does.

@@ -265,7 +265,7 @@ class GuardState(GenerationState[M]):
                 self.job.cancelled, self.job.replaces, self.job.covers = True, False, self.requests
                 waiting = self.waiting.pop(self.requests)
         for future in waiting:
-            future.set_result(failure)
+            future.set_result(failure.again(failure.retry_after, swapped[0].number))
         return swapped
 
     def close(self) -> Generation[M] | None:

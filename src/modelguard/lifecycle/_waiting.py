@@ -44,7 +44,7 @@ def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Time
         with _deadlocks.waiting_for(state):
             outcome = _result(state, future, timeout)
     except TimeoutError:
-        raise Reloading(state.name, waited=timeout.waited()) from None
+        raise Reloading(state.name, waited=timeout.waited(), current=_number(state)) from None
     finally:
         state.stop_waiting(future)
     _raise(outcome)
@@ -58,7 +58,8 @@ def wait_for_end_of_job(state: GuardState[Any], job: LoadJob | None, timeout: Ti
         GuardClosed: The guard was closed meanwhile.
     """
     if not state.wait_for_end_of_job(job, timeout.left()):
-        raise Reloading(state.name, waited=timeout.waited())
+        command = "the load or release under way"
+        raise Reloading(state.name, waited=timeout.waited(), command=command, current=_number(state))
     state.raise_if_closed()
 
 
@@ -76,15 +77,20 @@ async def wait_for_load_on_loop(state: GuardState[Any], future: Future[Outcome],
         with _deadlocks.waiting_for(state):
             outcome = await asyncio.wait_for(asyncio.wrap_future(future), timeout.left())
     except TimeoutError:
-        raise Reloading(state.name, waited=timeout.waited()) from None
+        raise Reloading(state.name, waited=timeout.waited(), current=_number(state)) from None
     finally:
         state.stop_waiting(future)
     _raise(outcome)
 
 
+def _number(state: GuardState[Any]) -> int | None:
+    current = state.current
+    return None if current is None else current.number
+
+
 def _raise(outcome: Outcome) -> None:
     # A new object for each caller: an exception that is raised in several threads mixes up their tracebacks.
     if isinstance(outcome, LoadFailed):
-        raise outcome.again(outcome.retry_after) from outcome.__cause__
+        raise outcome.again(outcome.retry_after, outcome.current) from outcome.__cause__
     if outcome is not None:
         raise GuardClosed(outcome.guard)

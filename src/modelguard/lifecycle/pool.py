@@ -321,7 +321,7 @@ def pool(
         return Engine(options_for(key), runtime)
 
     options = PoolOptions(
-        name=title,
+        name=common.name,
         max_memory=_options.memory_bound("max_memory", max_memory, world.limit),
         max_models=math.inf if max_models is None else max_models,
         ttl=math.inf if ttl is None else _units.seconds(ttl, "ttl"),

@@ -154,7 +154,7 @@ class Batcher:
             if self._locked.deferred or queue.undelivered:
                 self._locked.settle()
         except ModelGuardError:
-            self._report_refusal()
+            self._report_refusals()
             raise
         except BaseException:  # Ctrl-C or a signal handler that raises, at any point of the above
             self._withdraw(request)
@@ -250,6 +250,8 @@ class Batcher:
     def cancel(self, request: Request, *, notify: bool = False) -> None:
         """Drop a request. With ``notify`` its caller still waits, and gets ``CallerGone``."""
         self._locked.cancel(request, notify=notify)
+        if not self._locked.interrupted:
+            self._report_refusals()
 
     def drop(self, request: Request) -> None:
         """:meth:`cancel` for the garbage collector: it waits for no lock."""
@@ -297,6 +299,7 @@ class Batcher:
             self._locked.settle()
         try:
             self._events.batch_ended(batch, computed, queue, seconds=seconds, change=change)
+            self._report_refusals()
             if change == "opened" and self._breaker is not None and self._breaker.reload is not None:
                 self._breaker.reload.reload(wait=False)
         except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread
@@ -317,7 +320,7 @@ class Batcher:
         queue.expire(now)
         if queue.note_hung(now):
             self._hung = True
-        return queue.next_check()
+        return min(queue.next_check(), self._events.refusals_due(queue.counters))
 
     def _after_check(self, now: float) -> None:
         self._locked.settle(callbacks_elsewhere=True)
@@ -331,13 +334,13 @@ class Batcher:
         except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread
             logger.exception("modelguard: %s() goes on", self.name)
 
-    def _report_refusal(self) -> None:
-        """Have refusals reported while no batch ends. Not by this thread, which is a caller's."""
-        now = _clock()
-        if self._events.refusals_due(now):
+    def _report_refusals(self) -> None:
+        """Have refusals reported within a second, also if no batch ends. Not by this thread: it may be a caller's."""
+        due = self._events.refusals_due(self._queue.counters)
+        if due < self._watch.due:
             with self._lock:
-                if self._watch.due > now:
-                    self._watch.schedule(now)
+                if due < self._watch.due:
+                    self._watch.schedule(due)
 
     # Closing
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 from modelguard._wakeup import Wakeup
 from modelguard.serving._requests import Request
 
-__all__ = ["AllLeft", "Callers"]
+__all__ = ["AllLeft", "Callers", "LoopEnded"]
 
 
 class AllLeft(Exception):
     """Nobody waits for the batch any more, so it was stopped."""
+
+
+class LoopEnded(RuntimeError):
+    """The event loop on which the batch runs does not run any more."""
+
+    def __init__(self) -> None:
+        super().__init__("the event loop on which it runs has ended")
 
 
 class Callers:

@@ -75,10 +75,8 @@ class Decorated:
         try:
             return asyncio.get_running_loop()
         except RuntimeError:
-            reason = (
-                "it runs on the event loop of its callers (loop='caller'); call it in a coroutine, or leave out loop="
-            )
-            raise NotSupported(f"{self.name}() outside of an event loop", reason=reason) from None
+            reason = "it runs on the event loop of its callers (loop='caller'); await it there, or leave out loop="
+            raise NotSupported(f"{self.name}() outside of an asyncio event loop", reason=reason) from None
 
     # Its state
 

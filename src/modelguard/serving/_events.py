@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 
 from modelguard import telemetry
-from modelguard.serving._batches import Batch
+from modelguard.serving._batches import Batch, Counters
 from modelguard.serving._chosen_size import ChosenSize
 from modelguard.serving._circuit import CircuitChange
 from modelguard.serving._execution import Computed
@@ -25,8 +26,10 @@ class BatchEvents:
     """
 
     def __init__(self, name: str) -> None:
+        telemetry.import_events()
         self._name = name
-        self._reported = (0, 0, 0, 0, 0, 0)
+        self._lock = threading.Lock()  # a batch may end while the thread that looks after time reports
+        self._reported = _refused(Counters())
         self._reported_at = -math.inf
         self._size = ChosenSize(name)
 
@@ -91,9 +94,9 @@ class BatchEvents:
         if queue.circuit is not None:
             self._emit_circuit(queue, "opened", error)
 
-    def refusals_due(self, now: float) -> bool:
-        """Whether the last report of refusals is long enough ago for another one."""
-        return now - self._reported_at >= _REPORT_INTERVAL
+    def refusals_due(self, counters: Counters) -> float:
+        """When to report what was refused since the last report; infinity if there is nothing."""
+        return math.inf if _refused(counters) == self._reported else self._reported_at + _REPORT_INTERVAL
 
     def _emit_circuit(self, queue: BatchQueue, change: CircuitChange, error: BaseException | None) -> None:
         if change == "closed" or queue.circuit is None:
@@ -110,21 +113,12 @@ class BatchEvents:
 
     def refused(self, queue: BatchQueue, now: float) -> None:
         """Emit what was refused since the last report, at most once a second."""
-        counters = queue.counters
-        counts = (
-            counters.refused_full,
-            counters.refused_late,
-            counters.refused_open,
-            counters.refused_quota,
-            counters.expired,
-            counters.cancelled,
-        )
-        if counts == self._reported or now - self._reported_at < _REPORT_INTERVAL:
-            return
-        full, late, opened, quota, expired, cancelled = (
-            new - old for new, old in zip(counts, self._reported, strict=True)
-        )
-        self._reported, self._reported_at = counts, now
+        with self._lock:
+            if now < self.refusals_due(queue.counters):
+                return
+            former, counts = self._reported, _refused(queue.counters)
+            self._reported, self._reported_at = counts, now
+        full, late, opened, quota, expired, cancelled = (new - old for new, old in zip(counts, former, strict=True))
         telemetry.emit(
             telemetry.RequestsRefused(
                 guard=self._name,
@@ -137,3 +131,14 @@ class BatchEvents:
                 waiting=queue.waiting,
             )
         )
+
+
+def _refused(counters: Counters) -> tuple[int, ...]:
+    return (
+        counters.refused_full,
+        counters.refused_late,
+        counters.refused_open,
+        counters.refused_quota,
+        counters.expired,
+        counters.cancelled,
+    )

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from modelguard import _reruns
 from modelguard.environment._gpu import TORCH_CUDA, free_after
@@ -24,7 +24,7 @@ from modelguard.errors import (
     WrongResults,
 )
 from modelguard.serving._batches import Verdict
-from modelguard.serving._callers import AllLeft
+from modelguard.serving._callers import AllLeft, LoopEnded
 from modelguard.serving._isolation import Isolation
 from modelguard.serving._outcomes import (
     batch_failed,
@@ -40,12 +40,22 @@ from modelguard.serving._outcomes import (
 from modelguard.serving._requests import Failure, Request
 from modelguard.serving._suspects import Known, Suspects
 
-__all__ = ["Answer", "BatchCallable", "BatchFunction", "Computed", "compute", "compute_one", "verdict_of"]
+__all__ = [
+    "Answer",
+    "BatchCallable",
+    "BatchFunction",
+    "Computed",
+    "Part",
+    "compute",
+    "compute_one",
+    "joined",
+    "verdict_of",
+]
 
 #: Errors that say nothing about the model.
-_NOT_THE_MODEL = (Overloaded, ItemRefused, AllLeft)
+_NOT_THE_MODEL = (Overloaded, ItemRefused, AllLeft, LoopEnded)
 #: Errors that every part of the batch would get as well, so the batch is not bisected.
-_WHOLE_BATCH = (Overloaded, LoadFailed, GuardClosed, WouldDeadlock, NotSupported, WrongResults, AllLeft)
+_WHOLE_BATCH = (Overloaded, LoadFailed, GuardClosed, WouldDeadlock, NotSupported, WrongResults, AllLeft, LoopEnded)
 
 
 class BatchCallable(Protocol):
@@ -111,6 +121,45 @@ class Computed:
     bad: float = 0.0
     whole: bool = True
     stalled: float = 0.0
+
+
+class Part(NamedTuple):
+    """A part of a batch that was computed by itself, and for how many seconds."""
+
+    requests: list[Request]
+    computed: Computed
+    seconds: float
+
+
+def joined(requests: list[Request], parts: list[Part]) -> Computed:
+    """The outcome of a batch that was computed in parts.
+
+    Args:
+        requests: All of its requests.
+        parts: The parts; each request is in one of them.
+    """
+    if len(parts) == 1:
+        return parts[0].computed
+    outcomes: dict[int, Any] = {}
+    runs: list[tuple[int, float, float]] = []
+    for part, computed, seconds in parts:
+        outcomes.update(zip(map(id, part), computed.outcomes, strict=True))
+        if computed.whole and computed.error is None:
+            runs.append((len(part), math.fsum(request.weight for request in part), seconds - computed.stalled))
+        runs += computed.parts
+    all_of_them = [part.computed for part in parts]
+    verdicts = [computed.verdict for computed in all_of_them]
+    return Computed(
+        [outcomes[id(request)] for request in requests],
+        sum(computed.failed for computed in all_of_them),
+        min(verdicts, key=("succeeded", "failed", "inconclusive").index),
+        next((computed.error for computed in all_of_them if computed.error is not None), None),
+        sum(computed.reruns for computed in all_of_them),
+        runs,
+        max(computed.bad for computed in all_of_them),
+        whole=False,
+        stalled=math.fsum(computed.stalled for computed in all_of_them),
+    )
 
 
 #: Called with requests of a batch that is still being computed, and their outcomes.

@@ -11,13 +11,15 @@ from typing import Any
 
 from modelguard._weak_registry import WeakRegistry
 from modelguard.serving import _registry
-from modelguard.serving._callers import AllLeft, Callers
+from modelguard.serving._callers import AllLeft, Callers, LoopEnded
 from modelguard.telemetry import logger
 
 __all__ = ["OwnLoop", "PrivateLoop", "run_on"]
 
-#: Seconds after which a thread that waits for an event loop looks whether that is still there.
+#: Seconds after which a thread that waits for an event loop looks whether that still runs.
 _LOOK = 1.0
+#: So many looks in a row have to find that it does not: a loop may stop for a moment and go on.
+_LOOKS = 2
 
 
 class OwnLoop:
@@ -113,41 +115,69 @@ def run_on(
     loop: asyncio.AbstractEventLoop,
     start: Callable[[], Awaitable[Any]],
     callers: Callers,
+    others_wait: Callable[[], bool],
     context: contextvars.Context | None = None,
     *,
     cancel: bool = True,
 ) -> Any:
     """Run something on an event loop, from another thread, and wait for its end.
 
+    A loop that has stopped may go on later. It is waited for unless that keeps others waiting.
+
     Args:
         loop: The loop, which another thread runs.
         start: Makes what is awaited; called on the loop.
         callers: Those who wait for it.
+        others_wait: Whether others wait for its end.
         context: To run it in. Default: a copy of this thread's.
         cancel: Whether it is cancelled when all of them have left.
 
     Raises:
-        AllLeft: It was cancelled.
-        RuntimeError: The loop was closed.
+        AllLeft: It was cancelled, or the loop has ended and nobody waits.
+        LoopEnded: The loop was closed, cancelled its tasks as it ended, or has stopped while others wait.
         BaseException: What it raised.
     """
     job = _Job(start, callers)
-    loop.call_soon_threadsafe(job.begin, loop, context or contextvars.copy_context())
+    try:
+        _wait_for(job, loop, callers, others_wait, context or contextvars.copy_context(), cancel=cancel)
+        return job.outcome()
+    except LoopEnded:
+        if callers.all_left:
+            raise AllLeft from None
+        raise
+    finally:
+        del job  # the error's traceback refers to this frame
+
+
+def _wait_for(
+    job: _Job,
+    loop: asyncio.AbstractEventLoop,
+    callers: Callers,
+    others_wait: Callable[[], bool],
+    context: contextvars.Context,
+    *,
+    cancel: bool,
+) -> None:
+    _call_on(loop, job.begin, loop, context)
     cancelled = False
+    stopped = 0
     while not job.ended:
         if cancel and callers.all_left and not cancelled:
             cancelled = True
-            loop.call_soon_threadsafe(job.cancel)
-        if not callers.wakeup.wait(_LOOK) and loop.is_closed() and not job.ended:
-            raise RuntimeError("the event loop was closed while the batch ran on it")
-    if cancelled and isinstance(job.error, asyncio.CancelledError):
-        raise AllLeft
-    if job.error is not None:
-        try:
-            raise job.error
-        finally:
-            del job  # the error's traceback refers to this frame
-    return job.result
+            _call_on(loop, job.cancel)
+        if callers.wakeup.wait(_LOOK) or job.ended:
+            continue
+        stopped = 0 if loop.is_running() else stopped + 1
+        if loop.is_closed() or (stopped >= _LOOKS and (callers.all_left or others_wait())):
+            _call_on(loop, job.cancel)  # for when it goes on
+            raise LoopEnded
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        raise LoopEnded from None
 
 
 class _Job:
@@ -160,6 +190,19 @@ class _Job:
         self.ended = False
         self.result: Any = None
         self.error: BaseException | None = None
+
+    def outcome(self) -> Any:
+        """Its result, once it has ended.
+
+        Raises:
+            BaseException: What it raised.
+        """
+        if self.error is None:
+            return self.result
+        try:
+            raise self.error
+        finally:
+            del self  # the error's traceback refers to this frame
 
     # On the loop
 
@@ -175,11 +218,13 @@ class _Job:
         try:
             self.result = await self._start()
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
-            self.error = error
+            task = asyncio.current_task()
+            stopped = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
+            self.error = LoopEnded() if stopped else error
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step
-            self.error = asyncio.CancelledError()
+            self.error = LoopEnded()
         self._task = None
         self.ended = True
         self._callers.wakeup.set()

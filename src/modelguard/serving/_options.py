@@ -111,7 +111,7 @@ def check_options(
         why = f"must be a Breaker, not {_units.kind_of(breaker)}"
         raise InvalidOption("breaker", breaker, why=why, fix="Write breaker=Breaker(failures=5, cooldown='10s').")
     limits = Limits(
-        name=_check_name(name),
+        name="" if name is None else _units.name(name),
         max_weight=_check_weight(max_weight, weight),
         threads=_units.whole_number(threads, "threads"),
         weighed=weight is not None,
@@ -179,13 +179,6 @@ def _check_slo(value: _units.Duration | None, *, auto: bool, wait: float, deadli
             "slo", value, why=why, fix="Give the goal for most items as slo, the end of waiting as deadline."
         )
     return slo
-
-
-def _check_name(name: str | None) -> str:
-    if name is not None and (not isinstance(name, str) or not name.strip()):
-        why = "must be text that is not empty"
-        raise InvalidOption("name", name, why=why, fix="Give a short name, or leave it out.")
-    return name or ""
 
 
 def _check_weight(max_weight: float | None, weight: Callable[[Any], float] | None) -> float:

@@ -129,7 +129,7 @@ def one_line(error: BaseException) -> str:
     text = ""
     with contextlib.suppress(BaseException):  # whatever its __str__ raises, its callers get their answers
         text = f": {error}".partition("\n")[0]
-    return f"{type(error).__name__}{text}"
+    return _units.printable(f"{type(error).__name__}{text}")
 
 
 def not_told_apart(name: str, runs: int, error: BaseException) -> Overloaded:

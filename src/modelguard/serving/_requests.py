@@ -149,8 +149,9 @@ class CancellableFuture(Future[Any]):
     def cancel(self) -> bool:
         """Drop the item if it waits, and its result if it is being computed; false if there is an answer already."""
         cancelled = super().cancel()
-        if cancelled and self.on_cancel is not None:
-            self.on_cancel()
+        on_cancel = self.on_cancel  # read once: the answer may clear it at any point
+        if cancelled and on_cancel is not None:
+            on_cancel()
         return cancelled
 
 
@@ -162,7 +163,7 @@ class FutureRequest(Request):
         self.future = CancellableFuture()
 
     def deliver(self, outcome: Any) -> None:
-        """Complete the future, unless it was cancelled."""
+        """Complete the future. Of one that was cancelled, tell those who wait in ``concurrent.futures.wait``."""
         self.future.on_cancel = None  # it refers to this request, which refers to the future
         if not self.future.set_running_or_notify_cancel():
             return

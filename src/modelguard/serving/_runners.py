@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from modelguard.serving._callers import AllLeft, Callers
-from modelguard.serving._execution import Answer, BatchFunction, Computed, compute, compute_one
+from modelguard.serving._execution import Answer, BatchFunction, Computed, Part, compute, compute_one, joined
 from modelguard.serving._function_options import FunctionOptions
 from modelguard.serving._loops import OwnLoop, PrivateLoop, run_on
 from modelguard.serving._requests import Request
@@ -21,6 +22,8 @@ __all__ = ["Runner", "runner_of"]
 
 #: Awaits what a function gives, on an event loop, and returns its result to this thread.
 _RunOnLoop: TypeAlias = Callable[[Callable[[], Awaitable[Any]]], Any]
+_GetLoop: TypeAlias = Callable[[], asyncio.AbstractEventLoop]
+_OthersWait: TypeAlias = Callable[[], bool]
 
 
 class Runner(Protocol):
@@ -40,20 +43,25 @@ class Runner(Protocol):
         """Compute one request in this thread, and deliver its outcome."""
 
 
+#: Makes what computes batches on an event loop.
+_On: TypeAlias = Callable[[_GetLoop, _OthersWait], Runner]
+
+
 def runner_of(
-    function: BatchFunction, options: FunctionOptions, own_loop: OwnLoop | None, others_wait: Callable[[], bool]
+    function: BatchFunction, options: FunctionOptions, own_loop: OwnLoop | None, others_wait: _OthersWait
 ) -> Runner:
     """How to compute the batches of a function.
 
     Args:
         function: The function.
         options: Its kind, and what functions of its kind need.
-        own_loop: The event loop on which it runs; None for that of its callers, and if it is not ``async``.
+        own_loop: The event loop on which it runs; None for those of its callers, and if it is not ``async``.
         others_wait: Whether items wait in the queue.
     """
-    if options.streams:
-        return _Streamed(function, options, own_loop, others_wait)
-    return _Awaited(function, own_loop) if options.is_async else _Called(function)
+    if not options.is_async:
+        return _Streamed(function, options, None, others_wait) if options.streams else _Called(function)
+    on: _On = partial(_Streamed, function, options) if options.streams else partial(_Awaited, function)
+    return _ByLoop(on, others_wait) if own_loop is None else on(own_loop.get, others_wait)
 
 
 class _Called:
@@ -72,9 +80,10 @@ class _Called:
 class _Awaited:
     """For coroutine functions."""
 
-    def __init__(self, function: BatchFunction, own_loop: OwnLoop | None) -> None:
+    def __init__(self, function: BatchFunction, loop: _GetLoop, others_wait: _OthersWait) -> None:
         self._function = function
-        self._own_loop = own_loop
+        self._loop = loop
+        self._others_wait = others_wait
 
     def batch(self, requests: list[Request], extras: dict[str, Any], answer: Answer) -> Computed:
         callers = Callers(requests)
@@ -83,7 +92,7 @@ class _Awaited:
         def wait_for(items: list[Any], /, **extras: Any) -> Any:
             if callers.all_left:
                 raise AllLeft
-            return run_on(_loop_for(callers, self._own_loop), lambda: run(items, **extras), callers)
+            return run_on(self._loop(), lambda: run(items, **extras), callers, self._others_wait)
 
         return compute(replace(self._function, run=wait_for), requests, extras, answer)
 
@@ -102,16 +111,11 @@ class _Streamed:
     """For generator functions of both kinds."""
 
     def __init__(
-        self,
-        function: BatchFunction,
-        options: FunctionOptions,
-        own_loop: OwnLoop | None,
-        others_wait: Callable[[], bool],
+        self, function: BatchFunction, options: FunctionOptions, loop: _GetLoop | None, others_wait: _OthersWait
     ) -> None:
         self._function = function
         self._slow_after = options.slow_after
-        self._is_async = options.is_async
-        self._own_loop = own_loop
+        self._loop = loop
         self._others_wait = others_wait
 
     def batch(self, requests: list[StreamRequest], extras: dict[str, Any], answer: Answer) -> Computed:
@@ -127,9 +131,10 @@ class _Streamed:
 
     def _start(self, items: list[Any], extras: dict[str, Any], callers: Callers) -> Steps:
         steps = self._function.run(items, **extras)
-        if not self._is_async:
+        if self._loop is None:
             return steps  # type: ignore[no-any-return]
-        run = partial(run_on, _loop_for(callers, self._own_loop), callers=callers, context=contextvars.copy_context())
+        context = contextvars.copy_context()
+        run = partial(run_on, self._loop(), callers=callers, others_wait=self._others_wait, context=context)
         return _AsyncSteps(steps, run, partial(run, cancel=False))
 
     def inline(self, request: StreamRequest) -> None:
@@ -137,7 +142,7 @@ class _Streamed:
 
     def _start_inline(self, items: list[Any], extras: dict[str, Any], _callers: Callers) -> Steps:
         steps = self._function.run(items, **extras)
-        if not self._is_async:
+        if self._loop is None:
             return steps  # type: ignore[no-any-return]
         loop = PrivateLoop()
 
@@ -148,6 +153,38 @@ class _Streamed:
                 loop.close()
 
         return _AsyncSteps(steps, loop.run, end)
+
+
+class _ByLoop:
+    """For functions that run on the event loops of their callers: what a batch has of each loop is computed there."""
+
+    def __init__(self, on: _On, others_wait: _OthersWait) -> None:
+        self._on = on
+        self._others_wait = others_wait
+
+    def batch(self, requests: list[Request], extras: dict[str, Any], answer: Answer) -> Computed:
+        by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = {}
+        for request in requests:
+            loop = request.loop or request.home
+            assert loop is not None  # noqa: S101 - others are refused when they are queued
+            by_loop.setdefault(loop, []).append(request)
+        parts: list[Part] = []
+        while by_loop:
+            loop = next(iter(by_loop))
+            part, started = by_loop.pop(loop), time.monotonic()
+            runner = self._on(partial(_same, loop), lambda: bool(by_loop) or self._others_wait())
+            computed = runner.batch(part, extras, answer)
+            parts.append(Part(part, computed, time.monotonic() - started))
+            if by_loop:
+                answer(part, computed.outcomes)
+        return joined(requests, parts)
+
+    def inline(self, request: Any) -> None:
+        self._on(asyncio.get_running_loop, self._others_wait).inline(request)
+
+
+def _same(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
+    return loop
 
 
 class _AsyncSteps:
@@ -174,10 +211,3 @@ class _AsyncSteps:
     def close(self) -> None:
         """End it where it is."""
         self._end(self._generator.aclose)
-
-
-def _loop_for(callers: Callers, own_loop: OwnLoop | None) -> asyncio.AbstractEventLoop:
-    """The event loop on which a batch runs: its own, or that of the first of its callers."""
-    if own_loop is not None:
-        return own_loop.get()
-    return next(loop for request in callers.requests if (loop := request.loop or request.home) is not None)

@@ -128,6 +128,8 @@ class StreamRun:
         if steps is not None:
             try:
                 steps.close()
+            except AllLeft:
+                pass
             except BaseException as raised:  # noqa: BLE001 - as above
                 error = raised if error is None else error
         return error

@@ -134,7 +134,7 @@ class Batched(Decorated, Generic[X, Y]):
         Arguments and errors are those of a call. Refusals are raised here, all other errors by the future.
         """
         request = FutureRequest(item)
-        request.future.on_cancel = functools.partial(self._batcher.cancel, request)
+        request.future.on_cancel = functools.partial(self._batcher.cancel, request, notify=True)
         self._put(request, timeout, priority, extras, others)
         return request.future
 
@@ -372,7 +372,7 @@ def batched(
         check_function(function, sys._getframe(1).f_locals)  # noqa: SLF001 - the public one may return None
         suited = function_options(function)
         kind = BatchedStream if suited.streams else Batched
-        made: Any = kind(function, options.of(suited, function_name(function) if name is None else name))
+        made: Any = kind(function, options.of(suited, options.limits.name or _units.printable(function_name(function))))
         # For frameworks; calls look it up in the class.
         made.__call__ = MethodType(NotAHandler(function, made.name), made)
         return made

@@ -67,8 +67,9 @@ class ForkReport:
         counts = f"{self.immortal.objects:,} objects immortal" if self.immortal else "none immortal"
         if self.why_mortal is not None:
             counts += f" ({self.why_mortal})"
+        names = ", ".join(self.guards) or "a process without guards"
         return [
-            f"prepared {', '.join(self.guards)} in {self.seconds:.1f} s: {_units.format_bytes(self.private)} to share",
+            f"prepared {names} in {self.seconds:.1f} s: {_units.format_bytes(self.private)} to share",
             f"{self.frozen:,} objects frozen, {counts}",
             *(f"warm-up of {name} tried in a child: {seconds:.2f} s" for name, seconds in self.tried.items()),
             *(f"mortal: {one}" for one in (self.immortal.mortal if self.immortal else ())),
@@ -117,8 +118,21 @@ def prepare(
     """
     _check_options(freeze, immortalize, on_hazard)
     timeout = _units.seconds(warm_timeout, "warm_timeout")
+    return prepare_chosen(
+        _chosen(guards), freeze=freeze, immortalize=immortalize, on_hazard=on_hazard, warm_timeout=timeout
+    )
+
+
+def prepare_chosen(
+    chosen: tuple[ModelGuard[Any], ...],
+    *,
+    freeze: bool,
+    immortalize: Immortalize,
+    on_hazard: OnHazard,
+    warm_timeout: float,
+) -> ForkReport:
+    """:func:`prepare` for exactly these guards, or for a process without any. ``warm_timeout`` is in seconds."""
     started = time.monotonic()
-    chosen = _chosen(guards)
     process = _hazards.ThisProcess()
     if process.runs_event_loop():
         # Not the warnings: the loop's own connections and event queue would be among them.
@@ -127,14 +141,14 @@ def prepare(
         raise NotSupported("immortalize=True", reason=why)
     for guard in chosen:
         guard.load()
-    _wait_for_loads(timeout)
+    _wait_for_loads(warm_timeout)
     generations = tuple(guard.status().generation for guard in chosen)
     again = _check_order(chosen, generations)
     THREADS.end_idle()
     found = _hazards.find_hazards(process)
     _enforce(on_hazard, found)
     state = Prepared(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn")
-    tried, failed = _try_and_install(state, timeout, on_hazard)
+    tried, failed = _try_and_install(state, warm_timeout, on_hazard)
     collected, frozen = _freeze(again=again) if freeze else (0, 0)
     made, why = _immortalize(chosen, immortalize)
     return ForkReport(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from modelguard.telemetry._hooks import Hook, add_hook, emit, listening, set_hooks
+from modelguard.telemetry._hooks import Hook, add_hook, emit, import_events, listening, set_hooks
 from modelguard.telemetry._logger import logger
 from modelguard.telemetry.reasons import Reason, ReasonKind
 
@@ -95,6 +95,7 @@ __all__ = [
     "add_hook",
     "describe",
     "emit",
+    "import_events",
     "listening",
     "logger",
     "set_hooks",

@@ -82,6 +82,11 @@ def emit(event: Event) -> None:
             logger.exception("modelguard hook %r failed on %s", hook, type(event).__name__)
 
 
+def import_events() -> None:
+    """Import what the first event would, which takes 7 to 200 ms: where nobody waits for an answer."""
+    from modelguard.telemetry import _logging  # noqa: F401
+
+
 def listening() -> bool:
     """Whether a hook or the log receives the events of every batch."""
     return _hooks is not None or logger.isEnabledFor(logging.DEBUG)

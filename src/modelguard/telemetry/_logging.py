@@ -75,8 +75,8 @@ def _leaves_memory(event: events.Event) -> bool:
 
 
 def describe(event: events.Event) -> str:
-    """Describe an event in one line."""
-    return _SENTENCES[type(event)](event)
+    """Describe an event in one line: newlines and escape sequences in it are escaped."""
+    return _units.printable(_SENTENCES[type(event)](event))
 
 
 def _load_started(event: events.LoadStarted) -> str:

@@ -108,6 +108,18 @@ def isolated(*, broker: int | None = None, error: str | None = None) -> dict[str
     return {"name": "lemmas", "kind": "isolated function", "error": error, "status": status}
 
 
+def test_what_is_not_printable(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever a process answers, it neither forges lines nor controls the terminal."""
+    forged = "nlp\nERROR: forged\r\x1b[2J"
+    guard = {"name": forged, "kind": "guard", "error": forged, "status": {**STATUS, "last_error": forged}}
+    processes.answers[10] = Answered(10, None, (guard,))
+    processes.answers[11] = Answered(11, forged, ())
+    assert 1 == cli.main(["ctl", "10", "status"])
+    shown = capsys.readouterr()
+    assert [2, 1] == [len(text.splitlines()) for text in (shown.out, shown.err)]
+    assert (shown.out + shown.err).replace("\n", "").isprintable()
+
+
 def test_what_an_isolated_function_says(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
     """Its mold and its workers, and who shares them."""
     processes.answers[10] = Answered(10, None, (isolated(),))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from modelguard import TTL, guard, prefork
+from modelguard import TTL, batched, guard, isolate, pool
 from modelguard.errors import InvalidOption
 from modelguard.frameworks import _prefork_options
 from modelguard.frameworks._prefork_options import PreforkOptions, log_report
@@ -52,22 +52,41 @@ def test_what_cannot_be_meant_is_refused_by_the_variables_name(name: str, text: 
 
 
 def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marked guards are shared; without a mark all guards are; without a guard there is an error."""
+    """Marked guards are shared; without a mark all guards are; without anything of modelguard's there is an error."""
     first, second = (guard(dict, reload_on=None, name=name) for name in ("b", "a"))
     marked = guard(dict, reload_on=None, name="c", prefork=True)
     for alive, expected in (((first, second), (second, first)), ((first, marked), (marked,))):
         monkeypatch.setattr(_prefork_options, "all_guards", lambda alive=alive: alive)
         assert expected == _prefork_options.guards_to_share()
     monkeypatch.setattr(_prefork_options, "all_guards", tuple)
+    for registry in (_prefork_options._batched, _prefork_options._isolated):
+        monkeypatch.setattr(registry, "live", tuple)
+    monkeypatch.setattr(_prefork_options, "all_pools", tuple)
     with pytest.raises(InvalidOption, match="made no guard"):
         _prefork_options.guards_to_share()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("kind", ["batched", "isolated", "pool"])
+def test_an_application_without_guards_shares_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server starts it all the same."""
+    monkeypatch.setattr(_prefork_options, "all_guards", tuple)
+    made = {
+        "batched": lambda: batched(max_size=2)(sorted),
+        "isolated": lambda: isolate(max_queue=1)(len),
+        "pool": lambda: pool(str, max_memory="1 GB"),
+    }[kind]()
+    assert () == _prefork_options.guards_to_share()
+    del made
 
 
 @pytest.mark.parametrize("option", ["auto", True, False])
 def test_servers_prepare_as_prepare_does(option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The option is passed on as it is: what ``auto`` means is decided in one place."""
     seen: list[object] = []
-    monkeypatch.setattr(prefork, "prepare", lambda *_guards, immortalize, **_rest: seen.append(immortalize))
+    monkeypatch.setattr(
+        _prefork_options, "prepare_chosen", lambda _guards, *, immortalize, **_rest: seen.append(immortalize)
+    )
     PreforkOptions(immortalize=option).prepare([guard(dict, reload_on=TTL("1h"))])
     assert [option] == seen
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modelguard.lifecycle import _fingerprints
-from modelguard.lifecycle._fingerprints import fingerprint
+from modelguard.lifecycle._fingerprints import fingerprint, is_whole
 
 
 @pytest.fixture
@@ -100,7 +100,10 @@ def test_a_huge_folder_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytes
         (tmp_path / str(n)).touch()
     found = fingerprint(tmp_path)
     assert found is not None
-    assert ["0", "1", "2", "3", "4"] == [name for name, *_ in found]
+    assert (["0", "1", "2", "3", "4"], False) == ([name for name, *_ in found[:5]], is_whole(found))
+    for n in range(5, 9):
+        (tmp_path / str(n)).unlink()
+    assert is_whole(fingerprint(tmp_path))
 
 
 def test_a_written_file_with_its_time_set_back_is_a_change(weights: Path) -> None:
@@ -121,3 +124,34 @@ def test_a_folder_with_a_link_to_nowhere_is_watched(folder: Path) -> None:
     assert before != dangling
     (folder / "config.cfg").write_text("changed")
     assert dangling != fingerprint(folder)
+
+
+@pytest.mark.parametrize("others", [True, False], ids=["beside its versions", "alone"])
+def test_a_link_to_a_folder_inside_a_folder_is_followed(tmp_path: Path, others: bool) -> None:  # noqa: FBT001
+    """``current -> v1`` is a change when it is swapped, and when a file behind it is written."""
+    versions = tmp_path / "models"
+    watched = versions if others else tmp_path / "watched"
+    for name in ("v1", "v2"):
+        (versions / name).mkdir(parents=True)
+        (versions / name / "weights.bin").write_text(name)
+    watched.mkdir(exist_ok=True)
+    link = watched / "zz-current"  # behind the versions, which are read before
+    seen = [fingerprint(watched)]
+    for target in ("v1", "v2"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(versions / target)
+        seen.append(fingerprint(watched))
+    (versions / "v2" / "weights.bin").write_text("written again")
+    seen.append(fingerprint(watched))
+    assert 4 == len({*seen})
+
+
+def test_links_in_a_circle_are_followed_once(folder: Path) -> None:
+    """A folder that contains itself is read to its end, and its files are watched."""
+    (folder / "vocab" / "up").symlink_to(folder)
+    (folder / "again").symlink_to(folder / "vocab")
+    before = fingerprint(folder)
+    assert before is not None
+    assert len(before) <= 6
+    (folder / "vocab" / "strings.json").write_text("changed")
+    assert before != fingerprint(folder)

@@ -90,6 +90,60 @@ class TestWhileAModelIsReplaced:
             asyncio.run(anumber(guard, 0))
 
 
+class TestCommandsWhileAModelServes:
+    """Nobody is told that there is no model while one takes calls."""
+
+    def test_a_reload_that_fails(self, world: World) -> None:
+        """Its error names the generation that serves on, and why that was not replaced."""
+        guard = world.guard()
+        guard.load()
+        world.loader.fails = True
+        said = "guard 'model' has not replaced generation 1, which serves on: OSError: no weights"
+        for reload in (guard.reload, lambda: asyncio.run(guard.areload())):
+            with pytest.raises(LoadFailed, match=said) as failed:
+                reload()
+            assert (1, True, 1) == (failed.value.current, guard.ready, number(guard))
+        guard.unload()
+        with pytest.raises(LoadFailed, match="guard 'model' has no model: OSError: no weights") as failed:
+            number(guard)
+        assert failed.value.current is None
+
+    def test_commands_whose_time_is_over(self, world: World) -> None:
+        """What they wait for goes on, and their error says which generation serves meanwhile."""
+        guard = world.guard(swap="load_first")
+        guard.load()
+        world.loader.hold()
+        guard.reload(wait=False)
+        world.loader.reached()
+        for command in (guard.reload, guard.unload):
+            said = r"guard 'model': the load.* was not over after 0.0 s, and goes on; generation 1 serves meanwhile"
+            with pytest.raises(Reloading, match=said) as late:
+                command(timeout=0)
+            assert (1, 1) == (late.value.current, number(guard))
+
+    def test_a_release_that_calls_hold_up(self, world: World) -> None:
+        """The time is over, and no generation serves: the error speaks of the release."""
+        guard = world.guard()
+        with guard.lease():
+            unload = world.spawn(guard.unload, "1ms")
+            with pytest.raises(Reloading, match="the load or release under way was not over after"):
+                outcome(unload)
+
+    def test_a_rollback_during_a_reload(self, world: World) -> None:
+        """Who waits for that reload is told which generation serves."""
+        guard = world.guard(keep_previous=True, swap="load_first")
+        guard.load()
+        guard.reload()
+        world.loader.hold()
+        reload = world.spawn(guard.reload)
+        world.loader.reached()
+        until(lambda: bool(guard.engine.state.waiting))
+        guard.rollback()
+        with pytest.raises(LoadFailed, match="has not replaced generation 1, which serves on: rollback"):
+            outcome(reload)
+        world.loader.open.set()
+
+
 class TestAWaiterThatGoesAway:
     def test_a_cancelled_task_harms_nobody(self, world: World) -> None:
         """A cancelled waiter is removed; the load goes on for the others."""

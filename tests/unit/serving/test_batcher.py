@@ -10,10 +10,11 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import pytest
-from tests.unit.serving.gated import TIMEOUT, Gated, queued
+from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
 from modelguard import batched, deadline, telemetry
 from modelguard.errors import CallerGone, DeadlineExceeded, InvalidOption, Overloaded, QueueFull
+from modelguard.serving import _watch
 from modelguard.serving.deadlines import WebRequest, left, on_behalf_of
 
 # Bounds and deadlines
@@ -221,4 +222,25 @@ def test_status_shows_what_happened(model: Gated, events: list[telemetry.Event])
     assert status.run.max > 0
     sizes = [event.size for event in events if isinstance(event, telemetry.BatchFinished)]
     assert [1, 4] == sizes
-    assert [1] == [event.full for event in events if isinstance(event, telemetry.RequestsRefused)]
+    until(lambda: [1] == [event.full for event in events if isinstance(event, telemetry.RequestsRefused)])
+
+
+@pytest.mark.parametrize("how", ["refused", "cancelled"])
+def test_the_last_refusals_are_reported_too(
+    how: str, model: Gated, events: list[telemetry.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most a second after they happened, without a deadline, whether batches end or not."""
+    monkeypatch.setattr(_watch, "_LINGER", 3600.0)  # nothing else wakes the thread that reports
+    f = batched(max_size=1, max_queue=2)(model)
+    futures = queued(f, model, 1, 2)
+
+    def reported() -> int:
+        return sum(event.full + event.cancelled for event in events if isinstance(event, telemetry.RequestsRefused))
+
+    for number in range(1, 4):
+        if how == "cancelled" and number > 1:
+            assert futures.pop().cancel()
+        else:
+            with pytest.raises(QueueFull):
+                f.submit("one too many")
+        until(lambda number=number: reported() == number)

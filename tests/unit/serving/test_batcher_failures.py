@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, wait
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
 from modelguard import Breaker, batched, guard, telemetry
 from modelguard.errors import BatchFailed, CircuitOpen, ItemTooHeavy, WrongResults
+from modelguard.serving._requests import CancellableFuture
 
 # Neighbours
 
@@ -62,6 +65,64 @@ def test_a_cancelled_future_makes_room(model: Gated) -> None:
     with pytest.raises(CancelledError):
         waiting.result()
     assert [["first"], [2]] == model.batches
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["waits", "runs"])
+def test_who_waits_for_a_cancelled_future_is_told(model: Gated, *, running: bool) -> None:
+    """``concurrent.futures.wait`` and ``as_completed`` return for it, and do not wait for ever."""
+    f = batched(max_size=1)(model)
+    futures = [f.submit(n) for n in range(2)]
+    model.busy()
+    cancelled = futures[0 if running else 1]
+    assert cancelled.cancel()
+    assert {cancelled} == wait([cancelled], TIMEOUT).done
+    assert cancelled.cancel(), "again"
+    assert 1 == f.status().cancelled
+
+
+def test_an_answer_may_come_at_any_point_of_a_cancellation() -> None:
+    """``cancel()`` returns whether it came first, and never raises."""
+    steps, cancelled, kept = 0, set(), True
+    while kept:
+        model = Gated()
+        future = batched(max_size=1)(model).submit(1)
+        model.busy()
+
+        def answered(model: Gated = model, future: Any = future) -> None:
+            model.gate.set()
+            assert {future} == wait([future], TIMEOUT).done
+
+        kept, was_cancelled = _interrupted(future.cancel, steps, answered)
+        model.gate.set()
+        cancelled.add(was_cancelled)
+        steps += 1
+    assert {True, False} == cancelled
+
+
+def _interrupted(call: Callable[[], Any], after: int, interrupt: Callable[[], object]) -> tuple[bool, Any]:
+    """Interrupt ``cancel`` of a future after so many of its own instructions. Returns whether it has as many."""
+    left = after
+    former = sys.gettrace()
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal left
+        if frame.f_code is not CancellableFuture.cancel.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                sys.settrace(former)
+                frame.f_trace = None
+                interrupt()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        result = call()
+    finally:
+        sys.settrace(former)
+    return left < 0, result
 
 
 def test_a_callback_that_raises_does_not_affect_others(model: Gated, caplog: pytest.LogCaptureFixture) -> None:

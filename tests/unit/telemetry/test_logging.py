@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any, Never
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from modelguard import batched, guard, isolate, pool, replicas, telemetry
+from modelguard.errors import LoadFailed
 from modelguard.telemetry import (
     BatchErrored,
     BatchFinished,
@@ -44,6 +48,7 @@ from modelguard.telemetry import (
     emit,
     logger,
 )
+from modelguard.telemetry.prometheus import prometheus
 
 MB = 10**6
 LIMIT = Reason("memory_limit", "MemoryLimit('1 GB')")
@@ -413,3 +418,65 @@ def test_logging_is_left_to_the_application() -> None:
     assert [logging.NullHandler] == [
         type(handler) for handler in logger.handlers if type(handler).__module__ == "logging"
     ]
+
+
+#: Begins a record of its own, clears a terminal, and breaks lines in all ways.
+FORGED = "nlp\nERROR root: forged\r\x1b[2J\x85\u2028"
+
+
+class Key:
+    def __repr__(self) -> str:
+        return FORGED
+
+
+def fails(*_arguments: object) -> Never:
+    raise ValueError(FORGED)
+
+
+class TestWhatIsNotPrintable:
+    """Names and the texts of errors are not the library's: they neither forge lines nor control a terminal."""
+
+    @pytest.mark.parametrize("kind", ["guard", "pool", "replicas"])
+    def test_of_a_model(self, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+        """It is escaped in the log, in errors, in the status and in the labels of metrics."""
+        registry = CollectorRegistry()
+        remove = telemetry.add_hook(prometheus(registry))
+        made: Any = {
+            "guard": lambda: guard(fails, reload_on=None, name=FORGED),
+            "pool": lambda: pool(fails, max_memory="1 GB", name=FORGED),
+            "replicas": lambda: replicas(guard(fails, reload_on=None, name=FORGED)),
+        }[kind]()
+        with caplog.at_level("INFO"), pytest.raises(LoadFailed) as failed:
+            made.lease(Key()).__enter__() if kind == "pool" else made.load()
+        remove()
+        labels = [value for metric in registry.collect() for one in metric.samples for value in one.labels.values()]
+        shown = [str(failed.value), failed.value.reason, made.name, *labels, *caplog.messages]
+        assert "forged" in str(failed.value)
+        assert [] == [text for text in shown if not text.isprintable()]
+        if kind == "guard":
+            assert str(made.status().last_error).isprintable()
+
+    def test_of_a_batched_function(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The same, and in the errors that its callers share."""
+        f = batched(max_size=2, max_wait="20s", name=FORGED)(fails)
+        futures = [f.submit(Key()), f.submit(Key())]
+        with caplog.at_level("INFO"):
+            errors = [future.exception(20.0) for future in futures]
+            f.close()
+        assert [] == [text for text in (f.name, *caplog.messages) if not text.isprintable()]
+        assert {ValueError} == {type(error) for error in errors}, "each gets what was raised for it"
+
+    def test_of_an_isolated_function(self) -> None:
+        """Its name is escaped."""
+        assert isolate(name=FORGED)(fails).name.isprintable()
+
+    def test_of_all_that_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Whoever logs it."""
+        logger.warning("%s: no mold: %s", FORGED, ValueError(FORGED))
+        assert caplog.messages[0].isprintable()
+
+    @pytest.mark.parametrize("text", ["plain", "日本語 é", "C:\\new", "a\tb"])
+    def test_other_text_stays(self, text: str, caplog: pytest.LogCaptureFixture) -> None:
+        """What can be read is not changed, and nothing is escaped twice."""
+        logger.warning("%s", LoadFailed("nlp", LoadFailed("nlp", text).reason).reason)
+        assert [text.replace("\t", "\\t")] == caplog.messages
