@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 import wrapt
@@ -22,6 +24,10 @@ __all__ = ["bucketed"]
 
 F = TypeVar("F")
 
+#: A dimension, and how many positions the result has along it: times the input's length, or computed from that.
+_Ratio: TypeAlias = int | Callable[[int], int]
+_Where: TypeAlias = int | tuple[int, _Ratio]
+
 
 def bucketed(
     *inputs: str,
@@ -32,7 +38,7 @@ def bucketed(
     value: float = 0,
     mask: str | None = None,
     lengths: str | None = None,
-    cut: int | Mapping[str | int, int] | Literal["same"] | None = "same",
+    cut: _Where | Mapping[str | int, _Where] | Literal["same"] | None = "same",
 ) -> Callable[[F], F]:
     """Decorate a function so that its inputs are padded to the length of a bucket, and its result is cut back.
 
@@ -56,16 +62,19 @@ def bucketed(
             mask that marks data with 1 or True is padded with 0.
         lengths: The name of the parameter that takes the lengths before padding. If a call leaves it out or gives
             None, it gets a tensor with one integer for each row of the batch; a given value is not changed.
-        cut: The dimension of the result that has the length, by default ``dim``. Its size must be the padded length or
-            a multiple of it, like the samples of a vocoder, and is cut in proportion. In a tuple or list each tensor is
-            cut. To cut only some entries of a tuple, a mapping or a transformers output, give their dimensions by index
+        cut: The dimension of the result that has the length, by default ``dim``. The first calls are not padded until
+            two of them have shown how long the result is: as long as the input, or a whole number of times, like the
+            samples of a vocoder. To say it instead, give the number too: ``cut=(-1, 256)``, or a function from the
+            input's length to the result's: ``cut=(1, lambda length: (length + 1) // 2)``. In a tuple or list each
+            tensor is cut. To cut only some entries of a tuple, a mapping or a transformers output, give each by index
             or name: ``cut={"last_hidden_state": 1}``. None for a result without a length, such as a score for each
             class.
 
     Raises:
         InvalidOption: On decoration: the buckets are invalid, there is no parameter of a given name, or the decorated
             object is not a function, or is a generator function, whose pieces have no known length. In a call: an input
-            is not a tensor, inputs differ in length, or the result cannot be cut as ``cut`` requires.
+            is not a tensor or has no dimension ``dim``, inputs differ in length, or the result cannot be cut as ``cut``
+            requires.
     """
     if not inputs or not all(isinstance(name, str) for name in inputs):
         why = "must be the names of the parameters to pad"
@@ -73,7 +82,7 @@ def bucketed(
     up = _torch_buckets.rounding(multiple, sizes, growth)
     where = dim if cut == "same" else cut
     _check_options(dim, value, where)
-    bucketing = _Bucketing(inputs, up, dim, value, mask, lengths, where)
+    bucketing = _Bucketing(inputs, up, dim, value, mask, lengths, _Cutter(where))
 
     def decorate(function: F) -> F:
         _check(function, bucketing)
@@ -86,51 +95,139 @@ def bucketed(
 
 # Cutting back
 
+#: Where a tensor is in a result: indices and names, outermost first.
+_Place: TypeAlias = tuple[str | int, ...]
+
+
+@dataclass(slots=True)
+class _Cutter:
+    """Cuts results from their padded lengths to their original lengths.
+
+    A result whose size is a multiple of the padded length need not have a length: an embedding may be as wide by
+    chance. So only a ratio that was seen in calls without padding counts, at two lengths: what is constant has another
+    ratio at each.
+
+    Attributes:
+        where: What is cut; None for nothing.
+        seen: For each place in the results, the lengths of the input and of the result in calls without padding.
+    """
+
+    where: _Where | Mapping[str | int, _Where] | None
+    seen: dict[_Place, frozenset[tuple[int, int]]] = field(default_factory=dict)
+
+    def may_pad(self, length: int) -> bool:
+        """Whether a result for an input that is padded from this length can be cut."""
+        where = self.where
+        needed = where.values() if isinstance(where, Mapping) else () if where is None else (where,)
+        if not any(isinstance(each, int) for each in needed):
+            return True
+        known = ((place, size // long) for place, pairs in self.seen.items() for long, size in pairs)
+        return any(self._proved(place, ratio, length) for place, ratio in known)
+
+    def __call__(self, result: Any, length: int, padded: int) -> Any:
+        """Cut a result to ``length``.
+
+        Raises:
+            InvalidOption: It cannot be cut as ``where`` requires.
+            _Unproved: Only a call without padding can tell.
+        """
+        return result if self.where is None else _Cut(self, length, padded)(result, self.where)
+
+    def ratio(self, place: _Place, dim: int, size: int, length: int, padded: int) -> int:
+        """How many times as long as the input the result is.
+
+        Raises:
+            InvalidOption: It has no length there.
+            _Unproved: Only a call without padding can tell.
+        """
+        ratio, rest = divmod(size, padded)
+        if ratio and not rest and self._proved(place, ratio, length):
+            return ratio
+        if length != padded:
+            raise _Unproved
+        pairs = self.seen.get(place, frozenset())
+        other = next((long for long, same in pairs if same == size and long != length), None)
+        if rest or not ratio or other is not None:
+            lengths = f"length {length}" if other is None else f"lengths {other} and {length}"
+            raise InvalidOption(
+                "cut",
+                dim,
+                why=f"is not a dimension that is a whole number of times as long as the input: "
+                f"for {lengths} the result has {size} positions there",
+                fix="Give cut=None for a result without a length, or the dimension and how its length follows from the "
+                "input's: cut=(-1, 256), or cut=(1, lambda length: (length + 1) // 2).",
+            )
+        self.seen[place] = pairs | {(length, size)}
+        return ratio
+
+    def _proved(self, place: _Place, ratio: int, length: int) -> bool:
+        # A model that rounds lengths up, to even ones for example, has the same ratio at their multiples only.
+        lengths = [long for long, size in self.seen.get(place, ()) if size == ratio * long]
+        return len(lengths) > 1 and length % math.gcd(*lengths) == 0
+
+
+class _Unproved(Exception):
+    """Nothing has shown yet how a result is cut."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Cuts one result from its padded length to its original length."""
+    """Cuts one result."""
 
+    cutter: _Cutter
     length: int
     padded: int
 
-    def __call__(self, result: Any, where: int | Mapping[str | int, int] | None) -> Any:
-        if where is None:
-            return result
-        if isinstance(where, int):
-            return self._along(result, where)
-        return self._entries(result, where)
+    def __call__(self, result: Any, where: _Where | Mapping[str | int, _Where]) -> Any:
+        if isinstance(where, Mapping):
+            return self._entries(result, where)
+        return self._along(result, where, ())
 
-    def _along(self, result: Any, dim: int) -> Any:
+    def _along(self, result: Any, where: _Where, place: _Place) -> Any:
         if isinstance(result, torch.Tensor):
-            return self._tensor(result, dim)
+            return self._tensor(result, where, place)
         if isinstance(result, tuple | list):
-            return _like(result, [self._along(item, dim) for item in result])
+            return _like(result, [self._along(item, where, (*place, number)) for number, item in enumerate(result)])
         raise InvalidOption(
             "cut",
-            dim,
+            where,
             why=f"cannot be applied: the result has a {type(result).__name__}, which has no dimensions",
             fix='Give cut=None for a result without a length, or name what to cut: cut={"last_hidden_state": 1}.',
         )
 
-    def _tensor(self, result: torch.Tensor, dim: int) -> torch.Tensor:
-        size = result.size(dim) if -result.dim() <= dim < result.dim() else 0
-        if not size or size % self.padded:
-            raise InvalidOption(
-                "cut",
-                dim,
-                why=f"is not a dimension with a multiple of the padded length {self.padded}: "
-                f"the result's shape is {tuple(result.shape)}",
-                fix="Give the dimension that has the length, or cut=None and cut the result yourself.",
-            )
+    def _tensor(self, result: torch.Tensor, where: _Where, place: _Place) -> torch.Tensor:
+        dim, ratio = (where, None) if isinstance(where, int) else where
+        if not -result.dim() <= dim < result.dim():
+            why = f"is not a dimension of a result of shape {tuple(result.shape)}"
+            raise InvalidOption("cut", dim, why=why, fix="Give cut=None for a result without a length.")
+        size = result.size(dim)
+        if ratio is None:
+            ratio = self.cutter.ratio(place, dim, size, self.length, self.padded)
+        expected, kept = _times(ratio, self.padded), _times(ratio, self.length)
+        if size != expected or not 0 <= kept <= size:
+            why = f"does not fit: padded to {self.padded}, an input of length {self.length} gave {size} positions"
+            fix = f"By it they are {expected}, cut to {kept}. Give how the result's length follows from the input's."
+            raise InvalidOption("cut", where, why=why, fix=fix)
         # Contiguous, like the model's own result, and without keeping the padding in memory.
-        return result.narrow(dim, 0, size // self.padded * self.length).contiguous()
+        return result.narrow(dim, 0, kept).contiguous()
 
-    def _entries(self, result: Any, where: Mapping[str | int, int]) -> Any:
+    def _entries(self, result: Any, where: Mapping[str | int, _Where]) -> Any:
+        if isinstance(result, torch.Tensor) or not hasattr(result, "__getitem__"):
+            why = f"names entries, and the result is a {type(result).__name__}"
+            raise InvalidOption("cut", where, why=why, fix="Give the dimension with the length: cut=-1.")
         entries: Any = list(result) if isinstance(result, tuple) else copy(result)
-        for key, dim in where.items():
-            entries[key] = self._along(entries[key], dim)
+        for key, each in where.items():
+            try:
+                entry = entries[key]
+            except (LookupError, TypeError):
+                why = f"names no entry of the result, a {type(result).__name__}"
+                raise InvalidOption("cut", key, why=why, fix="Give the index or name of an entry.") from None
+            entries[key] = self._along(entry, each, (key,))
         return _like(result, entries) if isinstance(result, tuple) else entries
+
+
+def _times(ratio: _Ratio, length: int) -> int:
+    return ratio * length if isinstance(ratio, int) else ratio(length)
 
 
 def _like(result: Any, items: list[Any]) -> Any:
@@ -192,7 +289,7 @@ class _Bucketing:
     value: float
     mask: str | None
     lengths: str | None
-    cut: int | Mapping[str | int, int] | None
+    cut: _Cutter
 
     @property
     def names(self) -> dict[str, str]:
@@ -201,24 +298,34 @@ class _Bucketing:
         return dict.fromkeys(self.inputs, "inputs") | {name: option for option, name in extra.items() if name}
 
     def call(self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = _Arguments(wrapped, args, kwargs)
-        cut = self._pad(given)
-        result = wrapped(*given.args, **given.kwargs)
-        return cut(result, self.cut) if cut else result
+        for padding in (True, False):
+            given, length, padded = self._pad(wrapped, args, kwargs, padding=padding)
+            result = wrapped(*given.args, **given.kwargs)
+            with suppress(_Unproved):
+                return self.cut(result, length, padded) if length else result
+        raise AssertionError  # a call without padding proves or raises
 
     async def acall(self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = _Arguments(wrapped, args, kwargs)
-        cut = self._pad(given)
-        result = await wrapped(*given.args, **given.kwargs)
-        return cut(result, self.cut) if cut else result
+        for padding in (True, False):
+            given, length, padded = self._pad(wrapped, args, kwargs, padding=padding)
+            result = await wrapped(*given.args, **given.kwargs)
+            with suppress(_Unproved):
+                return self.cut(result, length, padded) if length else result
+        raise AssertionError  # a call without padding proves or raises
 
-    def _pad(self, given: _Arguments) -> _Cut | None:
-        """Replace the inputs, mask and lengths of one call; None if there is nothing to pad."""
+    def _pad(
+        self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, padding: bool
+    ) -> tuple[_Arguments, int, int]:
+        """The arguments of one call with its inputs, mask and lengths replaced, its length, and that of its bucket.
+
+        The length is 0 if there is nothing to pad.
+        """
+        given = _Arguments(wrapped, args, kwargs)
         tensors = {name: given.get(name) for name in self.inputs if given.get(name) is not None}
         length = self._length(tensors)
         if not length:
-            return None
-        padded = self.up(length)
+            return given, 0, 0
+        padded = self.up(length) if padding and self.cut.may_pad(length) else length
         first = next(iter(tensors.values()))
         for name, tensor in tensors.items():
             given.put(name, _torch_buckets.pad(tensor, padded, self.dim, self.value))
@@ -226,14 +333,14 @@ class _Bucketing:
             given.put(self.mask, _torch_buckets.masked(first, self.dim, padded, given.get(self.mask)))
         if self.lengths is not None and given.get(self.lengths) is None:
             given.put(self.lengths, torch.full(_torch_buckets.batch(first, self.dim), length, device=first.device))
-        return _Cut(length, padded)
+        return given, length, padded
 
     def _length(self, tensors: Mapping[str, Any]) -> int:
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):
                 why = "must be a tensor: nothing else can be padded"
                 raise InvalidOption(name, type(tensor), why=why, fix="Give a tensor, or leave it out of bucketed().")
-        lengths = {name: tensor.size(self.dim) for name, tensor in tensors.items()}
+        lengths = {name: _torch_buckets.length_of(tensor, self.dim) for name, tensor in tensors.items()}
         if len(set(lengths.values())) > 1:
             why = "must have the same length in one call"
             fix = "Pad inputs of other lengths with pad_to_bucket() inside the function."
@@ -271,10 +378,20 @@ def _check_options(dim: object, value: object, cut: object) -> None:
         raise InvalidOption("dim", dim, why="must be the number of a dimension", fix="Give a number such as -1.")
     if not _is_number(value, int | float):
         raise InvalidOption("value", value, why="must be a number", fix="Give a number such as 0.")
-    dims = cut.values() if isinstance(cut, Mapping) else () if cut is None else (cut,)
-    if not all(_is_number(each, int) for each in dims):
-        fix = 'Give a number such as -1, several by name such as {"last_hidden_state": 1}, or None.'
-        raise InvalidOption("cut", cut, why="must be the number of a dimension, or several by name", fix=fix)
+    needed = cut.values() if isinstance(cut, Mapping) else () if cut is None else (cut,)
+    if not all(map(_is_where, needed)):
+        fix = 'Give a number such as -1, with a ratio (-1, 256), several by name {"last_hidden_state": 1}, or None.'
+        why = "must be the number of a dimension, alone or with how long it is, or several by name"
+        raise InvalidOption("cut", cut, why=why, fix=fix)
+
+
+def _is_where(each: object) -> bool:
+    if not isinstance(each, tuple):
+        return _is_number(each, int)
+    match each:
+        case (dim, ratio):
+            return _is_number(dim, int) and (callable(ratio) or (_is_number(ratio, int) and ratio > 0))
+    return False
 
 
 def _is_number(value: object, kind: Any) -> bool:

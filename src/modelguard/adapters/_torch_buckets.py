@@ -11,7 +11,7 @@ import torch
 
 from modelguard.errors import InvalidOption
 
-__all__ = ["batch", "masked", "pad", "pad_to_bucket", "rounding"]
+__all__ = ["batch", "length_of", "masked", "pad", "pad_to_bucket", "rounding"]
 
 #: From a length to the length of its bucket.
 RoundUp: TypeAlias = Callable[[int], int]
@@ -79,10 +79,11 @@ def pad_to_bucket(
         unchanged.
 
     Raises:
-        InvalidOption: The buckets are invalid, or the lengths of ``mask`` and the tensor differ.
+        InvalidOption: The buckets are invalid, the tensor has no dimension ``dim``, or the lengths of ``mask`` and the
+            tensor differ.
     """
     up = rounding(multiple, sizes, growth)
-    length = tensor.size(dim)
+    length = length_of(tensor, dim)
     padded = pad(tensor, up(length), dim, value)
     if mask is False:
         return padded
@@ -149,7 +150,15 @@ def _is_length(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-# Padding and cutting
+# Padding
+
+
+def length_of(tensor: torch.Tensor, dim: int) -> int:
+    """The number of positions along ``dim``."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        why = f"is not a dimension of a tensor of shape {tuple(tensor.shape)}"
+        raise InvalidOption("dim", dim, why=why, fix="Give the dimension that has the length.")
+    return tensor.size(dim)
 
 
 def pad(tensor: torch.Tensor, padded: int, dim: int, value: float) -> torch.Tensor:
@@ -166,8 +175,8 @@ def masked(tensor: torch.Tensor, dim: int, padded: int, mask: torch.Tensor | Non
     length = tensor.size(dim)
     if mask is None:
         mask = torch.ones((*batch(tensor, dim), length), dtype=torch.long, device=tensor.device)
-    elif mask.size(-1) != length:
-        why = f"has length {mask.size(-1)}, and the tensor has length {length}"
+    elif (given := mask.size(-1) if mask.dim() else 0) != length:
+        why = f"has length {given}, and the tensor has length {length}"
         raise InvalidOption(
             "mask", tuple(mask.shape), why=why, fix="Give a mask with the length in its last dimension."
         )

@@ -6,6 +6,8 @@ An adapter's module is imported when the first model of its library appears, so 
 from __future__ import annotations
 
 import importlib
+import sys
+import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -24,6 +26,23 @@ class Adapter(Protocol):
 
     def released(self) -> None:
         """Free what the library still holds after a model is gone."""
+        ...
+
+
+class Compiler(Protocol):
+    """What modelguard can find out about the compiler of a library, and its threads."""
+
+    #: The name by which users know it.
+    OWNER: str
+    #: What is done about its threads at a fork, and how to do without them.
+    FIX: str
+
+    def threads(self) -> list[threading.Thread]:
+        """Its threads that run in this process."""
+        ...
+
+    def renew_in_child(self) -> None:
+        """Let it start its threads anew in a forked child."""
         ...
 
 
@@ -49,6 +68,9 @@ _MODULES = {
     "torch.nn.modules.module.Module": "modelguard.adapters.torch",
 }
 
+# A module that a library's compiler has loaded -> module that is its `Compiler`.
+_COMPILERS = {"torch._inductor.async_compile": "modelguard.adapters._torch_compile"}
+
 
 def find(model: object) -> Adapter:
     """The adapter for ``model``, by its type or a base of it."""
@@ -62,6 +84,18 @@ def find(model: object) -> Adapter:
 def is_model(value: object) -> bool:
     """Whether ``value`` is a model of a library that has an adapter."""
     return _module(value) is not None
+
+
+def compilers() -> list[Compiler]:
+    """The compilers that this process has loaded."""
+    modules: list[Any] = [importlib.import_module(adapter) for name, adapter in _COMPILERS.items() if _is_loaded(name)]
+    return modules
+
+
+def _is_loaded(name: str) -> bool:
+    # A forked child would wait for ever for an import that another thread of its parent had begun.
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 def _module(model: object) -> str | None:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Literal, Protocol
 
 from modelguard.environment import _openmp, _proc
+from modelguard.lifecycle import _adapters
 
 __all__ = ["OUR_THREADS", "ForkingProcess", "Hazard", "HazardKind", "ThisProcess", "find_hazards"]
 
@@ -23,6 +24,7 @@ HazardKind = Literal[
     "python thread",
     "thread pool",
     "allocator threads",
+    "compiler threads",
     "grpc",
     "cuda",
     "event loop",
@@ -75,6 +77,10 @@ class ForkingProcess(Protocol):
 
     def python_threads(self) -> Iterable[tuple[str, str]]:
         """The name of each other Python thread, and where its function is defined."""
+        ...
+
+    def compiler_threads(self) -> Iterable[tuple[str, list[str], str]]:
+        """Each compiler that runs threads: its name, theirs, and what is done about them."""
         ...
 
     def native_threads(self) -> list[str]:
@@ -164,6 +170,9 @@ def _python_threads(process: ForkingProcess) -> Iterable[Hazard]:
 
 
 def _native(process: ForkingProcess) -> Iterable[Hazard]:
+    for compiler, names, fix in process.compiler_threads():
+        seen = f"it runs {', '.join(names)}; at the next code to compile a child would wait for them forever"
+        yield Hazard("compiler threads", compiler, seen, fix, "fixed")
     native = process.native_threads()
     openmp = process.openmp()
     if process.has_allocator_threads():
@@ -197,9 +206,16 @@ class ThisProcess:
     """The current process."""
 
     def python_threads(self) -> Iterable[tuple[str, str]]:
-        """Every thread except the calling one and the main one, because a server may fork from the main thread."""
-        ours = (threading.current_thread(), threading.main_thread())
+        """Every thread except a compiler's, the calling one and the main one: a server may fork from the main one."""
+        ours = [threading.current_thread(), threading.main_thread()]
+        ours += (thread for compiler in _adapters.compilers() for thread in compiler.threads())
         return [(thread.name, _origin(thread)) for thread in threading.enumerate() if thread not in ours]
+
+    def compiler_threads(self) -> Iterable[tuple[str, list[str], str]]:
+        """Those of the compilers that have an adapter."""
+        for compiler in _adapters.compilers():
+            if names := sorted(thread.name for thread in compiler.threads()):
+                yield compiler.OWNER, names, compiler.FIX
 
     def native_threads(self) -> list[str]:
         """The threads in ``/proc/self/task`` that Python did not start."""

@@ -18,11 +18,12 @@ from typing import Any, Literal, get_args
 from modelguard import _units
 from modelguard.environment import _allocator, _memory
 from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, NotSupported
+from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.model_guard import guards as all_guards
-from modelguard.sharing import _graph, _hazards, _immortal, _loads, _prepared, _trial
+from modelguard.sharing import _graph, _hazards, _immortal, _loads, _prepared, _restore, _trial
 from modelguard.sharing._hazards import Hazard
 from modelguard.sharing._immortal import ImmortalReport
 from modelguard.sharing._prepared import Prepared
@@ -148,6 +149,7 @@ def prepare_chosen(
     found = _hazards.find_hazards(process)
     _enforce(on_hazard, found)
     state = Prepared(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn")
+    _compile_for_children(state)
     tried, failed = _try_and_install(state, warm_timeout, on_hazard)
     collected, frozen = _freeze(again=again) if freeze else (0, 0)
     made, why = _immortalize(chosen, immortalize)
@@ -181,7 +183,8 @@ def prepare_again(guard: ModelGuard[Any], *, trial: float = 30.0) -> None:
     THREADS.end_idle()
     found = _hazards.find_hazards()
     known = {(hazard.kind, hazard.owner) for hazard in state.hazards}
-    new = tuple(hazard for hazard in found if (hazard.kind, hazard.owner) not in known or hazard.severity == "fatal")
+    worse = (hazard for hazard in found if hazard.kind != "compiler threads")  # a call may have compiled
+    new = tuple(hazard for hazard in worse if (hazard.kind, hazard.owner) not in known or hazard.severity == "fatal")
     if new:
         raise ForkUnsafe(new)
     generations = (guard.status().generation,)
@@ -254,6 +257,19 @@ def _enforce(on_hazard: OnHazard, found: tuple[Hazard, ...]) -> None:
     for hazard in found:
         if hazard.severity != "fixed" or on_hazard == "warn":
             warnings.warn(str(hazard), ForkHazard, stacklevel=3)
+
+
+def _compile_for_children(state: Prepared) -> None:
+    """Have compilers make here, once, what each child would make for itself, as their code is for a number of threads.
+
+    The trial counts a child that compiles for minutes as hung.
+    """
+    if not state.fixes or not _adapters.compilers():
+        return
+    with _restore.with_childrens_threads(state.hazards) as differ:
+        for guard in state.guards if differ else ():
+            with suppress(Exception):  # the trial reports it
+                guard.engine.warm_up()
 
 
 def _try_and_install(state: Prepared, timeout: float, on_hazard: OnHazard) -> tuple[dict[str, float], list[Hazard]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from modelguard.environment import _allocator, _openmp
+from modelguard.lifecycle import _adapters
 from modelguard.sharing._hazards import Hazard
 
-__all__ = ["restore"]
+__all__ = ["restore", "with_childrens_threads"]
 
 _SEED_BYTES = 4
 
@@ -25,7 +27,31 @@ def restore(found: Iterable[Hazard]) -> None:
         _use_one_thread()
     if "allocator threads" in kinds:
         _allocator.restart_threads()
+    for compiler in _adapters.compilers():  # whatever was found: it may have begun to compile since
+        compiler.renew_in_child()
     _reseed()
+
+
+@contextmanager
+def with_childrens_threads(found: Iterable[Hazard]) -> Iterator[bool]:
+    """In the block, torch computes on as many threads as children that :func:`restore` has repaired.
+
+    Args:
+        found: The hazards that were found.
+
+    Yields:
+        Whether that is another number.
+    """
+    torch = sys.modules.get("torch")
+    before = 1 if torch is None else torch.get_num_threads()
+    if torch is None or before == 1 or all(hazard.kind != "thread pool" for hazard in found):
+        yield False
+        return
+    torch.set_num_threads(1)
+    try:
+        yield True
+    finally:
+        torch.set_num_threads(before)
 
 
 def _use_one_thread() -> None:

@@ -59,7 +59,7 @@ def test_masked_convolutions_give_the_same(length: int) -> None:
     """A stack that masks its padding gives what it gives without padding, to the rounding of floats."""
     network = MaskedConvolutions()
     x = torch.randn(2, 8, length)
-    found = bucketed("x", mask="mask", multiple=64)(network.forward)(x)
+    found = bucketed("x", mask="mask", multiple=64, cut=(-1, 1))(network.forward)(x)
     torch.testing.assert_close(found, network(x))
 
 
@@ -68,7 +68,7 @@ def test_without_a_mask_the_end_differs() -> None:
     """What the documentation warns of: convolutions without a mask reach into the padding, and no further."""
     network = MaskedConvolutions()
     x = torch.randn(1, 8, 100)
-    plain, found = network(x), bucketed("x", multiple=64)(network.forward)(x)
+    plain, found = network(x), bucketed("x", multiple=64, cut=(-1, 1))(network.forward)(x)
     reach = sum(layer.padding[0] for layer in network.layers)
     torch.testing.assert_close(found[..., :-reach], plain[..., :-reach])
     assert not torch.allclose(found[..., -reach:], plain[..., -reach:])
@@ -78,7 +78,7 @@ def test_without_a_mask_the_end_differs() -> None:
 @torch.inference_mode()
 def test_an_encoder_gives_the_same(bert: Any, length: int) -> None:
     """A transformers encoder with its attention mask gives the same, and its output keeps its type."""
-    embed = bucketed("input_ids", mask="attention_mask", multiple=64, cut={"last_hidden_state": 1})(bert.forward)
+    embed = bucketed("input_ids", mask="attention_mask", multiple=64, cut={"last_hidden_state": (1, 1)})(bert.forward)
     tokens = torch.randint(1, 100, (2, length))
     plain, found = bert(tokens), embed(input_ids=tokens)
     torch.testing.assert_close(found.last_hidden_state, plain.last_hidden_state, rtol=1e-4, atol=1e-5)
@@ -89,7 +89,7 @@ def test_an_encoder_gives_the_same(bert: Any, length: int) -> None:
 @torch.inference_mode()
 def test_a_batch_that_was_padded_already(bert: Any) -> None:
     """The caller's own mask stands, with the new padding beside it."""
-    embed = bucketed("input_ids", mask="attention_mask", multiple=64, cut={"last_hidden_state": 1})(bert.forward)
+    embed = bucketed("input_ids", mask="attention_mask", multiple=64, cut={"last_hidden_state": (1, 1)})(bert.forward)
     tokens = torch.randint(1, 100, (2, 37))
     mask = torch.ones(2, 37, dtype=torch.long)
     mask[1, 20:] = 0
@@ -103,7 +103,7 @@ def test_a_bidirectional_lstm_gives_the_same() -> None:
     torch.manual_seed(0)
     lstm = torch.nn.LSTM(4, 8, bidirectional=True, batch_first=True)
 
-    @bucketed("x", lengths="lengths", dim=1, multiple=64)
+    @bucketed("x", lengths="lengths", dim=1, multiple=64, cut=(1, 1))
     def run(x: Any, lengths: Any = None) -> Any:
         packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
         return torch.nn.utils.rnn.pad_packed_sequence(lstm(packed)[0], batch_first=True, total_length=x.size(1))[0]
@@ -119,7 +119,7 @@ def test_the_function_meets_few_lengths() -> None:
     """However many lengths come in, the function sees the buckets'."""
     seen: set[int] = set()
 
-    @bucketed("x", multiple=64)
+    @bucketed("x", multiple=64, cut=(-1, 1))
     def run(x: Any) -> Any:
         seen.add(x.size(-1))
         return x
@@ -170,13 +170,13 @@ def test_nothing_to_pad(given: Any) -> None:
 
 def test_a_longer_result_is_cut_in_proportion() -> None:
     """A vocoder makes so many samples of each frame: they are cut to those of the frames that were there."""
-    run = bucketed("x", multiple=8)(lambda x: x.repeat_interleave(3, dim=-1))
+    run = bucketed("x", multiple=8, cut=(-1, 3))(lambda x: x.repeat_interleave(3, dim=-1))
     assert torch.equal(torch.arange(5).repeat_interleave(3), run(torch.arange(5)))
 
 
 def test_a_cut_result_is_as_the_model_makes_them() -> None:
     """It is contiguous, and does not keep the padding in memory."""
-    found = bucketed("x", multiple=64)(lambda x: x + 1)(torch.ones(2, 3, 5))
+    found = bucketed("x", multiple=64, cut=(-1, 1))(lambda x: x + 1)(torch.ones(2, 3, 5))
     assert found.is_contiguous()
     assert 2 * 3 * 5 * 4 == found.untyped_storage().nbytes()
 
@@ -184,16 +184,17 @@ def test_a_cut_result_is_as_the_model_makes_them() -> None:
 @pytest.mark.parametrize(
     ("cut", "result", "expected"),
     [
-        (-1, lambda x: (x, [x]), [[5], [[5]]]),
-        (-1, lambda x: Sounds(x, x), [[5], [5]]),
-        ({"wave": -1}, lambda x: {"wave": x, "score": x}, {"wave": [5], "score": [8]}),
-        ({0: -1}, lambda x: (x, x), [[5], [8]]),
-        ({0: -1}, lambda x: Sounds(x, x), [[5], [8]]),
-        ({0: 0}, lambda x: [(x, x), x], [[[5], [5]], [8]]),
+        ((-1, 1), lambda x: (x, [x]), [[5], [[5]]]),
+        ((-1, 1), lambda x: Sounds(x, x), [[5], [5]]),
+        ((-1, lambda length: length // 2), lambda x: x[::2], [2]),
+        ({"wave": (-1, 1)}, lambda x: {"wave": x, "score": x}, {"wave": [5], "score": [8]}),
+        ({0: (-1, 1)}, lambda x: (x, x), [[5], [8]]),
+        ({0: (-1, 1)}, lambda x: Sounds(x, x), [[5], [8]]),
+        ({0: (0, 1)}, lambda x: [(x, x), x], [[[5], [5]], [8]]),
         (None, lambda x: x, [8]),
         (None, lambda x: "text", "text"),
     ],
-    ids=["tuple", "namedtuple", "dict", "by index", "namedtuple by index", "nested", "none", "no tensor"],
+    ids=["tuple", "namedtuple", "divided", "dict", "by index", "namedtuple by index", "nested", "none", "no tensor"],
 )
 def test_what_is_cut(cut: Any, result: Callable[[Any], Any], expected: Any) -> None:
     """All tensors of a tuple or list, or those that are named; containers keep their types."""
@@ -214,7 +215,7 @@ def shapes(found: Any) -> Any:
 def test_a_result_is_not_changed_in_place() -> None:
     """What the function returned may be its own to keep."""
     kept = {"wave": torch.ones(8)}
-    assert {"wave": [5]} == shapes(bucketed("x", multiple=8, cut={"wave": 0})(lambda x: kept)(torch.ones(5)))
+    assert {"wave": [5]} == shapes(bucketed("x", multiple=8, cut={"wave": (0, 1)})(lambda x: kept)(torch.ones(5)))
     assert {"wave": [8]} == shapes(kept)
 
 
@@ -229,6 +230,131 @@ def test_a_result_that_cannot_be_cut(result: Callable[[Any], Any], length: int) 
     run = bucketed("x", multiple=8)(result)
     with pytest.raises(InvalidOption, match=r"^cut=-1: .*cut=None"):
         run(torch.ones(length))
+
+
+# How long the result is, shown by the first calls
+
+
+def masked_mean(x: Any, mask: Any) -> Any:
+    """Pool what the mask marks."""
+    return (x * mask[:, None]).sum(-1) / mask.sum(-1, keepdim=True)
+
+
+def rounded_up(x: Any, mask: Any) -> Any:
+    """Make the result's length even, as a network does that halves and doubles it."""
+    return torch.nn.functional.pad(x * mask[:, None], (0, x.size(-1) % 2))
+
+
+#: Kinds of models, and which of their lengths are refused: none, all, or all but the first and others that fit.
+KINDS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "same length": (lambda x, mask: x * mask[:, None], "none"),
+    "multiplied length": (lambda x, mask: (x * mask[:, None]).repeat_interleave(4, -1), "none"),
+    "tuple with lengths": (lambda x, mask: (x * mask[:, None], x.repeat_interleave(2, -1)), "none"),
+    "divided length": (lambda x, mask: (x * mask[:, None])[..., ::2], "all"),
+    "embedding": (lambda x, mask: masked_mean(x, mask).repeat(1, 96), "all but one"),
+    "classes": (lambda x, mask: masked_mean(x, mask).repeat(1, 32), "all but one"),
+    "tuple with an embedding": (lambda x, mask: (x * mask[:, None], masked_mean(x, mask).repeat(1, 96)), "all but one"),
+    "no dimension": (lambda x, mask: masked_mean(x, mask).sum(), "all"),
+    "rounded up": (rounded_up, "some"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "buckets", [{}, {"sizes": (32, 64, 128)}, {"multiple": 64}], ids=["growth", "sizes", "multiple"]
+)
+def test_no_result_is_cut_that_has_no_length(kind: str, buckets: Any) -> None:
+    """Each length gives what it gives without padding, or an error that names `cut`."""
+    function, refusals = KINDS[kind]
+    lengths = [32, *range(5, 129)]
+    refused = 0
+    run = bucketed("x", mask="mask", **buckets)(function)
+    for length in lengths:
+        x = torch.randn(2, 4, length)
+        try:
+            found = run(x, None)
+        except InvalidOption as error:
+            assert "cut" == error.argument  # noqa: PT017 - only some lengths are refused
+            refused += 1
+        else:
+            torch.testing.assert_close(found, function(x, torch.ones(2, length)), rtol=1e-4, atol=1e-5)
+    expected = {"none": 0, "all": len(lengths), "all but one": len(lengths) - 2, "some": 62}[refusals]
+    assert expected == refused, "32 comes twice"
+
+
+def test_two_lengths_show_how_long_results_are() -> None:
+    """The first two lengths go in as they are, and what comes later is padded."""
+    seen: list[int] = []
+
+    @bucketed("x", multiple=8)
+    def run(x: Any) -> Any:
+        seen.append(x.size(-1))
+        return x.repeat_interleave(3, -1)
+
+    assert [15, 15, 18, 39, 30] == [run(torch.ones(length)).size(0) for length in (5, 5, 6, 13, 10)]
+    assert [5, 5, 6, 16, 16] == seen
+
+
+def test_what_multiples_show_counts_for_multiples() -> None:
+    """A result that rounds its length up has the input's length at even ones only."""
+    run = bucketed("x", multiple=8)(lambda x: torch.nn.functional.pad(x, (0, x.size(-1) % 2)))
+    assert [4, 8, 12] == [run(torch.ones(length)).size(0) for length in (4, 8, 12)]
+    with pytest.raises(InvalidOption, match=r"^cut=-1: .*for length 5 the result has 6 positions"):
+        run(torch.ones(5))
+
+
+def test_models_with_different_ratios() -> None:
+    """The voices of a pool may make different numbers of samples: each is shown by calls of its own."""
+    run = bucketed("x", multiple=8)(lambda x, ratio: x.repeat_interleave(ratio, -1))
+    for ratio in (2, 3, 2):
+        assert [ratio * length for length in (5, 7, 9, 11)] == [
+            run(torch.ones(length), ratio).size(0) for length in (5, 7, 9, 11)
+        ]
+
+
+def test_a_coroutine_s_first_calls_show_it_too() -> None:
+    """Two awaited calls show how long results are, and a result without a length is refused."""
+
+    @bucketed("x", multiple=8)
+    async def run(x: Any, *, pooled: bool = False) -> Any:
+        return torch.ones(32) if pooled else x + 0
+
+    async def all_of_them() -> list[int]:
+        return [(await run(torch.ones(length))).size(0) for length in (5, 6, 7)]
+
+    assert [5, 6, 7] == asyncio.run(all_of_them())
+    assert 32 == asyncio.run(run(torch.ones(4), pooled=True)).size(0)
+    with pytest.raises(InvalidOption, match=r"for lengths 4 and 8 the result has 32 positions"):
+        asyncio.run(run(torch.ones(8), pooled=True))
+
+
+@pytest.mark.parametrize(
+    ("cut", "result", "says"),
+    [
+        ((-1, 2), lambda x: x, "does not fit: padded to 8, an input of length 5 gave 8 positions"),
+        ((-1, lambda length: length + 9), lambda x: x, "By it they are 17, cut to 14"),
+        ((-1, lambda length: 8 if length == 8 else 9), lambda x: x, "By it they are 8, cut to 9"),
+        ({"wave": -1}, lambda x: x, "names entries, and the result is a Tensor"),
+        ({0: -1}, lambda x: x.sum(), "names entries, and the result is a Tensor"),
+        ({"wave": -1}, lambda x: {"sound": x}, "names no entry of the result, a dict"),
+        ({"wave": -1}, lambda x: (x,), "names no entry of the result, a tuple"),
+        ({2: -1}, lambda x: (x, x), "names no entry of the result, a tuple"),
+        ({"wave": -1}, lambda x: 5, "names entries, and the result is a int"),
+    ],
+)
+def test_a_result_that_is_not_as_said(cut: Any, result: Callable[[Any], Any], says: str) -> None:
+    """The error says what the result is instead."""
+    with pytest.raises(InvalidOption, match=says) as caught:
+        bucketed("x", multiple=8, cut=cut)(result)(torch.ones(5))
+    assert "cut" == caught.value.argument
+
+
+@pytest.mark.parametrize("given", [torch.tensor(1.0), torch.ones(5)], ids=["no dimension", "too few"])
+def test_an_input_without_that_dimension(given: Any) -> None:
+    """A tensor without the dimension to pad is refused by name, by the decorator and by hand."""
+    for pad in (bucketed("x", dim=1)(lambda x: x), partial(pad_to_bucket, dim=1)):
+        with pytest.raises(InvalidOption, match=r"^dim=1: is not a dimension of a tensor of shape"):
+            pad(given)
 
 
 # Every kind of function, with guards
@@ -248,7 +374,7 @@ def model(runtime: Runtime) -> ModelGuard[Any]:
 @pytest.mark.parametrize("over", [True, False], ids=["over the guard", "under the guard"])
 def test_with_a_guard(model: ModelGuard[Any], over: bool) -> None:  # noqa: FBT001
     """In either order the model goes in, the caller's tensor is padded, and the result is cut."""
-    padded = bucketed("x", multiple=8)
+    padded = bucketed("x", multiple=8, cut=(-1, 2))
     decorators = (model, padded) if over else (padded, model)
 
     def apply(function: Any) -> Any:
@@ -376,6 +502,10 @@ def generator(x: Any) -> Iterator[Any]:
         ({"cut": "wave"}, plain, "cut"),
         ({"cut": {"wave": "last"}}, plain, "cut"),
         ({"cut": True}, plain, "cut"),
+        ({"cut": (-1,)}, plain, "cut"),
+        ({"cut": (-1, 0)}, plain, "cut"),
+        ({"cut": (-1, 0.5)}, plain, "cut"),
+        ({"cut": {"wave": ("last", 1)}}, plain, "cut"),
         ({"mask": "y"}, plain, "mask"),
         ({"lengths": "y"}, plain, "lengths"),
         ({}, generator, "function"),
@@ -432,4 +562,4 @@ def test_padding_by_hand_is_the_same() -> None:
     with torch.inference_mode():
         padded, mask = pad_to_bucket(x, multiple=64, mask=True)
         by_hand = network(padded, mask)[..., :37]
-        assert torch.equal(by_hand, bucketed("x", mask="mask", multiple=64)(network.forward)(x))
+        assert torch.equal(by_hand, bucketed("x", mask="mask", multiple=64, cut=(-1, 1))(network.forward)(x))

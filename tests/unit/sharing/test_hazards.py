@@ -23,6 +23,7 @@ class Process:
     """A process as a test describes it; by default without hazards."""
 
     python: list[tuple[str, str]] = field(default_factory=list)
+    compilers: list[tuple[str, list[str], str]] = field(default_factory=list)
     native: list[str] = field(default_factory=list)
     runtimes: list[str] = field(default_factory=list)
     jemalloc: bool = False
@@ -36,6 +37,9 @@ class Process:
 
     def python_threads(self) -> Iterable[tuple[str, str]]:
         return self.python
+
+    def compiler_threads(self) -> Iterable[tuple[str, list[str], str]]:
+        return self.compilers
 
     def native_threads(self) -> list[str]:
         return self.native
@@ -77,6 +81,7 @@ def test_a_quiet_process_has_none() -> None:
     ("process", "kind", "owner", "severity"),
     [
         (Process(python=[("poller", "app.metrics.poll")]), "python thread", "app.metrics.poll", "warning"),
+        (Process(compilers=[("c", ["pool-1"], "Do without.")]), "compiler threads", "c", "fixed"),
         (Process(native=["python"], runtimes=["/x/libgomp-1.so"]), "thread pool", "libgomp-1.so", "fixed"),
         (Process(jemalloc=True), "allocator threads", "jemalloc", "fixed"),
         (Process(on_gpu=True), "cuda", "torch", "fatal"),
