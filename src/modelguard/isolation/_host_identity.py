@@ -96,6 +96,7 @@ def orders_for(
 ) -> BrokerOrders:
     """Make the orders of a broker that this process starts."""
     return BrokerOrders(
+        starter=os.getpid(),
         folder=str(folder.absolute()),
         socket=socket,
         identity=identity,

@@ -38,6 +38,12 @@ class Launched:
     control: Channel
     news: socket.socket
 
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the descriptors. Takes no lock."""
+        self.process.returncode = 0  # it is no child of this process, and must not warn when it is dropped
+        self.control.close()
+        self.news.close()
+
 
 def launch(instructions: Instructions) -> Launched:
     """Start a mold. It dies with the calling thread, so that must be one that lives as long as this process.

@@ -130,6 +130,10 @@ class MoldGuard:
             if mold is not None:
                 mold.end_at_once()
 
+    def abandon(self) -> None:
+        """In a forked child: ask no policy. The parent's molds are closed by a hook of their own."""
+        self.guard.engine.stop_checks()
+
     def end_workers(self, reasons: tuple[Reason, ...]) -> None:
         """End the workers until the next call, unless one has a call. Does not block."""
         if not self._ending_workers.acquire(blocking=False):

@@ -218,8 +218,7 @@ class PoolScope:
     def abandon(self) -> None:
         """Leave the parent's processes alone."""
         for molds in list(self._guards):
-            if molds.current is not None:
-                molds.current.abandon()
+            molds.abandon()
 
 
 def _of_all(reasons: Iterable[tuple[Reason, ...]]) -> Postponed | None:

@@ -204,9 +204,7 @@ class ProcessScope:
 
     def abandon(self) -> None:
         """Leave the parent's processes alone."""
-        for mold in (self._molds.current, self._molds.previous):
-            if mold is not None:
-                mold.abandon()
+        self._molds.abandon()
 
 
 def _state(of_guard: State, mold: Mold | None) -> State:

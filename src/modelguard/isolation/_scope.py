@@ -138,4 +138,4 @@ class Scope(Protocol):
         ...
 
     def abandon(self) -> None:
-        """In a forked child: close the copies of the parent's descriptors."""
+        """In a forked child: the processes are the parent's. Takes no lock, which a thread of the parent may hold."""

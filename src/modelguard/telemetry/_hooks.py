@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from types import FunctionType
@@ -21,6 +22,8 @@ Hook = Callable[["Event"], None]
 _FACTORIES = ("modelguard.telemetry.prometheus", "modelguard.telemetry.opentelemetry")
 
 _lock = threading.Lock()
+if hasattr(os, "register_at_fork"):  # held during a fork, so that no thread has it that does not exist in the child
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _hooks: tuple[Hook, ...] | None = None  # None: the defaults, chosen at the first event
 
 
