@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -107,6 +108,7 @@ def orders_for(
     )
 
 
+@functools.cache  # a call must not need a descriptor for it
 def _version() -> str:
     try:
         return metadata.version("modelguard-lifecycle")

@@ -52,7 +52,12 @@ def launch(instructions: Instructions) -> Launched:
         OSError: No process or no descriptor is left.
     """
     control, its_control = pair()
-    news, its_news = _news.pair()
+    try:
+        news, its_news = _news.pair()
+    except BaseException:
+        control.close()
+        its_control.close()
+        raise
     try:
         fds = its_control.fileno(), its_news.fileno()
         program = _PROGRAM.format(packages=_PACKAGES, control=fds[0], news=fds[1])

@@ -198,6 +198,10 @@ class ProcessScope:
         """Admit calls again."""
         self._engine.reopen()
 
+    def refuse_calls(self) -> None:
+        """Raise ``GuardClosed`` from now on."""
+        self._engine.state.close()
+
     def end_at_once(self) -> None:
         """Kill all processes."""
         self._molds.end_at_once()

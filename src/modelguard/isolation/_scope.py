@@ -133,6 +133,10 @@ class Scope(Protocol):
         """Admit calls again after :meth:`close`."""
         ...
 
+    def refuse_calls(self) -> None:
+        """This process exits, and ends its molds: raise ``GuardClosed`` from now on. Waits for nothing."""
+        ...
+
     def end_at_once(self) -> None:
         """Nobody can call the function any more: end without waiting for anything."""
         ...

@@ -85,6 +85,14 @@ def emit(event: Event) -> None:
             logger.exception("modelguard hook %r failed on %s", hook, type(event).__name__)
 
 
+def import_events() -> None:
+    """Import what the first event needs, as soon as there is something that may fail.
+
+    A load that fails for lack of a file descriptor could not import what reports it.
+    """
+    from modelguard.telemetry import _logging, events  # noqa: F401 - takes 7 ms, too long for an import of modelguard
+
+
 def listening() -> bool:
     """Whether a hook or the log receives the events of every batch."""
     return _hooks is not None or logger.isEnabledFor(logging.DEBUG)
