@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from modelguard import _units, telemetry
 from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
 from modelguard.isolation import _registry, _role
+from modelguard.isolation._channel import Unreadable
 from modelguard.isolation._host_calls import ANSWER, Connection, GrantedWorker, left
 from modelguard.isolation._host_client import BrokerGone, Membership
 from modelguard.isolation._host_election import join
@@ -88,6 +89,8 @@ class HostScope:
             except BrokerGone:
                 since = self._wait_for_next(since, limits)
                 continue
+            except Unreadable as error:
+                raise LoadFailed(self._name, f"a worker cannot be taken: {error}") from error
             if granted is None:
                 raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived)
             self.running.append(None)
