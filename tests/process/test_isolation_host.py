@@ -443,7 +443,7 @@ class TestTheEnd:
         assert "[1, 0]" == done.stdout.splitlines()[-1], done.stderr
 
     def test_the_output_of_the_process_that_started_it_ends_with_that_process(self, folder: Path) -> None:
-        """Whoever reads a server's output, as ``subprocess.run(capture_output=True)`` does, need not wait for a broker."""
+        """Whoever reads a server's output, as ``subprocess.run(capture_output=True)`` does, waits for no broker."""
         with Caller(folder) as one, Caller(folder) as two:
             _, mold = one.call()
             assert mold == two.call()[1]
