@@ -42,7 +42,8 @@ from modelguard.telemetry import Event, logger
 __all__ = ["main"]
 
 #: Seconds without clients after which it ends, if the last one has ended without leaving, as when it was killed: a
-#: server that starts its only worker process again finds the model. With its own end, on a busy host, it takes less than five.
+#: server that starts its only worker process again finds the model. With its own end it takes less than five, also on a
+#: busy host.
 _GRACE = 3.0
 
 #: Seconds that it waits for its first client, which has started it, while that process lives.
