@@ -373,6 +373,66 @@ def test_replicas_are_free_in_a_child_whatever_the_parents_threads_do() -> None:
         both.close()
 
 
+def test_a_fork_waits_while_a_thread_asks_the_policies_of_replicas() -> None:
+    """The child asks them in its first moment, and nobody there could give back a lock that another thread had."""
+    both = replicas(guard(Model, reload_on=Uses(1_000_000), name="pair"), 2)
+    both.load()
+    name = both(lambda model: model.pid)
+    policy: Any = both._guards[0].engine.guard.options.reload_on
+    release = held_by_another_thread(policy._turns._lock)
+    threading.Timer(1.0, release).start()
+    try:
+        in_child(lambda: name() and None)
+    finally:
+        release()
+        both.close()
+
+
+def test_replicas_can_be_replaced_in_a_child_whatever_the_parents_threads_do() -> None:
+    """A thread that was just replacing them does not exist in the child, which can do it by itself."""
+    both = replicas(guard(Model, reload_on=None, name="pair"), 2)
+    both.load()
+    release = held_by_another_thread(both._free.rolling)
+    try:
+        in_child(both.reload)
+    finally:
+        release()
+        both.close()
+
+
+A_POOL_THAT_ENDS_MODELS = """
+    import os, threading
+    from modelguard import pool
+
+    voices = pool(lambda key: [key], max_memory="1 GB")
+    with voices.lease("a"):
+        pass
+    forking, inside = threading.Event(), threading.Event()
+
+    def reload():
+        with voices._engine._changed:  # as inside of reload(), which then asks for checks
+            inside.set()
+            forking.wait(60)
+            threading.Event().wait(0.5)
+            voices.reload()
+
+    thread = threading.Thread(target=reload)
+    thread.start()
+    inside.wait(60)
+    os.register_at_fork(before=forking.set)
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    thread.join()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_while_a_pool_ends_models_does_not_freeze_the_parent() -> None:
+    """The fork and reload() of a pool each wait for locks, and never for each other."""
+    assert 7 == run_python(A_POOL_THAT_ENDS_MODELS, 20)
+
+
 def test_a_batched_function_answers_in_a_child_whatever_the_parents_threads_do() -> None:
     """A thread that was just noting a bad item does not exist in the child, which finds bad items by itself."""
     parent, reached, go_on = os.getpid(), threading.Event(), threading.Event()

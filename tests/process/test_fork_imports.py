@@ -20,13 +20,13 @@ IMPORTING = """
 
     class Slow:
         def find_spec(self, name, path, target=None):
-            if name == "modelguard.telemetry.events._lifecycle":
+            if name == "modelguard.environment._allocator_figures":
                 begun.set()
                 time.sleep(1)
 
     nlp = guard(dict, reload_on=None)
     sys.meta_path.insert(0, Slow())
-    threading.Thread(target=nlp.load).start()  # its first event imports all events
+    threading.Thread(target=nlp.load).start()  # its first load imports it
     begun.wait()
     child = os.fork()
     if child == 0:

@@ -442,6 +442,44 @@ class TestTheEnd:
             pytest.skip(done.stderr.strip())
         assert "[1, 0]" == done.stdout.splitlines()[-1], done.stderr
 
+    def test_the_output_of_the_process_that_started_it_ends_with_that_process(self, folder: Path) -> None:
+        """Whoever reads a server's output, as ``subprocess.run(capture_output=True)`` does, waits for no broker."""
+        with Caller(folder) as one, Caller(folder) as two:
+            _, mold = one.call()
+            assert mold == two.call()[1]
+            one.process.kill()
+            assert one.process.stdout is not None
+            assert "" == one.process.stdout.read()  # else it waits for the others too
+            assert mold == two.call()[1]
+
+    def test_the_process_that_starts_it_is_killed_before_it_becomes_a_client(self, folder: Path) -> None:
+        """Nobody comes, so it ends within seconds."""
+        with Caller(folder) as one:
+            one.begin("""
+                import signal
+                from modelguard.isolation import _broker_launch
+                start_broker = _broker_launch.start_broker
+
+                def start_and_die(*arguments):
+                    start_broker(*arguments)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+                _broker_launch.start_broker = start_and_die
+                app.predict()
+            """)
+            one.process.wait(60)
+            wait_until(lambda: nothing_left(folder), "the broker's end", 20.0)  # it would wait for 30 seconds
+
+    def test_the_process_that_started_it_is_killed_while_the_mold_loads(self, folder: Path) -> None:
+        """A load that takes long keeps nothing alive."""
+        write(folder, APP.replace("def load():", "def load():\n        (HERE / 'loading').touch(); time.sleep(600)"))
+        with Caller(folder) as one:
+            one.begin("app.predict()")
+            wait_until((folder / "loading").exists, "the load", 60.0)
+            one.process.kill()
+            one.process.wait()
+            wait_until(lambda: nothing_left(folder), "the end of broker and mold", 20.0)
+
 
 class TestForks:
     def test_a_forked_child_is_a_client_of_its_own(self, folder: Path) -> None:

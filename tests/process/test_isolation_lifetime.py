@@ -246,6 +246,120 @@ def test_a_forked_owner_has_molds_of_its_own(tmp_path: Path) -> None:
     assert [True, True, 0] == run_python(program, 60)
 
 
+FUNCTIONS = """
+import threading, time
+from modelguard import TTL, guard, isolate, pool
+
+voices = pool(lambda key: [key], max_memory="1 GB")
+
+@isolate(workers=1)
+@guard(list, reload_on=TTL("1s"))
+def process(model):
+    return 0
+
+@isolate(workers=1)
+@voices(key="key")
+def pooled(model, key="a"):
+    return 0
+
+@isolate(workers=1, start="spawn")
+@guard(list, reload_on=None)
+def spawned(model):
+    return 0
+
+@isolate(workers=1, scope="host")
+@guard(list, reload_on=None)
+def host(model):
+    return 0
+
+@isolate(workers=1)
+@guard(list, reload_on=TTL("300ms"))
+def renewed(model, delay=0.0):
+    time.sleep(delay)
+"""
+
+
+@pytest.mark.parametrize("kind", ["process", "pooled", "spawned"])
+def test_a_fork_while_other_threads_call_leaves_a_child_that_runs(tmp_path: Path, kind: str) -> None:
+    """A thread of the parent that was taking a worker in that moment does not exist in the child, which needs none."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    program = f"""
+        import os, sys, threading
+        sys.path.insert(0, {str(tmp_path)!r})
+        import functions
+        from modelguard.isolation._molds import molds
+        call = functions.{kind}
+        call()
+        held, over = threading.Event(), threading.Event()
+
+        def hold():
+            with molds()[0].roster._lock:
+                held.set()
+                over.wait(60)
+
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait(60)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(7 if call() == 0 else 8)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        over.set()
+        print(code)
+    """
+    assert 7 == run_python(program, 30)
+
+
+def test_a_forked_child_replaces_no_mold_of_its_parent(tmp_path: Path) -> None:
+    """The policies of the parent's molds are asked in the parent alone, though its threads were in calls."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    program = f"""
+        import json, os, sys, threading, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        import functions
+        functions.renewed()
+        threading.Thread(target=functions.renewed, args=(60.0,), daemon=True).start()
+        while not functions.renewed.status().in_flight:
+            time.sleep(0.01)
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            time.sleep(1.5)  # five times its age
+            threads = [thread.name for thread in threading.enumerate()]
+            os.write(writer, json.dumps([name for name in threads if "load" in name]).encode())
+            os._exit(0)
+        os.close(writer)
+        print(os.read(reader, 1000).decode(), flush=True)
+        os._exit(0)
+    """
+    assert [] == run_python(program, 30)
+
+
+@pytest.mark.parametrize("kind", ["process", "pooled", "spawned", "host"])
+def test_exit_handlers_get_an_answer_or_an_error(tmp_path: Path, kind: str) -> None:
+    """One that was registered after the first call gets an answer, an earlier one GuardClosed by every door."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    program = f"""
+        import asyncio, atexit, json, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import functions
+        call, outcomes = functions.{kind}, []
+
+        @atexit.register
+        def early():
+            doors = [call, lambda: call.submit().result(), lambda: asyncio.run(call.aio())]
+            for door in doors:
+                try:
+                    outcomes.append(door())
+                except Exception as error:
+                    outcomes.append(type(error).__name__)
+            print(json.dumps(outcomes))
+
+        call()
+        atexit.register(lambda: outcomes.append(call()))
+    """
+    runtime_folder = {"MODELGUARD_RUNTIME_DIR": str(tmp_path / "runtime")}
+    assert [0, "GuardClosed", "GuardClosed", "GuardClosed"] == run_python(program, 60, **runtime_folder)
+
+
 def test_the_exit_of_a_forked_child_ends_no_mold_of_its_parent(tmp_path: Path) -> None:
     """Whether the child has used the function or not, and though it runs the exit handlers that it has inherited."""
     (tmp_path / "app.py").write_text(MODEL)

@@ -55,10 +55,51 @@ def test_large_content_without_room_for_shared_memory(tmp_path: Path) -> None:
     assert [True, True] == run(tmp_path, program)
 
 
-def test_no_descriptor_is_left_for_a_mold(tmp_path: Path) -> None:
-    """The load fails with the system's reason, and succeeds when there are descriptors again."""
-    program = """
-        echo.load(); echo.close(); echo.__enter__(); echo.close()  # what is imported late is there now
+FUNCTIONS = """
+from modelguard import Backoff, guard, isolate, pool
+
+QUICK = Backoff(0.05, 0.2)
+loaded = guard(dict, reload_on=None, backoff=QUICK)
+voices = pool(lambda key: [key], max_memory="1 GB", backoff=QUICK)
+
+def answer(model, key="a"):
+    return key
+
+guarded = guard(dict, reload_on=None, backoff=QUICK)(answer)
+pooled = voices(key="key")(answer)
+
+@isolate(workers=2)
+@guard(dict, reload_on=None, backoff=QUICK)
+def process(model, key="a"):
+    return key
+
+@isolate(workers=1)
+@voices(key="key")
+def of_pool(model, key="a"):
+    return key
+
+@isolate(workers=1, start="spawn")
+@guard(dict, reload_on=None, backoff=QUICK)
+def spawned(model, key="a"):
+    return key
+
+@isolate(workers=1, scope="host")
+@guard(dict, reload_on=None, backoff=QUICK)
+def host(model, key="a"):
+    return key
+"""
+
+
+@pytest.mark.parametrize("kind", ["guarded", "pooled", "process", "of_pool", "spawned", "host"])
+def test_no_descriptor_is_left_for_the_first_call(tmp_path: Path, kind: str) -> None:
+    """It fails with the system's reason, and the next one succeeds when there are descriptors again."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    program = f"""
+        import json, os, resource, sys, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        import functions
+        from modelguard.errors import ModelGuardError
+        call = functions.{kind}
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         held = []
         try:
@@ -68,23 +109,23 @@ def test_no_descriptor_is_left_for_a_mold(tmp_path: Path) -> None:
             pass
         seen = []
         try:
-            echo.__enter__()
+            call()
         except ModelGuardError as error:
             seen.append([type(error).__name__, "Too many open files" in str(error)])
         for fd in held:
             os.close(fd)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while True:
             try:
-                seen.append(echo(1))
+                seen.append(call())
                 break
             except ModelGuardError:
                 assert time.monotonic() < until
                 time.sleep(0.05)
-        echo.close()
         print(json.dumps(seen))
     """
-    assert [["LoadFailed", True], 1] == run(tmp_path, program)
+    runtime_folder = {"MODELGUARD_RUNTIME_DIR": str(tmp_path / "runtime")}
+    assert [["LoadFailed", True], "a"] == run_python(program, 90, **runtime_folder)
 
 
 def test_no_descriptor_is_left_for_a_call(tmp_path: Path) -> None:

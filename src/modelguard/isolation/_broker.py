@@ -6,6 +6,7 @@ as long as it has clients, and some seconds more if the last one has ended witho
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -41,10 +42,11 @@ from modelguard.telemetry import Event, logger
 __all__ = ["main"]
 
 #: Seconds without clients after which it ends, if the last one has ended without leaving, as when it was killed: a
-#: server that starts its only worker process again finds the model.
-_GRACE = 5.0
+#: server that starts its only worker process again finds the model. With its own end it takes less than five, also on a
+#: busy host.
+_GRACE = 3.0
 
-#: Seconds that it waits for its first client, which has started it.
+#: Seconds that it waits for its first client, which has started it, while that process lives.
 _FIRST = 30.0
 
 #: Seconds between two attempts to report its state to a client that does not read, or to accept one.
@@ -54,7 +56,7 @@ _AGAIN = 0.5
 #: up the others.
 _OVERTIME = 5.0
 
-#: Seconds between two looks at that.
+#: Seconds between two looks at that, and at the process that has started it.
 _LOOK = 1.0
 
 #: Seconds that its end waits for the lock, which a stopped process may hold; its own socket it may remove anyway.
@@ -168,7 +170,7 @@ class _Broker:
             # A service manager sends it to all processes of a service. It is the clients who decide.
             signal.signal(number, self._on_signal)
         self.supervisor.call(self._listen)
-        self.supervisor.later(_FIRST, self._end_if_long_alone)
+        self.supervisor.later(_LOOK, functools.partial(self._await_first_client, time.monotonic() + _FIRST))
         self._left.wait()
         until = time.monotonic() + _LOCK
         with self._folder.locked(lambda: time.monotonic() > until), suppress(OSError):
@@ -356,6 +358,15 @@ class _Broker:
     def end_if_alone(self) -> None:
         """End, if nobody is left."""
         if not self._clients:
+            self._end()
+
+    def _await_first_client(self, until: float) -> None:
+        """End if nobody has ever come, and the process that has started this one is gone or gives up."""
+        if self._clients or self._last_left > -math.inf:
+            return
+        if os.getppid() == self._orders.starter and time.monotonic() < until:
+            self.supervisor.later(_LOOK, functools.partial(self._await_first_client, until))
+        else:
             self._end()
 
     def _end_if_long_alone(self) -> None:

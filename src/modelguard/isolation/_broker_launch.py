@@ -1,4 +1,7 @@
-"""Start a broker: a fresh interpreter with a session of its own, which outlives the process that starts it."""
+"""Start a broker: a fresh interpreter with a session of its own, which outlives the process that starts it.
+
+It keeps nothing of that process open. Whoever reads the output of a server would wait for the broker's end.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +79,8 @@ def _start(starter: int, lock: int, name: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(  # noqa: S603
         [executable, *flags, "-c", program, "broker", name],
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         pass_fds=(starter, lock),
         start_new_session=True,
     )

@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any
 
-from modelguard.isolation._channel import Channel
+from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.isolation._host_client import BrokerGone, Membership
 from modelguard.isolation._host_messages import unpacked
 from modelguard.isolation._scope import Limits
@@ -73,6 +73,7 @@ class Connection:
 
         Raises:
             BrokerGone: Ask the next one.
+            Unreadable: No descriptor is free for it.
             Exception: Why there is no worker for this call.
         """
         until = min(limits.until, time.monotonic() + patience)
@@ -102,7 +103,7 @@ class Connection:
                 self._channel.close()
                 raise BrokerGone from error
             raise
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, Unreadable):  # its worker ends with the connection
             self._channel.close()
             raise
 

@@ -101,9 +101,9 @@ class _Election:
 
     def attempt(self, elect: bool, give_up: Callable[[], bool]) -> Membership | None:  # noqa: FBT001
         """Find a broker; if there is none, start one, which the next attempt finds."""
-        folder = Folder(private_folder())
-        found = None
+        folder = found = None
         try:
+            folder = Folder(private_folder())
             found = self._find(folder)
             if found is None and elect and not self._hung:
                 with folder.locked(give_up) as lock:
@@ -118,7 +118,7 @@ class _Election:
         except ForeignPeer as error:
             raise LoadFailed(self._options.name, f"where its broker should listen there is {error}") from error
         finally:
-            if found is None:
+            if found is None and folder is not None:
                 folder.close()
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -96,6 +97,7 @@ def orders_for(
 ) -> BrokerOrders:
     """Make the orders of a broker that this process starts."""
     return BrokerOrders(
+        starter=os.getpid(),
         folder=str(folder.absolute()),
         socket=socket,
         identity=identity,
@@ -106,6 +108,7 @@ def orders_for(
     )
 
 
+@functools.cache  # a call must not need a descriptor for it
 def _version() -> str:
     try:
         return metadata.version("modelguard-lifecycle")

@@ -46,6 +46,7 @@ class BrokerOrders:
     """What a new broker is told by the process that starts it.
 
     Attributes:
+        starter: That process's id.
         folder: Where it listens.
         socket: The socket's name there.
         identity: What its clients must have in common.
@@ -55,6 +56,7 @@ class BrokerOrders:
         paused: Whether the function is paused, as after the end of a broker that was.
     """
 
+    starter: int
     folder: str
     socket: str
     identity: Identity

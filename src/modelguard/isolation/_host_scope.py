@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 from modelguard import _units, telemetry
 from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
-from modelguard.isolation import _role
+from modelguard.isolation import _registry, _role
+from modelguard.isolation._channel import Unreadable
 from modelguard.isolation._host_calls import ANSWER, Connection, GrantedWorker, left
 from modelguard.isolation._host_client import BrokerGone, Membership
 from modelguard.isolation._host_election import join
@@ -88,6 +89,8 @@ class HostScope:
             except BrokerGone:
                 since = self._wait_for_next(since, limits)
                 continue
+            except Unreadable as error:
+                raise LoadFailed(self._name, f"a worker cannot be taken: {error}") from error
             if granted is None:
                 raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived)
             self.running.append(None)
@@ -129,6 +132,7 @@ class HostScope:
                 give_up=lambda: self._ended.is_set() or time.monotonic() > until,
             )
             if membership is not None:
+                _registry.refuse_calls_at_exit()
                 membership.on_loss = self._begin_to_renew
                 self._pass_on_pause(membership)
         return membership
@@ -331,6 +335,11 @@ class HostScope:
     def reopen(self) -> None:
         """Admit calls again."""
         self._ended.clear()
+
+    def refuse_calls(self) -> None:
+        """Raise ``GuardClosed`` from now on, and leave: the broker ends with its last client."""
+        self._ended.set()
+        self.end_at_once()
 
     def end_at_once(self) -> None:
         """Leave, and wait for nothing."""

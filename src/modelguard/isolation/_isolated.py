@@ -331,6 +331,11 @@ class Isolated(Generic[P, R]):
     ) -> None:
         await self.aclose()
 
+    def refuse_calls(self) -> None:
+        """This process exits, and ends its molds: raise ``GuardClosed`` from now on. Waits for nothing."""
+        self._submitted.close()
+        self._scope.refuse_calls()
+
     # Processes and copies
 
     def renew_in_child(self) -> None:

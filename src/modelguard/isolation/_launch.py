@@ -38,6 +38,12 @@ class Launched:
     control: Channel
     news: socket.socket
 
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the descriptors. Takes no lock."""
+        self.process.returncode = 0  # it is no child of this process, and must not warn when it is dropped
+        self.control.close()
+        self.news.close()
+
 
 def launch(instructions: Instructions) -> Launched:
     """Start a mold. It dies with the calling thread, so that must be one that lives as long as this process.
@@ -46,7 +52,12 @@ def launch(instructions: Instructions) -> Launched:
         OSError: No process or no descriptor is left.
     """
     control, its_control = pair()
-    news, its_news = _news.pair()
+    try:
+        news, its_news = _news.pair()
+    except BaseException:
+        control.close()
+        its_control.close()
+        raise
     try:
         fds = its_control.fileno(), its_news.fileno()
         program = _PROGRAM.format(packages=_PACKAGES, control=fds[0], news=fds[1])

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from modelguard import telemetry
 from modelguard.environment import _proc
 from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported, Reloading
-from modelguard.isolation import _news, _target
+from modelguard.isolation import _news, _registry, _target
 from modelguard.isolation._code import Files
 from modelguard.isolation._instructions import Origin
 from modelguard.isolation._molds import Mold, MoldOptions, molds
@@ -130,6 +130,10 @@ class MoldGuard:
             if mold is not None:
                 mold.end_at_once()
 
+    def abandon(self) -> None:
+        """In a forked child: ask no policy. The parent's molds are closed by a hook of their own."""
+        self.guard.engine.stop_checks()
+
     def end_workers(self, reasons: tuple[Reason, ...]) -> None:
         """End the workers until the next call, unless one has a call. Does not block."""
         if not self._ending_workers.acquire(blocking=False):
@@ -227,6 +231,7 @@ class MoldGuard:
         if not _exit_registered:
             atexit.register(end_all)
             _exit_registered = True
+        _registry.refuse_calls_at_exit()  # which comes first: the last one to be registered
         limit = self._source.load_timeout
         origin = Origin(_target.preparation(), _news.levels()) if self._origin is None else self._origin
         options = MoldOptions(

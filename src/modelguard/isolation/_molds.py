@@ -166,13 +166,12 @@ class Mold:
         self._ended.wait(max(0.0, seconds))
 
     def abandon(self) -> None:
-        """In a forked child of the owner: close the copies of the descriptors."""
+        """In a forked child of the owner: close the copies of the descriptors. Takes no lock."""
         if self._launched is not None:
-            self._launched.control.close()
-            self._launched.news.close()
+            self._launched.abandon()
         if self._former is not None:
             self._former.control.close()
-        for worker, *_ in self.roster.listed():
+        for worker in self._running.values():
             worker.channel.close()
 
     def replay_news(self) -> None:
@@ -402,6 +401,15 @@ def with_remote_traceback(error: BaseException, text: str | None) -> BaseExcepti
     if text is not None and (error.__cause__ is None or isinstance(error, RemoteError)):
         error.__cause__ = RemoteTraceback(text)
     return error
+
+
+def _after_fork_in_child() -> None:
+    for mold in _molds:
+        mold.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def molds() -> list[Mold]:

@@ -210,6 +210,11 @@ class PoolScope:
         if self._closed:
             self._closed, self._pool = False, self._new_pool(paused=self.paused)
 
+    def refuse_calls(self) -> None:
+        """Raise ``GuardClosed`` from now on."""
+        self._closed = True
+        self._pool.refuse_calls()
+
     def end_at_once(self) -> None:
         """Kill all processes."""
         for molds in list(self._guards):
@@ -218,8 +223,7 @@ class PoolScope:
     def abandon(self) -> None:
         """Leave the parent's processes alone."""
         for molds in list(self._guards):
-            if molds.current is not None:
-                molds.current.abandon()
+            molds.abandon()
 
 
 def _of_all(reasons: Iterable[tuple[Reason, ...]]) -> Postponed | None:

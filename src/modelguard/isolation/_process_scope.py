@@ -198,15 +198,17 @@ class ProcessScope:
         """Admit calls again."""
         self._engine.reopen()
 
+    def refuse_calls(self) -> None:
+        """Raise ``GuardClosed`` from now on."""
+        self._engine.state.close()
+
     def end_at_once(self) -> None:
         """Kill all processes."""
         self._molds.end_at_once()
 
     def abandon(self) -> None:
         """Leave the parent's processes alone."""
-        for mold in (self._molds.current, self._molds.previous):
-            if mold is not None:
-                mold.abandon()
+        self._molds.abandon()
 
 
 def _state(of_guard: State, mold: Mold | None) -> State:

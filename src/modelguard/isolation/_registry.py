@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from typing import TYPE_CHECKING, Protocol
@@ -12,7 +13,7 @@ from modelguard._weak_registry import WeakRegistry
 if TYPE_CHECKING:
     from modelguard.isolation.status import IsolationStatus
 
-__all__ = ["Registered", "add", "live"]
+__all__ = ["Registered", "add", "live", "refuse_calls_at_exit"]
 
 
 class Registered(Protocol):
@@ -48,12 +49,17 @@ class Registered(Protocol):
         """Let them again."""
         ...
 
+    def refuse_calls(self) -> None:
+        """This process exits: raise ``GuardClosed`` from now on."""
+        ...
+
     def renew_in_child(self) -> None:
         """Start again without molds: those of the parent answer the parent."""
 
 
 _functions: WeakRegistry[Registered] = WeakRegistry()
 _first = threading.Lock()  # taken by the first function, and never released
+_first_use = threading.Lock()  # the same, when processes are first started
 
 
 def add(function: Registered) -> None:
@@ -66,6 +72,17 @@ def add(function: Registered) -> None:
 def live() -> tuple[Registered, ...]:
     """The isolated functions of this process."""
     return tuple(_functions)
+
+
+def refuse_calls_at_exit() -> None:
+    """Have no call wait for processes that the exit of this one has ended: exit handlers that come later may call."""
+    if _first_use.acquire(blocking=False):
+        atexit.register(_refuse_calls)
+
+
+def _refuse_calls() -> None:
+    for function in live():
+        function.refuse_calls()
 
 
 def _renew() -> None:

@@ -6,6 +6,7 @@ last process that holds it dies. A socket whose process is gone refuses connecti
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -48,6 +49,7 @@ class Folder:
 
     Raises:
         NotSupported: It cannot be made, is not a folder, belongs to another user, or others may use it.
+        OSError: No descriptor is left.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,6 +60,8 @@ class Folder:
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             found = os.fstat(self._fd)
         except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE}:
+                raise
             raise _unusable(f"the folder {path} cannot be used: {error.strerror}") from error
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             self.close()

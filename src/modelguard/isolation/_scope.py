@@ -133,9 +133,13 @@ class Scope(Protocol):
         """Admit calls again after :meth:`close`."""
         ...
 
+    def refuse_calls(self) -> None:
+        """This process exits, and ends its molds: raise ``GuardClosed`` from now on. Waits for nothing."""
+        ...
+
     def end_at_once(self) -> None:
         """Nobody can call the function any more: end without waiting for anything."""
         ...
 
     def abandon(self) -> None:
-        """In a forked child: close the copies of the parent's descriptors."""
+        """In a forked child: the processes are the parent's. Takes no lock, which a thread of the parent may hold."""

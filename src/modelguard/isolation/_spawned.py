@@ -43,10 +43,9 @@ class SpawnedWorkers(Mold):
             _news.replay_all(launched.news)
 
     def abandon(self) -> None:
-        """In a forked child of the owner: close the copies of the descriptors."""
+        """In a forked child of the owner: close the copies of the descriptors. Takes no lock."""
         for launched, worker in self._launched_workers.values():
-            launched.control.close()
-            launched.news.close()
+            launched.abandon()
             worker.channel.close()
 
     def __init__(self, *args: Any, **options: Any) -> None:

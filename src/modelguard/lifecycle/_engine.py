@@ -24,6 +24,7 @@ from modelguard.lifecycle._repair import free, named
 from modelguard.lifecycle._resolve import resolve
 from modelguard.lifecycle._rollback import roll_back
 from modelguard.lifecycle._waiting import Timeout, wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
+from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Engine(EngineLoads[M]):
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
         super().__init__(options, runtime)
+        _hooks.import_events()
         _engines.add(self)
         _at_exit.unload(self.guard)
         _fork.register(self)

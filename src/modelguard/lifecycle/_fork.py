@@ -90,17 +90,17 @@ def _before() -> None:
     _finish_imports()
     # No thread is inside a guard while the process forks, so the child finds every guard in a whole state.
     _forking.acquire()
-    _ticker.TICKER.before_fork()
     _locked.extend(sorted(_participants, key=lambda one: one.fork_rank))
     for participant in _locked:
         participant.before_fork()
+    _ticker.TICKER.before_fork()  # last: a pool that holds its own lock may ask for checks
 
 
 def _after_in_parent() -> None:
+    _ticker.TICKER.after_fork_in_parent()
     for participant in reversed(_locked):
         participant.after_fork_in_parent()
     _locked.clear()
-    _ticker.TICKER.after_fork_in_parent()
     _forking.release()
 
 

@@ -33,6 +33,9 @@ class FreeReplicas(Generic[M]):
         name: Of the replicas.
         engines: One for each replica.
         wait: Seconds that a call waits for a free one.
+
+    Attributes:
+        rolling: Held while all are replaced, one after another.
     """
 
     fork_rank = 2
@@ -50,6 +53,7 @@ class FreeReplicas(Generic[M]):
         self._free = [*range(len(self._engines))]
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._process = os.getpid()
+        self.rolling = threading.Lock()
 
     def take(self, timeout: float | None = None) -> Lease[M]:
         """Take a lease on a free replica, inside a call on the one that this call uses.
@@ -167,7 +171,7 @@ class FreeReplicas(Generic[M]):
         """Nothing, as above."""
 
     def after_fork_in_child(self) -> None:
-        """All are free: the other calls are the parent's. A thread of the parent may have held the lock."""
+        """All are free: the other calls are the parent's. A thread of the parent may have held a lock."""
         self._start()
 
     @property

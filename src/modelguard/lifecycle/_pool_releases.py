@@ -22,6 +22,7 @@ from modelguard.lifecycle._pool_idle import IdleKeys
 from modelguard.lifecycle._pool_lru import PooledModel, PoolLRU
 from modelguard.lifecycle._pool_sources import PoolSources
 from modelguard.lifecycle._waiting import Timeout
+from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class PoolReleases(Generic[K, M]):
         self._idle: IdleKeys[K, M] = IdleKeys(options.idle)
         self._closed = False
         self._evictions = 0
+        _hooks.import_events()
         self._renew_locks()
 
     def _renew_locks(self) -> None:
@@ -146,6 +148,16 @@ class PoolReleases(Generic[K, M]):
             self._changed.wait(POLL if left is None else min(POLL, left))
 
     # The end of the pool
+
+    def refuse_calls(self) -> None:
+        """Refuse further leases, and those that are waited for. Waits for nothing, and releases nothing."""
+        with self._changed:
+            self._closed = True
+            models = list(self._models.values())
+            self._changed.notify_all()
+        for model in models:
+            if model.engine is not None:
+                model.engine.state.close()
 
     def close(self, timeout: Timeout | None = None) -> None:
         """Refuse further leases, wait for those under way, and release every model."""

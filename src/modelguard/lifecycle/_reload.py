@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from modelguard import _units, telemetry
@@ -16,6 +17,7 @@ from modelguard.lifecycle._load_job import LoadJob
 from modelguard.lifecycle._readings import AtLoad, Readings
 from modelguard.lifecycle._release import drain_and_release, release
 from modelguard.lifecycle._repair import named
+from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import PROTECT_MEMORY
 
 if TYPE_CHECKING:
@@ -91,15 +93,19 @@ class Reload(Generic[M]):
         current = None if state.current is None else state.current.number
         failure = kind(self._guard.name, reason, attempt=attempt, retry_after=wait, current=current)
         failure.__cause__ = cause
-        telemetry.emit(
-            telemetry.LoadErrored(
-                guard=self._guard.name,
-                attempt=attempt,
-                error=failure.reason,
-                retry_after=wait,
-                current=current,
+        try:
+            telemetry.emit(
+                telemetry.LoadErrored(
+                    guard=self._guard.name,
+                    attempt=attempt,
+                    error=failure.reason,
+                    retry_after=wait,
+                    current=current,
+                )
             )
-        )
+        except BaseException:  # noqa: BLE001 - whatever becomes of the event, those who wait must not wait for ever
+            with suppress(BaseException):
+                logger.exception("modelguard could not report that the load of guard %r failed", self._guard.name)
         state.fail(self._job, failure, retry_at=runtime.clock() + wait)
 
     def _unload(self) -> None:

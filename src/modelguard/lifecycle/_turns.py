@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from modelguard.lifecycle import _fork
 from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, alternatives
 from modelguard.telemetry.reasons import Reason
 
@@ -24,6 +25,8 @@ class Turns:
         clock: Returns the time in seconds.
     """
 
+    fork_rank = 2  # its lock is taken after those of the engines, and nothing else while it is held
+
     def __init__(
         self, loading: Sequence[Callable[[], bool]], loaded: Sequence[Callable[[], bool]], clock: Callable[[], float]
     ) -> None:
@@ -34,6 +37,7 @@ class Turns:
         self._born: dict[int, tuple[int, float]] = {}  # of each replica, its generation and when that was first seen
         self._baselines: dict[int, int | None] = {}
         self._holder: tuple[int, float] | None = None
+        _fork.register(self)
 
     def see(self, replica: int, now: Snapshot) -> None:
         """Note what a replica has read."""
@@ -54,6 +58,18 @@ class Turns:
                     return False
             self._holder = replica, now
             return True
+
+    def before_fork(self) -> None:
+        """Keep other threads out while the process forks: a child asks the policies in its first moment."""
+        self._lock.acquire()
+
+    def after_fork_in_parent(self) -> None:
+        """Let them in again."""
+        self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """The same: the thread that has forked is the one that holds the lock."""
+        self._lock.release()
 
     def _was_replaced(self, replica: int, since: float) -> bool:
         return self._born.get(replica, (0, 0.0))[1] > since

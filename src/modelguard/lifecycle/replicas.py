@@ -51,7 +51,6 @@ class ModelReplicas(Generic[M]):
         self._guards = guards
         engines = [guard.engine for guard in guards]
         self._free = FreeReplicas(name, engines, engines[0].guard.options.wait_timeout)
-        self._rolling = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -179,7 +178,7 @@ class ModelReplicas(Generic[M]):
             guard.resume()
 
     def _roll(self) -> None:
-        with self._rolling:
+        with self._free.rolling:
             for guard in self._guards:
                 guard.reload()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from types import FunctionType
@@ -21,6 +22,8 @@ Hook = Callable[["Event"], None]
 _FACTORIES = ("modelguard.telemetry.prometheus", "modelguard.telemetry.opentelemetry")
 
 _lock = threading.Lock()
+if hasattr(os, "register_at_fork"):  # held during a fork, so that no thread has it that does not exist in the child
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _hooks: tuple[Hook, ...] | None = None  # None: the defaults, chosen at the first event
 
 
@@ -83,8 +86,11 @@ def emit(event: Event) -> None:
 
 
 def import_events() -> None:
-    """Import what the first event would, which takes 7 to 200 ms: where nobody waits for an answer."""
-    from modelguard.telemetry import _logging  # noqa: F401
+    """Import what the first event needs, which takes 7 to 200 ms: where nobody waits, and as soon as something may fail.
+
+    What fails for lack of a file descriptor could not import what reports it.
+    """
+    from modelguard.telemetry import _logging, events  # noqa: F401
 
 
 def listening() -> bool:
