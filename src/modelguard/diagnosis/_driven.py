@@ -99,14 +99,13 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     moment = _holders.snapshot()
     measured = _readings(target, pace, say)
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
-    gc.collect()
-    measured |= {"held": [each._asdict() for each in _holders.grown(moment, target.calls)]}
     measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
     measured |= {"imported": imported, "guarded": isinstance(owner_of(function), ModelGuard)}
     measured |= {"zones": _has_zones(), "importable": _is_importable(function)}
     say(measured=measured)
     say(phase="tests")
     measured |= _given_back(free, sizes)
+    measured |= {"held": [each._asdict() for each in _holders.grown(moment, target.calls)]}  # of what is no garbage
     measured |= _rates(target, pace)
     traced = pace.part(_TRACING, at_most=min(_TRACED, max(_FEWEST_CALLS, target.calls)))
     # It slows calls down, so it comes last.
