@@ -113,7 +113,7 @@ def test_what_workers_keep_is_counted(folder: Path, decorators: str, expected: t
     """An isolated function keeps its memory in worker processes, until they are replaced."""
     code = f"{decorators}\ndef keeps(given):\n    kept.append(b'x' * 20_000)\n    return given\n"
     (folder / "lent.py").write_text(f"from modelguard import Uses, batched, isolate\nkept = []\n{code}")
-    calls = 2400 if "recycle_on" in decorators else 800  # some 20 workers: what each leaves at first is no growth
+    calls = 2400 if "Uses(50)" in decorators else 800  # so many workers: what the first leave is no growth
     report = diagnose("lent:keeps", inputs=inputs(folder, "1"), calls=calls, seconds=60, trial_seconds=0, cwd=folder)
     assert expected == (report.verdict, [cause.name for cause in report.causes])
 
