@@ -113,7 +113,8 @@ def test_what_workers_keep_is_counted(folder: Path, decorators: str, expected: t
     """An isolated function keeps its memory in worker processes, until they are replaced."""
     code = f"{decorators}\ndef keeps(given):\n    kept.append(b'x' * 20_000)\n    return given\n"
     (folder / "lent.py").write_text(f"from modelguard import Uses, batched, isolate\nkept = []\n{code}")
-    report = diagnose("lent:keeps", inputs=inputs(folder, "1"), calls=800, seconds=60, trial_seconds=0, cwd=folder)
+    calls = 2400 if "Uses(50)" in decorators else 800  # so many workers: what the first leave is no growth
+    report = diagnose("lent:keeps", inputs=inputs(folder, "1"), calls=calls, seconds=60, trial_seconds=0, cwd=folder)
     assert expected == (report.verdict, [cause.name for cause in report.causes])
 
 
@@ -126,7 +127,8 @@ def test_a_generator_function_is_consumed(folder: Path) -> None:
 def test_a_function_that_forks(folder: Path, target: str) -> None:
     """Its children are its own; one that comes back from the call ends there, and says nothing."""
     report = diagnose(target, calls=240, seconds=30, cwd=folder)
-    assert ("steady", 24 * 6) == (report.verdict, report.measured.calls[-1])
+    assert "steady" == report.verdict
+    assert report.measured.calls[-1] in (24 * 6, 3 * 24 * 6)  # the second where one run leaves it undecided
 
 
 def test_calls_decide_and_not_the_time(folder: Path) -> None:

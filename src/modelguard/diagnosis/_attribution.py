@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from modelguard._units import format_bytes
 from modelguard.diagnosis._growth import Cause, CauseName, Measured
+from modelguard.diagnosis._holders import Held
 
 __all__ = ["attribute"]
 
@@ -59,7 +60,8 @@ def attribute(measured: Measured) -> tuple[tuple[Cause, ...], float]:
     for name, size, seen in (*_in_workers(measured), *_given_back(measured), *_kept(measured)):
         share = min(rest, size / growth)
         if share >= _LEAST:
-            causes.append(Cause(name, round(share, 2), seen, _FIXES[name]))
+            fix = _bounded(measured.held[0]) if name == "python objects" and measured.held else _FIXES[name]
+            causes.append(Cause(name, round(share, 2), seen, fix))
             rest -= share
     causes.sort(key=lambda cause: -cause.share)
     return tuple(_merged(causes)), round(max(0.0, rest), 2)
@@ -73,6 +75,16 @@ def _merged(causes: list[Cause]) -> Iterator[Cause]:
     for name, same in by_name.items():
         seen = "; ".join(cause.seen for cause in same)
         yield Cause(name, round(sum(cause.share for cause in same), 2), seen, same[0].fix)
+
+
+def _bounded(held: Held) -> str:
+    """What to do about a container that grows."""
+    where = held.path or f"the {held.kind}"
+    if held.errors:
+        return f"Keep no exceptions in {where}, or let go of their frames: error.with_traceback(None)."
+    if held.kind.endswith("ict"):
+        return f"Give {where} a bound, as cachetools.LRUCache(maxsize=1024) has, or delete entries that are done with."
+    return f"Give {where} a bound, as collections.deque(maxlen=1000) has, or remove entries that are done with."
 
 
 def _in_workers(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
@@ -131,7 +143,8 @@ def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     traced = sum(measured.traced.values()) * calls
     if measured.failing is not None and _only_failures(measured):
         names = ", ".join(measured.errors[:_LINES])
-        yield "tracebacks", measured.growth, f"only calls that fail ({names}) let it grow; {_counted(measured)}"
+        seen = f"only calls that fail ({names}) let it grow; {_counted(measured)}"
+        yield "tracebacks", measured.growth, "; ".join([seen, *_holders(measured.held)])
         return
     for counted, name in _COUNTED_LIVE if measured.live else _COUNTED:
         more = measured.more(counted)
@@ -146,9 +159,18 @@ def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
         most = ", ".join(f"{number:,} {kind}" for kind, number in kinds) or "of types that the collector does not track"
         yield "python objects", measured.growth, f"{measured.more('blocks'):,} more blocks of Python's memory; {most}"
         return
-    if traced:
-        yield "python objects", traced, f"allocated at {_places(measured.traced)}"
+    held = sum(each.size for each in measured.held)
+    if traced or held:
+        places = [f"allocated at {_places(measured.traced)}"] if traced else []
+        yield "python objects", max(traced, held), "; ".join([*_holders(measured.held), *places])
     yield from _native(measured)
+
+
+def _holders(held: Sequence[Held]) -> Iterator[str]:
+    """The heaviest containers, one if it has most."""
+    for each in held[:_LINES]:
+        if each.size >= _LEAST * held[0].size:
+            yield f"held by {each}, {format_bytes(each.size)}"
 
 
 def _places(lines: Mapping[str, float]) -> str:

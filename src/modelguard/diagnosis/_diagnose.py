@@ -16,9 +16,11 @@ from modelguard.diagnosis import _child, _redact
 from modelguard.diagnosis._attribution import attribute
 from modelguard.diagnosis._candidates import Declared
 from modelguard.diagnosis._child import Progress, Said
-from modelguard.diagnosis._growth import GrowthReport, Measured, judge, readings_missing, slow_growth
+from modelguard.diagnosis._growth import GrowthReport, Measured, steps_of
+from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._trials import try_remedies
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts.growth import FEWEST, Judgement
 
 __all__ = ["SECONDS", "diagnose", "read_inputs"]
 
@@ -32,8 +34,6 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 #: Fewer calls decide nothing: there are 24 readings.
 _FEWEST_CALLS = 48
 _DAY = 86_400
-#: How many times as long to try next if there was no second reading.
-_FIRST = 4.0
 
 
 def diagnose(
@@ -160,13 +160,11 @@ def _report(target: str, said: Said, asked: _Asked) -> GrowthReport:
         why = f"could not be driven: {error}" + (f": {message}" if message else "")
         raise InvalidOption("MODULE:FUNCTION", target, why=why, fix=_fix(said))
     measured = _measured(said)
-    verdict = judge(measured.calls, measured.private) if measured.private else "undecided"
-    unknown = _ended(said, asked.silence)
+    judged = measured.judged
+    verdict, unknown = judged.verdict, _ended(said, asked.silence)
+    unknown += steps_of(judged)
     if verdict == "undecided":
-        unknown.append(_needed(said, measured, asked))
-    elif verdict == "steady" and (factor := slow_growth(measured.calls, measured.private)):
-        verdict = "undecided"
-        unknown.append(f"memory rises evenly, but by too little to tell it from noise; it needs {asked.longer(factor)}")
+        unknown.append(f"{judged.reason}; it needs {_needed(said, judged, len(measured.private), asked)}")
     if measured.failures:
         errors = ", ".join(measured.errors)
         unknown.append(f"{measured.failures:,} of {measured.calls[-1]:,} calls failed ({errors})")
@@ -185,12 +183,14 @@ def _fix(said: Said) -> str:
 
 def _measured(said: Said) -> Measured:
     """What was measured, or what readings there are if the process has not come to its end."""
-    found = said.last("measured")
+    found: dict[str, Any] | None = said.last("measured")
     if found is None:
         drive = [line for line in said.lines if line.get("phase") == "drive"]
-        found = {"calls": [0, *(line["calls"] for line in drive)] if drive else []}
-        found["private"] = [*(each["first"] for each in drive[:1]), *(line["private"] for line in drive)]
+        found = {"calls": [line["calls"] for line in drive]}
+        found["private"] = [line["private"] for line in drive]
+        found["judged_from"] = drive[-1]["judged_from"] if drive else 0
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    fields["held"] = tuple(Held(**each) for each in fields.get("held", ()))
     return Measured(**fields)
 
 
@@ -202,14 +202,10 @@ def _ended(said: Said, silence: float) -> list[str]:
     return ["it was interrupted"] if said.end == "interrupted" else []
 
 
-def _needed(said: Said, measured: Measured, asked: _Asked) -> str:
+def _needed(said: Said, judged: Judgement, count: int, asked: _Asked) -> str:
     """What it needs to be decided."""
-    count = len(measured.private)
-    seen = f"there {'is 1 reading' if count == 1 else f'are {count} readings'}, which is too few"
     if said.end in ("exited", "silent"):
-        return f"{seen}; it needs calls that return"
-    if said.end == "interrupted" or count < 2:  # noqa: PLR2004 - one reading says nothing of the time between two
-        factor = 1.0 if said.end == "interrupted" else _FIRST
-    else:
-        factor = 1 + readings_missing(count) / (count - 1)
-    return f"{seen}; it needs {_Asked(asked.seconds, None, asked.silence).longer(factor)}"
+        return "calls that return"
+    if count < FEWEST:
+        asked = _Asked(asked.seconds, None, asked.silence)  # readings take time, however many calls they have
+    return asked.longer(1.0 if said.end == "interrupted" else judged.more)

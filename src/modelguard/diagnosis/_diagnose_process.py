@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from modelguard import _units
 from modelguard.diagnosis._attach import Inside, attached, require_attachable
 from modelguard.diagnosis._attribution import attribute
 from modelguard.diagnosis._child import Progress
 from modelguard.diagnosis._compiled import compiled
 from modelguard.diagnosis._facts_process import interpreter_of, named_process, process_number, readable
-from modelguard.diagnosis._growth import GrowthReport, judge
+from modelguard.diagnosis._growth import GrowthReport, steps_of
 from modelguard.diagnosis._observed import Calls, Look, Observed
 from modelguard.environment import _memory, _proc
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.facts.growth import FEWEST
 
 __all__ = ["Watched", "diagnose_process"]
 
@@ -102,14 +105,16 @@ class Watched:
             unknown.append("it was interrupted")
         last, trimmed = self._look(), max(0, self._trim() - free)
         measured = observed.measured(first, last, trimmed, "calls" if calls.known else "milliseconds")
-        verdict = judge(measured.calls, measured.private)
-        if verdict != "undecided" and not measured.calls[-1]:
-            verdict = "undecided"
+        judged = measured.judged
+        unknown += steps_of(judged, measured.per)
+        if not measured.calls[-1] and len(measured.calls) >= FEWEST:
             unknown.append("no call has ended meanwhile; send it requests")
-        elif verdict == "undecided":
-            unknown.append(f"there are {len(measured.private)} readings, which is too few")
-        causes, rest = attribute(measured) if verdict == "grows" else ((), 0.0)
-        return GrowthReport(subject, verdict, causes, rest, measured, tuple(unknown))
+        elif judged.verdict == "undecided":
+            unknown.append(
+                f"{judged.reason}; it needs --time {_units.format_seconds(math.ceil(judged.more * seconds))}"
+            )
+        causes, rest = attribute(measured) if judged.verdict == "grows" else ((), 0.0)
+        return GrowthReport(subject, judged.verdict, causes, rest, measured, tuple(unknown))
 
     def _children(self) -> list[str]:
         count = sum(1 for _ in _proc.descendants(self.inside.pid, _proc.processes())) - 1

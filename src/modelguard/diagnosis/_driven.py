@@ -10,12 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from modelguard.diagnosis import _census, _target
+from modelguard.diagnosis import _census, _holders, _target
 from modelguard.diagnosis._compiled import compiled
 from modelguard.diagnosis._lines import kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
 from modelguard.environment import _allocator, _memory
 from modelguard.errors import ModelGuardError
+from modelguard.facts.growth import Verdict, judge
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import guard
 from modelguard.lifecycle.model_guard import ModelGuard
@@ -31,8 +32,12 @@ _CALIBRATING = 10_000
 _UNCOUNTED = 10**9
 #: How many times the time may be exceeded if calls are so slow that there are too few readings.
 _MOST_TIMES = 3
-#: Bytes. So much growth, in enough readings, is decided: more would only endanger the machine.
-_ENOUGH, _ENOUGH_READINGS = 200_000_000, 10
+#: A run that leaves it undecided goes on for so many times as long.
+_AGAIN = 2
+#: Bytes. If so much has grown, no more is needed to decide it: it would only endanger the machine.
+_ENOUGH = 200_000_000
+#: Readings without which a run goes on beyond its time.
+_ENOUGH_READINGS = 10
 #: Inputs that are looked at to find some of one shape, and calls of a run that is traced, at most.
 _SHAPES, _TRACED = 400, 300
 _MOST_ERRORS = 5
@@ -91,6 +96,7 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     target.run(size, pace.part(_WARM).until)
     target.forget()
     code = compiled()
+    moment = _holders.snapshot()
     measured = _readings(target, pace, say)
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
     measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
@@ -99,6 +105,7 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     say(measured=measured)
     say(phase="tests")
     measured |= _given_back(free, sizes)
+    measured |= {"held": [each._asdict() for each in _holders.grown(moment, target.calls)]}  # of what is no garbage
     measured |= _rates(target, pace)
     traced = pace.part(_TRACING, at_most=min(_TRACED, max(_FEWEST_CALLS, target.calls)))
     # It slows calls down, so it comes last.
@@ -106,28 +113,63 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     say(measured=measured, done=True)
 
 
+class _Readings:
+    """Readings of private memory between calls, that of workers included."""
+
+    def __init__(self, target: Target, pace: _Pace, say: Say) -> None:
+        self.calls: list[int] = []
+        self.private: list[int] = []
+        self.workers: list[int] = []
+        self.judged_from = 0
+        self._target, self._pace, self._say = target, pace, say
+
+    def drive(self, times: int = 1, *, collect: bool = False) -> None:
+        """Call, and read 24 times or so, or some times as often; only these readings are judged."""
+        self.judged_from = len(self.calls)
+        self._read(collect=collect)
+        until = min(self._pace.latest, time.monotonic() + times * _DRIVE * self._pace.seconds)
+        while not self._is_over(times, until):
+            self._target.run(*self._pace.part(_DRIVE / _READINGS))
+            self._read(collect=collect)
+
+    def verdict(self) -> Verdict:
+        return judge(self.calls[self.judged_from :], self.private[self.judged_from :]).verdict
+
+    def _is_over(self, times: int, until: float) -> bool:
+        count = len(self.calls) - self.judged_from
+        enough = count > times * _READINGS if self._pace.calls is not None else time.monotonic() >= until
+        much = self.private[-1] - self.private[0] > _ENOUGH and self.verdict() == "grows"
+        return much or time.monotonic() >= self._pace.latest or (enough and count >= _ENOUGH_READINGS)
+
+    def _read(self, *, collect: bool) -> None:
+        if collect:
+            gc.collect()
+        self.workers.append(_target.held_by_workers())
+        self.calls.append(self._target.calls)
+        self.private.append(_memory.private(fresh=True) + self.workers[-1])
+        self._say(
+            phase="drive",
+            calls=self.calls[-1],
+            private=self.private[-1],
+            first=self.private[0],
+            judged_from=self.judged_from,
+        )
+
+
 def _readings(target: Target, pace: _Pace, say: Say) -> dict[str, Any]:
-    """Drive it and read its private memory again and again, that of its workers included."""
-    workers = [_target.held_by_workers()]
-    calls, private = [0], [_memory.private(fresh=True) + workers[0]]
-    began, until = time.monotonic(), pace.part(_DRIVE).until
-    while True:
-        enough = len(calls) >= _ENOUGH_READINGS
-        if enough and private[-1] - private[0] > _ENOUGH:
-            break
-        if len(calls) > _READINGS if pace.calls is not None else enough and time.monotonic() >= until:
-            break
-        if time.monotonic() >= pace.latest:
-            break
-        target.run(*pace.part(_DRIVE / _READINGS))
-        calls.append(target.calls)
-        workers.append(_target.held_by_workers())
-        private.append(_memory.private(fresh=True) + workers[-1])
-        say(phase="drive", calls=target.calls, private=private[-1], first=private[0])
+    """Drive it until it is decided, or for three times as long.
+
+    The second time garbage is collected before each reading: the collector's own sawtooth most often hides the rest.
+    """
+    began, readings = time.monotonic(), _Readings(target, pace, say)
+    readings.drive()
+    if readings.verdict() == "undecided":
+        readings.drive(_AGAIN, collect=True)
     return {
-        "calls": calls,
-        "private": private,
-        "in_workers": workers[-1] - workers[0],
+        "calls": readings.calls,
+        "private": readings.private,
+        "judged_from": readings.judged_from,
+        "in_workers": readings.workers[-1] - readings.workers[0],
         "failures": target.failures,
         "seconds": time.monotonic() - began,
     }

@@ -1,12 +1,12 @@
-"""What was measured of a function's growth, and the verdict whether it grows with its calls."""
+"""What was measured of a function's growth, and the report of it."""
 
-import itertools
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from modelguard import _units
+from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._trial_results import Trials
+from modelguard.facts.growth import Judgement, Verdict, judge
 
 __all__ = [
     "Cause",
@@ -15,30 +15,16 @@ __all__ = [
     "Measured",
     "Unit",
     "Verdict",
-    "judge",
-    "readings_missing",
-    "slow_growth",
+    "steps_of",
 ]
 
 Unit = Literal["calls", "milliseconds"]
-Verdict = Literal["grows", "steady", "undecided"]
 
 CauseName = Literal[
     "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",
     "metric labels", "autograd", "onednn plans", "spacy strings", "tokenizer caches", "arrow pool", "onnx runtime",
     "tensorflow", "cuda cache", "mappings", "worker processes", "python objects", "native memory",
 ]  # fmt: skip
-
-#: Bytes. Private memory moves by as much without any leak: arenas, stacks, freed pages that are not yet returned.
-_NOISE = 3_000_000
-#: The readings are split into thirds, and the lowest of each is compared, so that a sawtooth is no growth. The last
-#: third has to grow by at least this share of what the one before grew per call: a cache that fills grows ever less.
-_PERSISTS = 0.5
-#: Readings without which nothing is decided.
-_FEWEST = 9
-#: Growth below ``_NOISE``, but above this many bytes, may be a slow leak if it is as even as this coefficient of
-#: determination: noise comes in steps.
-_SLOW, _EVEN = 1_000_000, 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +34,7 @@ class Measured:
     Attributes:
         calls: How many calls had been made at each reading, warm-up excluded.
         private: Private memory at each reading, that of the workers of isolated functions included.
+        judged_from: The first reading that is judged: those before it left it undecided.
         in_workers: How much of its growth is in these workers.
         failures: How many calls raised.
         errors: The names of their exceptions.
@@ -67,6 +54,7 @@ class Measured:
         succeeding: Growth per call with the others alone; None if none failed.
         compiled: Growth of written machine code that was compiled at run time.
         libraries: Which of the libraries with causes of their own are loaded.
+        held: The containers that have grown, and what holds them; the heaviest first.
         seconds: How long the calls of the readings took.
         imported: Seconds that the import of the function took.
         guarded: Whether a guard lends the function its model.
@@ -79,6 +67,7 @@ class Measured:
 
     calls: tuple[int, ...] = ()
     private: tuple[int, ...] = ()
+    judged_from: int = 0
     in_workers: int = 0
     failures: int = 0
     errors: tuple[str, ...] = ()
@@ -98,6 +87,7 @@ class Measured:
     succeeding: float | None = None
     compiled: int = 0
     libraries: tuple[str, ...] = ()
+    held: tuple[Held, ...] = ()
     seconds: float = 0.0
     imported: float = 0.0
     guarded: bool = False
@@ -117,6 +107,11 @@ class Measured:
         """Bytes by which it has grown with each call."""
         count = self.calls[-1] - self.calls[0] if self.calls else 0
         return self.growth / count if count else 0.0
+
+    @property
+    def judged(self) -> Judgement:
+        """What the readings say."""
+        return judge(self.calls[self.judged_from :], self.private[self.judged_from :])
 
     def more(self, name: str) -> int:
         """By how much a number of the census has grown."""
@@ -169,47 +164,10 @@ class GrowthReport:
         return asdict(self)
 
 
-def judge(calls: Sequence[int], private: Sequence[int]) -> Verdict:
-    """Decide whether memory grows with the calls, and not only at first, or up and down.
-
-    Args:
-        calls: How many calls had been made at each reading.
-        private: Private memory in bytes at each reading.
-    """
-    if len(private) < _FEWEST:
-        return "undecided"
-    third = len(private) // 3
-    parts = (0, third), (third, 2 * third), (2 * third, len(private))
-    low = [min(range(start, end), key=private.__getitem__) for start, end in parts]
-    if private[low[2]] - private[low[0]] <= _NOISE:
-        return "steady"
-    early, late = (
-        (private[second] - private[first]) / max(1, calls[second] - calls[first])
-        for first, second in itertools.pairwise(low)
-    )
-    return "grows" if late > 0 and late >= _PERSISTS * early else "steady"
-
-
-def readings_missing(count: int) -> int:
-    """How many readings are missing for a decision."""
-    return max(0, _FEWEST - count)
-
-
-def slow_growth(calls: Sequence[int], private: Sequence[int]) -> float | None:
-    """How many times as long a function has to be driven so that slow growth can be told from noise.
-
-    Args:
-        calls: How many calls had been made at each reading.
-        private: Private memory in bytes at each reading.
-
-    Returns:
-        A factor above 1; None if memory does not rise evenly.
-    """
-    growth = private[-1] - private[0]
-    if not _SLOW <= growth <= _NOISE:
-        return None
-    try:
-        even: float = statistics.correlation(calls, private) ** 2
-    except statistics.StatisticsError:  # no call was made between the readings
-        return None
-    return 1.5 * _NOISE / growth if even >= _EVEN else None
+def steps_of(judged: Judgement, per: Unit = "calls") -> list[str]:
+    """The steps in which memory rose, each in a sentence."""
+    return [
+        f"memory rose by {_units.format_bytes(round(step.size))} in one step, after "
+        + (f"{step.calls:,.0f} calls" if per == "calls" else f"{step.calls / 1000:.0f} seconds")
+        for step in judged.steps
+    ]

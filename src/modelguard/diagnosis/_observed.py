@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from modelguard.diagnosis._growth import Measured, Unit, Verdict, judge
+from modelguard.diagnosis._growth import Measured, Unit
+from modelguard.facts.growth import Verdict, judge
 
 __all__ = ["Calls", "Look", "Observed"]
 
@@ -92,7 +93,7 @@ class Observed:
         """Whether memory grows; undecided with few readings, and without calls."""
         if len(self._readings) < _READINGS or self._readings[-1][0] == self._readings[0][0]:
             return "undecided"
-        return judge(*zip(*self._readings, strict=True))
+        return judge(*zip(*self._readings, strict=True)).verdict
 
     def measured(self, first: Look, last: Look, trimmed: int, per: Unit) -> Measured:
         """What was measured between two looks.

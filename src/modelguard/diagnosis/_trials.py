@@ -170,7 +170,8 @@ class _Rounds:
             return
         own = _round(said)
         tried.rounds.append((own, base))
-        if not tried.stopped and own.growth > _LOSER * base.growth and own.cpu > _LOSER * base.cpu:
+        grows = own.growth > _LOSER * base.growth and said.last("verdict") == "grows"
+        if not tried.stopped and grows and own.cpu > _LOSER * base.cpu:
             tried.stopped = "it leaves the growth as it is"
 
     def results(self, calls: int, found: Sequence[Candidate], left_out: Sequence[str], *, mends: bool) -> Trials | None:

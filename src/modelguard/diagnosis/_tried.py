@@ -16,6 +16,7 @@ from typing import Any
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._target import Say, Target
 from modelguard.environment import _proc
+from modelguard.facts.growth import judge
 from modelguard.isolation.isolate import Isolated, isolate
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import guard
@@ -58,6 +59,7 @@ def _try(config: dict[str, Any], say: Say) -> None:
     say(
         calls=target.calls,
         growth=_growth(calls, private),
+        verdict=judge(calls, private).verdict,
         cpu=(_cpu() - cpu) / max(1, target.calls),
         p99=seconds[int(0.99 * (len(seconds) - 1))] if seconds else 0.0,
         held=private[-1],

@@ -6,43 +6,14 @@ import pytest
 
 from modelguard.diagnosis import _growth_page, _growth_text
 from modelguard.diagnosis._attribution import attribute
-from modelguard.diagnosis._growth import Cause, GrowthReport, Measured, judge, slow_growth
+from modelguard.diagnosis._growth import Cause, GrowthReport, Measured
 
 MB = 10**6
-CALLS = tuple(range(0, 2100, 100))
 
 
 def grown(**fields: object) -> Measured:
     """100 MB in 1,000 calls, with these measurements."""
     return Measured(calls=(0, 1000), private=(0, 100 * MB), **fields)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("verdict", "private"),
-    [
-        ("grows", [10 * MB * number for number in range(21)]),
-        ("grows", [10 * MB * number + (number % 2) * 30 * MB for number in range(21)]),
-        ("steady", [200 * MB] * 21),
-        ("steady", [(number % 5) * 30 * MB for number in range(21)]),
-        ("steady", [min(number, 4) * 30 * MB for number in range(21)]),
-        ("steady", [number * 100_000 for number in range(21)]),
-        ("steady", [int(100 * MB * (1 - 0.6**number)) for number in range(21)]),
-        ("undecided", [0, 50 * MB, 100 * MB]),
-    ],
-    ids=["line", "line with teeth", "flat", "sawtooth", "warm-up", "too little", "fills", "too few"],
-)
-def test_the_verdict(verdict: str, private: list[int]) -> None:
-    """Only growth that goes on with the calls is a leak."""
-    assert verdict == judge(CALLS[: len(private)], private)
-
-
-def test_slow_growth_needs_more_time() -> None:
-    """2 MB that come evenly may be a slow leak: it needs 2.25 times as long. The same in steps is noise."""
-    even = [number * 100_000 for number in range(21)]
-    assert 2.25 == pytest.approx(slow_growth(CALLS, even))
-    assert slow_growth(CALLS, [0] * 10 + [2 * MB] * 11) is None
-    assert slow_growth(CALLS, [0] * 21) is None
-    assert slow_growth([0] * 21, even) is None
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,16 @@ class Machine:
         self.acts.append(config["act"])
         if len(self.acts) > self.interrupt_at:
             return Said((), "interrupted")
-        plain = {"growth": 1e5, "cpu": 1e-3, "p99": 1e-3, "held": 5 * MB, "failures": 0, "errors": [], "whole": True}
+        plain = {
+            "growth": 1e5,
+            "cpu": 1e-3,
+            "p99": 1e-3,
+            "held": 5 * MB,
+            "failures": 0,
+            "errors": [],
+            "whole": True,
+            "verdict": "grows",
+        }
         line = {**plain, "calls": config["calls"], "done": True, **self.figures.get(config["act"], {})}
         end: End = line.pop("end", "done")
         return Said(({"phase": "try"},) if end != "done" else (line,), end, 3)
