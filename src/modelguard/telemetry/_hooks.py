@@ -86,7 +86,7 @@ def emit(event: Event) -> None:
 
 
 def import_events() -> None:
-    """Import what the first event needs, which takes 7 to 200 ms: where nobody waits, and as soon as something may fail.
+    """Import what the first event needs (7 to 200 ms): where nobody waits, and as soon as something may fail.
 
     What fails for lack of a file descriptor could not import what reports it.
     """
