@@ -47,7 +47,7 @@ def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Time
         raise Reloading(state.name, waited=timeout.waited()) from None
     finally:
         state.stop_waiting(future)
-    _raise(outcome)
+    raise_outcome(outcome)
 
 
 def wait_for_end_of_job(state: GuardState[Any], job: LoadJob | None, timeout: Timeout) -> None:
@@ -79,10 +79,15 @@ async def wait_for_load_on_loop(state: GuardState[Any], future: Future[Outcome],
         raise Reloading(state.name, waited=timeout.waited()) from None
     finally:
         state.stop_waiting(future)
-    _raise(outcome)
+    raise_outcome(outcome)
 
 
-def _raise(outcome: Outcome) -> None:
+def raise_outcome(outcome: Outcome) -> None:
+    """Raise what a wait has ended with, unless that is a model.
+
+    Raises:
+        LoadFailed, GuardClosed: There is none.
+    """
     # A new object for each caller: an exception that is raised in several threads mixes up their tracebacks.
     if isinstance(outcome, LoadFailed):
         raise outcome.again(outcome.retry_after) from outcome.__cause__
