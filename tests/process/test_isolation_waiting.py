@@ -212,13 +212,14 @@ class TestLoads:
         with functions.loads_when_there:
             asyncio.run(main())
 
-    def test_who_waits_goes_to_the_new_mold(self, tmp_path: Path) -> None:
-        """Calls that wait when the mold is replaced have their answers from the new one; the old one serves its call."""
-        with functions.held as held:
-            holder = Holder(held, tmp_path / "there")
-            calls = by_all_doors(held)
-            wait_until(lambda: 3 == held.status().queued, "the calls wait")
-            held.reload()
+    @HELD
+    def test_who_waits_goes_to_the_new_mold(self, function: Any, tmp_path: Path) -> None:
+        """Calls that wait when the mold is replaced are answered by the new one; the old one serves its call."""
+        with function:
+            holder = Holder(function, tmp_path / "there")
+            calls = by_all_doors(function)
+            wait_until(lambda: 3 == function.status().queued, "the calls wait")
+            function.reload()
             assert [""] * 3 == [call.result(PATIENCE) for call in calls]
             holder.let_go()
 

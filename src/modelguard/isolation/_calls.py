@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator
@@ -62,9 +63,11 @@ class _Call:
 
     Attributes:
         content: What is sent; None until it was pickled.
+        begun: Whether a thread has begun it, so that it can be cancelled no more.
+        awaited: Whether its future belongs to an event loop alone, so that no callback of users blocks at its end.
     """
 
-    __slots__ = ("arguments", "begun", "content", "key", "limits", "resends", "trace", "tries")
+    __slots__ = ("arguments", "awaited", "begun", "content", "key", "limits", "resends", "trace", "tries")
 
     def __init__(self, arguments: Arguments, limits: Limits, key: Any, tries: int) -> None:
         self.arguments = arguments
@@ -75,6 +78,21 @@ class _Call:
         self.tries = tries
         self.resends = _RESENDS
         self.begun = False
+        self.awaited = False
+
+
+class _Thread(threading.local):
+    """What a thread that computes calls does.
+
+    Attributes:
+        serves_awaited: Whether it computes an awaited call.
+        is_free: Whether the call that gets a worker in this moment gets this thread.
+        next: That call.
+    """
+
+    serves_awaited = False
+    is_free = False
+    next: Callable[[], object] | None = None
 
 
 #: What becomes of the first answer of a worker: the call's result.
@@ -97,6 +115,7 @@ class Caller:
         self._tries = 2 if options.retry else 1
         self._scope = scope
         self._key_of = key_of
+        self._thread = _Thread()
 
     def call(self, arguments: Arguments, limits: Limits) -> Any:
         """Compute a call. Blocks.
@@ -112,18 +131,23 @@ class Caller:
         call = self._new_call(arguments, limits)
         yield from self._opened(call, *self._begin(call))
 
-    def submit(self, arguments: Arguments, limits: Limits) -> Future[Any]:
+    def submit(self, arguments: Arguments, limits: Limits, *, awaited: bool = False) -> Future[Any]:
         """Begin a call. No thread waits with it for a worker; one computes it then.
+
+        Args:
+            arguments: Of the call.
+            limits: Its times.
+            awaited: Whether nobody but an event loop gets the future.
 
         Raises:
             QueueFull: Too many calls wait.
             GuardClosed: After the end.
         """
-        return self._submit(arguments, limits, self._result)
+        return self._submit(arguments, limits, self._result, awaited=awaited)
 
     def open(self, arguments: Arguments, limits: Limits) -> Future[Iterator[Any]]:
         """Begin a stream as :meth:`submit` begins a call. Its items are computed by the threads that ask for them."""
-        return self._submit(arguments, limits, self._opened)
+        return self._submit(arguments, limits, self._opened, awaited=True)
 
     # The steps
 
@@ -243,13 +267,14 @@ class Caller:
 
     # Without a thread that waits
 
-    def _submit(self, arguments: Arguments, limits: Limits, finish: Finish) -> Future[Any]:
+    def _submit(self, arguments: Arguments, limits: Limits, finish: Finish, *, awaited: bool) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             call = self._new_call(arguments, limits)
         except Exception as error:  # noqa: BLE001 - of the key function
             future.set_exception(error)
             return future
+        call.awaited = awaited
         claim = self._request(call, future, finish)
         if isinstance(claim.error, (QueueFull, GuardClosed)):
             raise claim.error
@@ -268,8 +293,12 @@ class Caller:
             assert claim.error is not None  # noqa: S101 - for the checkers
             _fail(call, future, claim.error)
             return
+        job = partial(self._compute, call, future, finish, taken)
+        if self._thread.is_free:
+            self._thread.next, self._thread.is_free = job, False
+            return
         try:
-            SharedThread(partial(self._make, call, future, finish, taken), "modelguard-isolated-call").start()
+            SharedThread(partial(self._run, job), "modelguard-isolated-call").start()
         except RuntimeError as error:  # the system gives no thread
             supervisor().call(partial(self._give_up, call, future, taken, error))
 
@@ -277,24 +306,30 @@ class Caller:
         taken.put_back()
         _fail(call, future, error)
 
-    def _make(self, call: _Call, future: Future[Any], finish: Finish, taken: Taken) -> None:
-        try:
-            self._compute(call, future, finish, taken)
-        except BaseException:  # noqa: BLE001 - whatever a callback of a future raises, the thread serves on
-            with suppress(BaseException):  # also if a log handler raises
-                logger.exception("modelguard: a callback of a submitted call failed")
+    def _run(self, job: Callable[[], object] | None) -> None:
+        """Compute a call; then the one that has got its worker, and so on."""
+        while job is not None:
+            try:
+                job()
+            except BaseException:  # noqa: BLE001 - whatever a callback of a future raises, the thread serves on
+                with suppress(BaseException):  # also if a log handler raises
+                    logger.exception("modelguard: a callback of a submitted call failed")
+            job, self._thread.next = self._thread.next, None
 
     def _compute(self, call: _Call, future: Future[Any], finish: Finish, taken: Taken) -> None:
         if not call.begun and not future.set_running_or_notify_cancel():
             taken.put_back()
             return
         call.begun = True
+        self._thread.serves_awaited = call.awaited
         try:
             answer = self._attempt(call, taken)
             result = None if answer is None else finish(call, taken, *answer)
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             future.set_exception(error)
             return
+        finally:
+            self._thread.serves_awaited = False
         del taken
         if answer is None:
             self._request(call, future, finish)
@@ -333,7 +368,11 @@ class Caller:
                 taken.lose("cancelled")
             raise
         if kind != _ITEM:
+            # Who gets the worker gets this thread too, if nothing in it can block before.
+            thread = self._thread
+            thread.is_free = thread.serves_awaited
             taken.release(worn=worn)
+            thread.is_free = False
         return kind, value
 
 

@@ -158,6 +158,7 @@ class HostScope:
             membership = self._join(max(one.claim.limits.until for one in seekers))
         except Exception as error:  # noqa: BLE001 - it is the calls'
             for one in seekers:
+                one.claim.expire(time.monotonic())  # where the end of its time is all that has ended the search
                 aside(partial(one.claim.fail, afresh(error)))
             return
         for one in seekers:

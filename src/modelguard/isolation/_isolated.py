@@ -75,6 +75,8 @@ class Isolated(Generic[P, R]):
             LoadFailed, Reloading: There is no mold.
             WouldDeadlock: On a running event loop (use :meth:`aio`), or while a mold imports the module.
             GuardClosed: After :meth:`close`.
+            RemoteError: The function raised what cannot be pickled, or what would end an iteration or a task of the
+                caller instead of reaching it, such as ``StopIteration``.
             Exception: What the function raised. Its ``__cause__`` has the traceback in the worker.
         """
         result: Any
@@ -97,7 +99,8 @@ class Isolated(Generic[P, R]):
     async def aio(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Compute one call without blocking the event loop. Arguments and errors are those of a call.
 
-        Cancelling the task takes the call out of the queue; one that a worker has begun runs to its end.
+        Cancelling the task answers it at once, and takes the call out of the queue; one that a worker has begun runs to
+        its end there. A call that waits holds no thread.
         """
         return await self._await((args, kwargs))
 
@@ -106,17 +109,17 @@ class Isolated(Generic[P, R]):
 
         Cancelling the future takes the call out of the queue; one that a worker has begun runs to its end.
         """
-        return self._submit((args, kwargs))
+        return self._submit((args, kwargs), awaited=False)
 
-    def _submit(self, arguments: Arguments) -> Future[Any]:
+    def _submit(self, arguments: Arguments, *, awaited: bool) -> Future[Any]:
         if _role.current() != "owner":
             raise self._refused_inside()
         self._refuse_streams()
-        return self._caller.submit(arguments, _limits())
+        return self._caller.submit(arguments, _limits(), awaited=awaited)
 
     async def _await(self, arguments: Arguments) -> Any:
         _in_thread.require_asyncio("awaiting an isolated function")
-        return await asyncio.wrap_future(self._submit(arguments), loop=get_running_loop())
+        return await asyncio.wrap_future(self._submit(arguments, awaited=True), loop=get_running_loop())
 
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
         _in_thread.require_asyncio("awaiting an isolated function")
@@ -294,7 +297,10 @@ class Isolated(Generic[P, R]):
         self._scope.rollback()
 
     def close(self) -> None:
-        """Refuse further calls, wait for those that run up to the guard's ``drain_timeout``, end all processes."""
+        """Refuse further calls, wait for those that run up to the guard's ``drain_timeout``, end all processes.
+
+        Calls by :meth:`aio` and :meth:`submit` that wait for a worker get ``GuardClosed``.
+        """
         self._scope.claims.close()
         self._scope.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from modelguard.errors import DeadlineExceeded, Reloading
 from modelguard.isolation._channel import Channel
@@ -16,24 +16,46 @@ from modelguard.isolation._roster import MoldGone
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation._waiting import Waiter
 from modelguard.isolation._worker_process import Worker
+from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._leases import Lease
 from modelguard.telemetry import Reason, WorkerEndCause
 
-__all__ = ["MoldScope"]
+__all__ = ["Loan", "MoldScope"]
 
 #: Seconds between two looks whether a mold that calls wait at has been replaced.
 _LOOK = 0.02
 
 
+class Loan(Protocol):
+    """A lease on a mold."""
+
+    @property
+    def engine(self) -> Engine[Mold]:
+        """Of the guard whose model the mold is."""
+        ...
+
+    @property
+    def generation(self) -> Generation[Mold] | None:
+        """The mold's."""
+        ...
+
+    @property
+    def model(self) -> Mold:
+        """The mold."""
+        ...
+
+    def end(self, *, failed: bool) -> None:
+        """Return it."""
+
+
 class _Taken:
     """A worker, and a lease on its mold."""
 
-    __slots__ = ("_lease", "_roster", "_worker", "channel")
+    __slots__ = ("_loan", "_roster", "_worker", "channel")
 
-    def __init__(self, lease: Lease[Mold], worker: Worker) -> None:
-        self._lease = lease
-        self._roster = lease.model.roster
+    def __init__(self, loan: Loan, worker: Worker) -> None:
+        self._loan = loan
+        self._roster = loan.model.roster
         self._worker = worker
         self.channel: Channel = worker.channel
 
@@ -52,7 +74,7 @@ class _Taken:
         return self._roster.lose(self._worker, cause, blame=blame)
 
     def leave(self) -> None:
-        self._lease.end(failed=False)
+        self._loan.end(failed=False)
 
 
 class _InLine(Waiter[Worker]):
@@ -60,21 +82,21 @@ class _InLine(Waiter[Worker]):
 
     loading = False
 
-    def __init__(self, scope: MoldScope, claim: Claim, lease: Lease[Mold]) -> None:
+    def __init__(self, scope: MoldScope, claim: Claim, loan: Loan) -> None:
         super().__init__()
         self._scope = scope
         self._claim = claim
-        self._lease = lease
-        self._roster = lease.model.roster
+        self._loan = loan
+        self._roster = loan.model.roster
 
     @property
     def over(self) -> bool:
-        return self._scope.has_replaced(self._lease, self._claim.key)
+        return self._scope.has_replaced(self._loan, self._claim.key)
 
     def leave(self) -> bool:
         if not self._roster.withdraw(self):
             return False
-        self._lease.end(failed=False)
+        self._loan.end(failed=False)
         return True
 
     def join(self) -> bool:
@@ -88,18 +110,18 @@ class _InLine(Waiter[Worker]):
         if self.worker is not None:
             self._grant(self.worker)
         elif isinstance(self.error, MoldGone):
-            self._scope.await_next_mold(self._claim, self._lease)
+            self._scope.await_next_mold(self._claim, self._loan)
         else:
             aside(partial(self._fail, self.error))
 
     def _grant(self, worker: Worker) -> None:
-        taken = _Taken(self._lease, worker)
+        taken = _Taken(self._loan, worker)
         if not self._claim.grant(taken):
             supervisor().call(taken.put_back)  # not under the roster's lock
 
     def _fail(self, error: Exception | None) -> None:
         assert error is not None  # noqa: S101 - for the checkers
-        self._lease.end(failed=False)
+        self._loan.end(failed=False)
         self._claim.fail(error)
 
 
@@ -139,7 +161,7 @@ class MoldScope:
 
     # Where the molds come from
 
-    def _lend(self, key: Any) -> Lease[Mold] | None:
+    def _lend(self, key: Any) -> Loan | None:
         """Take a lease on the mold; None if there is none yet. Does not block."""
         raise NotImplementedError
 
@@ -147,7 +169,7 @@ class MoldScope:
         """Have the claim wait for a mold, which is loaded if need be; false if there is one now. Does not block."""
         raise NotImplementedError
 
-    def has_replaced(self, lease: Lease[Mold], key: Any) -> bool:
+    def has_replaced(self, loan: Loan, key: Any) -> bool:
         """Whether new calls get another mold, so that those that wait at this one should leave it."""
         raise NotImplementedError
 
@@ -155,9 +177,24 @@ class MoldScope:
 
     def take(self, limits: Limits, key: Any = None) -> Taken:
         """Take a worker, and with it a lease on its mold. Blocks."""
+        loan = self._lend(key)
+        if loan is not None and (taken := self._take_now(loan)) is not None:
+            return taken
         claim = ThreadClaim(limits, key)
         self.request(claim)
         return claim.result()
+
+    def _take_now(self, loan: Loan) -> Taken | None:
+        """Take a worker if that needs no waiting: most calls do without a claim."""
+        worker = None
+        try:
+            worker = loan.model.roster.take_now()
+        except MoldGone:
+            pass
+        finally:
+            if worker is None:
+                loan.end(failed=False)
+        return None if worker is None else _Taken(loan, worker)
 
     def request(self, claim: Claim) -> None:
         """Take a worker for a call that does not block."""
@@ -175,33 +212,33 @@ class MoldScope:
 
     def _advance(self, claim: Claim) -> None:
         while not claim.ended:
-            lease = self._lend(claim.key)
-            if lease is not None:
-                self._line_up(claim, lease)
+            loan = self._lend(claim.key)
+            if loan is not None:
+                self._line_up(claim, loan)
                 return
             if self._wait_for_load(claim):
                 return
 
-    def _line_up(self, claim: Claim, lease: Lease[Mold]) -> None:
+    def _line_up(self, claim: Claim, loan: Loan) -> None:
         """Take a worker of this mold, or wait for one."""
-        place = claim.place = _InLine(self, claim, lease)
+        place = claim.place = _InLine(self, claim, loan)
         try:
             waits = place.join()
         except MoldGone:
-            self.await_next_mold(claim, lease)
+            self.await_next_mold(claim, loan)
             return
         except BaseException:
-            lease.end(failed=False)
+            loan.end(failed=False)
             raise
         if waits:
             since = time.monotonic()
             claim.wait(self.claims, since + self._timeout, partial(self._too_late, claim))
             self._look_soon()
 
-    def await_next_mold(self, claim: Claim, lease: Lease[Mold]) -> None:
+    def await_next_mold(self, claim: Claim, loan: Loan) -> None:
         """The mold has ended: wait for the next one."""
-        claim.place = _Stranded(lease.generation)
-        lease.end(failed=False)
+        claim.place = _Stranded(loan.generation)
+        loan.end(failed=False)
         since = time.monotonic()
         claim.wait(self.claims, since + self._wait_timeout, partial(self._reloading, since))
         self._look_soon()

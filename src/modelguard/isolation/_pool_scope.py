@@ -19,7 +19,7 @@ from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import ModelGuardError, NotSupported, Overloaded
 from modelguard.isolation._claims import Claim, aside
 from modelguard.isolation._mold_guard import MoldGuard
-from modelguard.isolation._mold_scope import MoldScope
+from modelguard.isolation._mold_scope import Loan, MoldScope
 from modelguard.isolation._molds import Mold
 from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation._source import PoolSource
@@ -79,7 +79,7 @@ class PoolScope(MoldScope):
         molds.follow_pause(paused=self._pool.paused)  # last, so that no pause is missed
         return molds.guard.engine
 
-    def _lend(self, key: Any) -> Lease[Mold] | None:
+    def _lend(self, key: Any) -> Loan | None:
         return self._pool.take_now(key)
 
     def _wait_for_load(self, claim: Claim) -> bool:
@@ -115,12 +115,12 @@ class PoolScope(MoldScope):
         except Exception as error:  # noqa: BLE001 - it is the call's
             aside(partial(claim.fail, error))
 
-    def has_replaced(self, lease: Lease[Mold], key: Any) -> bool:
+    def has_replaced(self, loan: Loan, key: Any) -> bool:
         """Whether new calls with the key get another mold. Those that wait when the function is closed are served."""
-        generation = lease.generation
+        generation = loan.generation
         if generation is None or self._closed:
             return False
-        return generation.retired or not self._pool.still_lends(key, lease.engine)
+        return generation.retired or not self._pool.still_lends(key, loan.engine)
 
     @property
     def ready(self) -> bool:

@@ -13,18 +13,35 @@ from modelguard.errors import ModelGuardError
 from modelguard.isolation._claims import Claim, aside
 from modelguard.isolation._crew import Presence
 from modelguard.isolation._mold_guard import MoldGuard
-from modelguard.isolation._mold_scope import MoldScope
+from modelguard.isolation._mold_scope import Loan, MoldScope
 from modelguard.isolation._molds import Mold
 from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import _in_thread
 from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._leases import Lease
+from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._waiters import Outcome
 from modelguard.lifecycle._waiting import Timeout, raise_outcome
 from modelguard.lifecycle.status import State
 
 __all__ = ["ProcessScope"]
+
+
+class _Loan:
+    """A lease on a mold: each call takes one, and the object that blocks and coroutines use would cost it 5 us."""
+
+    __slots__ = ("engine", "generation")
+
+    def __init__(self, engine: Engine[Mold], generation: Generation[Mold]) -> None:
+        self.engine = engine
+        self.generation = generation
+
+    @property
+    def model(self) -> Mold:
+        return self.generation.model
+
+    def end(self, *, failed: bool) -> None:
+        self.engine.leave(self.generation, failed=failed)
 
 
 class _Loading:
@@ -55,9 +72,10 @@ class ProcessScope(MoldScope):
         self._engine = molds.guard.engine
         super().__init__(options, self._engine.guard.options.wait_timeout)
 
-    def _lend(self, key: Any) -> Lease[Mold] | None:
+    def _lend(self, key: Any) -> Loan | None:
         del key
-        return Lease.take_now(self._engine)
+        generation = self._engine.state.enter()
+        return None if generation is None else _Loan(self._engine, generation)
 
     def _wait_for_load(self, claim: Claim) -> bool:
         if claim.place is None:
@@ -81,10 +99,10 @@ class ProcessScope(MoldScope):
         else:
             self._go_on(claim)
 
-    def has_replaced(self, lease: Lease[Mold], key: Any) -> bool:
+    def has_replaced(self, loan: Loan, key: Any) -> bool:
         """Whether new calls get another mold. Those that wait when the function is closed are served."""
         del key
-        generation = lease.generation
+        generation = loan.generation
         return generation is not None and generation.retired and not self._engine.state.closed
 
     @property

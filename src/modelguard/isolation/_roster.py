@@ -56,6 +56,19 @@ class Roster:
 
     # Calls
 
+    def take_now(self) -> Worker | None:
+        """Take a free worker, if there is one and nobody waits for it. Does not block.
+
+        Raises:
+            MoldGone: Ask the next mold.
+            CircuitOpen: There is no worker for this call.
+        """
+        with self._lock:
+            if self._gone or self._crew.troubled:
+                self._raise_if_refusing()
+            member = None if self._waiters else self._crew.take()
+            return None if member is None else self._workers[member.number]
+
     def request(self, waiter: Waiter[Worker]) -> Worker | None:
         """Take a free worker, or have ``waiter`` woken when there is one. Does not block.
 
@@ -64,11 +77,9 @@ class Roster:
             QueueFull, CircuitOpen: There is no worker for this call.
         """
         with self._lock:
-            if self._gone or self._crew.troubled:
-                self._raise_if_refusing()
-            member = None if self._waiters else self._crew.take()
-            if member is not None:
-                return self._workers[member.number]
+            worker = self.take_now()
+            if worker is not None:
+                return worker
             if len(self._waiters) >= self._max_queue:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=_RETRY)
             self._waiters.append(waiter)
