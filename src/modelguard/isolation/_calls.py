@@ -294,8 +294,8 @@ class Caller:
             _fail(call, future, claim.error)
             return
         job = partial(self._compute, call, future, finish, taken)
-        if self._thread.is_free:
-            self._thread.next, self._thread.is_free = job, False
+        if self._thread.is_free and self._thread.next is None:
+            self._thread.next = job
             return
         try:
             SharedThread(partial(self._run, job), "modelguard-isolated-call").start()
