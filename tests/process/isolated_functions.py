@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import ctypes
 import logging
 import os
@@ -407,6 +408,98 @@ def speak(loaded: Voice, voice: str, do: str = "") -> tuple[str, int, int]:
     if do == "other":
         return speak(voice + "!")
     return loaded.name, loaded.pid, os.getpid()
+
+
+def until_there(path: str) -> str:
+    """Wait for a file; an empty name is no file."""
+    until = time.monotonic() + 60
+    while path and not Path(path).exists() and time.monotonic() < until:
+        time.sleep(0.005)
+    return path
+
+
+@isolate(workers=1, timeout="60s", max_queue=10)
+@guard(load, reload_on=None, backoff=QUICK)
+def held(_: Model, path: str = "") -> str:
+    """Keep the only worker until the file is there."""
+    return until_there(path)
+
+
+@isolate(workers=1, timeout="60s", max_queue=10, scope="host")
+@guard(load, reload_on=None, backoff=QUICK)
+def shared_held(_: Model, path: str = "") -> str:
+    """The same, for the host."""
+    return until_there(path)
+
+
+async def _ticks(_: Model, count: int, path: str = "") -> AsyncIterator[int]:
+    for number in range(count):
+        until_there(path)
+        await asyncio.sleep(0)
+        yield number
+
+
+@isolate(workers=2, timeout=None)
+@guard(load, reload_on=None, backoff=QUICK)
+async def ticks(loaded: Model, count: int, path: str = "") -> AsyncIterator[int]:
+    """Yield numbers, each when the file is there."""
+    async for number in _ticks(loaded, count, path):
+        yield number
+
+
+@isolate(workers=2, timeout=None, scope="host")
+@guard(load, reload_on=None, backoff=QUICK)
+async def shared_ticks(loaded: Model, count: int, path: str = "") -> AsyncIterator[int]:
+    """The same, for the host."""
+    async for number in _ticks(loaded, count, path):
+        yield number
+
+
+class NothingLeft(StopIteration):
+    """An error of the application's own."""
+
+
+#: What ends an iteration, a generator or a task, if it is not an answer of another process.
+SIGNALS: dict[str, Callable[[], BaseException]] = {
+    "StopIteration": lambda: StopIteration(3),
+    "a subclass": lambda: NothingLeft(3),
+    "GeneratorExit": GeneratorExit,
+    "CancelledError": asyncio.CancelledError,
+    "the future's CancelledError": concurrent.futures.CancelledError,
+}
+
+
+@isolate(workers=1, timeout="20s")
+@guard(load, reload_on=None, backoff=QUICK)
+def signalling(_: Model, which: str) -> None:
+    """Raise what ``next()`` on an empty iterator raises, or the like."""
+    error = SIGNALS[which]()
+    raise error
+
+
+patient_voices = pool(until_there, max_memory="2 GB", backoff=QUICK)
+
+
+@isolate(workers=1, timeout="60s", max_queue=50)
+@patient_voices(key="path")
+def loads_when_there(loaded: str, path: str) -> str:
+    """Have a model that loads when the file is there."""
+    assert loaded == path
+    return loaded
+
+
+@isolate(workers=1, timeout="60s")
+@guard(lambda: until_there(os.environ.get("ISOLATION_LOADS_AT", "")), reload_on=None, backoff=QUICK)
+def loads_late(_: str) -> str:
+    """Have a model that loads when the file is there."""
+    return "answer"
+
+
+@isolate(workers=1, timeout="60s", scope="host")
+@guard(lambda: until_there(os.environ.get("ISOLATION_LOADS_AT", "")), reload_on=None, backoff=QUICK)
+def shared_loads_late(_: str) -> str:
+    """The same, for the host."""
+    return "answer"
 
 
 @isolate(workers=1)

@@ -153,13 +153,14 @@ class TestCalls:
         assert {telemetry.WorkerStarted, telemetry.WorkerEnded, telemetry.LoadFinished} <= kinds
 
     def test_the_trace_follows_the_call(self) -> None:
-        """A span of the worker belongs to the request's trace."""
+        """A span of the worker belongs to the request's trace, by every door."""
         trace = pytest.importorskip("opentelemetry.trace")
         sdk = pytest.importorskip("opentelemetry.sdk.trace")
         tracer = sdk.TracerProvider().get_tracer("tests")
         with using(functions.echo) as echo:
             with tracer.start_as_current_span("request") as span:
-                assert span.get_span_context().trace_id == echo(do="trace")
+                own = span.get_span_context().trace_id
+                assert [own, own] == [echo(do="trace"), echo.submit(do="trace").result(60)]
             assert trace.INVALID_TRACE_ID == echo(do="trace")
 
     def test_a_function_without_a_guard(self) -> None:

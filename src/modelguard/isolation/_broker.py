@@ -59,6 +59,9 @@ _OVERTIME = 5.0
 #: Seconds between two looks at that, and at the process that has started it.
 _LOOK = 1.0
 
+#: Seconds between two looks whether a mold that calls wait at has been replaced.
+_FOLLOW = 0.05
+
 #: Seconds that its end waits for the lock, which a stopped process may hold; its own socket it may remove anyway.
 _LOCK = 5.0
 
@@ -157,7 +160,7 @@ class _Broker:
         timeout = orders.options.timeout
         streams = "generator" in orders.options.kind  # whose timeout counts for each step
         self._may_keep = None if timeout is None or streams else timeout + _OVERTIME
-        self._looking = False
+        self._looking = self._following = False
         self._last_left = -math.inf
         self._left = threading.Event()
         self._listening = self._folder.listen(orders.socket)
@@ -309,6 +312,18 @@ class _Broker:
         self._looking = bool(holding)
         if holding:
             self.supervisor.later(_LOOK, self._look)
+
+    def waits(self) -> None:
+        """A call waits for a worker. If its mold is replaced, neither is to wait for the other."""
+        if not self._following:
+            self._following = True
+            self.supervisor.later(_FOLLOW, self._follow)
+
+    def _follow(self) -> None:
+        waiting = [one for one in tuple(self._connections) if one.follow()]
+        self._following = False
+        if waiting:
+            self.waits()
 
     def _report(self) -> None:
         """Hand on what molds and workers report, and report what happens here."""

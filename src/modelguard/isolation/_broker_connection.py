@@ -81,6 +81,10 @@ class BrokerOfConnection(Protocol):
         """Hold back what policies ask for, or no longer, and report it to the clients."""
         ...
 
+    def waits(self) -> None:
+        """A call waits for a worker: call :meth:`Connection.follow` now and then."""
+        ...
+
     def granted(self, connection: Connection, worker: Worker) -> None:
         """A client has got a worker. From any thread."""
 
@@ -222,9 +226,21 @@ class Connection:
             self._leave_mold()
             self.answer("failed", *packed(error))
         else:
-            if worker is not None:
+            if worker is None:
+                self._broker.waits()
+            else:
                 self._waiter = None
                 self._grant(worker)
+
+    def follow(self) -> bool:
+        """Whether its call waits for a worker. If the mold has been replaced, it waits for one of the next mold."""
+        waiter, generation = self._waiter, self._generation
+        if waiter is None or generation is None or self._worker is not None:
+            return False
+        if generation.retired and not self._broker.engine.state.closed and generation.model.roster.withdraw(waiter):
+            self._leave_mold()
+            self._try()
+        return True
 
     def _try_after_load(self) -> None:
         self.answer("waiting")

@@ -22,6 +22,9 @@ __all__ = ["BrokerGone", "Membership"]
 #: Seconds in which a broker accepts a connection. It does nothing that takes long.
 _ANSWER = 5.0
 
+#: Connections that are kept for the next calls. Each call that waits has one.
+_MOST_IDLE = 64
+
 #: Seconds after the end of a broker at which its processes have mostly ended too, and can be collected; and the longest
 #: wait for those that have not. Each wait is three times the one before.
 _REAP = 1.0
@@ -80,14 +83,21 @@ class Membership:
 
     # Connections
 
+    def idle_connection(self) -> Channel | None:
+        """A connection that no other call uses, if there is one already. Does not block."""
+        with suppress(IndexError):
+            return self._idle.pop()
+        return None
+
     def connection(self) -> Channel:
         """A connection that no other call uses.
 
         Raises:
             BrokerGone: There is none any more.
         """
-        with suppress(IndexError):
-            return self._idle.pop()
+        idle = self.idle_connection()
+        if idle is not None:
+            return idle
         try:
             connected = None if self.gone else self._folder.connect(self._name, _ANSWER)
         except (OSError, ForeignPeer) as error:
@@ -100,6 +110,9 @@ class Membership:
 
     def give_back(self, channel: Channel) -> None:
         """Keep a connection for another call."""
+        if len(self._idle) >= _MOST_IDLE:
+            channel.close()
+            return
         self._idle.append(channel)
         if self.gone:
             self._close_idle()

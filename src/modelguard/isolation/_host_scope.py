@@ -7,24 +7,27 @@ import math
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from modelguard import _units, telemetry
 from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
 from modelguard.isolation import _registry, _role
-from modelguard.isolation._channel import Unreadable
-from modelguard.isolation._host_calls import ANSWER, Connection, GrantedWorker, left
+from modelguard.isolation._channel import Channel, Unreadable
+from modelguard.isolation._claims import Claim, Claims, Limits, ThreadClaim, aside
+from modelguard.isolation._host_calls import ANSWER, Asking, Connection, GrantedWorker, left
 from modelguard.isolation._host_client import BrokerGone, Membership
 from modelguard.isolation._host_election import join
 from modelguard.isolation._host_identity import check_shareable, identity_of
 from modelguard.isolation._options import IsolationOptions
-from modelguard.isolation._scope import Limits
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _deadlocks, _in_thread
 from modelguard.lifecycle._options import GuardOptions
+from modelguard.lifecycle._pool_fetches import afresh
 from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle.status import State
 from modelguard.telemetry import logger
@@ -61,7 +64,11 @@ class HostScope:
         self._name = options.name
         self._options = options
         self._source = source
-        self._timeout = math.inf if options.timeout is None else options.timeout
+        self.timeout = math.inf if options.timeout is None else options.timeout
+        self.wait_timeout = source.wait_timeout
+        self.claims = Claims(options.name, most_loading=options.max_queue + options.workers)
+        self._seekers: deque[Asking] = deque()
+        self._seeking = threading.Lock()
         self._joining = threading.Lock()
         self._membership: Membership | None = None
         self._ended = threading.Event()
@@ -74,7 +81,14 @@ class HostScope:
 
     def take(self, limits: Limits, key: Any = None) -> GrantedWorker:
         """Take a worker from the broker; start the broker if there is none."""
-        del key
+        claim = ThreadClaim(limits, key)
+        self.claims.add(claim)
+        try:
+            return self._take(limits)
+        finally:
+            self.claims.remove(claim)
+
+    def _take(self, limits: Limits) -> GrantedWorker:
         since: float | None = None
         while True:
             try:
@@ -85,7 +99,7 @@ class HostScope:
                 raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived) from error
             try:
                 connection = Connection(membership, membership.connection())
-                granted = connection.take(self._timeout, limits)
+                granted = connection.take(self.timeout, limits)
             except BrokerGone:
                 since = self._wait_for_next(since, limits)
                 continue
@@ -93,14 +107,74 @@ class HostScope:
                 raise LoadFailed(self._name, f"a worker cannot be taken: {error}") from error
             if granted is None:
                 raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived)
-            self.running.append(None)
-            return GrantedWorker(self.running, connection, *granted)
+            return self._granted(connection, *granted)
+
+    def _granted(self, connection: Connection, channel: Channel, pid: int) -> GrantedWorker:
+        self.running.append(None)
+        return GrantedWorker(self.running, connection, channel, pid)
+
+    # Calls that do not block
+
+    def request(self, claim: Claim) -> None:
+        """Take a worker for a call that does not block."""
+        try:
+            self._raise_if_refusing()
+            if claim.place is None:
+                self.claims.check_room()
+            asking = claim.place = Asking(claim, self)
+            claim.wait(self.claims, math.inf, partial(DeadlineExceeded, self._name, waited=0.0))
+            asking.begin()
+        except Exception as error:  # noqa: BLE001 - it is the call's
+            claim.fail(error)
+
+    def idle_connection(self) -> Connection | None:
+        """A connection that is there and that no other call uses."""
+        membership = self._membership
+        if membership is None or membership.gone or self._ended.is_set():
+            return None
+        channel = membership.idle_connection()
+        return None if channel is None else Connection(membership, channel)
+
+    def granted(self, connection: Connection, pid: int) -> GrantedWorker:
+        """The worker that was granted on a connection."""
+        return self._granted(connection, *connection.granted(pid))
+
+    def seek(self, asking: Asking) -> None:
+        """Find the broker, or start one, and then a connection for this claim. One thread does so for all."""
+        self._seekers.append(asking)
+        if self._seeking.acquire(blocking=False):
+            aside(self._serve_seekers)
+
+    def _serve_seekers(self) -> None:
+        while True:
+            try:
+                while self._seekers:
+                    self._serve([self._seekers.popleft() for _ in range(len(self._seekers))])
+            finally:
+                self._seeking.release()
+            if not self._seekers or not self._seeking.acquire(blocking=False):  # one may have come meanwhile
+                return
+
+    def _serve(self, seekers: list[Asking]) -> None:
+        try:
+            membership = self._join(max(one.claim.limits.until for one in seekers))
+        except Exception as error:  # noqa: BLE001 - it is the calls'
+            for one in seekers:
+                one.claim.expire(time.monotonic())  # where the end of its time is all that has ended the search
+                aside(partial(one.claim.fail, afresh(error)))
+            return
+        for one in seekers:
+            try:
+                if not one.claim.ended:
+                    one.ask(Connection(membership, membership.connection()))
+            except BrokerGone:
+                one.broker_gone()
 
     def _wait_for_next(self, since: float | None, limits: Limits = _UNLIMITED) -> float:
         """After the end of a broker: wait a moment, and not for ever."""
         now = time.monotonic()
         since = now if since is None else since
-        if now - since > self._source.wait_timeout:
+        if now - since > self.wait_timeout:
             raise Reloading(self._name, waited=now - since)
         if now > limits.until:
             raise DeadlineExceeded(self._name, waited=now - limits.arrived)
@@ -111,16 +185,17 @@ class HostScope:
         membership = self._membership
         if membership is not None and not membership.gone and not self._ended.is_set():
             return membership
-        with self._joining:
+        if not self._joining.acquire(timeout=min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)):
+            raise LoadFailed(self._name, "its broker is still being found or started")
+        try:
             membership = self._find(elect=True, until=until)
+        finally:
+            self._joining.release()
         assert membership is not None  # noqa: S101 - for the checkers
         return membership
 
     def _find(self, *, elect: bool, until: float = math.inf) -> Membership | None:
-        if self._ended.is_set():
-            raise GuardClosed(self._name)
-        if _role.current() != "owner":  # as a client it would keep its own broker alive
-            raise NotSupported(f"{self._name}() inside an isolated function", reason="a worker starts no workers")
+        self._raise_if_refusing()
         membership = self._membership
         if membership is None or membership.gone:
             membership = self._membership = join(
@@ -136,6 +211,12 @@ class HostScope:
                 membership.on_loss = self._begin_to_renew
                 self._pass_on_pause(membership)
         return membership
+
+    def _raise_if_refusing(self) -> None:
+        if self._ended.is_set():
+            raise GuardClosed(self._name)
+        if _role.current() != "owner":  # as a client it would keep its own broker alive
+            raise NotSupported(f"{self._name}() inside an isolated function", reason="a worker starts no workers")
 
     def _pass_on_pause(self, membership: Membership) -> None:
         """Report to a broker what was asked for while this process had none."""

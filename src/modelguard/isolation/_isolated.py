@@ -9,7 +9,7 @@ import time
 import weakref
 from asyncio import get_running_loop
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
@@ -18,15 +18,16 @@ from modelguard._function_kinds import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.isolation import _handler, _registry, _role
 from modelguard.isolation._calls import Arguments, Caller
+from modelguard.isolation._claims import Limits
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation._process_scope import ProcessScope
-from modelguard.isolation._scope import Limits, Scope
+from modelguard.isolation._scope import Scope
 from modelguard.isolation._source import PoolSource, Source
-from modelguard.isolation._submitted import Submitted
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _in_thread
 from modelguard.serving import deadlines
+from modelguard.serving._shared_threads import SharedThread
 
 __all__ = ["Isolated"]
 
@@ -34,9 +35,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _NO_ITEM = object()
-
-#: Threads for submitted calls, one for each worker, where it is not known how many keys have workers.
-_POOL_THREADS = 32
 
 
 class Isolated(Generic[P, R]):
@@ -58,11 +56,9 @@ class Isolated(Generic[P, R]):
 
     def _start(self, *, paused: bool = False) -> None:
         self._scope = _scope_of(self._options, self._source, paused=paused)
-        limits, source = self._options, self._source
+        source = self._source
         key_of = source.pooled.key_of if isinstance(source, PoolSource) else None
-        self._caller = Caller(limits, self._scope, key_of)
-        threads = limits.workers if key_of is None else max(_POOL_THREADS, limits.workers)
-        self._submitted = Submitted(limits.name, threads=threads, max_queue=limits.max_queue)
+        self._caller = Caller(self._options, self._scope, key_of)
         # Without anybody who could call it, as after a module was reloaded, its processes have no purpose.
         self._finalizer = weakref.finalize(self, self._scope.end_at_once)
 
@@ -79,6 +75,8 @@ class Isolated(Generic[P, R]):
             LoadFailed, Reloading: There is no mold.
             WouldDeadlock: On a running event loop (use :meth:`aio`), or while a mold imports the module.
             GuardClosed: After :meth:`close`.
+            RemoteError: The function raised what cannot be pickled, or what would end an iteration or a task of the
+                caller instead of reaching it, such as ``StopIteration``.
             Exception: What the function raised. Its ``__cause__`` has the traceback in the worker.
         """
         result: Any
@@ -101,7 +99,8 @@ class Isolated(Generic[P, R]):
     async def aio(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Compute one call without blocking the event loop. Arguments and errors are those of a call.
 
-        Cancelling the task takes the call out of the queue; one that a worker has begun runs to its end.
+        Cancelling the task answers it at once, and takes the call out of the queue; one that a worker has begun runs to
+        its end there. A call that waits holds no thread.
         """
         return await self._await((args, kwargs))
 
@@ -110,35 +109,35 @@ class Isolated(Generic[P, R]):
 
         Cancelling the future takes the call out of the queue; one that a worker has begun runs to its end.
         """
-        return self._submit((args, kwargs))
+        return self._submit((args, kwargs), awaited=False)
 
-    def _submit(self, arguments: Arguments) -> Future[Any]:
+    def _submit(self, arguments: Arguments, *, awaited: bool) -> Future[Any]:
         if _role.current() != "owner":
             raise self._refused_inside()
         self._refuse_streams()
-        limits = _limits()
-        timeout = self._options.timeout
-        until = min(limits.until, math.inf if timeout is None else limits.arrived + timeout)
-        return self._submitted.submit(functools.partial(self._caller.call, arguments, limits), until)
+        return self._caller.submit(arguments, _limits(), awaited=awaited)
 
     async def _await(self, arguments: Arguments) -> Any:
         _in_thread.require_asyncio("awaiting an isolated function")
-        return await asyncio.wrap_future(self._submit(arguments), loop=get_running_loop())
+        return await asyncio.wrap_future(self._submit(arguments, awaited=True), loop=get_running_loop())
 
     async def _stream(self, arguments: Arguments) -> AsyncIterator[Any]:
         _in_thread.require_asyncio("awaiting an isolated function")
-        limits = _limits()
-        items = self._caller.stream(arguments, limits)
-        step: Future[Any] | None = None
+        opening = step = self._caller.open(arguments, _limits())
         try:
+            items = await asyncio.wrap_future(opening)
             while True:
-                step = self._submitted.submit(functools.partial(next, items, _NO_ITEM), limits.until)
+                step = _in_thread.start(functools.partial(next, items, _NO_ITEM), self.name, _start_thread)
                 item = await asyncio.wrap_future(step)
                 if item is _NO_ITEM:
                     return
                 yield item
-        finally:
-            await asyncio.to_thread(_close_after, step, items)
+        except asyncio.CancelledError:
+            _close_after(step, opening)  # the step that a worker has begun runs to its end
+            raise
+        except BaseException:  # left early, or an error was thrown in
+            await asyncio.wrap_future(_close_after(step, opening))
+            raise
 
     def _refuse_streams(self) -> None:
         if "generator" in self._options.kind:
@@ -195,7 +194,7 @@ class Isolated(Generic[P, R]):
 
     def status(self) -> IsolationStatus:
         """Its state, its processes and its counts."""
-        return self._scope.status(self._submitted.waiting)
+        return self._scope.status(len(self._scope.claims))
 
     def __repr__(self) -> str:
         return f"<Isolated {self.name!r}>"
@@ -298,17 +297,19 @@ class Isolated(Generic[P, R]):
         self._scope.rollback()
 
     def close(self) -> None:
-        """Refuse further calls, wait for those that run up to the guard's ``drain_timeout``, end all processes."""
-        self._submitted.close()
+        """Refuse further calls, wait for those that run up to the guard's ``drain_timeout``, end all processes.
+
+        Calls by :meth:`aio` and :meth:`submit` that wait for a worker get ``GuardClosed``.
+        """
+        self._scope.claims.close()
         self._scope.close()
 
     async def aclose(self) -> None:
         """:meth:`close` for coroutines; does not block the event loop."""
-        self._submitted.close()
+        self._scope.claims.close()
         await self._scope.aclose()
 
     def _reopen(self) -> None:
-        self._submitted.reopen()
         self._scope.reopen()
 
     def __enter__(self) -> Self:
@@ -333,7 +334,7 @@ class Isolated(Generic[P, R]):
 
     def refuse_calls(self) -> None:
         """This process exits, and ends its molds: raise ``GuardClosed`` from now on. Waits for nothing."""
-        self._submitted.close()
+        self._scope.claims.close()
         self._scope.refuse_calls()
 
     # Processes and copies
@@ -355,11 +356,20 @@ class Isolated(Generic[P, R]):
         return self
 
 
-def _close_after(step: Future[Any] | None, items: Any) -> None:
-    """Close a stream. A task that was cancelled may have left a step behind that still runs, which ends first."""
-    if step is not None:
-        wait([step])
-    items.close()
+def _start_thread(work: Callable[[], None], name: str) -> None:
+    SharedThread(work, f"modelguard-isolated-{name}").start()
+
+
+def _close_after(step: Future[Any], opening: Future[Any]) -> Future[None]:
+    """Close a stream in a thread, after the step that still runs; the future tells when it is closed."""
+    closed: Future[None] = _in_thread.promise()
+
+    def close() -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            opening.result().close()
+
+    step.add_done_callback(lambda _: _in_thread.start(close, "close", _start_thread, closed))
+    return closed
 
 
 def _scope_of(options: IsolationOptions, source: Source | PoolSource, *, paused: bool) -> Scope:

@@ -9,62 +9,47 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelguard import _units
 from modelguard._weak_registry import WeakRegistry
-from modelguard.errors import DeadlineExceeded, NotSupported, Reloading
-from modelguard.isolation._channel import Channel
+from modelguard.errors import ModelGuardError, NotSupported, Overloaded
+from modelguard.isolation._claims import Claim, aside
 from modelguard.isolation._mold_guard import MoldGuard
+from modelguard.isolation._mold_scope import Loan, MoldScope
 from modelguard.isolation._molds import Mold
 from modelguard.isolation._options import IsolationOptions
-from modelguard.isolation._roster import MoldGone
-from modelguard.isolation._scope import Limits
 from modelguard.isolation._source import PoolSource
-from modelguard.isolation._worker_process import Worker
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._pool_engine import PoolEngine
+from modelguard.lifecycle._pool_fetches import afresh
 from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle.status import Postponed
-from modelguard.telemetry import Reason, WorkerEndCause
+from modelguard.telemetry import Reason
 
 if TYPE_CHECKING:
     from modelguard.lifecycle.runtime import Runtime
 
 __all__ = ["PoolScope"]
 
-#: Seconds between looks for the next mold after one has died.
-_POLL = 0.005
+
+class _Fetching:
+    """Waits for the model of a key."""
+
+    loading = True
+    over = False
+
+    def leave(self) -> bool:
+        return True  # the load goes on
 
 
-class _Taken:
-    """A worker, and a lease on its mold."""
-
-    def __init__(self, lease: Lease[Mold], worker: Worker) -> None:
-        self._lease = lease
-        self._roster = lease.model.roster
-        self._worker = worker
-        self.channel: Channel = worker.channel
-
-    @property
-    def pid(self) -> int:
-        return self._worker.pid
-
-    def release(self, *, worn: tuple[Reason, ...]) -> None:
-        self._roster.release(self._worker, worn=worn)
-
-    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        return self._roster.lose(self._worker, cause, blame=blame)
-
-    def leave(self) -> None:
-        self._lease.end(failed=False)
-
-
-class PoolScope:
+class PoolScope(MoldScope):
     """Molds by key. See :class:`~modelguard.isolation._scope.Scope`.
 
     Args:
@@ -74,9 +59,9 @@ class PoolScope:
     """
 
     def __init__(self, options: IsolationOptions, source: PoolSource, *, paused: bool = False) -> None:
+        super().__init__(options, source.pooled.options.wait_timeout)
         self._options = options
         self._source = source
-        self._timeout = math.inf if options.timeout is None else options.timeout
         self._guards: WeakRegistry[MoldGuard] = WeakRegistry()
         self._closed = False
         self._pool = self._new_pool(paused=paused)
@@ -94,32 +79,48 @@ class PoolScope:
         molds.follow_pause(paused=self._pool.paused)  # last, so that no pause is missed
         return molds.guard.engine
 
-    def take(self, limits: Limits, key: Any = None) -> _Taken:
-        """Take a worker of the key's mold, and with it a lease on the mold."""
-        gone: Mold | None = None
-        since = 0.0
-        while True:
-            lease = self._pool.take(key, self._patience(limits))
-            mold = lease.model
-            try:
-                if mold is not gone:
-                    return _Taken(lease, mold.roster.take(self._timeout, limits.until, limits.arrived))
-            except MoldGone:
-                gone, since = mold, time.monotonic()
-            except BaseException:
-                lease.end(failed=False)
-                raise
-            lease.end(failed=False)
-            waited = time.monotonic() - since
-            if waited > self._pool.options.wait_timeout:
-                raise Reloading(self._options.name, waited=waited)
-            if time.monotonic() > limits.until:
-                raise DeadlineExceeded(self._options.name, waited=time.monotonic() - limits.arrived)
-            del lease, mold  # a mold that is drained is released, and must not be alive then
-            time.sleep(_POLL)
+    def _lend(self, key: Any) -> Loan | None:
+        return self._pool.take_now(key)
 
-    def _patience(self, limits: Limits) -> float:
-        return max(0.0, min(self._pool.options.wait_timeout, limits.until - time.monotonic()))
+    def _wait_for_load(self, claim: Claim) -> bool:
+        again = isinstance(claim.place, _Fetching)
+        if claim.place is None:
+            self.claims.check_room()
+        future, own = self._pool.fetch(claim.key)
+        if not again:
+            # Who begins a load waits for as long as that takes.
+            claim.until = math.inf if own else time.monotonic() + self._wait_timeout
+        claim.place = _Fetching()
+        claim.wait(self.claims, claim.until, partial(self._pool.why_full, claim.key))
+        future.add_done_callback(partial(self._fetched, claim, own))
+        return True
+
+    def _fetched(self, claim: Claim, own: bool, future: Future[Lease[Mold]]) -> None:  # noqa: FBT001 - by position
+        error = future.exception()
+        if own and error is None:
+            self._line_up_fetched(claim, future.result())
+        elif claim.ended:
+            return
+        elif error is None or (isinstance(error, Overloaded) and not own and time.monotonic() < claim.until):
+            self._go_on(claim)
+        else:
+            aside(partial(claim.fail, afresh(error) if isinstance(error, ModelGuardError) else error))
+
+    def _line_up_fetched(self, claim: Claim, lease: Lease[Mold]) -> None:
+        if claim.ended:
+            lease.end(failed=False)
+            return
+        try:
+            self._line_up(claim, lease)
+        except Exception as error:  # noqa: BLE001 - it is the call's
+            aside(partial(claim.fail, error))
+
+    def has_replaced(self, loan: Loan, key: Any) -> bool:
+        """Whether new calls with the key get another mold. Those that wait when the function is closed are served."""
+        generation = loan.generation
+        if generation is None or self._closed:
+            return False
+        return generation.retired or not self._pool.still_lends(key, loan.engine)
 
     @property
     def ready(self) -> bool:

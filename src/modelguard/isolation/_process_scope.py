@@ -4,59 +4,62 @@ from __future__ import annotations
 
 import math
 import time
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from modelguard import _units
-from modelguard.errors import DeadlineExceeded, Reloading
-from modelguard.isolation._channel import Channel
+from modelguard.errors import ModelGuardError
+from modelguard.isolation._claims import Claim, aside
 from modelguard.isolation._crew import Presence
 from modelguard.isolation._mold_guard import MoldGuard
+from modelguard.isolation._mold_scope import Loan, MoldScope
 from modelguard.isolation._molds import Mold
 from modelguard.isolation._options import IsolationOptions
-from modelguard.isolation._roster import MoldGone
-from modelguard.isolation._scope import Limits
-from modelguard.isolation._worker_process import Worker
 from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import _in_thread
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._waiting import Timeout
+from modelguard.lifecycle._waiters import Outcome
+from modelguard.lifecycle._waiting import Timeout, raise_outcome
 from modelguard.lifecycle.status import State
-from modelguard.telemetry import Reason, WorkerEndCause
 
 __all__ = ["ProcessScope"]
 
-#: Seconds between looks for the next mold after one has died.
-_POLL = 0.005
 
+class _Loan:
+    """A lease on a mold: each call takes one, and the object that blocks and coroutines use would cost it 5 us."""
 
-class _Taken:
-    """A worker, and a lease on its mold."""
+    __slots__ = ("engine", "generation")
 
-    __slots__ = ("_engine", "_generation", "_worker", "channel")
-
-    def __init__(self, engine: Engine[Mold], generation: Generation[Mold], worker: Worker) -> None:
-        self._engine = engine
-        self._generation = generation
-        self._worker = worker
-        self.channel: Channel = worker.channel
+    def __init__(self, engine: Engine[Mold], generation: Generation[Mold]) -> None:
+        self.engine = engine
+        self.generation = generation
 
     @property
-    def pid(self) -> int:
-        return self._worker.pid
+    def model(self) -> Mold:
+        return self.generation.model
 
-    def release(self, *, worn: tuple[Reason, ...]) -> None:
-        self._generation.model.roster.release(self._worker, worn=worn)
-
-    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        return self._generation.model.roster.lose(self._worker, cause, blame=blame)
-
-    def leave(self) -> None:
-        self._engine.leave(self._generation, failed=False)
+    def end(self, *, failed: bool) -> None:
+        self.engine.leave(self.generation, failed=failed)
 
 
-class ProcessScope:
+class _Loading:
+    """Waits for a load."""
+
+    loading = True
+    over = False
+
+    def __init__(self, engine: Engine[Mold], future: Future[Outcome]) -> None:
+        self._engine = engine
+        self._future = future
+
+    def leave(self) -> bool:
+        self._engine.state.stop_waiting(self._future)
+        return True
+
+
+class ProcessScope(MoldScope):
     """Molds of this process. See :class:`~modelguard.isolation._scope.Scope`.
 
     Args:
@@ -65,36 +68,42 @@ class ProcessScope:
     """
 
     def __init__(self, options: IsolationOptions, molds: MoldGuard) -> None:
-        self._name = options.name
-        self._timeout = math.inf if options.timeout is None else options.timeout
         self._molds = molds
         self._engine = molds.guard.engine
+        super().__init__(options, self._engine.guard.options.wait_timeout)
 
-    def take(self, limits: Limits, key: Any = None) -> _Taken:
-        """Take a worker, and with it a lease on its mold."""
+    def _lend(self, key: Any) -> Loan | None:
         del key
-        gone: Mold | None = None
-        since = 0.0
-        while True:
-            generation = self._engine.enter()
-            mold = generation.model
-            try:
-                if mold is not gone:
-                    worker = mold.roster.take(self._timeout, limits.until, limits.arrived)
-                    return _Taken(self._engine, generation, worker)
-            except MoldGone:
-                gone, since = mold, time.monotonic()
-            except BaseException:
-                self._engine.leave(generation, failed=False)
-                raise
-            self._engine.leave(generation, failed=False)
-            waited = time.monotonic() - since
-            if waited > self._engine.guard.options.wait_timeout:
-                raise Reloading(self._name, waited=waited)
-            if time.monotonic() > limits.until:
-                raise DeadlineExceeded(self._name, waited=time.monotonic() - limits.arrived)
-            del generation, mold  # a drained generation is released, and must not be alive then
-            time.sleep(_POLL)
+        generation = self._engine.state.enter()
+        return None if generation is None else _Loan(self._engine, generation)
+
+    def _wait_for_load(self, claim: Claim) -> bool:
+        if claim.place is None:
+            self.claims.check_room()
+        future = self._engine.join_load()
+        if future is None:
+            return False
+        since, patience = time.monotonic(), self._engine.load_patience
+        claim.place = _Loading(self._engine, future)
+        claim.wait(self.claims, math.inf if patience is None else since + patience, partial(self._reloading, since))
+        future.add_done_callback(partial(self._loaded, claim))
+        return True
+
+    def _loaded(self, claim: Claim, future: Future[Outcome]) -> None:
+        if claim.ended:
+            return
+        try:
+            raise_outcome(future.result())
+        except ModelGuardError as error:
+            aside(partial(claim.fail, error))
+        else:
+            self._go_on(claim)
+
+    def has_replaced(self, loan: Loan, key: Any) -> bool:
+        """Whether new calls get another mold. Those that wait when the function is closed are served."""
+        del key
+        generation = loan.generation
+        return generation is not None and generation.retired and not self._engine.state.closed
 
     @property
     def ready(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from modelguard import _units
 from modelguard._weak_registry import WeakRegistry
+from modelguard.serving import _shared_threads
 
 if TYPE_CHECKING:
     from modelguard.isolation.status import IsolationStatus
@@ -86,5 +87,6 @@ def _refuse_calls() -> None:
 
 
 def _renew() -> None:
+    _shared_threads.renew_in_child()  # before a call needs one
     for function in live():
         function.renew_in_child()

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import get_args
 
 from modelguard import telemetry
-from modelguard.errors import CircuitOpen, DeadlineExceeded, QueueFull
+from modelguard.errors import CircuitOpen, QueueFull
 from modelguard.isolation._crew import Crew, End, Order, Presence, Promote, Start, WorkerState
 from modelguard.isolation._mold_orders import MoldOrders, NoMold
-from modelguard.isolation._waiting import ThreadWaiter, Waiter, WaitingLine
+from modelguard.isolation._waiting import Waiter, WaitingLine
 from modelguard.isolation._worker_process import Worker
 from modelguard.telemetry import Event, Reason, WorkerEndCause
 
@@ -56,35 +56,18 @@ class Roster:
 
     # Calls
 
-    def take(self, patience: float, until: float, arrived: float) -> Worker:
-        """Take a free worker, or wait for one.
-
-        Args:
-            patience: Seconds to wait at most.
-            until: When to give up in any case, on the monotonic clock.
-            arrived: When the call arrived.
+    def take_now(self) -> Worker | None:
+        """Take a free worker, if there is one and nobody waits for it. Does not block.
 
         Raises:
             MoldGone: Ask the next mold.
-            QueueFull, CircuitOpen, DeadlineExceeded: There is no worker for this call.
+            CircuitOpen: There is no worker for this call.
         """
-        waiter = ThreadWaiter[Worker]()
-        worker = self.request(waiter)
-        if worker is not None:
-            return worker
-        try:
-            patience = min(patience, max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
-            waiter.woken.acquire(timeout=patience)
-        except BaseException:  # Ctrl-C
-            if not self.withdraw(waiter) and waiter.worker is not None:
-                self.release(waiter.worker, worn=(), counts=False)
-            raise
-        if waiter.worker is None and waiter.error is None and self.withdraw(waiter):
-            raise DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
-        if waiter.error is not None:
-            raise waiter.error
-        assert waiter.worker is not None  # noqa: S101 - for the checkers
-        return waiter.worker
+        with self._lock:
+            if self._gone or self._crew.troubled:
+                self._raise_if_refusing()
+            member = None if self._waiters else self._crew.take()
+            return None if member is None else self._workers[member.number]
 
     def request(self, waiter: Waiter[Worker]) -> Worker | None:
         """Take a free worker, or have ``waiter`` woken when there is one. Does not block.
@@ -94,11 +77,9 @@ class Roster:
             QueueFull, CircuitOpen: There is no worker for this call.
         """
         with self._lock:
-            if self._gone or self._crew.troubled:
-                self._raise_if_refusing()
-            member = None if self._waiters else self._crew.take()
-            if member is not None:
-                return self._workers[member.number]
+            worker = self.take_now()
+            if worker is not None:
+                return worker
             if len(self._waiters) >= self._max_queue:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=_RETRY)
             self._waiters.append(waiter)

@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from modelguard import _units
-from modelguard.isolation._channel import Channel
+from modelguard.isolation._claims import Claim, Claims, Limits, Taken
 from modelguard.isolation.status import IsolationStatus
-from modelguard.telemetry import Reason, WorkerEndCause
 
-__all__ = ["Limits", "Scope", "Taken"]
-
-
-class Limits(NamedTuple):
-    """The times of one call, on the monotonic clock.
-
-    Attributes:
-        arrived: When it was made.
-        until: When its caller's own deadline ends; infinity for none.
-    """
-
-    arrived: float
-    until: float = math.inf
-
-
-class Taken(Protocol):
-    """A worker that one call has for itself."""
-
-    @property
-    def channel(self) -> Channel:
-        """To the worker."""
-        ...
-
-    @property
-    def pid(self) -> int:
-        """Its process id; 0 while it is not known."""
-        ...
-
-    def release(self, *, worn: tuple[Reason, ...]) -> None:
-        """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
-        ...
-
-    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
-        """Record that the worker has ended in its call, or end it; returns how it ended, for people.
-
-        Args:
-            cause: ``"crashed"`` if it has ended by itself; anything else ends it.
-            blame: Whether it may have been the call's fault.
-        """
-        ...
-
-    def leave(self) -> None:
-        """The call has ended, whatever came of it. After :meth:`release` or :meth:`lose`."""
+__all__ = ["Scope"]
 
 
 class Scope(Protocol):
     """Where the mold and the workers of one isolated function are."""
+
+    @property
+    def claims(self) -> Claims:
+        """The calls of this process that wait for a worker."""
+        ...
 
     def take(self, limits: Limits, key: Any = None) -> Taken:
         """Take a worker; start what is missing. Blocks.
@@ -70,6 +31,10 @@ class Scope(Protocol):
         """
         ...
 
+    def request(self, claim: Claim) -> None:
+        """Take a worker for a call that does not block; start what is missing. The errors are those of :meth:`take`."""
+        ...
+
     @property
     def ready(self) -> bool:
         """Whether a worker can answer."""
@@ -81,7 +46,7 @@ class Scope(Protocol):
         ...
 
     def status(self, queued: int) -> IsolationStatus:
-        """Its state, its processes and its counts, with so many calls that wait for a thread."""
+        """Its state, its processes and its counts, with so many calls that wait."""
         ...
 
     def rollback(self) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["ThreadWaiter", "Waiter", "WaitingLine"]
+__all__ = ["Waiter", "WaitingLine"]
 
 W = TypeVar("W")
 
@@ -29,23 +28,6 @@ class Waiter(Generic[W]):
     def wake(self) -> None:
         """It has its worker, or its error. Called under the roster's lock, so it must not block."""
         raise NotImplementedError
-
-
-class ThreadWaiter(Waiter[W]):
-    """A thread that blocks.
-
-    Attributes:
-        woken: Released when it has its worker or its error.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.woken = threading.Lock()
-        self.woken.acquire()
-
-    def wake(self) -> None:
-        """Let the thread go on."""
-        self.woken.release()
 
 
 class WaitingLine(Generic[W]):

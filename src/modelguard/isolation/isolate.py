@@ -71,8 +71,8 @@ def isolate(
         recycle_on: For functions without a guard: when to replace a worker (or, for ``TTL``, ``Modified`` and
             ``Changed``, all).
         retry: Run a call once more if its worker crashed. Only for functions that may safely run twice.
-        max_queue: How many calls may wait for a worker, and how many submitted calls for a thread; more get
-            ``QueueFull``.
+        max_queue: How many calls may wait for a worker; more get ``QueueFull``. While a model loads, as many as there
+            are workers may wait besides. Calls that were cancelled, or whose time is over, do not count.
         max_transfer: The largest arguments or result, in bytes or as text such as ``"100 MB"``.
         breaker: When calls are refused because workers crash or exceed ``timeout`` one after the other. Default:
             ``Breaker()``. Of its options, ``ignore`` and ``reload`` do not apply here.

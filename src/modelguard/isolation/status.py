@@ -48,7 +48,7 @@ class IsolationStatus:
         reforked: Whether the mold is a worker that has taken the place of the process that loaded.
         workers: The workers of the current mold.
         in_flight: Calls that run now or wait for a worker.
-        queued: Submitted calls that no thread has begun.
+        queued: Calls of this process that wait for a worker or for a load.
         reloads: Molds that have replaced another one.
         failures: Consecutive molds that failed to load.
         last_error: The latest of these failures in one line.

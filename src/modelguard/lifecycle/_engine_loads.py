@@ -105,13 +105,15 @@ class EngineLoads(Generic[M]):
 
     def _timeout(self, timeout: _units.Duration | None) -> Timeout:
         """A first load may take as long as it takes; a replacement is awaited for up to ``wait_timeout``."""
-        default = self.guard.options.wait_timeout if self.state.generations else None
-        return Timeout(default if timeout is None else timeout)
+        return Timeout(self.load_patience if timeout is None else timeout)
+
+    @property
+    def load_patience(self) -> float | None:
+        """Seconds that a call waits for the load that it joins; None for as long as that takes."""
+        return self.guard.options.wait_timeout if self.state.generations else None
 
     def _wait_until_ready(self, limit: Timeout) -> None:
-        if _inline.active():
-            _inline.load(self.guard)
-        elif (future := self._join_load()) is not None:
+        if (future := self.join_load()) is not None:
             wait_for_load(self.state, future, limit)
 
     async def _await_until_ready(self, limit: Timeout) -> None:
@@ -121,11 +123,18 @@ class EngineLoads(Generic[M]):
         if self.state.current is None:
             self.state.raise_if_closed()
             _in_thread.require_asyncio("waiting for a model in a coroutine")  # before the load begins
-        if (future := self._join_load()) is not None:
+        if (future := self.join_load()) is not None:
             await wait_for_load_on_loop(self.state, future, limit)
 
-    def _join_load(self) -> Future[Outcome] | None:
-        """Join the one load, started here if need be; None if there is a current generation already."""
+    def join_load(self) -> Future[Outcome] | None:
+        """Join the one load, started here if need be; None if there is a current generation already. Does not block.
+
+        Raises:
+            GuardClosed, LoadFailed: None begins.
+        """
+        if _inline.active():
+            _inline.load(self.guard)
+            return None
         state = self.state
         with state.lock:
             state.raise_if_closed()

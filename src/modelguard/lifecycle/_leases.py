@@ -122,6 +122,16 @@ class Lease(Generic[M]):
             )
         return self._generation.model
 
+    @property
+    def engine(self) -> Engine[M]:
+        """Whose model it lends."""
+        return self._engine
+
+    @property
+    def generation(self) -> Generation[M] | None:
+        """The generation that it lends; None before and after its use."""
+        return self._generation
+
     def step(self, work: Callable[..., T], *args: Any) -> T:
         """Run one step of lazy work; guarded functions that it calls run on this lease's generation."""
         generation = self._generation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -110,12 +111,11 @@ class PoolEngine(PoolReleases[K, M]):
     async def atake(self, key: K, wait: float) -> Lease[M]:
         """:meth:`take` without blocking the event loop."""
         deadline = time.monotonic() + wait
-        while (lease := self._take_now(key)) is None:
+        while (lease := self.take_now(key)) is None:
             _in_thread.require_asyncio("waiting for a model in a coroutine")
             left = deadline - time.monotonic()
             if left <= 0:
-                with self._changed:
-                    raise Overloaded(self._why_full(key, self._models.get(key)))
+                raise self.why_full(key)
             with self._changed:
                 nested = self._models.encloses_this_call()
             work = partial(self.take, key, left)
@@ -124,7 +124,23 @@ class PoolEngine(PoolReleases[K, M]):
                 break
         return lease
 
-    def _take_now(self, key: K) -> Lease[M] | None:
+    def fetch(self, key: K) -> tuple[Future[Lease[M]], bool]:
+        """Have one thread take a lease for all who wait for the model of ``key``. Does not block.
+
+        Returns:
+            What gets the lease, and whether the lease is the caller's own, who must end it. The others then call
+            :meth:`take_now`.
+        """
+        work = partial(self.take, key, self.options.wait_timeout)
+        return self._fetches.begin(key, work, start_thread=self.runtime.start_thread)
+
+    def still_lends(self, key: K, engine: Engine[M]) -> bool:
+        """Whether new calls with ``key`` get the model of this engine."""
+        with self._changed:
+            model = self._models.get(key)
+            return model is not None and model.engine is engine and self._lends(model)
+
+    def take_now(self, key: K) -> Lease[M] | None:
         """Take a lease if the model of ``key`` is loaded; None if that needs a wait."""
         with self._changed:
             self._raise_if_closed()
@@ -198,6 +214,11 @@ class PoolEngine(PoolReleases[K, M]):
         if known is not None:
             return known
         return max((size for size in self._sizes.values() if size <= self._models.maxsize), default=0)
+
+    def why_full(self, key: K) -> Overloaded:
+        """Why a caller has not got the model of ``key``."""
+        with self._changed:
+            return Overloaded(self._why_full(key, self._models.get(key)))
 
     def _why_full(self, key: K, model: PooledModel[M] | None) -> str:
         if model is not None:

@@ -29,6 +29,29 @@ class Fetches(Generic[K, M]):
         self._pool = pool
         self._shared: dict[K, Future[Lease[M]]] = {}
 
+    def begin(
+        self, key: K, work: Callable[[], Lease[M]], *, start_thread: _in_thread.StartThread, alone: bool = False
+    ) -> tuple[Future[Lease[M]], bool]:
+        """Have a thread take a lease, unless one takes a lease for the same key. Does not block.
+
+        Args:
+            key: Whose model.
+            work: Takes the lease.
+            start_thread: Starts a thread.
+            alone: The caller has a thread of its own, in its own context. One inside a lease of this pool must not wait
+                for room behind others, which may wait for the end of its lease.
+
+        Returns:
+            What gets the lease, and whether the lease is the caller's own, who must end it.
+        """
+        future: Future[Lease[M]] = _in_thread.promise()
+        if not alone:
+            shared = self._shared.setdefault(key, future)
+            if shared is not future:
+                return shared, False
+            future.add_done_callback(lambda _: self._shared.pop(key, None))
+        return _in_thread.start(work, f"modelguard-{self._pool}", start_thread, future), True
+
     async def take(
         self,
         key: K,
@@ -38,28 +61,12 @@ class Fetches(Generic[K, M]):
         start_thread: _in_thread.StartThread,
         alone: bool,
     ) -> Lease[M] | None:
-        """Take a lease in a thread; or, if one takes a lease for the same key, wait for it, and take none.
-
-        Args:
-            key: Whose model.
-            work: Takes the lease.
-            wait: Seconds to wait for another caller's thread.
-            start_thread: Starts a thread.
-            alone: The caller has a thread of its own, in its own context. One inside a lease of this pool must not wait
-                for room behind others, which may wait for the end of its lease.
-
-        Returns:
-            The lease; None if another caller got it, or its time or ``wait`` was over.
-        """
-        future: Future[Lease[M]] = _in_thread.promise()
-        if not alone:
-            shared = self._shared.setdefault(key, future)
-            if shared is not future:
-                await _wait_for(shared, wait)
-                return None
-            future.add_done_callback(lambda _: self._shared.pop(key, None))
-        _in_thread.start(work, f"modelguard-{self._pool}", start_thread, future)
-        return await _own(future)
+        """:meth:`begin`, and wait for the lease; None if it is another caller's, or ``wait`` seconds have passed."""
+        future, own = self.begin(key, work, start_thread=start_thread, alone=alone)
+        if own:
+            return await _own(future)
+        await _wait_for(future, wait)
+        return None
 
 
 async def _wait_for(fetch: Future[Lease[M]], wait: float) -> None:

@@ -47,7 +47,7 @@ def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Time
         raise Reloading(state.name, waited=timeout.waited(), current=_number(state)) from None
     finally:
         state.stop_waiting(future)
-    _raise(outcome)
+    raise_outcome(outcome)
 
 
 def wait_for_end_of_job(state: GuardState[Any], job: LoadJob | None, timeout: Timeout) -> None:
@@ -80,7 +80,7 @@ async def wait_for_load_on_loop(state: GuardState[Any], future: Future[Outcome],
         raise Reloading(state.name, waited=timeout.waited(), current=_number(state)) from None
     finally:
         state.stop_waiting(future)
-    _raise(outcome)
+    raise_outcome(outcome)
 
 
 def _number(state: GuardState[Any]) -> int | None:
@@ -88,7 +88,12 @@ def _number(state: GuardState[Any]) -> int | None:
     return None if current is None else current.number
 
 
-def _raise(outcome: Outcome) -> None:
+def raise_outcome(outcome: Outcome) -> None:
+    """Raise what a wait has ended with, unless that is a model.
+
+    Raises:
+        LoadFailed, GuardClosed: There is none.
+    """
     # A new object for each caller: an exception that is raised in several threads mixes up their tracebacks.
     if isinstance(outcome, LoadFailed):
         raise outcome.again(outcome.retry_after, outcome.current) from outcome.__cause__

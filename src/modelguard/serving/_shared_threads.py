@@ -1,7 +1,8 @@
-"""Threads that the queues of all instances share, so that an instance for each request leaves none behind.
+"""Threads that all calls of isolated functions share, and the queues of all instances.
 
 A queue of a function keeps its threads for a while. If that of each instance did, a service that makes an instance for
-each request would have the idle threads of ten seconds: 1,600 at 160 requests a second.
+each request would have the idle threads of ten seconds: 1,600 at 160 requests a second. An isolated function needs a
+thread for each call that has a worker, and none for those that wait.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Protocol
 from modelguard._wakeup import Wakeup
 from modelguard.serving import _registry
 
-__all__ = ["SharedThread", "SharedWatch"]
+__all__ = ["SharedThread", "SharedWatch", "renew_in_child"]
 
 #: How long a thread waits for another job, in seconds, and how many wait at most.
 _LINGER = 10.0
@@ -205,11 +206,11 @@ class _Timer:
 _timer = _Timer()
 
 
-def _renew_in_child() -> None:
+def renew_in_child() -> None:
     """None of these threads is in a forked child."""
     global _timer
     _timer = _Timer()
     _idle.clear()
 
 
-_registry.renew_in_child(_renew_in_child)
+_registry.renew_in_child(renew_in_child)

@@ -92,7 +92,8 @@ class Engine:
     name = "f"
 
     def __init__(self, mold: Mold) -> None:
-        self.generation = SimpleNamespace(model=mold)
+        self.generation = SimpleNamespace(model=mold, retired=False)
+        self.closed = False
         self.leases = 0
         self.state = self
         self.guard = SimpleNamespace(options=SimpleNamespace(wait_timeout=1e9))
@@ -119,6 +120,9 @@ class Broker:
 
     def admit(self, _connection: Connection, _token: bytes) -> None:
         """Take everybody."""
+
+    def waits(self) -> None:
+        """Look at no connection again: there is one mold."""
 
     def granted(self, _connection: Connection, _worker: Worker) -> None:
         """Note nothing."""

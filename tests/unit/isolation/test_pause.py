@@ -19,6 +19,8 @@ from modelguard.errors import GuardClosed, InvalidOption, NotSupported
 from modelguard.isolation import _mold_guard
 from modelguard.isolation._crew import Crew, End, Start
 from modelguard.isolation._roster import Roster
+from modelguard.isolation._waiting import Waiter
+from modelguard.isolation._worker_process import Worker
 from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry import GuardPaused, GuardResumed, Reason, ReloadPostponed
 
@@ -114,6 +116,13 @@ class TestWorkers:
         assert crew.has_heir
 
 
+def taken(roster: Roster) -> Worker:
+    """An idle worker, taken for a call."""
+    worker = roster.request(Waiter())
+    assert worker is not None
+    return worker
+
+
 class TestRoster:
     @pytest.fixture
     def mold(self) -> FakeMold:
@@ -126,7 +135,7 @@ class TestRoster:
         return mold
 
     def wear(self, roster: Roster, *reasons: Reason) -> int:
-        worker = roster.take(0.0, time.monotonic(), time.monotonic())
+        worker = taken(roster)
         roster.release(worker, worn=reasons)
         return worker.pid
 
@@ -152,7 +161,7 @@ class TestRoster:
 
     def test_a_worker_that_has_died_waits_no_more(self, mold: FakeMold) -> None:
         """What would have been replaced is gone."""
-        worker = mold.roster.take(0.0, time.monotonic(), time.monotonic())
+        worker = taken(mold.roster)
         mold.roster.release(worker, worn=(USES,))
         mold.roster.exited(worker, "SIGKILL")
         assert () == mold.roster.postponed

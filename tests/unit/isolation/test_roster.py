@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from modelguard import Backoff, Breaker, telemetry
-from modelguard.errors import CircuitOpen, DeadlineExceeded
+from modelguard.errors import CircuitOpen
 from modelguard.isolation import _roster, _worker_process
 from modelguard.isolation._crew import Crew
 from modelguard.isolation._roster import MoldGone, Roster
+from modelguard.isolation._waiting import Waiter
 from modelguard.isolation._worker_process import Worker
 
 SIZE = 2
@@ -154,12 +155,16 @@ class RosterMachine(RuleBasedStateMachine):
         """On the current mold most of the time; a call that has just met an old one is sent on."""
         mold = self.molds[pick] if pick < len(self.molds) else self.current
         try:
-            worker = mold.roster.take(0.0, self.clock.now, self.clock.now)
+            waiter = Waiter[Worker]()
+            worker = mold.roster.request(waiter)
         except MoldGone:
             assert mold.closed
-        except (DeadlineExceeded, CircuitOpen):
+        except CircuitOpen:
             assert not mold.closed
         else:
+            if worker is None:
+                assert mold.roster.withdraw(waiter)
+                return
             assert not mold.closed
             assert worker not in [taken for _, taken in self.calls]
             assert worker in mold.alive()

@@ -1,0 +1,315 @@
+"""How a call gets its worker: it waits for a load and then in line, and no thread waits with it.
+
+Whoever has a worker has a thread; whoever waits for one needs none. So no thread that waits can hold up the steps of a
+stream, or the calls of another key.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Protocol
+
+from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull
+from modelguard.isolation._channel import Channel
+from modelguard.serving._shared_threads import SharedThread, SharedWatch
+from modelguard.telemetry import Reason, WorkerEndCause
+
+__all__ = ["Claim", "Claims", "Limits", "Place", "Taken", "ThreadClaim", "aside"]
+
+#: Seconds of ``retry_after`` where no rate is known.
+_RETRY = 1.0
+
+
+class Limits(NamedTuple):
+    """The times of one call, on the monotonic clock.
+
+    Attributes:
+        arrived: When it was made.
+        until: When its caller's own deadline ends; infinity for none.
+    """
+
+    arrived: float
+    until: float = math.inf
+
+
+class Taken(Protocol):
+    """A worker that one call has for itself."""
+
+    @property
+    def channel(self) -> Channel:
+        """To the worker."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 while it is not known."""
+        ...
+
+    def release(self, *, worn: tuple[Reason, ...]) -> None:
+        """Give the worker back after its answer; ``worn``: why it asked for its replacement, empty if it did not."""
+        ...
+
+    def put_back(self) -> None:
+        """Give the worker back without a call. Instead of all the others."""
+        ...
+
+    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
+        """Record that the worker has ended in its call, or end it; returns how it ended, for people.
+
+        Args:
+            cause: ``"crashed"`` if it has ended by itself; anything else ends it.
+            blame: Whether it may have been the call's fault.
+        """
+        ...
+
+    def leave(self) -> None:
+        """The call has ended, whatever came of it. After :meth:`release` or :meth:`lose`."""
+
+
+class Place(Protocol):
+    """Where a claim waits.
+
+    Attributes:
+        loading: Whether it waits for a load there.
+    """
+
+    loading: bool
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing to wait for at this place any more."""
+        ...
+
+    def leave(self) -> bool:
+        """Wait there no more; false if it does not wait there, or has its worker already. From any thread."""
+        ...
+
+
+class Claim:
+    """A call that asks for a worker. It ends once: with a worker, with an error, or withdrawn. Thread-safe.
+
+    Args:
+        limits: The call's times.
+        key: Which of a pool's models it needs.
+        then: Called with it when it has ended, unless it was withdrawn. With a worker, from any thread and under any
+            lock, so it must not block.
+
+    Attributes:
+        place: Where it waits; None if it does not wait.
+        until: When the wait at that place ends, on the monotonic clock.
+        taken: The worker that it has got.
+        error: Why it has got none.
+    """
+
+    __slots__ = ("_claims", "_late", "_open", "error", "key", "limits", "place", "taken", "then", "until")
+
+    def __init__(self, limits: Limits, key: object, then: Callable[[Claim], object]) -> None:
+        self.limits = limits
+        self.key = key
+        self.then = then
+        self.place: Place | None = None
+        self.until = math.inf
+        self.taken: Taken | None = None
+        self.error: BaseException | None = None
+        self._claims: Claims | None = None
+        self._late: Callable[[], Exception] | None = None
+        self._open = [None]  # who takes the entry out ends it: one operation, so no lock is needed
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, or is ending."""
+        return not self._open
+
+    # For the scope
+
+    def wait(self, claims: Claims, until: float, late: Callable[[], Exception]) -> None:
+        """Wait at :attr:`place`, at most until then, or until the caller's own deadline.
+
+        Args:
+            claims: Those of the scope.
+            until: On the monotonic clock.
+            late: Makes the error for a wait that has lasted until then.
+        """
+        self._claims, self._late, self.until = claims, late, min(until, self.limits.until)
+        claims.add(self)
+        if self.ended:  # meanwhile
+            claims.remove(self)
+            self._leave()
+
+    def grant(self, taken: Taken) -> bool:
+        """Give it a worker; false if it has ended meanwhile."""
+        if not self._end():
+            return False
+        self.taken = taken
+        self.then(self)
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """There is no worker for it. Runs callbacks of users, so never under a lock; else :func:`aside`."""
+        if self._end():
+            self.error = error
+            self.then(self)
+
+    # For the caller
+
+    def withdraw(self) -> bool:
+        """Ask no more; false if it has ended."""
+        if not self._end():
+            return False
+        self._leave()
+        return True
+
+    def expire(self, now: float) -> None:
+        """End the wait if it has lasted long enough."""
+        if now < self.until or not self._end():
+            return
+        self._leave()
+        late = self._late if now < self.limits.until else None
+        self.error = self._too_late(now) if late is None else late()
+        self.then(self)
+
+    def _too_late(self, now: float) -> DeadlineExceeded:
+        name = "" if self._claims is None else self._claims.name
+        return DeadlineExceeded(name, waited=now - self.limits.arrived)
+
+    def _leave(self) -> None:
+        place = self.place
+        if place is not None:
+            place.leave()
+
+    def _end(self) -> bool:
+        try:
+            self._open.pop()
+        except IndexError:
+            return False
+        if self._claims is not None:
+            self._claims.remove(self)
+        return True
+
+
+class ThreadClaim(Claim):
+    """The claim of a thread that blocks."""
+
+    __slots__ = ("_woken",)
+
+    def __init__(self, limits: Limits, key: object) -> None:
+        super().__init__(limits, key, _wake)
+        self._woken: SimpleQueue[None] | None = None
+
+    def wait(self, claims: Claims, until: float, late: Callable[[], Exception]) -> None:
+        """As in every claim; the thread waits no longer than that either."""
+        if self._woken is None:
+            self._woken = SimpleQueue()
+        super().wait(claims, until, late)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the thread look."""
+        if self._woken is not None:
+            self._woken.put(None)
+
+    def result(self) -> Taken:
+        """Block until it has ended.
+
+        Raises:
+            BaseException: Why there is no worker.
+        """
+        try:
+            while self.taken is None and self.error is None:
+                self._sleep()
+        except BaseException:  # Ctrl-C
+            if not self.withdraw():
+                while self.taken is None and self.error is None:  # another thread is about to set one of them
+                    time.sleep(0)
+                if self.taken is not None:
+                    self.taken.put_back()
+            raise
+        if self.error is not None:
+            raise self.error
+        assert self.taken is not None  # noqa: S101 - for the checkers
+        return self.taken
+
+    def _sleep(self) -> None:
+        assert self._woken is not None  # noqa: S101 - it waits
+        left = min(self.until - time.monotonic(), threading.TIMEOUT_MAX)
+        try:
+            self._woken.get(timeout=max(0.0, left))
+        except Empty:
+            self.expire(time.monotonic())
+
+
+def _wake(claim: Claim) -> None:
+    assert isinstance(claim, ThreadClaim)  # noqa: S101 - for the checkers
+    claim.wake()
+
+
+class Claims:
+    """The calls of one function that wait. Thread-safe.
+
+    Args:
+        name: The function's name.
+        most_loading: How many may wait for a load.
+    """
+
+    def __init__(self, name: str, *, most_loading: int) -> None:
+        self.name = name
+        self._most_loading = most_loading
+        self._waiting: dict[Claim, None] = {}
+        self._lock = threading.RLock()  # reentrant: the garbage collector may end a dropped stream at any point
+        self._watch = SharedWatch(name, self._lock, self._next, self._expire)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Claim]:
+        return iter(tuple(self._waiting))
+
+    def add(self, claim: Claim) -> None:
+        """A claim waits."""
+        self._waiting[claim] = None
+        # A thread looks at the time by itself.
+        if claim.until < self._watch.due and not isinstance(claim, ThreadClaim):
+            with self._lock:
+                if claim.until < self._watch.due:
+                    self._watch.schedule(claim.until)
+
+    def remove(self, claim: Claim) -> None:
+        """It waits no more."""
+        self._waiting.pop(claim, None)
+
+    def check_room(self) -> None:
+        """Check whether one more may wait for a load. How many may wait for a worker, the roster knows.
+
+        Raises:
+            QueueFull: Too many do.
+        """
+        if len(self._waiting) >= self._most_loading:
+            queued = sum(claim.place is not None and claim.place.loading for claim in self)
+            if queued >= self._most_loading:
+                raise QueueFull(self.name, queued=queued, retry_after=_RETRY)
+
+    def close(self) -> None:
+        """Refuse what waits without a thread. The others are served, or get their error, as their molds end."""
+        for claim in self:
+            if not isinstance(claim, ThreadClaim) and claim.withdraw():
+                claim.error = GuardClosed(self.name)
+                claim.then(claim)
+
+    def _next(self, now: float) -> float:
+        return min((claim.until for claim in self if claim.until > now), default=math.inf)
+
+    def _expire(self, now: float) -> None:
+        for claim in self:
+            claim.expire(now)
+
+
+def aside(work: Callable[[], object]) -> None:
+    """Run what may block, or runs code of users, in a thread of its own; in this one if the system gives none."""
+    try:
+        SharedThread(work, "modelguard-isolated-call").start()
+    except RuntimeError:
+        work()

@@ -1,0 +1,267 @@
+"""What the scopes whose molds belong to this process have in common: how a call gets a worker of a mold."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from typing import Any, Protocol
+
+from modelguard.errors import DeadlineExceeded, Reloading
+from modelguard.isolation._channel import Channel
+from modelguard.isolation._claims import Claim, Claims, Limits, Taken, ThreadClaim, aside
+from modelguard.isolation._molds import Mold
+from modelguard.isolation._options import IsolationOptions
+from modelguard.isolation._roster import MoldGone
+from modelguard.isolation._supervisor import supervisor
+from modelguard.isolation._waiting import Waiter
+from modelguard.isolation._worker_process import Worker
+from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._generation import Generation
+from modelguard.telemetry import Reason, WorkerEndCause
+
+__all__ = ["Loan", "MoldScope"]
+
+#: Seconds between two looks whether a mold that calls wait at has been replaced.
+_LOOK = 0.02
+
+
+class Loan(Protocol):
+    """A lease on a mold."""
+
+    @property
+    def engine(self) -> Engine[Mold]:
+        """Of the guard whose model the mold is."""
+        ...
+
+    @property
+    def generation(self) -> Generation[Mold] | None:
+        """The mold's."""
+        ...
+
+    @property
+    def model(self) -> Mold:
+        """The mold."""
+        ...
+
+    def end(self, *, failed: bool) -> None:
+        """Return it."""
+
+
+class _Taken:
+    """A worker, and a lease on its mold."""
+
+    __slots__ = ("_loan", "_roster", "_worker", "channel")
+
+    def __init__(self, loan: Loan, worker: Worker) -> None:
+        self._loan = loan
+        self._roster = loan.model.roster
+        self._worker = worker
+        self.channel: Channel = worker.channel
+
+    @property
+    def pid(self) -> int:
+        return self._worker.pid
+
+    def release(self, *, worn: tuple[Reason, ...]) -> None:
+        self._roster.release(self._worker, worn=worn)
+
+    def put_back(self) -> None:
+        self._roster.release(self._worker, worn=(), counts=False)
+        self.leave()
+
+    def lose(self, cause: WorkerEndCause, *, blame: bool = True) -> str:
+        return self._roster.lose(self._worker, cause, blame=blame)
+
+    def leave(self) -> None:
+        self._loan.end(failed=False)
+
+
+class _InLine(Waiter[Worker]):
+    """In line for a worker of a mold, with a lease on it."""
+
+    loading = False
+
+    def __init__(self, scope: MoldScope, claim: Claim, loan: Loan) -> None:
+        super().__init__()
+        self._scope = scope
+        self._claim = claim
+        self._loan = loan
+        self._roster = loan.model.roster
+
+    @property
+    def over(self) -> bool:
+        return self._scope.has_replaced(self._loan, self._claim.key)
+
+    def leave(self) -> bool:
+        if not self._roster.withdraw(self):
+            return False
+        self._loan.end(failed=False)
+        return True
+
+    def join(self) -> bool:
+        """Take a free worker, or a place in the line; returns whether it is a place."""
+        worker = self._roster.request(self)
+        if worker is not None:
+            self._grant(worker)
+        return worker is None
+
+    def wake(self) -> None:
+        if self.worker is not None:
+            self._grant(self.worker)
+        elif isinstance(self.error, MoldGone):
+            self._scope.await_next_mold(self._claim, self._loan)
+        else:
+            aside(partial(self._fail, self.error))
+
+    def _grant(self, worker: Worker) -> None:
+        taken = _Taken(self._loan, worker)
+        if not self._claim.grant(taken):
+            supervisor().call(taken.put_back)  # not under the roster's lock
+
+    def _fail(self, error: Exception | None) -> None:
+        assert error is not None  # noqa: S101 - for the checkers
+        self._loan.end(failed=False)
+        self._claim.fail(error)
+
+
+class _Stranded:
+    """At a mold that has ended, until another one takes its place."""
+
+    loading = False
+
+    def __init__(self, generation: Generation[Mold] | None) -> None:
+        self._generation = generation
+
+    @property
+    def over(self) -> bool:
+        return self._generation is None or self._generation.retired
+
+    def leave(self) -> bool:
+        return True
+
+
+class MoldScope:
+    """Hands out workers of molds. See :class:`~modelguard.isolation._scope.Scope`.
+
+    Args:
+        options: Of the function.
+        wait_timeout: Seconds that a call waits for the next mold at most.
+
+    Attributes:
+        claims: The calls that wait.
+    """
+
+    def __init__(self, options: IsolationOptions, wait_timeout: float) -> None:
+        self._name = options.name
+        self._timeout = math.inf if options.timeout is None else options.timeout
+        self._wait_timeout = wait_timeout
+        self._looking = False
+        self.claims = Claims(options.name, most_loading=options.max_queue + options.workers)
+
+    # Where the molds come from
+
+    def _lend(self, key: Any) -> Loan | None:
+        """Take a lease on the mold; None if there is none yet. Does not block."""
+        raise NotImplementedError
+
+    def _wait_for_load(self, claim: Claim) -> bool:
+        """Have the claim wait for a mold, which is loaded if need be; false if there is one now. Does not block."""
+        raise NotImplementedError
+
+    def has_replaced(self, loan: Loan, key: Any) -> bool:
+        """Whether new calls get another mold, so that those that wait at this one should leave it."""
+        raise NotImplementedError
+
+    # Calls
+
+    def take(self, limits: Limits, key: Any = None) -> Taken:
+        """Take a worker, and with it a lease on its mold. Blocks."""
+        loan = self._lend(key)
+        if loan is not None and (taken := self._take_now(loan)) is not None:
+            return taken
+        claim = ThreadClaim(limits, key)
+        self.request(claim)
+        return claim.result()
+
+    def _take_now(self, loan: Loan) -> Taken | None:
+        """Take a worker if that needs no waiting: most calls do without a claim."""
+        worker = None
+        try:
+            worker = loan.model.roster.take_now()
+        except MoldGone:
+            pass
+        finally:
+            if worker is None:
+                loan.end(failed=False)
+        return None if worker is None else _Taken(loan, worker)
+
+    def request(self, claim: Claim) -> None:
+        """Take a worker for a call that does not block."""
+        try:
+            self._advance(claim)
+        except Exception as error:  # noqa: BLE001 - it is the call's
+            claim.fail(error)
+
+    def _go_on(self, claim: Claim) -> None:
+        """:meth:`request` anew, in a thread that must not run code of users."""
+        try:
+            self._advance(claim)
+        except Exception as error:  # noqa: BLE001 - it is the call's
+            aside(partial(claim.fail, error))
+
+    def _advance(self, claim: Claim) -> None:
+        while not claim.ended:
+            loan = self._lend(claim.key)
+            if loan is not None:
+                self._line_up(claim, loan)
+                return
+            if self._wait_for_load(claim):
+                return
+
+    def _line_up(self, claim: Claim, loan: Loan) -> None:
+        """Take a worker of this mold, or wait for one."""
+        place = claim.place = _InLine(self, claim, loan)
+        try:
+            waits = place.join()
+        except MoldGone:
+            self.await_next_mold(claim, loan)
+            return
+        except BaseException:
+            loan.end(failed=False)
+            raise
+        if waits:
+            since = time.monotonic()
+            claim.wait(self.claims, since + self._timeout, partial(self._too_late, claim))
+            self._look_soon()
+
+    def await_next_mold(self, claim: Claim, loan: Loan) -> None:
+        """The mold has ended: wait for the next one."""
+        claim.place = _Stranded(loan.generation)
+        loan.end(failed=False)
+        since = time.monotonic()
+        claim.wait(self.claims, since + self._wait_timeout, partial(self._reloading, since))
+        self._look_soon()
+
+    def _too_late(self, claim: Claim) -> DeadlineExceeded:
+        return DeadlineExceeded(self._name, waited=time.monotonic() - claim.limits.arrived)
+
+    def _reloading(self, since: float) -> Reloading:
+        return Reloading(self._name, waited=time.monotonic() - since)
+
+    # Replaced molds
+
+    def _look_soon(self) -> None:
+        if not self._looking:
+            self._looking = True
+            supervisor().later(_LOOK, self._look)
+
+    def _look(self) -> None:
+        """Have those go on who wait at a mold that has been replaced: neither is to wait for the other."""
+        self._looking = False
+        for claim in self.claims:
+            place = claim.place
+            if place is not None and place.over and place.leave():
+                self._go_on(claim)
+        if self.claims:
+            self._look_soon()

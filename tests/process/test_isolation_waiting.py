@@ -1,0 +1,247 @@
+"""Calls of isolated functions that wait: whoever has a worker goes on, and whoever gives up leaves no place behind."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.process import isolated_functions as functions
+from tests.process.harness import run_python, wait_until
+
+from modelguard import deadline
+from modelguard.errors import DeadlineExceeded, QueueFull, RemoteError
+
+pytestmark = pytest.mark.timeout(180)
+
+#: Seconds: far more than any of this takes, also on a busy machine.
+PATIENCE = 60.0
+
+HELD = pytest.mark.parametrize("function", [functions.held, functions.shared_held], ids=["process", "host"])
+
+
+async def collected(items: Any) -> list[int]:
+    """All items of a stream."""
+    return [item async for item in items]
+
+
+async def attempted(call: Any) -> Any:
+    """Await a call, and not for ever."""
+    return await asyncio.wait_for(call, PATIENCE)
+
+
+def by_aio(function: Any, *args: Any) -> Any:
+    return asyncio.run(attempted(function.aio(*args)))
+
+
+def by_submit(function: Any, *args: Any) -> Any:
+    return function.submit(*args).result(PATIENCE)
+
+
+def by_call(function: Any, *args: Any) -> Any:
+    return function(*args)
+
+
+DOORS: tuple[Callable[..., Any], ...] = (by_call, by_aio, by_submit)
+
+
+def by_all_doors(function: Any, *args: Any, within: str | None = None) -> list[Future[Any]]:
+    """A call by each door at the same time, each in a thread and with a deadline of its own."""
+
+    def call(door: Callable[..., Any]) -> Any:
+        with nullcontext() if within is None else deadline(within):
+            return door(function, *args)
+
+    threads = ThreadPoolExecutor(len(DOORS))
+    calls = [threads.submit(call, door) for door in DOORS]
+    threads.shutdown(wait=False)
+    return calls
+
+
+def errors_of(calls: list[Future[Any]]) -> list[type | None]:
+    """What each of the calls has raised."""
+    return [None if (error := call.exception(PATIENCE)) is None else type(error) for call in calls]
+
+
+class Holder:
+    """Keeps the only worker of ``held`` until it is told to let go."""
+
+    def __init__(self, function: Any, path: Path) -> None:
+        self.path = path
+        self.call: Future[str] = function.submit(str(path))
+        wait_until(lambda: "busy" in {one.state for one in function.status().workers}, "the worker is held")
+        wait_until(lambda: 0 == function.status().queued, "this process knows it")
+
+    def let_go(self) -> None:
+        assert not self.call.done()
+        self.path.touch()
+        assert str(self.path) == self.call.result(PATIENCE)
+
+
+class TestStreams:
+    @pytest.mark.parametrize("function", [functions.ticks, functions.shared_ticks], ids=["process", "host"])
+    def test_more_async_streams_than_workers_all_end(self, function: Any) -> None:
+        """Those that have a worker take their steps, whoever waits for one."""
+
+        async def main() -> list[list[int]]:
+            return await asyncio.gather(*(collected(function(5)) for _ in range(8)))
+
+        with function:
+            assert 8 * [[0, 1, 2, 3, 4]] == asyncio.run(attempted(main()))
+
+    @pytest.mark.parametrize("function", [functions.ticks, functions.shared_ticks], ids=["process", "host"])
+    def test_a_stream_that_is_cancelled_answers_before_its_step_has_ended(self, function: Any, tmp_path: Path) -> None:
+        """The worker ends the step that it has begun, and then takes other calls."""
+        there = tmp_path / "there"
+
+        async def main() -> None:
+            streams = [asyncio.ensure_future(collected(function(1, str(there)))) for _ in range(2)]
+            await asyncio.to_thread(
+                wait_until, lambda: 2 == sum(one.state == "busy" for one in function.status().workers), "two steps"
+            )
+            for stream in streams:
+                stream.cancel()
+            ended = await attempted(asyncio.gather(*streams, return_exceptions=True))
+            assert [asyncio.CancelledError] * 2 == [type(one) for one in ended]
+            assert not there.exists()
+            there.touch()
+            assert [0, 1] == await attempted(collected(function(2)))
+
+        with function:
+            asyncio.run(main())
+
+
+class TestErrors:
+    def test_an_error_that_would_end_its_caller_is_named(self) -> None:
+        """What would end the iteration or the task of the caller arrives as an error, by every door."""
+        with functions.signalling as signalling:
+            for which, door in itertools.product(functions.SIGNALS, DOORS):
+                with pytest.raises(RemoteError, match=r"signalling\(\) raised") as caught:
+                    door(signalling, which)
+                assert type(functions.SIGNALS[which]()) is type(caught.value.__cause__)
+
+
+class TestGivingUp:
+    @HELD
+    def test_a_deadline_ends_the_wait_for_a_worker(self, function: Any, tmp_path: Path) -> None:
+        """By every door, while the worker still has the call before."""
+        with function:
+            holder = Holder(function, tmp_path / "there")
+            assert [DeadlineExceeded] * 3 == errors_of(by_all_doors(function, within="200ms"))
+            assert 0 == function.status().queued
+            holder.let_go()
+
+    @pytest.mark.parametrize("function", [functions.loads_late, functions.shared_loads_late], ids=["process", "host"])
+    def test_a_deadline_ends_the_wait_for_a_load(
+        self, function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By every door, while the model still loads."""
+        there = tmp_path / "there"
+        monkeypatch.setenv("ISOLATION_LOADS_AT", str(there))
+        function._reopen()
+        try:
+            assert [DeadlineExceeded] * 3 == errors_of(by_all_doors(function, within="200ms"))
+            there.touch()
+            assert ["answer"] * 3 == [call.result(PATIENCE) for call in by_all_doors(function)]
+        finally:
+            there.touch()
+            function.close()
+
+    def test_a_deadline_ends_the_wait_for_the_model_of_a_key(self, tmp_path: Path) -> None:
+        """By every door, while that model still loads."""
+        there = tmp_path / "there"
+        with functions.loads_when_there as loads_when_there:
+            calls = by_all_doors(loads_when_there, str(there), within="200ms")
+            assert [DeadlineExceeded] * 3 == errors_of(calls)
+            there.touch()
+            calls = by_all_doors(loads_when_there, str(there))
+            assert [str(there)] * 3 == [call.result(PATIENCE) for call in calls]
+
+    @HELD
+    def test_calls_that_are_cancelled_leave_the_line(self, function: Any, tmp_path: Path) -> None:
+        """They do not count, and others have their places at once."""
+
+        async def main() -> None:
+            calls = [asyncio.ensure_future(function.aio()) for _ in range(10)]
+            await asyncio.sleep(0)
+            assert 10 == function.status().queued
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+            assert 0 == function.status().queued
+
+        with function:
+            holder = Holder(function, tmp_path / "there")
+            asyncio.run(main())
+            submitted = [function.submit() for _ in range(10)]
+            assert [True] * 10 == [call.cancel() for call in submitted]
+            wait_until(lambda: 0 == function.status().queued, "an empty line")
+            others: list[Future[str]] = []
+
+            def admitted() -> bool:
+                with suppress(QueueFull):  # the broker hears a moment later that a call has gone
+                    others.append(function.submit())
+                return 10 == len(others)
+
+            wait_until(admitted, "ten places")
+            holder.let_go()
+            assert [""] * 10 == [other.result(PATIENCE) for other in others]
+
+
+class TestLoads:
+    def test_callers_of_a_key_that_loads_hold_up_no_other_key(self, tmp_path: Path) -> None:
+        """However many they are: the calls of a loaded key are answered meanwhile."""
+        there = tmp_path / "there"
+
+        async def main() -> None:
+            function = functions.loads_when_there
+            assert "" == await attempted(function.aio(""))
+            waiting = [asyncio.ensure_future(function.aio(str(there))) for _ in range(45)]
+            for _ in range(3):
+                assert "" == await attempted(function.aio(""))
+                assert "" == await attempted(asyncio.to_thread(function, ""))
+            assert (False, 45) == (any(call.done() for call in waiting), function.status().queued)
+            there.touch()
+            assert [str(there)] * 45 == await attempted(asyncio.gather(*waiting))
+
+        with functions.loads_when_there:
+            asyncio.run(main())
+
+    @HELD
+    def test_who_waits_goes_to_the_new_mold(self, function: Any, tmp_path: Path) -> None:
+        """Calls that wait when the mold is replaced are answered by the new one; the old one serves its call."""
+        with function:
+            holder = Holder(function, tmp_path / "there")
+            calls = by_all_doors(function)
+            wait_until(lambda: 3 == function.status().queued, "the calls wait")
+            function.reload()
+            assert [""] * 3 == [call.result(PATIENCE) for call in calls]
+            holder.let_go()
+
+
+FORKS = """
+import json, os, sys
+sys.path.insert(0, {folder!r})
+from app import echo
+
+with echo:
+    assert 1 == echo.submit(1).result(30)
+    child = os.fork()
+    if not child:
+        os._exit(0 if 2 == echo.submit(2).result(60) else 1)
+    status = os.waitpid(child, 0)[1]
+    print(json.dumps([os.waitstatus_to_exitcode(status), echo.submit(3).result(30)]))
+"""
+
+
+def test_a_forked_child_submits_calls_too(tmp_path: Path) -> None:
+    """With threads of its own: those of its parent are not there."""
+    (tmp_path / "app.py").write_text(
+        "from modelguard import isolate\n\n@isolate(workers=1)\ndef echo(value):\n    return value\n"
+    )
+    assert [0, 3] == run_python(FORKS.format(folder=str(tmp_path)), 120)
