@@ -304,7 +304,7 @@ def test_a_pool_s_private_memory_stays_within_its_budget_and_one_model(
 
         def work(seed):
             draw = random.Random(seed)
-            for _ in range({40 // threads}):
+            for _ in range({24 // threads}):
                 with models.lease(draw.randrange({budget // size + 3})), one_reads:
                     seen[0] = max(seen[0], memory.private(fresh=True) - before)
 
