@@ -270,7 +270,7 @@ KINDS = {
     "arrays-of-1-MB": ("bytearray(b'1') * 1_000_000", 1, 20),
     "arrays-of-20-MB": ("bytearray(b'1') * 20_000_000", 20, 70),
     "arrays-of-60-MB": ("bytearray(b'1') * 60_000_000", 60, 130),
-    "objects": ("{f'key {i}': [f'value {i}', i] for i in range(80_000)}", 20, 70),
+    "objects": ("{f'key {i}': [f'value {i}', i] for i in range(40_000)}", 10, 35),
 }
 
 
