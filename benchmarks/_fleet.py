@@ -159,6 +159,8 @@ class Replica:
             limit=lambda: 4 * GB,
             trim=lambda: "simulated",
             in_use=lambda: None,
+            python_in_use=lambda: None,
+            returning=nullcontext,
             held=lambda: None,
             check_trim=lambda: None,
             fingerprint=self._fingerprint,

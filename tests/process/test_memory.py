@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,8 +33,10 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def run(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+def run(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=50, check=False
+    )
     assert 0 == done.returncode, done.stderr
     return done.stdout
 
@@ -41,6 +45,53 @@ def test_a_child_never_gets_its_parents_reading() -> None:
     """Right after a fork the child's private memory is small: it shares the parent's data."""
     parent, own = map(int, run(FORK).split())
     assert 90_000_000 < parent - own
+
+
+NEW_FILE = """
+import json, mmap, os, sys
+from modelguard import memory
+
+SIZE = 60_000_000
+access, forked, folder = sys.argv[1], sys.argv[2] == "forked", sys.argv[3]
+ballast = bytearray(b"1") * 80_000_000
+if forked:
+    siblings = [os.fork() for _ in range(3)]
+    if all(siblings):
+        sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in siblings))
+    for at in range(0, 40_000_000, 4096):  # half of it becomes the child's own
+        ballast[at] = 2
+memory.usage()
+path = f"{folder}/{os.getpid()}"
+before = memory.private(fresh=True)
+with open(path, "wb+") as file:
+    for _ in range(600):
+        file.write(b"1" * 100_000)  # larger blocks would stay with glibc
+    file.flush()
+    view = mmap.mmap(file.fileno(), SIZE, access=getattr(mmap, f"ACCESS_{access}"))
+os.unlink(path)
+sum(view[at] for at in range(0, SIZE, 4096))
+read = memory.private(fresh=True)
+if access == "COPY":
+    for at in range(0, SIZE // 2, 4096):
+        view[at] = 1
+print(json.dumps([read - before, memory.private(fresh=True) - read]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("forked", ["alone", "forked"])
+@pytest.mark.parametrize(("access", "expected"), [("READ", 0), ("COPY", 30_000_000)])
+def test_a_file_that_was_just_written_is_not_private_memory(
+    tmp_path: Path, access: str, expected: int, forked: str
+) -> None:
+    """Mapping a model that was downloaded a moment ago is no growth, whether its pages are on the disk yet or not."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
+    inside = max((m for m in mounts if tmp_path.is_relative_to(m[1])), key=lambda m: len(m[1]))
+    if inside[2] == "tmpfs":
+        pytest.skip("the folder of the tests is memory, and not on a disk")
+    for line in run(NEW_FILE, access, forked, str(tmp_path)).splitlines():
+        read, written = json.loads(line)
+        assert (0, expected) == (pytest.approx(read, abs=5e6), pytest.approx(written, abs=5e6))
 
 
 def test_another_process_is_read_until_it_is_gone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import platform
 import random
 import sys
 import threading
@@ -263,6 +264,62 @@ def test_a_pool_keeps_its_budget_in_real_memory() -> None:
     )
     assert most <= 4
     assert grown < 100_000_000
+
+
+KINDS = {
+    "arrays-of-1-MB": ("bytearray(b'1') * 1_000_000", 1, 20),
+    "arrays-of-20-MB": ("bytearray(b'1') * 20_000_000", 20, 70),
+    "arrays-of-60-MB": ("bytearray(b'1') * 60_000_000", 60, 130),
+    "objects": ("{f'key {i}': [f'value {i}', i] for i in range(40_000)}", 10, 35),
+}
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc keeps is judged here")
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("threads", [1, 8])
+@pytest.mark.parametrize(("made", "size", "budget"), KINDS.values(), ids=KINDS)
+def test_a_pool_s_private_memory_stays_within_its_budget_and_one_model(
+    made: str, size: int, budget: int, threads: int
+) -> None:
+    """Under glibc as it comes, wherever models were loaded; and when the pool is closed, arrays are gone."""
+    worst, after, unexplained = run_python(
+        f"""
+        import array, gc, json, random, threading
+        from concurrent.futures import ThreadPoolExecutor
+        from modelguard import memory, pool, telemetry
+
+        class Model:
+            def __init__(self, key):
+                self.data = {made}
+
+        seen, one_reads = array.array("q", [0, 0]), threading.Lock()  # no object that would lie among those of models
+
+        def hook(event):
+            if isinstance(event, telemetry.GenerationReleased):
+                seen[1] += event.freed < {size} * 250_000 and event.kept is None and {size} > 16
+
+        telemetry.set_hooks([hook])
+        models = pool(Model, max_memory="{budget} MB", wait_timeout=100, name="models")
+        before = memory.private(fresh=True)
+
+        def work(seed):
+            draw = random.Random(seed)
+            for _ in range({24 // threads}):
+                with models.lease(draw.randrange({budget // size + 3})), one_reads:
+                    seen[0] = max(seen[0], memory.private(fresh=True) - before)
+
+        with ThreadPoolExecutor({threads}) as pool_of_threads:
+            list(pool_of_threads.map(work, range({threads})))
+        models.close()
+        gc.collect()
+        print(json.dumps([seen[0], memory.private(fresh=True) - before, seen[1]]))
+        """,
+        140,
+    )
+    other = 6_000_000  # of the process: late imports, threads, and what lies between
+    assert worst < 1e6 * (budget + size) + other
+    assert made.startswith("{") or after < other
+    assert 0 == unexplained
 
 
 @pytest.mark.timeout(60)

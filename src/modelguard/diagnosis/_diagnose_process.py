@@ -63,11 +63,6 @@ def diagnose_process(
             return Watched(inside, clock, sleep, progress).report(subject, seconds)
 
 
-def _private(pid: int) -> int:
-    usage = _memory.usage(pid)
-    return (usage.private_dirty or 0) + (usage.swap or 0)
-
-
 @dataclass(frozen=True)
 class Watched:
     """A process that is watched.
@@ -84,7 +79,7 @@ class Watched:
     clock: Callable[[], float]
     sleep: Callable[[float], None]
     progress: Progress
-    private: Callable[[int], int] = _private
+    private: Callable[[int], int] = _memory.private_of
 
     def report(self, subject: str, seconds: float) -> GrowthReport:
         """Watch it for so long, and judge."""

@@ -206,7 +206,7 @@ def _process(pid: int, role: Role, root: Path, answers: Answers) -> ServiceProce
     return ServiceProcess(
         pid,
         role,
-        private=(usage.private_dirty or 0) + swap,
+        private=_memory.private_of(pid, root),
         shared=usage.shared_dirty or 0,
         swap=swap,
         threads=int(status.get("Threads", "1")),

@@ -18,7 +18,7 @@ from typing import Any
 
 from modelguard.diagnosis import _redact
 from modelguard.diagnosis._variables import KNOWN
-from modelguard.environment import _proc
+from modelguard.environment import _memory, _proc
 from modelguard.environment._program import locate
 from modelguard.errors import InvalidOption
 
@@ -128,8 +128,7 @@ class Session:
 
     def private(self) -> dict[int, int]:
         """The bytes that each of its processes has written for itself."""
-        sums = ((pid, _proc.if_readable(_proc.memory_sums, pid) or {}) for pid in self.pids())
-        return {pid: found.get("Private_Dirty", 0) + found.get("Swap", 0) for pid, found in sums}
+        return {pid: _memory.private_of(pid) for pid in self.pids()}
 
     def stop(self) -> None:
         """End it and everything that it has started."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from modelguard.environment import _proc
+from modelguard.environment import _memory
 from modelguard.errors import InvalidOption, ModelGuardError
 
 __all__ = ["Arguments", "Say", "Target", "held_by_workers", "inputs", "is_async", "load", "private_of", "run_program"]
@@ -183,8 +183,7 @@ def held_by_workers() -> int:
 
 def private_of(pids: Iterable[int]) -> int:
     """Private memory of these processes; of those that have ended, nothing."""
-    sums = [_proc.if_readable(_proc.memory_sums, pid) or {} for pid in pids]
-    return sum(found.get("Private_Dirty", 0) + found.get("Swap", 0) for found in sums)
+    return sum(map(_memory.private_of, pids))
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,11 +23,30 @@ from modelguard.errors import NotSupported
 if TYPE_CHECKING:  # a service that only guards a model needs none of them
     from modelguard.environment._allocator_kinds import Figures, How, Kind, Library, Problem, SmallObjects
 
-__all__ = ["AllocatorInForce", "AllocatorInfo", "detect", "in_force", "restart_threads", "stats", "trim"]
+__all__ = [
+    "AllocatorInForce",
+    "AllocatorInfo",
+    "Thresholds",
+    "detect",
+    "in_force",
+    "restart_threads",
+    "returning",
+    "stats",
+    "trim",
+]
 
 _THREADS = "restarting jemalloc's background threads"
 _TRIMMING = "returning freed memory to the system"
 _DETECTING = "finding the library that serves malloc"
+
+# Parameters of mallopt, of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+#: Bytes of glibc's thresholds, for trimming and for mappings, at the start of a process.
+_INITIAL = 2**17, 2**17
+#: And the highest that glibc sets them to by itself, on machines of 64 bits, as blocks of that size are freed.
+_USUAL = 2**24, 2**25
+#: Whoever sets one of these has set the thresholds, or keeps glibc from adjusting them.
+_THRESHOLDS = ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "TOP_PAD", "MMAP_MAX")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +224,87 @@ def restart_threads(library: Library | None = None) -> None:
         raise NotSupported(_THREADS, reason=f"jemalloc ({library.path}) refused to start them")
 
 
+class Thresholds:
+    """glibc's thresholds, kept low as long as models are loaded or released.
+
+    As a program frees larger blocks, glibc takes blocks of up to 32 MB from the heap of the thread that asks, and keeps
+    up to 64 MB that are free at the top of each heap. ``malloc_trim`` cuts the top of the main heap alone. So of a
+    model in large blocks much stays where it was loaded, as often as there are loading threads. With low thresholds
+    large blocks are mapped one by one, and go back when they are freed, also by another thread and later. Calls would
+    pay for that with page faults; so between loads the thresholds are where glibc's own adjusting ends.
+
+    Args:
+        library: Finds the file that serves ``malloc``.
+        environ: The variables of this process.
+    """
+
+    def __init__(
+        self, library: Callable[[], Library | None], environ: Callable[[], Mapping[str, str]] = lambda: os.environ
+    ) -> None:
+        self._library = library
+        self._environ = environ
+        self._glibc: Library | None = None
+        self._looked = False
+        self._blocks = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def low(self) -> Iterator[None]:
+        """Keep them low in the block, and in others at the same time. Does nothing if the user has set one of them."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def after_fork_in_child(self) -> None:
+        """The blocks are those of the parent's threads, and so is the lock."""
+        self._lock = threading.Lock()
+        if self._blocks:
+            self._blocks = 0
+            self._set(_USUAL)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            before, self._blocks = (
+                self._blocks,
+                max(0, self._blocks + change),
+            )  # the child of a fork in a block leaves it
+            if not before or not self._blocks:
+                self._set(_INITIAL if self._blocks else _USUAL)
+
+    def _set(self, thresholds: tuple[int, int]) -> None:
+        if not self._looked:
+            self._looked, self._glibc = True, self._adjustable()
+        if self._glibc is not None:
+            for parameter, value in zip((_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD), thresholds, strict=True):
+                self._glibc.call("mallopt", parameter, value)
+
+    def _adjustable(self) -> Library | None:
+        """The glibc that serves ``malloc``; None if it is another allocator, or if the user has set a threshold."""
+        environ = self._environ()
+        tunables = environ.get("GLIBC_TUNABLES", "")
+        if any(f"MALLOC_{name}_" in environ or f"glibc.malloc.{name.lower()}" in tunables for name in _THRESHOLDS):
+            return None
+        library = self._library()
+        if library is None or sys.maxsize < 2**32 or not library.exports("mallopt"):
+            return None
+        found = _recognise(library)
+        return library if found is not None and found.kind == "glibc" else None
+
+
+def _malloc_library_here() -> Library | None:
+    return _malloc_library(_TRIMMING) if sys.platform.startswith("linux") else None
+
+
+_thresholds = Thresholds(_malloc_library_here)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_thresholds.after_fork_in_child)
+
+#: A block in which what is freed goes back to the system: see :class:`Thresholds`.
+returning = _thresholds.low
+
+
 class _Allocator(NamedTuple):
     """How an allocator is recognised and trimmed.
 
@@ -268,7 +370,7 @@ def _malloc_library(feature: str) -> Library:
         raise NotSupported(feature, reason=f"it requires Linux, and this is {sys.platform}")
     from modelguard.environment import _linker  # imports ctypes, which takes 2 - 3 ms
 
-    return _linker.MallocLibrary()
+    return _linker.malloc_library()
 
 
 def _fresh() -> int:

@@ -11,7 +11,7 @@ import os
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["Argument", "LoadedFile", "MallocLibrary", "loaded_files"]
+__all__ = ["Argument", "LoadedFile", "MallocLibrary", "loaded_files", "malloc_library"]
 
 #: Passed to C: bytes as ``char *``, bool as ``bool``, int as ``size_t``, None as a null pointer, ctypes objects as is.
 Argument: TypeAlias = Any
@@ -71,11 +71,15 @@ class MallocLibrary:
     def __init__(self) -> None:
         # The scope of the whole program, searched in the order in which calls to malloc are bound.
         self._program = ctypes.CDLL(None)
+        self._functions: dict[tuple[str, Any], Any] = {}
+        self._exports: dict[str, bool] = {}
         self.base, self.path = self._file_of("malloc")
 
     def exports(self, name: str) -> bool:
         """Whether the program's function of this name comes from the file that serves ``malloc``."""
-        return hasattr(self._program, name) and self._file_of(name)[0] == self.base
+        if name not in self._exports:
+            self._exports[name] = hasattr(self._program, name) and self._file_of(name)[0] == self.base
+        return self._exports[name]
 
     def call(self, name: str, *arguments: Argument, returns: Any = ctypes.c_int) -> Any:
         """Call one of its functions, and return its result (meaningless for a ``void`` function).
@@ -85,9 +89,13 @@ class MallocLibrary:
             arguments: Its arguments.
             returns: The type of its result.
         """
-        # The lookup by index makes a new function object each time, so no other code sees its result type.
-        function = self._program[name]
-        function.restype = returns
+        function = self._functions.get((name, returns))
+        if function is None:
+            # The lookup by index makes a new function object, so no other code sees its result type. It is kept: what
+            # each lookup of a load leaves behind would lie among the model's objects, and keep their arenas.
+            function = self._program[name]
+            function.restype = returns
+            self._functions[name, returns] = function
         return function(*map(_to_c, arguments))
 
     def _file_of(self, name: str) -> tuple[int | None, str]:
@@ -130,6 +138,12 @@ class MallocLibrary:
         except (OSError, AttributeError):
             return None
         return found if found[1] == path else None
+
+
+@cache
+def malloc_library() -> MallocLibrary:
+    """The file that serves ``malloc`` in this process; it stays the same."""
+    return MallocLibrary()
 
 
 class LoadedFile(NamedTuple):

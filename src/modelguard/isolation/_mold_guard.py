@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -96,6 +96,8 @@ class MoldGuard:
             headroom=self._headroom,
             trim=_nothing_to_trim,
             in_use=lambda: None,
+            python_in_use=lambda: None,
+            returning=nullcontext,
             ticks=retries,
         )
         mine: GuardOptions[Mold] = replace(

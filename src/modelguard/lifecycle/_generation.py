@@ -27,6 +27,8 @@ class Generation(Generic[M]):
         born: When it began to take calls, on the guard's clock.
         began: The same on the wall clock, in seconds since the epoch.
         pid: The process that loaded it, which may be a parent of this one.
+        model_bytes: Its size: what its load took, or what its library says, if that is more.
+        written_bytes: What its load took.
         gpu_bytes: Bytes that its load has allocated on each GPU, by the device's index.
         gpu_allocated: Bytes that the process had allocated on all of them when it began to take calls, and its
             predecessor was gone; None if it used none.
@@ -54,6 +56,7 @@ class Generation(Generic[M]):
         "served",
         "uses",
         "version",
+        "written_bytes",
     )
 
     def __init__(
@@ -73,7 +76,7 @@ class Generation(Generic[M]):
         self.began = began
         self.jitter = jitter
         self.pid = os.getpid()
-        self.model_bytes = 0
+        self.model_bytes = self.written_bytes = 0
         self.load_seconds = 0.0
         self.gpu_bytes: dict[int, int] = {}
         self.gpu_allocated: int | None = None

@@ -82,18 +82,19 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Made[M]:
             _openmp.end_openmp_pool()  # this thread may be kept, and idle for minutes
             job.threads.discard(threading.get_ident())  # the next thread may get the same identity
 
-    return _within(
-        guard.options.load_timeout,
-        work,
-        start_thread=guard.runtime.start_thread,
-        name=f"modelguard-loader-{guard.name}",
-        when_late=lambda made: discard(made.generation, "late"),
-    )
+    with guard.runtime.returning():  # ends here with the wait for a loader that does not end
+        return _within(
+            guard.options.load_timeout,
+            work,
+            start_thread=guard.runtime.start_thread,
+            name=f"modelguard-loader-{guard.name}",
+            when_late=lambda made: discard(made.generation, "late"),
+        )
 
 
 def _make(guard: GuardContext[M], discard: Discard[M]) -> Made[M]:
     runtime = guard.runtime
-    before, in_use_before, started = runtime.private(), runtime.in_use(), runtime.clock()
+    before, handed_out_before, started = runtime.private(), runtime.handed_out(), runtime.clock()
     on_gpus = {one.device: one.allocated for one in runtime.gpu.devices()}
     with StallMeter() as meter:
         generation = _load(guard)
@@ -103,10 +104,12 @@ def _make(guard: GuardContext[M], discard: Discard[M]) -> Made[M]:
             discard(generation, "rejected")
             raise
         runtime.try_trim()  # what only the load needed: 30 to 60 MB for ja_ginza
-    # A load that reuses free memory makes the process grow by less than the model, but malloc hands out all of it.
-    growth, in_use = runtime.private() - before, runtime.in_use()
-    handed_out = 0 if in_use is None or in_use_before is None else in_use - in_use_before
-    generation.model_bytes = max(0, growth, handed_out, _adapters.find(generation.model).size(generation.model) or 0)
+    # A load that reuses free memory makes the process grow by less than the model, but all of it is handed out.
+    growth, handed_out = runtime.private() - before, runtime.handed_out()
+    taken = 0 if handed_out is None or handed_out_before is None else handed_out - handed_out_before
+    generation.written_bytes = max(0, growth, taken)
+    mapped = _adapters.find(generation.model).size(generation.model) or 0
+    generation.model_bytes = max(generation.written_bytes, mapped)
     devices = runtime.gpu.devices()
     generation.gpu_bytes = {one.device: max(0, one.allocated - on_gpus.get(one.device, 0)) for one in devices}
     generation.gpu_allocated = sum(one.allocated for one in devices) if devices else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from modelguard import telemetry
+from modelguard import _units, telemetry
 from modelguard.environment._gpu import GpuUse, use_of
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle._context import GuardContext
@@ -100,8 +101,16 @@ def release(
     enough if the model is still alive, or if less memory came back than the model took, or than came back from earlier
     models.
     """
+    with guard.runtime.returning():
+        return _release(guard, generation, drain_seconds)
+
+
+def _release(
+    guard: GuardContext[M], generation: Generation[M], drain_seconds: float | None
+) -> telemetry.GenerationReleased:
     runtime = guard.runtime
     started, before, gpu_before = runtime.clock(), runtime.private(), use_of(runtime.gpu)
+    handed_out = runtime.handed_out()
     model = guard.state.take_model(generation)
     error = unload(guard, model)
     adapter = _adapters.find(model)
@@ -145,14 +154,37 @@ def release(
         gpu_reserved_before=None if gpu_before is None else gpu_before.reserved,
         gpu_reserved_after=None if gpu_after is None else gpu_after.reserved,
         gpu_allocated=None if gpu_after is None else gpu_after.allocated,
+        kept=None if alive or immortal or trim.error else _why_kept(guard, generation, before - after, handed_out),
     )
 
 
-def _too_little_came_back(guard: GuardContext[M], generation: Generation[M], before: int, after: int) -> bool:
-    state = guard.state
+def _why_kept(
+    guard: GuardContext[Any], generation: Generation[Any], returned: int, handed_out_before: int | None
+) -> str | None:
+    """Why much less has come back than the load took; None if enough has."""
+    took = _expected(guard, generation)
+    if took - returned <= max(took / 2, NOISE):
+        return None
+    if generation.pid != os.getpid():
+        return "it was loaded before a fork, so other processes still use its pages"
+    handed_out = guard.runtime.handed_out()
+    back = None if handed_out is None or handed_out_before is None else handed_out_before - handed_out
+    said = f"{_units.format_bytes(max(0, returned))} of {_units.format_bytes(took)} came back"
+    if back is None:
+        return f"{said}; the allocator does not say how much of it was freed"
+    if took - back > max(took / 2, NOISE):
+        return f"{said}: its parts are still in use, or as much was allocated meanwhile"
+    return f"{said}: {_units.format_bytes(back)} were freed, but lie between blocks that are in use"
+
+
+def _expected(guard: GuardContext[Any], generation: Generation[Any]) -> int:
     # A loader that imports its libraries makes its first model look as large as they are; the next model corrects that.
-    successor = state.current
-    expected = min(generation.model_bytes, successor.model_bytes) if successor is not None else generation.model_bytes
+    successor = guard.state.current
+    return generation.written_bytes if successor is None else min(generation.written_bytes, successor.written_bytes)
+
+
+def _too_little_came_back(guard: GuardContext[M], generation: Generation[M], before: int, after: int) -> bool:
+    state, expected = guard.state, _expected(guard, generation)
     left_behind = 0 if state.least_memory is None else after - state.least_memory
     missing = expected - (before - after)
     return missing > max(expected / 2, NOISE) or left_behind > max(expected * CREEP, NOISE)

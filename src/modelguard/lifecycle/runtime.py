@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +48,13 @@ def in_use() -> int | None:
         return _allocator.stats().allocated
     except NotSupported:
         return None
+
+
+def python_in_use() -> int | None:
+    """Bytes that Python's allocator of small objects has handed out, None if it gives no figure."""
+    from modelguard.environment import _python_objects  # imports ctypes, which takes 2 - 3 ms
+
+    return _python_objects.in_use()
 
 
 def held() -> int | None:
@@ -94,6 +101,8 @@ class Runtime:
         limit: The effective memory limit in bytes, None if there is none.
         trim: Returns free memory to the system and gives the allocator's kind, or raises NotSupported.
         in_use: Bytes that malloc has handed out, None if unknown.
+        python_in_use: Bytes that Python's allocator of small objects has handed out, None if unknown.
+        returning: A block for a load or a release, in which what is freed goes back to the system.
         held: Bytes that malloc has taken from the system and not returned, None if unknown.
         check_trim: Raises NotSupported where trimming is not possible.
         gpu: The GPU memory of this process.
@@ -115,6 +124,8 @@ class Runtime:
     limit: Callable[[], int | None] = lambda: _limits.memory_limit().bytes
     trim: Callable[[], str] = trim
     in_use: Callable[[], int | None] = in_use
+    python_in_use: Callable[[], int | None] = python_in_use
+    returning: Callable[[], AbstractContextManager[None]] = _allocator.returning
     held: Callable[[], int | None] = held
     check_trim: Callable[[], None] = check_trim
     gpu: Gpu = TORCH_CUDA
@@ -126,6 +137,11 @@ class Runtime:
     ticks: bool = True
     probes: bool = True
     in_mold: bool = False
+
+    def handed_out(self) -> int | None:
+        """Bytes that malloc and Python's allocator have handed out, None if malloc's are not known."""
+        by_malloc = self.in_use()
+        return None if by_malloc is None else by_malloc + (self.python_in_use() or 0)
 
     def try_trim(self) -> Trim:
         """Return free memory to the system if that is possible here."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelguard import _units
-from modelguard.environment import _proc, _remote, _shown_guards
+from modelguard.environment import _memory, _proc, _remote, _shown_guards
 from modelguard.environment._allocator_kinds import Kind
 from modelguard.environment._proc import ProcessStat
 from modelguard.errors import InvalidOption, NotSupported
@@ -237,7 +237,7 @@ class TreeWatch:
             return None
         environ = _proc.if_readable(_proc.environment, pid, root) or {}
         arenas = _places.has_arenas(mappings, environ.get("PYTHONMALLOC", ""))
-        private = _places.total(mappings, "Private_Dirty", "SwapPss")
+        private = _memory.private_of(pid, root)
         now = self._clock()
         first = self._first.get(process.identity)
         seen = self._first.setdefault(process.identity, _FirstReading(private, now))

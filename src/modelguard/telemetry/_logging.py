@@ -109,7 +109,8 @@ def _released(event: events.GenerationReleased) -> str:
         held_by = "; ".join(event.holders) or "unknown"
         return f"{_generation(event)} was dropped but is still alive, held by: {held_by}"
     gpu = f", {_units.format_bytes(event.gpu_freed)} to the GPU" if event.gpu_freed else ""
-    return f"{_generation(event)} released, {_units.format_bytes(event.freed)} returned to the system{gpu}"
+    kept = "" if event.kept is None else f" ({event.kept})"
+    return f"{_generation(event)} released, {_units.format_bytes(event.freed)} returned to the system{gpu}{kept}"
 
 
 def _abandoned(event: events.GenerationAbandoned) -> str:

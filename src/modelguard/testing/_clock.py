@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
@@ -84,6 +84,8 @@ class Clock:
             limit=lambda: self._limit,
             trim=lambda: "modelguard_clock",
             in_use=lambda: None,
+            python_in_use=lambda: None,
+            returning=nullcontext,
             held=lambda: None,
             check_trim=lambda: None,
             gpu=self._gpu,

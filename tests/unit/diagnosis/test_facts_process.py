@@ -48,6 +48,7 @@ class Machine:
         folder = self.root / "proc" / str(pid)
         folder.mkdir()
         rollup = f"1-2 ---p 0 00:00 0 [rollup]\nRss: 9 kB\nPrivate_Dirty: {private} kB\nShared_Dirty: 7 kB\n"
+        rollup += f"Swap: {swap} kB\n"
         files = {
             "cmdline": "".join(f"{word}\0" for word in words),
             "environ": environ,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from modelguard import allocator
 from modelguard.allocator import AllocatorInfo, AllocatorInForce, Figures, Problem
+from modelguard.environment._allocator import Thresholds
 from modelguard.errors import NotSupported
 
 
@@ -148,3 +150,72 @@ Python's small objects: pymalloc
 figures: allocated 3 MB, resident 5 MB, retained 2 MB
 missing: LD_PRELOAD names /x.so, but that file does not exist. Correct the path."""
     assert expected == str(info)
+
+
+GLIBC = ("gnu_get_libc_version", "malloc_trim", "mallopt")
+#: Trim threshold and mmap threshold, as mallopt(3) numbers them.
+LOW, USUAL = [(-1, 2**17), (-3, 2**17)], [(-1, 2**24), (-3, 2**25)]
+
+
+class TestThresholds:
+    """Of a model that was loaded with low thresholds, glibc keeps nothing once it is freed."""
+
+    def made(self, *names: str, **environ: str) -> tuple[Thresholds, Library]:
+        library = Library(*(names or GLIBC))
+        return Thresholds(lambda: library, lambda: environ), library
+
+    def changes(self, library: Library) -> list[tuple[object, ...]]:
+        assert {"mallopt"}.issuperset(name for name, *_ in library.calls)
+        return [tuple(arguments) for _, *arguments in library.calls]
+
+    def test_are_low_while_a_block_runs(self) -> None:
+        """Calls between loads pay nothing: the thresholds are high again, after an error too."""
+        thresholds, library = self.made()
+        with suppress(ValueError), thresholds.low():
+            assert LOW == self.changes(library)
+            raise ValueError
+        assert LOW + USUAL == self.changes(library)
+
+    def test_stay_low_until_the_last_block_ends(self) -> None:
+        """Loads of several guards overlap, and a release may run inside of a load."""
+        thresholds, library = self.made()
+        with thresholds.low():
+            with thresholds.low():
+                pass
+            assert LOW == self.changes(library)
+        assert LOW + USUAL == self.changes(library)
+
+    @pytest.mark.parametrize(
+        "environ",
+        [
+            {"MALLOC_TRIM_THRESHOLD_": "131072"},
+            {"MALLOC_MMAP_THRESHOLD_": "131072"},
+            {"MALLOC_TOP_PAD_": "0"},
+            {"GLIBC_TUNABLES": "glibc.rtld.nns=4:glibc.malloc.mmap_threshold=131072"},
+        ],
+        ids=["trim", "mmap", "top-pad", "tunables"],
+    )
+    def test_of_the_user_stay(self, environ: dict[str, str]) -> None:
+        """Who has set them, as the preset low-memory does, keeps them."""
+        thresholds, library = self.made(**environ)
+        with thresholds.low():
+            pass
+        assert [] == library.calls
+
+    @pytest.mark.parametrize("names", [("mallctl", "mallopt"), ("malloc",), ("gnu_get_libc_version", "malloc_trim")])
+    def test_of_others_are_left_alone(self, names: tuple[str, ...]) -> None:
+        """jemalloc, an unknown allocator and a library without mallopt are not called."""
+        thresholds, library = self.made(*names)
+        with thresholds.low():
+            pass
+        assert [] == library.calls
+
+    def test_are_high_in_a_child_that_is_forked_beside_a_load(self) -> None:
+        """The load is in a thread of the parent, and never ends in the child; nor does its lock matter there."""
+        thresholds, library = self.made()
+        with thresholds.low():
+            thresholds.after_fork_in_child()
+            assert LOW + USUAL == self.changes(library)
+            with thresholds.low():
+                assert LOW == self.changes(library)[4:]
+            assert USUAL == self.changes(library)[6:]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from modelguard import memory
+from modelguard.environment import _memory
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.memory import MemoryUsage, PrivateMeter
 
@@ -254,6 +255,48 @@ def test_psutils_errors_become_the_builtin_ones(
 def test_private_memory_is_what_this_process_has_written() -> None:
     """The cheap reading is the full one's dirty private pages: clean pages of files come and go with neighbours."""
     assert memory.usage().private_dirty == pytest.approx(memory.private(fresh=True), abs=10**7)
+
+
+MB = 1024  # in kB, as the kernel counts
+
+#: What the rollup says of a process, and of two mappings: its own memory, and a file that is not on the disk yet.
+ROLLUPS = {
+    "on its own": ({"Private_Dirty": 50, "Anonymous": 50}, 50),
+    "that read a new file": ({"Private_Dirty": 200, "Anonymous": 50, "Pss_Anon": 50, "Pss_File": 150}, 50),
+    "that read a new file, before Linux 5.4": ({"Private_Dirty": 200, "Anonymous": 50}, 50),
+    "with shared memory of its own": ({"Private_Dirty": 70, "Anonymous": 50, "Pss_Anon": 50, "Pss_Shmem": 20}, 70),
+    "that gave pages back lazily": ({"Private_Dirty": 150, "Anonymous": 100, "Pss_Anon": 100, "LazyFree": 50}, 50),
+    "that was forked": ({"Private_Dirty": 20, "Anonymous": 100, "Pss_Anon": 60, "Shared_Dirty": 80}, 20),
+    "with pages in swap": ({"Private_Dirty": 50, "Anonymous": 50, "Pss_Anon": 50, "Swap": 9, "SwapPss": 8}, 58),
+    "of a sandbox that says less": ({"Private_Dirty": 200}, 200),
+}
+
+
+@pytest.mark.parametrize(("sums", "expected"), ROLLUPS.values(), ids=ROLLUPS)
+def test_private_memory_leaves_out_files_that_are_not_on_the_disk_yet(
+    proc: Path, sums: dict[str, int], expected: int
+) -> None:
+    """The kernel calls their pages dirty although nobody here has written to them, and takes them back."""
+    (proc / "7").mkdir()
+    (proc / "7" / "smaps_rollup").write_text("".join(f"{name}: {size * MB} kB\n" for name, size in sums.items()))
+    (proc / "7" / "smaps").write_text("1000-2000 rw-p 00000000 00:00 0 \nAnonymous: 0 kB\n")
+    assert expected * MB * KB == _memory.private_of(7, proc.parent)
+
+
+def test_what_the_rollup_leaves_open_is_read_from_the_mappings(proc: Path) -> None:
+    """A forked process with a new file beside pages that it shares: the sums alone allow for 19 to 34 MB."""
+    (proc / "7").mkdir()
+    sums = {"Private_Dirty": 69, "Anonymous": 50, "Pss_Anon": 34, "Shared_Dirty": 31, "Pss_File": 50}
+    (proc / "7" / "smaps_rollup").write_text("".join(f"{name}: {size * MB} kB\n" for name, size in sums.items()))
+    heap = f"1000-2000 rw-p 00000000 00:00 0 \nPrivate_Dirty: {16 * MB} kB\nAnonymous: {50 * MB} kB\n"
+    file = f"3000-4000 r--s 00000000 08:02 5 /new\nPrivate_Dirty: {53 * MB} kB\nAnonymous: 0 kB\n"
+    (proc / "7" / "smaps").write_text(heap + file)
+    assert 16 * MB * KB == _memory.private_of(7, proc.parent)
+
+
+def test_a_process_that_is_gone_holds_nothing(proc: Path) -> None:
+    """Its figures are added up with those of others."""
+    assert 0 == _memory.private_of(4711, proc.parent)
 
 
 @pytest.mark.parametrize(("full", "expected"), [(SimpleNamespace(uss=60), 60), (SimpleNamespace(), None)])

@@ -82,15 +82,20 @@ class TestEvictionOnAnEventLoop:
 
 
 class TestTheBudget:
-    """Models are counted by what malloc has handed out, since a load may reuse what an earlier one has freed."""
+    """Models are counted by what allocators have handed out, since a load may reuse what an earlier one has freed."""
 
-    def test_counts_a_load_that_reuses_free_memory(self, world: World) -> None:
-        """Private memory does not grow at all: what malloc has in use still does."""
-        world.in_use = 0
+    @pytest.mark.parametrize("objects", [False, True], ids=["blocks", "objects"])
+    def test_counts_a_load_that_reuses_free_memory(self, world: World, *, objects: bool) -> None:
+        """Private memory does not grow at all: what malloc, or Python's own allocator, has in use still does."""
+        world.in_use = world.python_in_use = 0
 
         def load(key: Any) -> Any:
             assert world.in_use is not None
-            world.in_use += 40 * MB
+            assert world.python_in_use is not None
+            if objects:
+                world.python_in_use += 40 * MB
+            else:
+                world.in_use += 40 * MB
             return Sizes(world, a=0, b=0, c=0)(key)
 
         pool = world.pool(load)

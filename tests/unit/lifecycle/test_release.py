@@ -101,6 +101,63 @@ def test_what_came_back_is_told(world: World) -> None:
     assert (1, "fake", None) == (event.generation, event.trimmed_by, event.error)
 
 
+class TestWhatDidNotComeBack:
+    """A release that returns little although the model is gone says why."""
+
+    class Plain:
+        pass
+
+    def released(
+        self, world: World, *, freed: int, returned: int = 0, in_use: int | None = 0, size: int = 100 * MB
+    ) -> GenerationReleased:
+        """Let a model go of which the allocators get ``freed`` bytes back, and the system ``returned``."""
+        world.in_use, world.python_in_use = in_use, 0
+
+        def load() -> Any:
+            world.memory += size
+            world.python_in_use = size
+            return self.Plain()
+
+        def unload(_: Any) -> None:
+            world.memory -= returned
+            world.python_in_use = size - freed
+
+        return released(world, load, unload=unload)
+
+    def test_lies_between_blocks_in_use(self, world: World) -> None:
+        """It was freed, and the allocator cannot return it."""
+        event = self.released(world, freed=100 * MB, returned=2 * MB)
+        assert "2 MB of 100 MB came back: 100 MB were freed, but lie between blocks that are in use" == event.kept
+        assert (False, None) == (event.alive, event.trim_error)
+
+    def test_is_still_in_use(self, world: World) -> None:
+        """A result may refer to the model's parts."""
+        expected = "0 B of 100 MB came back: its parts are still in use, or as much was allocated meanwhile"
+        assert expected == self.released(world, freed=1 * MB).kept
+
+    def test_cannot_be_told_without_figures(self, world: World) -> None:
+        """Some allocators have none."""
+        expected = "0 B of 100 MB came back; the allocator does not say how much of it was freed"
+        assert expected == self.released(world, freed=0, in_use=None).kept
+
+    def test_is_nothing_to_speak_of(self, world: World) -> None:
+        """Other calls change memory by as much as half of a model, or by 16 MB."""
+        assert self.released(world, freed=0, returned=60 * MB).kept is None
+        assert self.released(world, freed=0, size=15 * MB).kept is None
+
+    def test_has_its_reason_already(self, world: World) -> None:
+        """A model that is held, and an allocator that cannot trim, are told elsewhere."""
+        world.in_use, held = 0, []
+
+        def load() -> Any:
+            world.memory += 100 * MB
+            held.append(self.Plain())
+            return held[-1]
+
+        event = released(world, load)
+        assert (True, None) == (event.alive, event.kept)
+
+
 def test_the_steps_come_in_order(world: World, collections: list[str]) -> None:
     """The unload hook sees the whole model, then it is dropped and collected, then the allocator is trimmed."""
     steps: list[str] = []

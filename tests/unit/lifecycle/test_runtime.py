@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from typing import TYPE_CHECKING
 
+import pytest
 from tests.unit.lifecycle.world import TIMEOUT
 
 from modelguard.environment import _allocator, _limits, _memory
 from modelguard.errors import NotSupported
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle.runtime import Runtime
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def untold(*_args: object, **_options: object) -> None:
@@ -55,3 +53,19 @@ def test_background_work_keeps_no_process_from_ending() -> None:
     Runtime().start_thread(work, "modelguard-load-nlp")
     assert done.wait(TIMEOUT)
     assert [("modelguard-load-nlp", True)] == seen
+
+
+@pytest.mark.skipif(
+    sys.implementation.name != "cpython" or sys.platform != "linux", reason="asks CPython and its C library"
+)
+def test_what_python_s_allocator_has_handed_out() -> None:
+    """Objects that fill free memory do not make the process grow, and are counted all the same."""
+    if not sys.getallocatedblocks():
+        pytest.skip("pymalloc does not serve objects here")
+    before = runtime.python_in_use()
+    objects = [object() for _ in range(1_000_000)]  # of 16 bytes each
+    after = runtime.python_in_use()
+    assert before is not None
+    assert after is not None
+    assert 16_000_000 == pytest.approx(after - before, abs=2_000_000)
+    assert 1_000_000 == len(objects)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,6 +98,7 @@ class World:
         self.model_size = 0
         self.headroom: int | None = None
         self.in_use: int | None = None
+        self.python_in_use: int | None = None
         self.held: int | None = None
         self.limit: int | None = None
         self.draw = 0.0
@@ -118,6 +120,8 @@ class World:
             limit=lambda: self.limit,
             trim=self.trim,
             in_use=lambda: self.in_use,
+            python_in_use=lambda: self.python_in_use,
+            returning=nullcontext,
             held=lambda: self.held,
             check_trim=lambda: None,
             gpu=self.gpu,

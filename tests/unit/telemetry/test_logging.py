@@ -232,6 +232,11 @@ LINES: list[tuple[Event, str, str]] = [
     (released(), "INFO", "generation 3 released, 500 MB returned to the system"),
     (released(alive=None), "INFO", "generation 3 released, 500 MB returned to the system"),
     (
+        dataclasses.replace(released(alive=False), kept="2 kB of 20 MB came back: it is so"),
+        "INFO",
+        "generation 3 released, 500 MB returned to the system (2 kB of 20 MB came back: it is so)",
+    ),
+    (
         released(alive=True, holders=("a list of 3", "a closure's variable")),
         "WARNING",
         "generation 3 was dropped but is still alive, held by: a list of 3; a closure's variable",

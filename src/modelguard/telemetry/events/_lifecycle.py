@@ -252,6 +252,8 @@ class GenerationReleased(Event):
             this process has not used CUDA.
         gpu_reserved_after: The same after the cache was emptied.
         gpu_allocated: GPU memory in tensors by then.
+        kept: Why less than half of what the load took came back, although the model is gone and free memory was
+            returned; None if more did, and for differences below 16 MB.
     """
 
     generation: int
@@ -272,6 +274,7 @@ class GenerationReleased(Event):
     gpu_reserved_before: int | None = None
     gpu_reserved_after: int | None = None
     gpu_allocated: int | None = None
+    kept: str | None = None
 
     @property
     def freed(self) -> int:
