@@ -204,7 +204,12 @@ def molds(folder: Path) -> list[psutil.Process]:
     """The molds: workers have their command line, and a mold for a parent."""
     found = family(folder, "mold")
     pids = {one.pid for one in found}
-    return [one for one in found if one.ppid() not in pids]
+    living = []
+    for one in found:
+        with suppress(psutil.NoSuchProcess):  # it has ended since it was found
+            if one.ppid() not in pids:
+                living.append(one)
+    return living
 
 
 def sockets(folder: Path) -> list[str]:
