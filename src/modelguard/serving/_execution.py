@@ -148,11 +148,12 @@ def joined(requests: list[Request], parts: list[Part]) -> Computed:
             runs.append((len(part), math.fsum(request.weight for request in part), seconds - computed.stalled))
         runs += computed.parts
     all_of_them = [part.computed for part in parts]
-    verdicts = [computed.verdict for computed in all_of_them]
+    verdicts = {computed.verdict for computed in all_of_them}
+    best: tuple[Verdict, ...] = ("succeeded", "failed", "inconclusive")
     return Computed(
         [outcomes[id(request)] for request in requests],
         sum(computed.failed for computed in all_of_them),
-        min(verdicts, key=("succeeded", "failed", "inconclusive").index),
+        next(verdict for verdict in best if verdict in verdicts),
         next((computed.error for computed in all_of_them if computed.error is not None), None),
         sum(computed.reruns for computed in all_of_them),
         runs,

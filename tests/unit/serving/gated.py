@@ -47,7 +47,7 @@ async def next_turn() -> None:
     """Let the event loop do everything else that is due."""
     loop = asyncio.get_running_loop()
     turn = loop.create_future()
-    loop.call_soon(turn.set_result, None)
+    loop.call_soon(lambda: turn.done() or turn.set_result(None))  # it is done if its task was cancelled
     await turn
 
 

@@ -463,7 +463,7 @@ class TestWhatIsNotPrintable:
 
     def test_of_a_batched_function(self, caplog: pytest.LogCaptureFixture) -> None:
         """The same, and in the errors that its callers share."""
-        f = batched(max_size=2, max_wait="20s", name=FORGED)(fails)
+        f: Any = batched(max_size=2, max_wait="20s", name=FORGED)(fails)
         futures = [f.submit(Key()), f.submit(Key())]
         with caplog.at_level("INFO"):
             errors = [future.exception(20.0) for future in futures]
