@@ -219,6 +219,34 @@ class Simulation:
             request.deliver(failure)
 
 
+def in_order(arrivals: Sequence[Arrival], cost: Cost, size: int, *, warm_up: float = 0.0, max_queue: int = 256) -> int:
+    """Answers in time of a plain queue: batches of at most this size in the order of arrival, without what has expired.
+
+    It refuses nothing but what finds it full, and learns nothing.
+    """
+    now, coming, answered = 0.0, 0, 0
+    waiting: deque[Arrival] = deque()
+    while waiting or coming < len(arrivals):
+        if not waiting:
+            now = max(now, arrivals[coming].at)
+        while coming < len(arrivals) and arrivals[coming].at <= now:
+            one = arrivals[coming]
+            if len(waiting) >= max_queue:
+                waiting = deque(other for other in waiting if other.at + other.timeout > one.at)
+            if len(waiting) < max_queue:
+                waiting.append(one)
+            coming += 1
+        batch: list[Arrival] = []
+        while waiting and len(batch) < size:
+            one = waiting.popleft()
+            if one.at + one.timeout > now:
+                batch.append(one)
+        if batch:
+            now += cost(batch, now, {})
+            answered += sum(one.at >= warm_up and now <= one.at + one.timeout for one in batch)
+    return answered
+
+
 def clairvoyant(
     arrivals: Sequence[Arrival], fixed: float, each: float, max_size: int, *, warm_up: float = 0.0
 ) -> float:

@@ -7,6 +7,8 @@
 * **Kinds of models**: items of unequal weight, items in many groups, models that change their speed or stall.
   Compared with the least of what arrives and what the model can compute.
 * **Callers**: 400 greedy ones, and 5 that send half of their share, in turns (``fair_by``) and in the order of arrival.
+* **Mixed deadlines**: a few requests have 50 ms, all others much longer, with keys and without, and for ten minutes
+  after the last short one. Compared with a plain queue, which takes full batches in the order of arrival.
 * **Bad items** that make their batch raise, which costs a whole run: unique ones, and the same ones sent again and
   again. Compared with a batcher that knows the bad items beforehand and leaves them out. For unique ones that is out of
   reach for any batcher: see docs/serving.md.
@@ -23,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import _common
-from _simulation import Arrival, Outcome, Simulation, at_the_door, clairvoyant, poisson
+from _simulation import Arrival, Outcome, Simulation, at_the_door, clairvoyant, in_order, poisson
 
 from modelguard.serving import Limits
 from modelguard.serving._requests import Failure
@@ -35,6 +37,8 @@ LOADS = (0.5, 1.0, 2.0, 5.0)
 EACH = (0.0001, 0.001, 0.01, 0.1)
 FIXED = (0.0, 0.001, 0.01, 0.1)
 DEADLINES = (1.2, 2.0, 5.0, 20.0)
+#: Seconds that those have beside whom short deadlines come.
+PATIENCE = (0.25, 1.0, 5.0)
 SIZE = 32
 GOAL = 0.9
 
@@ -249,6 +253,47 @@ def fairness(load: float, seconds: float, *, fair: bool) -> float:
     return sum(polites) / len(polites)
 
 
+# Mixed deadlines
+
+
+def mixed(
+    share: float,
+    patience: float,
+    seconds: float,
+    *,
+    fair: bool = False,
+    short: float = 0.05,
+    until: float = math.inf,
+    load: float = 1.0,
+) -> float:
+    """Answers in time over those of a plain queue, where a share of the requests has 50 ms, and the others longer.
+
+    Args:
+        share: The share of short ones.
+        patience: Seconds that all others have.
+        seconds: How long the model, 30 ms + 0.5 ms an item, is asked for as much as it can compute.
+        fair: Whether all short ones are one caller's, beside twenty others.
+        short: Seconds that the short ones have.
+        until: When the last short one comes; only what comes later counts, and that is 0.8 of the capacity.
+        load: Requests over what full batches compute, while there are short ones.
+    """
+    capacity, cost = SIZE / (0.03 + 0.0005 * SIZE), linear(0.03, 0.0005)
+
+    def make(at: float, dice: random.Random) -> Arrival:
+        hurried = dice.random() < share
+        return Arrival(at, None, short if hurried else patience, key="short" if hurried else dice.randrange(20))
+
+    def later(at: float, dice: random.Random) -> Arrival:
+        return Arrival(at + until, None, patience, key=dice.randrange(20))
+
+    arrivals = poisson(load * capacity, min(until, seconds), make)
+    warm_up = seconds / 4
+    if until < seconds:
+        arrivals, warm_up = arrivals + poisson(0.8 * capacity, seconds - until, later, seed=2), until
+    answered = Simulation(limits(fair=fair), cost, arrivals, warm_up=warm_up).run().answered
+    return answered / in_order(arrivals, cost, SIZE, warm_up=warm_up)
+
+
 # Bad items
 
 
@@ -302,6 +347,19 @@ def main() -> None:
         bad[f"{share:.0%} bad, unique"] = poisoned(share, seconds)
     for name, (ratio, _) in bad.items():
         rows.append(_common.Row(f"{name}, clairvoyant / modelguard", [1 / max(ratio, 1e-3)], "x", ours=True))
+    short = {}
+    for share, fair in itertools.product((0.001, 0.005, 0.02, 0.1, 0.5), (False, True)):
+        name = f"{share:.1%} short deadlines, {'in turns' if fair else 'in order of arrival'}"
+        short[name] = [mixed(share, patience, seconds, fair=fair) for patience in PATIENCE]
+        short[f"{name}, after the last one"] = [
+            mixed(share, patience, 10 * seconds, fair=fair, until=10.0) for patience in PATIENCE
+        ]
+    rows += [
+        _common.Row(
+            f"{name}, plain queue / modelguard", [1 / max(one, 1e-3) for one in ratios], "x", worst=True, ours=True
+        )
+        for name, ratios in short.items()
+    ]
     notes = ["", f"{len(found)} cells. The lowest at each load:"]
     for load in LOADS:
         key = min((key for key in found if key[3] == load), key=found.__getitem__)
@@ -323,6 +381,11 @@ def main() -> None:
     notes += [
         f"{name}: {ratio:.2f} of clairvoyance, {outcome.goodput:.0f} answers/s, {outcome.harmed} healthy ones harmed"
         for name, (ratio, outcome) in bad.items()
+    ]
+    notes += [
+        f"{name}: "
+        + ", ".join(f"{ratio:.3f} among {patience:g} s" for ratio, patience in zip(ratios, PATIENCE, strict=True))
+        for name, ratios in short.items()
     ]
     for load in LOADS:
         polite = ", ".join(

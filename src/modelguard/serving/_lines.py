@@ -121,10 +121,11 @@ class Lines:
         return itertools.chain.from_iterable(line.live() for line in self)
 
     def in_order(self, line: Line, most: int) -> list[Request]:
-        """The requests of a line that wait, in the order in which batches of at most ``most`` are made of them."""
+        """What the next batch of at most ``most`` is chosen from, in order: so that it takes as long in any queue."""
+        enough = _LOOKED_AT * most
         if self.fairness is None:
-            return list(line.live())
-        return self.fairness.in_order(line.live(), _LOOKED_AT * most)
+            return list(itertools.islice(line.live(), enough))
+        return self.fairness.in_order(line.live(), enough)[:enough]
 
     def ahead(self, request: Request, line: Line) -> tuple[int, float]:
         """How many requests of a line are computed before a new one, and their weight."""
@@ -166,7 +167,8 @@ class Lines:
         if self.fairness is not None:
             self.fairness.taken(requests)
         if self._limits.weighed:
-            line.weight = math.fsum(request.weight for request in line.live())
+            weight = math.fsum(request.weight for request in requests)
+            line.weight = max(line.weight - weight, 0.0) if line.waiting else 0.0
         line.due = math.inf
         if not line.waiting:
             line.nearest = math.inf
@@ -217,11 +219,17 @@ class Lines:
 
     def take_out(self, line: Line, requests: Iterable[Request]) -> int:
         """Take requests out of a line. Returns how many others were removed, because they are done."""
-        before, taken = len(line.requests), set(map(id, requests))
-        kept = [one for one in line.requests if one.state == "waiting" and id(one) not in taken]
-        line.requests.clear()
-        line.requests.extend(kept)
-        return before - len(taken) - len(kept)
+        taken, looked_at, found = set(map(id, requests)), [], 0
+        for one in line.requests:
+            looked_at.append(one)
+            found += id(one) in taken
+            if found == len(taken):
+                break
+        kept = [one for one in looked_at if one.state == "waiting" and id(one) not in taken]
+        for _ in looked_at:
+            line.requests.popleft()
+        line.requests.extendleft(reversed(kept))
+        return len(looked_at) - len(taken) - len(kept)
 
     def _older(self, line: Line) -> Line:
         """This line, or the ungrouped one if its oldest request came first."""
@@ -248,7 +256,8 @@ class Lines:
             return None
         if not self._limits.max_wait:
             return oldest.arrived
-        line.nearest = min(request.deadline for request in line.live())
+        if line.waiting < self.full_size:  # else its batch starts at once
+            line.nearest = min(request.deadline for request in line.live())
         return self._due(line, oldest)
 
     def _due(self, line: Line, oldest: Request) -> float:

@@ -20,7 +20,7 @@ __all__ = ["Planner"]
 _DRAIN_UNMEASURED = 1.0
 #: How fast the padding and the cost of runs that failed are followed.
 _STEP = 0.2
-#: The oldest requests are left out of a batch if without them it computes this many times as many items a second.
+#: The nearest deadlines are left out of a batch if without them it answers this many times as many items a second.
 _DROP_GAIN = 1.1
 #: Batches stay as small as planned from this share of the capacity on, or where larger ones compute hardly more.
 _BUSY = 0.6
@@ -39,6 +39,8 @@ _EARLY_SECONDS = 0.02
 #: for half a second every five, 0.90 is answered with 1, 0.91 with 0.5; but with 0.5 bad items cost 5 % (with 0.75, 2 %
 #: at most), since what is admitted while parts of a batch are run again is late in the end (benchmarks/goodput.py).
 _STALL = 0.75
+#: A run that took as long as expected shows for so many seconds what cannot be in time; then it is tried anew.
+_CONFIRMED = 1.0
 #: Requests may end so many seconds after their deadline: an error of rounding, not of time.
 _ROUNDING = 1e-9
 
@@ -64,6 +66,8 @@ class Planner:
         self._overhead = 1.0
         self._padding = 1.0  # what a batch weighs over what its items weigh
         self.ended = -math.inf  # when the last batch ended
+        self._asked = False  # whether anybody had a deadline since
+        self._confirmed_until = -math.inf  # until then the last run shows what cannot be in time
 
     def configure(self, limits: Limits) -> None:
         """Plan with these bounds from now on. What was measured stays."""
@@ -107,8 +111,12 @@ class Planner:
                 self.auto.note_run(len(batch.requests), seconds)
             self.auto.follow(self._times, self._times.curve(batch.group), self._mean)
         self.most = min(self._ceiling, self.auto.size)
-        if self._arrivals.offered:
+        if self._asked:
+            self._asked = False
             self._full = self._full_batch()
+            curve = self._times.curve(batch.group)
+            if curve is not None and not curve.hopeless(curve.seconds(len(batch.requests), batch.weight), seconds):
+                self._confirmed_until = now + _CONFIRMED
         self._arrivals.note_batch(now)
 
     # What a request would have to wait
@@ -122,18 +130,32 @@ class Planner:
     def too_late(self, request: Request, lines: Lines, waiting: int, running: list[Batch], now: float) -> float | None:
         """Seconds that the answer to a new request would take, if it would come after the deadline; None if not.
 
-        What finds a thread idle is in time whatever was measured: its run is a new measurement.
+        What finds a thread idle is in time whatever was measured: its run is a new measurement. But what cannot be in
+        time by what the last run has shown takes nobody's turn, and does not count for the size of batches.
         """
+        self._asked = True
         left = request.deadline - now
-        self._arrivals.offered += 1
         simple = request.group is None and not lines.several
         if simple and self.surely_in_time(waiting, left, running, now):
+            self._arrivals.note(left)
             return None
-        self._arrivals.note_timeout(left)
+        curve = self._times.curve(request.group) if self._times.fresh(now) else None
+        if curve is None:
+            self._arrivals.note(left)
+            return None
+        alone = curve.seconds(1, request.weight if self._limits.weighed else 0.0)
+        if not curve.hopeless(alone, left):
+            self._arrivals.note(left)
+        elif now < self._confirmed_until:
+            return alone
         if not waiting and len(running) < self._limits.threads:
             return None
         estimate = self.seconds_to_answer(request, lines, running, now)
         return estimate if estimate is not None and estimate > left else None
+
+    def note_patient(self, count: int) -> None:
+        """Note that so many requests without a deadline have come."""
+        self._arrivals.patient += count
 
     def _full_batch(self) -> float:
         curve = None if self._limits.weighed else self._times.curve()
@@ -171,7 +193,9 @@ class Planner:
         start = (busy + ahead * self._overhead) / threads
         joining = self._arrivals.rate * start / max(len(lines), 1)
         joining = max(joining - math.sqrt(joining) / 2, 0.0)  # arrivals are random: so many are likely
-        own = max(min(crowd, max(place - batches * crowd, 1) + joining), 1)
+        mine = max(place - batches * crowd, 1)
+        least = self._arrivals.least(curve, mean, lines=len(lines), crowd=crowd)
+        own = max(mine, min(least, mine + joining))  # those that come later need not join it
         return start + curve.seconds(own, max(own * mean, request.weight if mean else 0.0)) * self._overhead
 
     def seconds_to_drain(self, waiting: int, now: float) -> float:
@@ -245,8 +269,9 @@ class Planner:
 
         "Oldest" stands for those whose turn it is, where requests do not go in the order of their arrival.
 
-        As many as can be computed by the earliest deadline among them. The oldest ones are left out only if they would
-        make others late, and the batch without them computes more. Something is chosen if anything came while the
+        As many as can be computed by the earliest deadline among them. Those with the nearest deadlines are left out if
+        they would keep the batch from computing what arrives, or make others late, and the one without them answers
+        more. What cannot be in time even alone is left out in any case. Something is chosen if anything came while the
         thread was idle, even if it will be late: only a run shows whether the model has become faster.
         """
         waiting = lines.in_order(line, self.most)
@@ -257,36 +282,57 @@ class Planner:
             )
         if curve is None:
             return self._fill(waiting, None, now), []
+        late = [one for one in waiting if self._late(one, curve, now)]
+        if late:
+            gone = set(map(id, late))
+            waiting = [one for one in waiting if id(one) not in gone]
+        if not waiting:
+            newest = max(late, key=lambda request: request.arrived)
+            if newest.arrived < self.ended:
+                return [], late
+            return [newest], [one for one in late if one is not newest]
         first = self._fill(waiting, curve, now)
         first = self._planned(waiting, first, curve, now, len(lines))
-        if first and self._rest_holds(waiting, len(first), curve, now):
-            return first, []
-        best, start = self._rate_of(first, curve), 0
+        if self._rest_holds(waiting, len(first), curve, now) and self._keeps_up(waiting, first, curve, len(lines)):
+            return first, late
+        chosen, lost = self._without_urgent(waiting, first, curve, now)
+        return chosen, late + lost
+
+    def _keeps_up(self, waiting: list[Request], chosen: list[Request], curve: Curve, lines: int) -> bool:
+        """Whether batches of this size compute what arrives, or nothing else waits."""
+        most = min(len(waiting), self._ceiling)
+        if len(chosen) >= most:
+            return True
+        mean = self._weight(chosen) / len(chosen)
+        crowd = self._arrivals.crowd(waiting[0].group, curve, mean, lines=lines, ceiling=self._ceiling)
+        return len(chosen) >= min(self._arrivals.least(curve, mean, lines=lines, crowd=crowd), most)
+
+    def _without_urgent(
+        self, waiting: list[Request], first: list[Request], curve: Curve, now: float
+    ) -> tuple[list[Request], list[Request]]:
+        """A batch that leaves out the nearest deadlines, if it answers more for its time though these are lost."""
+        best, chosen, until = self._rate_of(first, curve), first, -math.inf
+        by_deadline = sorted(request.deadline for request in waiting)
         for at in sizes_up_to(len(waiting) - 1):
-            room = self._fill(waiting[at:], curve, now)
-            rate = self._rate_of(room, curve)
+            limit = by_deadline[at - 1]
+            room = self._fill((one for one in waiting if one.deadline > limit), curve, now)
+            lost = sum(one.deadline <= limit for one in first)
+            rate = self._rate_of(room, curve) * max(len(room) - lost, 0) / max(len(room), 1)
             if rate > best * _DROP_GAIN:
-                best, start, first = rate, at, room
+                best, chosen, until = rate, room, limit
             if len(room) >= self._ceiling:
                 break
-        if not first:
-            alive = [one for one in waiting if not self._late(one, curve, now)]
-            newest = max(waiting, key=lambda request: request.arrived)
-            if not alive and newest.arrived < self.ended:
-                return [], waiting
-            first, start = self._fill(alive, curve, now) or alive[:1] or [newest], len(waiting)
-        ends = now + curve.seconds(len(first), self._weight(first))
-        chosen = set(map(id, first))
-        return first, [one for one in waiting[:start] if id(one) not in chosen and self._late(one, curve, ends)]
+        ends = now + curve.seconds(len(chosen), self._weight(chosen))
+        return chosen, [one for one in waiting if one.deadline <= until and self._late(one, curve, ends)]
 
     def _late(self, request: Request, curve: Curve, start: float) -> bool:
         """Whether a request would be late, computed alone from then on."""
         return start + curve.seconds(1, request.weight if self._limits.weighed else 0.0) > request.deadline
 
-    def _fill(self, waiting: list[Request], curve: Curve | None, now: float) -> list[Request]:
+    def _fill(self, waiting: Iterable[Request], curve: Curve | None, now: float) -> list[Request]:
         """As many requests, from the first on, as one batch may have."""
         limits, longest = self._limits, self.auto.seconds
-        bound = min(self._ceiling, len(waiting))
+        bound = self._ceiling
         if self.auto and (curve is None or not limits.weighed):
             bound = min(bound, self.auto.size_for(curve, 0.0))
         chosen: list[Request] = []

@@ -102,6 +102,7 @@ class BatchQueue:
         """Move what is in the inbox to its line."""
         if count := len(self.inbox):
             self.waiting += count  # first: callers add up both, and may count a request twice, but not miss one
+            self._planner.note_patient(count)
             take = self.inbox.popleft
             if self._sorted:
                 for _ in range(count):
@@ -131,6 +132,8 @@ class BatchQueue:
         bounded = request.deadline != math.inf
         if bounded:
             self._admission.check_deadline(request, self.waiting, self.running, now)
+        else:
+            self._planner.note_patient(1)
         if displaced is not None:
             self._drop(displaced, Failure(self._admission.queue_full(self.waiting, now, displaced=True)))
         if request.group is not None or self._sorted:

@@ -60,6 +60,7 @@ class Curve:
         unit: Seconds for each unit of weight.
         most: Seconds for the only size that was measured, if there was only one: larger batches may take as long.
         reach: How many items the largest batch had.
+        margin: The factor by which all of these are longer than what is usual, to be on the safe side.
     """
 
     fixed: float
@@ -67,6 +68,7 @@ class Curve:
     unit: float
     most: float
     reach: float
+    margin: float = 1.0
 
     def seconds(self, count: float, weight: float) -> float:
         """How long a batch takes, on the safe side."""
@@ -83,6 +85,10 @@ class Curve:
         if count <= _GROWTH * self.reach:
             return seconds
         return max(seconds, self.seconds(self.reach, weight * self.reach / count) * count / self.reach)
+
+    def hopeless(self, seconds: float, left: float) -> bool:
+        """Whether a batch that is expected to take so long never ends within this time."""
+        return seconds > left * self.margin * self.margin
 
     def holds(self, count: int, weight: float, left: float) -> bool:
         """Whether a batch ends within this time, in any case."""
@@ -118,8 +124,7 @@ class BatchTimes:
         self._line = _Line()
         self._factors: OrderedDict[Hashable, float] = OrderedDict()
         self._ratios: deque[float] = deque(maxlen=_KEPT)
-        self._last: deque[float] = deque(maxlen=_DRIFT)
-        self._last_runs: deque[tuple[int, float, float]] = deque(maxlen=_DRIFT)
+        self._last: deque[tuple[float, int, float, float]] = deque(maxlen=_DRIFT)  # time over estimate, and the run
         self._curves: dict[Hashable, Curve] = {}
         self._reach, self._least = 0.0, math.inf
         self._runs = 0
@@ -181,52 +186,68 @@ class BatchTimes:
         self._curves.clear()
 
     def _learn_run(self, count: int, weight: float, group: Hashable, seconds: float) -> None:
+        line, factor = self._line, self._factor(group)
         inside = self._least <= count <= self._reach
+        low, high = self._explained(count, weight, inside=inside)
         self._reach, self._least = max(self._reach, count), min(self._least, count)
-        line = self._line
         if not line.total:
             line.add(count, weight, seconds)
             return
-        expected = line.seconds(count, weight) * self._factor(group)
-        ratio = min(max(seconds / expected, 1 / _FAR), _FAR) if expected > 0 else 1.0
+        nearest = min(max(seconds, low * factor), high * factor)
+        ratio = min(max(seconds / nearest, 1 / _FAR), _FAR) if nearest > 0 else 1.0
         if group is not None:
             ratio = self._learn_group(group, ratio)
-        if inside and (
-            line.known or not weight
-        ):  # until weights are known to explain the time, runs of one size differ
-            self._last_runs.append((count, weight, seconds / self._factor(group)))
-            seconds = self._checked(ratio, seconds, expected)
-            self._ratios.append(ratio)
-        self._line.add(count, weight, seconds / self._factor(group))
+            factor = self._factor(group)
+        seconds /= factor
+        if line.known or not weight:  # until weights are known to explain the time, runs of one size differ
+            if inside:
+                self._ratios.append(ratio)
+            if inside or ratio != 1.0:
+                seconds = self._checked(ratio, count, weight, seconds, nearest / factor)
+            else:  # the line is about to turn: how far runs were from it says nothing about the new one
+                self._last.clear()
+        self._line.add(count, weight, seconds)
 
-    def _checked(self, ratio: float, seconds: float, expected: float) -> float:
-        """The time of a run as it counts. If the last ones agree, everything learned before is rescaled.
+    def _explained(self, count: int, weight: float, *, inside: bool) -> tuple[float, float]:
+        """The shortest and the longest time of a run that the line explains: of sizes beyond all others it says little.
 
-        Not for sizes beyond those that were measured: there the line may be wrong, and not the run.
+        A larger batch may take no longer than the largest one, or as much longer as a matrix does of so many rows and
+        columns; and so for smaller ones.
         """
+        expected = self._line.seconds(count, weight) if self._line.total else 0.0
+        if inside or not self._line.total:
+            return expected, expected
+        nearest = self._reach if count > self._reach else self._least
+        least = self._line.seconds(nearest, weight * nearest / count)
+        by = count / nearest
+        return min(expected, least, least * by), max(expected, least) * max(by, 1.0)
+
+    def _checked(self, ratio: float, count: int, weight: float, seconds: float, expected: float) -> float:
+        """The time of a run as it counts. If the last ones agree, everything learned before is rescaled."""
         margin = self._margin()
         usual = max(_CHANGED, margin * margin)
         last = self._last
-        last.append(ratio)
-        if _agree(latest := list(last)[-_AGREE:], _AGREE, usual):
+        last.append((ratio, count, weight, seconds))
+        ratios = [run[0] for run in last]
+        if _agree(latest := ratios[-_AGREE:], _AGREE, usual):
             self._line.scale(sorted(latest)[_AGREE // 2])
-        elif _agree(list(last), _DRIFT, _DRIFTED):
-            self._learn_anew(sorted(last)[_DRIFT // 2])
+        elif _agree(ratios, _DRIFT, _DRIFTED):
+            self._learn_anew(sorted(ratios)[_DRIFT // 2])
         else:
-            return min(seconds, usual * expected)
+            return min(max(seconds, expected / usual), usual * expected)
         self._ratios.clear()
         last.clear()
         return seconds
 
     def _learn_anew(self, ratio: float) -> None:
         """Learn from the last runs alone, without the one that is being learned; or rescale, if sizes are alike."""
-        counts = [count for count, _, _ in self._last_runs]
+        counts = [run[1] for run in self._last]
         if max(counts) < _DIFFER * min(counts):
             self._line.scale(ratio)
             return
         self._line = _Line()
-        for run in itertools.islice(self._last_runs, _DRIFT - 1):
-            self._line.add(*run)
+        for _, count, weight, seconds in itertools.islice(self._last, _DRIFT - 1):
+            self._line.add(count, weight, seconds)
 
     def _factor(self, group: Hashable) -> float:
         return self._factors.get(group, 1.0) if group is not None else 1.0
@@ -242,14 +263,15 @@ class BatchTimes:
         return ratio / step
 
     def _make_curve(self, group: Hashable) -> Curve:
-        by = self._factor(group) * self._margin()
+        margin = self._margin()
+        by = self._factor(group) * margin
         line = self._line
         if not line.known:
             count, weight, seconds = line.means()
             if weight:
-                return Curve(0.0, 0.0, seconds * by / weight, seconds * by, self._reach)
-            return Curve(0.0, seconds * by / count, 0.0, seconds * by, self._reach)
-        return Curve(line.fixed * by, line.each * by, line.unit * by, math.inf, self._reach)
+                return Curve(0.0, 0.0, seconds * by / weight, seconds * by, self._reach, margin)
+            return Curve(0.0, seconds * by / count, 0.0, seconds * by, self._reach, margin)
+        return Curve(line.fixed * by, line.each * by, line.unit * by, math.inf, self._reach, margin)
 
     def _margin(self) -> float:
         """What the times are multiplied by, so that few batches take longer."""

@@ -316,8 +316,8 @@ def batched(
             the web middleware or ``serving.caller`` sets; calls without any key share one.
         shares: The shares of keys, such as ``{"gold": 4}``; 1 for all others.
         quota: Most items of one key that wait; further ones get ``QuotaExceeded``. Default: no bound.
-        ageing: How much waiting counts as much as one step of a call's ``priority=``, so that no item waits for ever.
-            Default: ten seconds.
+        ageing: How much waiting counts as much as one step of a call's ``priority=``, so that nothing stays in the
+            queue for ever. A full queue keeps the highest priorities all the same. Default: ten seconds.
         on_error: ``"isolate"``: run a batch that raised again in parts, so that only the items at fault fail; the
             function may then be called twice with the same item. ``"fail"``: all its items fail with ``BatchFailed``.
         breaker: When to stop calling a failing model. Default: never.

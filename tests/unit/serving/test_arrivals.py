@@ -17,8 +17,8 @@ def overloaded(*, timeout: float, max_weight: float = math.inf) -> Arrivals:
     arrivals = Arrivals()
     arrivals.configure(256, max_weight, math.inf)
     for at in range(5):
-        arrivals.note_timeout(timeout)
-        arrivals.offered = 2000
+        for _ in range(2000):
+            arrivals.note(timeout)
         arrivals.note_batch(float(at))
     return arrivals
 
@@ -32,7 +32,7 @@ def test_batches_shrink_when_requests_have_less_time() -> None:
     arrivals = overloaded(timeout=5.0)
     patient = crowd(arrivals, BY_COUNT)
     for _ in range(100):
-        arrivals.note_timeout(0.1)
+        arrivals.note(0.1)
     hurried = crowd(arrivals, BY_COUNT)
     assert hurried == crowd(overloaded(timeout=0.1), BY_COUNT)
     assert hurried < patient

@@ -479,6 +479,26 @@ def test_the_last_key_is_forgotten_with_its_request() -> None:
     assert (0, 0) == (len(fairness), fairness.waiting_of("a"))
 
 
+# Floods of a higher priority
+
+
+@pytest.mark.parametrize("key", [None, "patient"], ids=["no key", "a key of its own"])
+def test_a_key_of_its_own_answers_low_priorities_beside_a_flood_of_high_ones(key: str | None) -> None:
+    """A full queue keeps the highest priorities; what has a key of its own gets its share, whatever others send."""
+    queue = fair_queue(max_queue=16)
+    patient: list[str] = []
+    refused = 0
+    for number in range(50):
+        for one in [request("low", key=key), *(request("high", priority=5) for _ in range(8))]:
+            try:
+                queue.admit(one, number)
+            except QueueFull:
+                refused += 1
+        patient += [item for item in taken(queue, number) if item == "low"]
+    assert refused > 100
+    assert (50 if key else 1) >= len(patient) >= (49 if key else 0)
+
+
 # Interruptions
 
 

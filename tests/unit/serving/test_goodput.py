@@ -50,6 +50,21 @@ def test_answers_come_in_time_from_models_of_all_kinds(kind: str, load: float) -
     assert goodput.KINDS[kind](load, 16.0) > 0.85
 
 
+@pytest.mark.parametrize("fair", [False, True], ids=["in order", "in turns"])
+@pytest.mark.parametrize("patience", goodput.PATIENCE)
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.5])
+def test_short_deadlines_do_not_take_the_capacity_from_long_ones(share: float, patience: float, fair: bool) -> None:  # noqa: FBT001 - pytest passes it
+    """With any share of requests that have hardly longer than a run takes, as many are answered as by a plain queue."""
+    assert goodput.mixed(share, patience, 12.0, fair=fair) > 0.95
+
+
+@pytest.mark.parametrize("short", [0.05, 0.02], ids=["short", "hopeless"])
+@pytest.mark.parametrize("fair", [False, True], ids=["in order", "in turns"])
+def test_nothing_is_left_of_short_deadlines_after_the_last_one(fair: bool, short: float) -> None:  # noqa: FBT001 - pytest passes it
+    """Once they stop, everybody is answered again."""
+    assert goodput.mixed(0.02, 1.0, 20.0, fair=fair, until=6.0, short=short) > 0.99
+
+
 @pytest.mark.parametrize("load", [0.5, 1.0, 2.0, 5.0])
 def test_polite_callers_have_their_answers_beside_400_greedy_ones(load: float) -> None:
     """Callers that send less than their share are answered in time at any load; in order of arrival they are not."""

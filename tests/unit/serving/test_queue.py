@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.unit.serving.queues import filled, measure, measured, queue_of, request, run, taken
 
 from modelguard.errors import CallerGone, DeadlineExceeded, DeadlineUnreachable, GuardClosed, QueueFull
 from modelguard.serving._batches import Batch
+from modelguard.serving._requests import Request
 
 # A free thread
 
@@ -252,6 +255,67 @@ def test_the_next_in_line_is_admitted_whatever_was_measured() -> None:
     measure(queue, 1, 10.0)
     queue.admit(request(deadline=0.5), 0.0)
     assert 1 == queue.waiting
+
+
+def test_what_cannot_be_in_time_even_alone_takes_nobodys_turn() -> None:
+    """While the last run shows that, it is refused, also beside an idle thread; it is tried anew after a second."""
+    queue = queue_of()
+    measure(queue, 1, 10.0)
+    queue.admit(request("first", deadline=0.5), 0.0)
+    batch = queue.next_batch(0.0)
+    assert isinstance(batch, Batch)
+    run(queue, batch, 10.0, 10.0)
+    with pytest.raises(DeadlineUnreachable):
+        queue.admit(request(deadline=11.0), 10.5)
+    queue.admit(request("again", deadline=11.6), 11.1)
+    assert ["again"] == taken(queue, 11.1)
+
+
+def test_a_short_deadline_is_left_out_of_a_batch_that_has_to_keep_up() -> None:
+    """Where as much comes as full batches compute, none is made small for a request that only a small one answers."""
+    queue = queue_of(max_queue=100)
+    now = 0.0
+    for _ in range(10):  # three items a second come, and batches of four compute as many
+        for number in range(4):
+            queue.admit(request(number, deadline=now + 60.0), now)
+        batch = queue.next_batch(now)
+        assert isinstance(batch, Batch)
+        now += 4 / 3
+        run(queue, batch, 4 / 3, now)
+    measured(queue, {1: 1.0, 4: 4 / 3}, now)
+    queue.admit(request("short", deadline=now + 1.2), now)
+    for number in range(4):
+        queue.admit(request(number, deadline=now + 60.0), now)
+    assert [0, 1, 2, 3] == taken(queue, now)
+    assert 1 == queue.status(now).expired
+
+
+class Looked(Request):
+    """Counts how often its state is asked for."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Looked.looks += name == "state"
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_weight": 4.0, "weighed": True}, {"padded": True, "weighed": True}])
+def test_the_next_batch_is_chosen_without_looking_at_all_that_waits(
+    limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With deadlines too, a batch is chosen as fast from thousands as from a few."""
+    queue = queue_of(max_queue=5_000, **limits)
+    measured(queue, {1: 0.01, 4: 0.013})
+    queue.admit(request("first"), 0.0)
+    for number in range(4_000):
+        one = Looked(number)
+        one.deadline = 100.0 + number
+        queue.admit(one, 0.0)
+    monkeypatch.setattr(Looked, "looks", 0)
+    for _ in range(3):
+        assert isinstance(queue.next_batch(0.0), Batch)
+    assert Looked.looks < 500
 
 
 def test_what_is_bound_to_be_late_leaves_its_place_to_others() -> None:

@@ -145,6 +145,26 @@ def test_a_model_that_changes_its_speed_is_followed_after_three_runs(by: float) 
     assert 0.11 * by == pytest.approx(found.seconds(1, 0.0), rel=0.15)
 
 
+def test_a_trivial_first_call_does_not_turn_the_line() -> None:
+    """One call that computes nothing, before those that do, is no measure of how much larger batches cost."""
+    found = curve(learned([(1, 0.0001), (1, 0.3), (1, 0.3), (4, 0.3), (4, 0.3)]))
+    assert 0.3 == pytest.approx(found.seconds(4, 0.0), rel=0.1)
+    assert 0.1 < found.seconds(1, 0.0) <= 0.33
+    assert found.seconds(30, 0.0) < 2.4
+
+
+@pytest.mark.parametrize("seconds", [20.0, 1e-6], ids=["stall", "nothing"])
+@pytest.mark.parametrize("count", [1, 8, 32, 64])
+def test_no_single_run_moves_a_price_far(count: int, seconds: float) -> None:
+    """At most twice in either direction, and three times if it is the first of a larger size."""
+    times = learned([(1, 0.0305), (8, 0.034), (32, 0.046)] * 6)
+    before = {size: curve(times).seconds(size, 0.0) for size in (1, 8, 32, 64)}
+    times.record(count, 0.0, None, seconds, 0.0)
+    after = {size: curve(times).seconds(size, 0.0) for size in before}
+    most = 3 if count == 64 else 2
+    assert all(1 / most <= after[size] / before[size] <= most for size in before), after
+
+
 def test_a_stall_does_not_count() -> None:
     """One batch that takes fifty times as long says nothing about the next one."""
     times = learned([(1, 0.11), (32, 0.42)] * 10)
