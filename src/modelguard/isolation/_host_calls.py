@@ -86,7 +86,7 @@ class Connection:
                 if kind == "granted":
                     fd = self._channel.take_fd()
                     worker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=fd)
-                    return Channel(worker, used_before=True), details[0]
+                    return Channel(worker), details[0]
                 if kind == "loading":
                     until = limits.until
                 elif kind == "waiting":
