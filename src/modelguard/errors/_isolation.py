@@ -45,7 +45,9 @@ class TransferRefused(ModelGuardError, TypeError):
 
 
 class RemoteError(ModelGuardError, RuntimeError):
-    """The function raised an error in its worker that cannot be pickled; this one has its type's name and its text.
+    """The function raised an error in its worker that cannot be sent; this one has its type's name and its text.
+
+    It cannot be pickled, or is larger than ``max_transfer``.
 
     Attributes:
         function: The isolated function's name.

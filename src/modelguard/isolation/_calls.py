@@ -106,15 +106,13 @@ class Caller:
 
     # The steps
 
-    def _pickled(self, arguments: Arguments) -> tuple[bytes, _pickling.Buffers]:
+    def _pickled(self, arguments: Arguments) -> _pickling.Content:
         try:
-            body, buffers = content = _pickling.dumps((*arguments, _trace.outgoing()))
+            content = _pickling.dumps((*arguments, _trace.outgoing()))
         except Exception as error:
             why = f"{_culprit(arguments)}: {type(error).__name__}: {error}"
             raise TransferRefused(self._name, what="arguments", why=why) from error
-        size = len(body)
-        if buffers:
-            size += sum(buffer.nbytes for buffer in buffers)
+        size = _pickling.size(content)
         if size > self._max_bytes:
             why = f"they take {size:,} bytes, and max_transfer is {self._max_bytes:,}"
             raise TransferRefused(self._name, what="arguments", why=why)
@@ -130,7 +128,7 @@ class Caller:
             raise UnhashableKey(key) from None
         return key
 
-    def _begin(self, content: tuple[bytes, _pickling.Buffers], limits: Limits, key: Any) -> tuple[Taken, int, Any]:
+    def _begin(self, content: _pickling.Content, limits: Limits, key: Any) -> tuple[Taken, int, Any]:
         """Send a call to a worker, and to another one if the first has ended before it had read it."""
         left = _RESENDS
         while True:
@@ -147,7 +145,7 @@ class Caller:
                 raise
             del taken  # a drained generation is released, and must not be alive then
 
-    def _exchange(self, taken: Taken, content: tuple[bytes, _pickling.Buffers], limits: Limits) -> tuple[int, Any]:
+    def _exchange(self, taken: Taken, content: _pickling.Content, limits: Limits) -> tuple[int, Any]:
         """Send a message to the worker and wait for the answer; give the worker back unless it goes on."""
         channel = taken.channel
         limit = self._timeout
