@@ -21,6 +21,10 @@ __all__ = ["Arguments", "Caller"]
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
 _RESENDS = 8
 
+#: Seconds that a worker has for a message at least, whatever is left until the caller's deadline. Ending it costs more,
+#: and a short answer that is late by less than this is an answer.
+_LEAST = 0.01
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -150,7 +154,7 @@ class Caller:
         channel = taken.channel
         limit = self._timeout
         if limits.until != math.inf:
-            limit = max(0.001, min(limit, limits.until - time.monotonic()))
+            limit = max(_LEAST, min(limit, limits.until - time.monotonic()))
         try:
             channel.set_timeout(0.0 if limit == math.inf else limit)
             channel.send_pickled(*content)
