@@ -144,6 +144,16 @@ class TestOneProcess:
             wait_until(lambda: not listens(service.pid), "the socket is gone")
             assert 2 == ctl(service.pid, "status")[0]
 
+    def test_a_client_that_goes_away_ends_nothing(self) -> None:
+        """Also where the program has set the default of SIGPIPE: the next client is served."""
+        with program("signal.signal(signal.SIGPIPE, signal.SIG_DFL); control.listen()") as service:
+            for _ in range(5):
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.connect(_messages.address(service.pid))
+                    client.sendall(b'{"command": "reload"}\n')
+            wait_until(lambda: int(service.do("print(nlp.status().generation, flush=True)")) > 1, "a reload")
+            assert 0 == ctl(service.pid, "status")[0]
+
     def test_an_unknown_guard(self) -> None:
         """Exit status 1, with the names of those that there are."""
         with program() as service:

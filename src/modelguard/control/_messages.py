@@ -35,8 +35,8 @@ def address(pid: int) -> str:
 
 
 def send(connected: socket.socket, content: object) -> None:
-    """Send one line."""
-    connected.sendall(json.dumps(content).encode() + b"\n")
+    """Send one line. An end that is gone is an error, and never SIGPIPE, whose default a program may have set."""
+    connected.sendall(json.dumps(content).encode() + b"\n", getattr(socket, "MSG_NOSIGNAL", 0))
 
 
 def receive(connected: socket.socket, longest: int, seconds: float) -> Any:

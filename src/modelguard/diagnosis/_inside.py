@@ -33,7 +33,7 @@ def _serve(address: str, sources: dict[str, str]) -> None:
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(address)
-            with connection.makefile("rw", encoding="utf-8") as stream:
+            with connection.makefile(encoding="utf-8") as stream:
                 for line in stream:
                     try:
                         if not scripts:
@@ -41,8 +41,8 @@ def _serve(address: str, sources: dict[str, str]) -> None:
                         answer = _ANSWERS[line.strip()](scripts)
                     except Exception as error:  # noqa: BLE001 - what cannot be known is left out
                         answer = {"failed": type(error).__name__}
-                    stream.write(json.dumps(answer) + "\n")
-                    stream.flush()
+                    # Without SIGPIPE, whose default the process may have set.
+                    connection.sendall(json.dumps(answer).encode() + b"\n", socket.MSG_NOSIGNAL)
     except OSError:  # nobody listens any more
         return
 

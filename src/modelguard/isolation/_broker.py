@@ -14,7 +14,6 @@ import pickle
 import resource
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -27,12 +26,13 @@ from typing import Any, NoReturn
 from modelguard import telemetry
 from modelguard.isolation import _code, _news, _rendezvous
 from modelguard.isolation._broker_connection import Connection
-from modelguard.isolation._channel import Channel
+from modelguard.isolation._channel import AT_ONCE, Channel
 from modelguard.isolation._host_messages import REPORT, STATE, BrokerOrders, Identity
 from modelguard.isolation._mold_guard import MoldGuard, end_all
 from modelguard.isolation._process_scope import ProcessScope
 from modelguard.isolation._rendezvous import Folder, ForeignPeer
 from modelguard.isolation._supervisor import supervisor
+from modelguard.isolation._worker import leave
 from modelguard.isolation._worker_process import Worker
 from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._threads import THREADS
@@ -94,9 +94,7 @@ def main(starter: int, lock: int) -> NoReturn:
     channel.close()
     gc.freeze()
     broker.serve()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave(0)
 
 
 def _allow_descriptors() -> None:
@@ -127,7 +125,7 @@ class _Client:
     def send(self, kind: bytes, content: bytes) -> bool:
         """Send a message; false if there is no room, or no reader. Never blocks. From any thread."""
         try:
-            self.reports.send(kind + content, socket.MSG_DONTWAIT)
+            self.reports.send(kind + content, AT_ONCE)
         except OSError:
             return False
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from modelguard.errors import ModelGuardError, Reloading
@@ -112,7 +112,6 @@ class Connection:
     """
 
     def __init__(self, channel: Channel, broker: BrokerOfConnection, pid: int) -> None:
-        channel.set_timeout(_PATIENCE)
         self.channel = channel
         self.pid = pid
         self.granted_at: float | None = None
@@ -145,6 +144,7 @@ class Connection:
         """Read what has come."""
         try:
             while not self._closed:
+                self.channel.set_timeout(_PATIENCE)
                 self._obey(*self.channel.receive())
                 if not self.channel.has_unread:
                     return
@@ -162,9 +162,13 @@ class Connection:
     def answer(self, kind: Answer, *details: Any) -> None:
         """Send an answer. From any thread, while nothing else is sent."""
         try:
-            self.channel.send((kind, *details))
+            self._say((kind, *details))
         except OSError:  # its end of file is read next
             return
+
+    def _say(self, message: object, fds: Sequence[int] = ()) -> None:
+        self.channel.set_timeout(_PATIENCE)
+        self.channel.send(message, fds)
 
     def end(self) -> None:
         """The client has closed the connection, or has ended. The worker of its call ends too: it may still compute."""
@@ -259,7 +263,7 @@ class Connection:
         self.granted_at = time.monotonic()
         self._broker.granted(self, worker)
         try:
-            self.channel.send(("granted", worker.pid), [worker.channel.fileno()])
+            self._say(("granted", worker.pid), [worker.channel.fileno()])
         except OSError:
             self._broker.supervisor.call(self.end)
 

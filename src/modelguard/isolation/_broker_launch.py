@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from contextlib import suppress
-from multiprocessing import spawn
-from pathlib import Path
 
 from modelguard.isolation import _processes
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._host_messages import BrokerOrders
+from modelguard.isolation._launch import start_interpreter
 
 __all__ = ["NotStarted", "reap", "start_broker"]
-
-#: Where this package is imported from.
-_PACKAGES = str(Path(__file__).parents[2])
-
-_PROGRAM = (
-    "import sys; sys.path.insert(0, {packages!r}); "
-    "from modelguard.isolation._broker import main; main({starter}, {lock})"
-)
 
 #: Seconds for a broker that has hung up to end.
 _EXIT = 1.0
@@ -53,7 +43,11 @@ def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
     channel = Channel(ours)
     try:
         with theirs:
-            process = _start(theirs.fileno(), lock, ".".join(orders.options.function))
+            words = "broker", ".".join(orders.options.function)
+            process = start_interpreter(
+                "_broker", (theirs.fileno(), lock), *words, prints=False, start_new_session=True
+            )
+            _started[process.pid] = process
     except BaseException:
         channel.close()
         raise
@@ -70,22 +64,6 @@ def start_broker(orders: BrokerOrders, lock: int, timeout: float) -> None:
         channel.close()
     if outcome != "listening":
         raise NotStarted(f"its broker could not start:\n{text}")
-
-
-def _start(starter: int, lock: int, name: str) -> subprocess.Popen[bytes]:
-    program = _PROGRAM.format(packages=_PACKAGES, starter=starter, lock=lock)
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001 - as multiprocessing
-    executable = os.fsdecode(spawn.get_executable() or sys.executable)
-    process = subprocess.Popen(  # noqa: S603
-        [executable, *flags, "-c", program, "broker", name],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(starter, lock),
-        start_new_session=True,
-    )
-    _started[process.pid] = process
-    return process
 
 
 def _exit_of(process: subprocess.Popen[bytes]) -> str:

@@ -38,6 +38,10 @@ __all__ = ["Arguments", "Caller"]
 #: How often one call is sent anew because its worker ended unread. More in a row than this are no coincidence.
 _RESENDS = 8
 
+#: Seconds that a worker has for a message at least, whatever is left until the caller's deadline. Ending it costs more,
+#: and a short answer that is late by less than this is an answer.
+_LEAST = 0.01
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 KeyOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -74,7 +78,7 @@ class _Call:
         self.limits = limits
         self.key = key
         self.trace = _trace.outgoing()
-        self.content: tuple[bytes, _pickling.Buffers] | None = None
+        self.content: _pickling.Content | None = None
         self.tries = tries
         self.resends = _RESENDS
         self.begun = False
@@ -191,17 +195,15 @@ class Caller:
     def _new_call(self, arguments: Arguments, limits: Limits) -> _Call:
         return _Call(arguments, limits, self._key(arguments), self._tries)
 
-    def _pickled(self, call: _Call) -> tuple[bytes, _pickling.Buffers]:
+    def _pickled(self, call: _Call) -> _pickling.Content:
         if call.content is not None:
             return call.content
         try:
-            body, buffers = content = _pickling.dumps((*call.arguments, call.trace))
+            content = _pickling.dumps((*call.arguments, call.trace))
         except Exception as error:
             why = f"{_culprit(call.arguments)}: {type(error).__name__}: {error}"
             raise TransferRefused(self._name, what="arguments", why=why) from error
-        size = len(body)
-        if buffers:
-            size += sum(buffer.nbytes for buffer in buffers)
+        size = _pickling.size(content)
         if size > self._max_bytes:
             why = f"they take {size:,} bytes, and max_transfer is {self._max_bytes:,}"
             raise TransferRefused(self._name, what="arguments", why=why)
@@ -338,12 +340,12 @@ class Caller:
 
     # Messages
 
-    def _exchange(self, taken: Taken, content: tuple[bytes, _pickling.Buffers], limits: Limits) -> tuple[int, Any]:
+    def _exchange(self, taken: Taken, content: _pickling.Content, limits: Limits) -> tuple[int, Any]:
         """Send a message to the worker and wait for the answer; give the worker back unless it goes on."""
         channel = taken.channel
         limit = self._timeout
         if limits.until != math.inf:
-            limit = max(0.001, min(limit, limits.until - time.monotonic()))
+            limit = max(_LEAST, min(limit, limits.until - time.monotonic()))
         try:
             channel.set_timeout(0.0 if limit == math.inf else limit)
             channel.send_pickled(*content)

@@ -8,19 +8,23 @@ both sides map (``memfd_create``): one copy, and the kernel frees it with the la
 from __future__ import annotations
 
 import array
+import errno
+import math
 import mmap
 import os
+import select
 import socket
 import struct
 import sys
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from modelguard.isolation import _pickling
 
-__all__ = ["Channel", "Unreadable", "pair"]
+__all__ = ["AT_ONCE", "Channel", "Unreadable", "pair", "send", "wait"]
 
 #: Bytes that follow, number of buffers beside the pickle, number of descriptors, whether the content is in shared
 #: memory.
@@ -35,6 +39,13 @@ SHARED_FROM = 256 * 1024
 _CHUNK = 65_536
 _MOST_FDS = 8
 _FDS_SPACE = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+
+#: How everything is sent: without a wait in the kernel, whose limit a signal restarts, and so that the end of the other
+#: side is an error. By SIGPIPE it would end a program that has set the default.
+AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
+
+#: Milliseconds of one wait. The kernel takes at most 2**31 - 1.
+_LONGEST_WAIT = 1e9
 
 #: Descriptors are received so that no program inherits them.
 _NOT_INHERITED = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -55,18 +66,60 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
+def wait(connected: socket.socket, event: int, until: float) -> None:
+    """Wait until a socket can be read or written, or its other end is gone.
+
+    The deadline is absolute. ``SO_RCVTIMEO`` would count from the start again after each signal.
+
+    Args:
+        connected: The socket.
+        event: ``select.POLLIN`` or ``select.POLLOUT``.
+        until: When to give up, on the monotonic clock; infinity for never.
+
+    Raises:
+        BlockingIOError: The time is over.
+        OSError: The socket is closed.
+    """
+    if connected.fileno() < 0:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    poll = select.poll()
+    poll.register(connected, event)
+    while not poll.poll(min(max(0.0, until - time.monotonic()) * 1000, _LONGEST_WAIT)):
+        if time.monotonic() >= until:
+            raise BlockingIOError(errno.EAGAIN, "the time is over")
+
+
+def send(connected: socket.socket, content: bytes | memoryview, until: float, rights: Sequence[Any] = ()) -> int:
+    """Send as much as there is room for, and wait until there is some. Returns how many bytes that was.
+
+    Args:
+        connected: The socket.
+        content: What to send.
+        until: As in :func:`wait`.
+        rights: Ancillary data, which goes with the first byte.
+
+    Raises:
+        BlockingIOError: The time is over.
+        OSError: The socket is closed, or its other end.
+    """
+    while True:
+        try:
+            return connected.sendmsg([content], rights, AT_ONCE)
+        except BlockingIOError:
+            wait(connected, select.POLLOUT, until)
+
+
 class Channel:
     """One end. Not thread-safe: one thread at a time may use it.
 
     Args:
         connected: A connected stream socket, which belongs to the channel from now on.
-        used_before: Whether other processes use the same end, one after the other, and may have set its timeout.
     """
 
-    def __init__(self, connected: socket.socket, *, used_before: bool = False) -> None:
+    def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(None)
         self._socket = connected
-        self._timeout = -1.0 if used_before else 0.0
+        self._until = math.inf
         self._rest = b""
         self._fds: deque[int] = deque()
 
@@ -94,17 +147,11 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def set_timeout(self, seconds: float) -> None:
-        """Let each read and write fail with ``BlockingIOError`` after so many seconds; 0 for no limit.
+        """Let all sending and receiving from now on be over within so many seconds; 0 for no limit.
 
-        The kernel counts, so that a call with a deadline needs no more system calls than one without.
+        After that, it fails with ``BlockingIOError``. Signals that interrupt a wait do not make it longer.
         """
-        if seconds == self._timeout:
-            return
-        self._timeout = seconds
-        whole = int(seconds)
-        value = struct.pack("@ll", whole, max(int((seconds - whole) * 1e6), 0 if whole else 1) if seconds else 0)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        self._until = time.monotonic() + seconds if seconds else math.inf
 
     # Sending
 
@@ -120,32 +167,27 @@ class Channel:
     def send_pickled(self, body: bytes, buffers: _pickling.Buffers, fds: Sequence[int] = ()) -> None:
         """Send a message that :func:`._pickling.dumps` has made."""
         if not buffers and len(body) < SHARED_FROM:
-            whole = _HEADER.pack(len(body), 0, len(fds), 0) + body
-            if fds:
-                self._write([whole], fds)
-            else:
-                self._socket.sendall(whole)
+            self._write(_HEADER.pack(len(body), 0, len(fds), 0) + body, fds)
             return
         parts = [memoryview(body), *buffers]
         table = b"".join(_SIZE.pack(part.nbytes) for part in parts)
         shared = _shared(parts) if sum(part.nbytes for part in parts) >= SHARED_FROM else None
         if shared is None:
             size = len(table) + sum(part.nbytes for part in parts)
-            self._write([_HEADER.pack(size, len(buffers) + 1, len(fds), 0), table, *parts], fds)
+            self._write(_HEADER.pack(size, len(buffers) + 1, len(fds), 0) + table, fds)
+            for part in parts:
+                self._write(part)
             return
         try:
-            self._write([_HEADER.pack(len(table), len(buffers) + 1, len(fds) + 1, 1), table], [shared, *fds])
+            self._write(_HEADER.pack(len(table), len(buffers) + 1, len(fds) + 1, 1) + table, [shared, *fds])
         finally:
             os.close(shared)
 
-    def _write(self, parts: Iterable[bytes | memoryview], fds: Sequence[int]) -> None:
-        first, *others = parts
+    def _write(self, content: bytes | memoryview, fds: Sequence[int] = ()) -> None:
+        """Write all of it, the descriptors with its first byte."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        sent = self._socket.sendmsg([first], rights)  # a header is never split, but a signal may come first
-        if sent < len(first):  # to send nothing would fail if the other side has answered and closed meanwhile
-            self._socket.sendall(memoryview(first)[sent:])
-        for part in others:
-            self._socket.sendall(part)
+        while (sent := send(self._socket, content, self._until, rights)) < len(content):
+            content, rights = memoryview(content)[sent:], []
 
     # Receiving
 
@@ -193,7 +235,12 @@ class Channel:
         """The next descriptor that came with the messages so far."""
         return self._fds.popleft()
 
+    def _await(self) -> None:
+        if self._until != math.inf:  # else the read waits
+            wait(self._socket, select.POLLIN, self._until)
+
     def _chunk(self) -> bytes:
+        self._await()
         data, ancillary, _, _ = self._socket.recvmsg(_CHUNK, _FDS_SPACE, _NOT_INHERITED)
         for _, _, rights in ancillary:
             received = array.array("i")
@@ -208,6 +255,7 @@ class Channel:
         whole[: len(start)] = start
         view, filled = memoryview(whole), len(start)
         while filled < end:
+            self._await()
             count = self._socket.recv_into(view[filled:])
             if not count:
                 raise EOFError

@@ -149,7 +149,7 @@ class Connection:
     def granted(self, pid: int) -> tuple[Channel, int]:
         """The channel to the worker that was granted, and the worker's process id."""
         worker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=self._channel.take_fd())
-        return Channel(worker, used_before=True), pid
+        return Channel(worker), pid
 
     def take(self, patience: float, limits: Limits) -> tuple[Channel, int] | None:
         """Wait for a worker; None if the time is over.

@@ -104,7 +104,7 @@ class Membership:
             raise BrokerGone from error
         if connected is None:
             raise BrokerGone
-        channel = Channel(connected, used_before=True)
+        channel = Channel(connected)
         self.say(channel, "call", self._token)
         return channel
 

@@ -136,7 +136,7 @@ class _Election:
         connected = folder.connect(name, self._patience)
         if connected is None:
             return None
-        channel = Channel(connected, used_before=True)
+        channel = Channel(connected)
         token = secrets.token_bytes(16)
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         found = None

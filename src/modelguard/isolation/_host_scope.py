@@ -423,7 +423,8 @@ class HostScope:
         self.end_at_once()
 
     def end_at_once(self) -> None:
-        """Leave, and wait for nothing."""
+        """Leave, and wait for nothing. A call of a ``__del__`` at exit must not start the next broker."""
+        self._ended.set()
         membership, self._membership = self._membership, None
         if membership is not None:
             membership.leave(0.0)

@@ -10,12 +10,12 @@ import weakref
 from asyncio import get_running_loop
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from modelguard import _public, _units
+from modelguard._entered import Entered
 from modelguard._function_kinds import FunctionKind
-from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
+from modelguard.errors import NotSupported, WouldDeadlock
 from modelguard.isolation import _handler, _registry, _role
 from modelguard.isolation._calls import Arguments, Caller
 from modelguard.isolation._claims import Limits
@@ -25,7 +25,7 @@ from modelguard.isolation._process_scope import ProcessScope
 from modelguard.isolation._scope import Scope
 from modelguard.isolation._source import PoolSource, Source
 from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle import _in_thread
+from modelguard.lifecycle import _in_thread, _misuse
 from modelguard.serving import deadlines
 from modelguard.serving._shared_threads import SharedThread
 
@@ -37,16 +37,18 @@ R = TypeVar("R")
 _NO_ITEM = object()
 
 
-class Isolated(Generic[P, R]):
+class Isolated(Entered, Generic[P, R]):
     """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
 
     ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future. A
     coroutine function is awaited as before, and generators are streamed. Nothing is started before the first call or
-    :meth:`load`. It is a context manager, for ``with`` and ``async with``: it loads on entry and closes on exit.
+    :meth:`load`. It is a context manager, for ``with`` and ``async with``: it loads on entry and closes on exit, on the
+    last one if there are several at once.
     """
 
     def __init__(self, function: Callable[P, R], options: IsolationOptions, source: Source | PoolSource) -> None:
         functools.update_wrapper(self, function)
+        super().__init__()
         self._options = options
         self._source = source
         self._finalizer: Any = None
@@ -113,11 +115,17 @@ class Isolated(Generic[P, R]):
 
     def _submit(self, arguments: Arguments, *, awaited: bool) -> Future[Any]:
         if _role.current() != "owner":
-            raise self._refused_inside()
+            self._check_inside()
+            reason = "a worker runs one call at a time. Call the function itself, or await its aio()"
+            raise NotSupported(f"{self.name}.submit() in its own worker", reason=reason)
         self._refuse_streams()
         return self._caller.submit(arguments, _limits(), awaited=awaited)
 
     async def _await(self, arguments: Arguments) -> Any:
+        if _role.current() != "owner":
+            self._refuse_streams()
+            result = self._call_inside(arguments)
+            return await result if self._options.kind == "coroutine" else result
         _in_thread.require_asyncio("awaiting an isolated function")
         return await asyncio.wrap_future(self._submit(arguments, awaited=True), loop=get_running_loop())
 
@@ -145,18 +153,23 @@ class Isolated(Generic[P, R]):
 
     def _call_inside(self, arguments: Arguments) -> Any:
         """In a worker: a function may call itself, and runs on the model that is already there."""
+        self._check_inside()
         args, kwargs = arguments
+        return _role.here()(*args, **kwargs)
+
+    def _check_inside(self) -> None:
+        """Check that this is a worker of this function.
+
+        Raises:
+            WouldDeadlock, NotSupported: It is not.
+        """
         if _role.current() == "importing":
             why = "it is called while a mold imports the module"
             fix = "Put the calls of a script under: if __name__ == '__main__':"
             raise WouldDeadlock(self.name, why=why, fix=fix)
-        if _role.target() is self.isolated_function:
-            return _role.here()(*args, **kwargs)
-        raise self._refused_inside()
-
-    def _refused_inside(self) -> NotSupported:
-        reason = "a worker has only the model of its own function, and starts no workers of others"
-        return NotSupported(f"{self.name}() inside an isolated function", reason=reason)
+        if _role.target() is not self.isolated_function:
+            reason = "a worker has only the model of its own function, and starts no workers of others"
+            raise NotSupported(f"{self.name}() inside an isolated function", reason=reason)
 
     # Its state
 
@@ -231,8 +244,7 @@ class Isolated(Generic[P, R]):
             GuardClosed: After :meth:`close`.
             InvalidOption: ``wait`` is not a bool.
         """
-        if not isinstance(wait, bool):
-            raise InvalidOption("wait", wait, why="must be True or False", fix="To bound the wait, give timeout='5s'.")
+        _misuse.check_wait(wait)
         self._scope.reload(wait=wait, timeout=timeout)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
@@ -312,25 +324,13 @@ class Isolated(Generic[P, R]):
     def _reopen(self) -> None:
         self._scope.reopen()
 
-    def __enter__(self) -> Self:
+    def _open(self) -> None:
         self._reopen()
         self.load()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
+    async def _aopen(self) -> None:
         self._reopen()
         await self.aload()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     def refuse_calls(self) -> None:
         """This process exits, and ends its molds: raise ``GuardClosed`` from now on. Waits for nothing."""

@@ -10,7 +10,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 import traceback
 import warnings
@@ -24,7 +23,7 @@ from modelguard.errors import LoadFailed
 from modelguard.isolation import _code, _guardian, _news, _processes, _role, _target
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._instructions import Instructions
-from modelguard.isolation._worker import Serving, leave, portable
+from modelguard.isolation._worker import Serving, flush_output, leave, portable
 from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle.runtime import Runtime
 from modelguard.sharing._prefork import prepare_again
@@ -164,8 +163,7 @@ class _Mold:
             self._fork(number, self._control.take_fd())
 
     def _fork(self, number: int, fd: int) -> None:
-        sys.stdout.flush()  # otherwise the content of the buffers is written twice
-        sys.stderr.flush()
+        flush_output()  # otherwise the content of the buffers is written twice
         # Until the worker has handlers of its own, too, neither ends it: what is ignored stays ignored while the guards
         # of the mold warm up in it.
         _on_ending(signal.SIG_IGN)

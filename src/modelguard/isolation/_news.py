@@ -7,10 +7,12 @@ import os
 import pickle
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
 from modelguard import telemetry
+from modelguard.isolation._channel import send
 from modelguard.telemetry import Event
 
 __all__ = ["Reporter", "hand_on", "levels", "pair", "replay", "replay_all", "replay_next", "sender"]
@@ -48,9 +50,6 @@ class Reporter(logging.Handler):
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__()
-        whole = int(_PATIENCE)
-        patience = struct.pack("@ll", whole, int((_PATIENCE - whole) * 1e6))
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
         self._socket = connected
 
     def install(self, wanted: dict[str, int]) -> None:
@@ -87,7 +86,7 @@ class Reporter(logging.Handler):
             body = pickle.dumps(report)
             if len(body) > _LONGEST:
                 return False
-            self._socket.send(_SENDER.pack(os.getpid()) + body)
+            send(self._socket, _SENDER.pack(os.getpid()) + body, time.monotonic() + _PATIENCE)
         except Exception:  # noqa: BLE001 - no room, no owner, or a field that cannot be pickled
             return False
         return True

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Buffers", "dumps", "loads"]
+__all__ = ["Buffers", "Content", "dumps", "loads", "loads_plain", "size"]
 
 #: Readable memory: the content of arrays, in the order in which the pickle refers to them.
 Buffers = list[memoryview]
+
+#: A pickle, and the buffers that it refers to.
+Content = tuple[bytes, Buffers]
 
 _PROTOCOL = 5
 
@@ -20,7 +23,7 @@ _PROTOCOL = 5
 _OUTSIDE_FROM = 4096
 
 
-def dumps(value: object) -> tuple[bytes, Buffers]:
+def dumps(value: object) -> Content:
     """Pickle ``value``.
 
     Returns:
@@ -50,6 +53,29 @@ def dumps(value: object) -> tuple[bytes, Buffers]:
 def loads(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
     """Undo :func:`dumps`. Arrays refer to the memory of ``buffers``, which is not copied."""
     return pickle.loads(body, buffers=buffers)  # noqa: S301 - both ends are this program's own processes
+
+
+def loads_plain(body: bytes, buffers: Sequence[Any]) -> Any:
+    """:func:`loads` for what a process can rebuild that has no modules but Python's and modelguard's.
+
+    Raises:
+        UnpicklingError: It needs others.
+    """
+    return _Plain(io.BytesIO(body), buffers=buffers).load()
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = module.partition(".")[0] in {"modelguard", *sys.stdlib_module_names}
+        if not known or module == __name__:  # which rebuilds tensors
+            raise pickle.UnpicklingError(f"needs {module}")
+        return super().find_class(module, name)
+
+
+def size(content: Content) -> int:
+    """How many bytes are sent."""
+    body, buffers = content
+    return len(body) + sum(buffer.nbytes for buffer in buffers) if buffers else len(body)
 
 
 def _reduce_tensor(tensor: Any) -> Any:

@@ -10,7 +10,6 @@ import errno
 import os
 import socket
 import stat
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -100,9 +99,7 @@ class Folder:
         """
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # Python's own timeout would not wait for room among the connections that are to be accepted.
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(timeout), 0))
-            connected.connect(self._address(name))
+            _connect(connected, self._address(name), time.monotonic() + timeout)
             check_peer(connected)
         except (FileNotFoundError, ConnectionRefusedError):
             connected.close()
@@ -155,6 +152,25 @@ class Folder:
     def _address(self, name: str) -> str:
         # By the open folder: nobody can exchange it in between, and a long path does not matter.
         return f"/proc/self/fd/{self._fd}/{name}"
+
+
+def _connect(connecting: socket.socket, address: str, until: float) -> None:
+    """Connect, and wait for room among the connections that are to be accepted.
+
+    By looking: Python's own timeout does not wait for that, and a wait in the kernel that a signal interrupts leaves a
+    socket without a peer.
+    """
+    connecting.setblocking(False)  # noqa: FBT003 - its only parameter
+    while True:
+        try:
+            connecting.connect(address)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_POLL)
+        else:
+            connecting.setblocking(True)  # noqa: FBT003 - its only parameter
+            return
 
 
 def check_peer(connected: socket.socket) -> int:

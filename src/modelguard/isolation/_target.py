@@ -60,6 +60,9 @@ def check_importable(function: Any) -> None:
     elif module == "__main__" and not _has_main_file():
         why = "is defined in a notebook or an interactive session, which a worker process cannot import"
         fix = "Write it to a file, as with %%writefile predict.py, and import it from there."
+    elif module == "__main__" and _runs_as_package():
+        why = "is defined in the __main__.py of an archive, a folder or a package, which a worker process cannot import"
+        fix = "Move it to another module beside that, and import it in __main__.py."
     if why:
         raise InvalidOption("function", function, why=why, fix=fix)
 
@@ -68,6 +71,12 @@ def _has_main_file() -> bool:
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     return getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))  # noqa: PTH110
+
+
+def _runs_as_package() -> bool:
+    """Whether the main module is a ``__main__.py``, which :mod:`multiprocessing` leaves alone: to import it runs it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name.rpartition(".")[2] == "__main__"
 
 
 # In the owner

@@ -14,17 +14,20 @@ from enum import IntEnum
 from typing import Any, NoReturn
 
 from modelguard._function_kinds import FunctionKind
-from modelguard.errors import ModelGuardError, RemoteError, TransferRefused
+from modelguard.errors import RemoteError, TransferRefused
 from modelguard.isolation import _pickling, _trace
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.telemetry import Reason
 
-__all__ = ["BECOME_MOLD", "AnswerKind", "Serving", "StreamStep", "leave", "portable"]
+__all__ = ["BECOME_MOLD", "AnswerKind", "Serving", "StreamStep", "flush_output", "leave", "portable"]
 
 
 #: Seconds between two looks at what policies read besides the calls themselves, such as memory.
 _LOOK = 0.05
 
+
+#: Characters of the text and of the traceback of an error that is larger than ``max_transfer``: enough for a person.
+_SHORT = 2000
 
 #: Instead of a call: take the place of the mold. A descriptor comes with it, the channel of a mold.
 BECOME_MOLD = "become mold"
@@ -100,7 +103,7 @@ class Serving:
 
     def _serve_one(self) -> None:
         try:
-            message = self._channel.receive()
+            message = self._receive()
         except Unreadable as error:
             self._refuse("arguments", f"the worker cannot rebuild them: {error}")
             return
@@ -123,7 +126,6 @@ class Serving:
             self._fail(error, error)
             return
         finally:
-            self._stay_in_own_process()
             if leave_trace is not None:
                 leave_trace()
         self._answer(AnswerKind.RESULT, result)
@@ -138,7 +140,7 @@ class Serving:
         items = self._call(*args, **kwargs)
         asynchronous = self._kind == "async generator"
         self._answer(AnswerKind.ITEM, None)
-        while self._channel.receive() == StreamStep.NEXT:
+        while self._receive() == StreamStep.NEXT:
             try:
                 item = self._run(_next(items)) if asynchronous else next(items)
             except (StopIteration, StopAsyncIteration):
@@ -153,37 +155,49 @@ class Serving:
             _close(items, self._run)
         self._answer(AnswerKind.END, None)
 
-    # Answers
+    # Messages. All that runs between two of them may fork, and go on here in both processes: a call, a step of a
+    # stream, pickling, a policy.
+
+    def _receive(self) -> Any:
+        self._stay_in_own_process()
+        return self._channel.receive()
+
+    def _send(self, content: _pickling.Content) -> None:
+        self._stay_in_own_process()
+        self._channel.send_pickled(*content)
+
+    def _stay_in_own_process(self) -> None:
+        """End a process that the model has forked: its parent answers."""
+        if os.getpid() != self._pid:
+            os._exit(0)
 
     def _answer(self, kind: AnswerKind, value: object) -> bool:
         """Send an answer; false if its value could not be sent, and the owner got an error instead."""
         try:
-            body, buffers = _pickling.dumps((int(kind), value, self._worn()))
+            content = _pickling.dumps((int(kind), value, self._worn()))
         except BaseException as error:  # noqa: BLE001 - pickling runs any code
             self._refuse("result", f"{_describe(value)}: {type(error).__name__}: {error}")
             return False
-        size = len(body)
-        if buffers:
-            size += sum(buffer.nbytes for buffer in buffers)
+        size = _pickling.size(content)
         if size > self._max_bytes:
             self._refuse("result", f"{_describe(value)} takes {size:,} bytes, and max_transfer is {self._max_bytes:,}")
             return False
-        self._channel.send_pickled(body, buffers)
+        self._send(content)
         return True
 
     def _refuse(self, what: Any, why: str) -> None:
         self._fail(TransferRefused(self._name, what=what, why=why), None)
 
     def _fail(self, error: BaseException, raised: BaseException | None) -> None:
-        self._stay_in_own_process()
         text = None if raised is None else "".join(traceback.format_exception(raised))
-        body, _ = _pickling.dumps((int(AnswerKind.ERROR), (portable(error, self._name), text), self._worn()))
-        self._channel.send_pickled(body, [])
-
-    def _stay_in_own_process(self) -> None:
-        """End a process that the model has forked and that came back from the call: its parent answers."""
-        if os.getpid() != self._pid:
-            os._exit(0)
+        content = _pickling.dumps((int(AnswerKind.ERROR), (portable(error, self._name), text), self._worn()))
+        size = _pickling.size(content)
+        if size > self._max_bytes:
+            why = f"; the error takes {size:,} bytes, and max_transfer is {self._max_bytes:,}"
+            short = _described(error, self._name, _text_of(error)[:_SHORT] + why)
+            trace = None if text is None else text[-_SHORT:]
+            content = _pickling.dumps((int(AnswerKind.ERROR), (short, trace), self._worn()))
+        self._send(content)
 
 
 def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseException:
@@ -192,23 +206,31 @@ def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseExc
     Args:
         error: What was raised.
         name: The isolated function's name.
-        plain: Whether only errors of Python and of modelguard will do, since others would need their modules.
+        plain: Whether only what Python and modelguard have will do, since the rest would need its modules.
     """
-    is_known = type(error).__module__.partition(".")[0] in {"builtins", "modelguard"}
     with suppress(Exception):
-        if (is_known or not plain) and type(_pickling.loads(_pickling.dumps(error)[0], ())) is type(error):
+        content = _pickling.dumps(error)
+        if type(_pickling.loads_plain(*content) if plain else _pickling.loads(*content)) is type(error):
             return error
+    return _described(error, name, _text_of(error))
+
+
+def _described(error: BaseException, name: str, text: str) -> RemoteError:
     kind = type(error)
-    text = str(error) if isinstance(error, ModelGuardError) else _text_of(error)
     return RemoteError(name, kind=f"{kind.__module__}.{kind.__qualname__}", text=text)
 
 
 def leave(status: int) -> NoReturn:
     """End this process without the exit handlers that it has inherited."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
+    flush_output()
     os._exit(status)
+
+
+def flush_output() -> None:
+    """Write what is still in this process's buffers, as far as it can be written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a program may have closed or replaced them
+            stream.flush()
 
 
 def _text_of(error: BaseException) -> str:

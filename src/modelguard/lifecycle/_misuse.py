@@ -17,6 +17,15 @@ _RECEIVERS = frozenset({"self", "cls", "mcs"})
 _HOLDERS = (("starlette.routing", "Route"), ("flask", "Flask"), ("flask", "Blueprint"))
 
 
+class _Required:
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+#: The default of a required option: without one, Python's own message would come before that of :func:`check_keyword`.
+REQUIRED: Any = _Required()
+
+
 def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, kwargs: Any) -> TypeError | None:
     """Explain a call that does not fit a decorated function's signature.
 
@@ -47,11 +56,21 @@ def wrong_arguments(error: TypeError, function: Callable[..., Any], args: Any, k
         seen_by_callers.bind(*args, **kwargs)
     except TypeError as misfit:
         name = getattr(function, "__qualname__", repr(function))
+        why = _unknown(seen_by_callers, kwargs) or misfit
         return TypeError(
-            f"{name}{seen_by_callers}: {misfit}. The guard passes the model as the first argument: leave the model out "
+            f"{name}{seen_by_callers}: {why}. The guard passes the model as the first argument: leave the model out "
             f"of the call, and give the function a parameter for it."
         )
     return None
+
+
+def _unknown(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
+    """A misspelt keyword, which Python names before what is missing because of it."""
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values()):
+        return ""
+    return next(
+        (f"got an unexpected keyword argument {name!r}" for name in kwargs if name not in signature.parameters), ""
+    )
 
 
 def check_made_by(call: str, cls: type, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -62,6 +81,35 @@ def check_made_by(call: str, cls: type, args: tuple[object, ...], kwargs: dict[s
     """
     if kwargs or not args or callable(args[0]):
         raise TypeError(f"{cls.__name__} is not called directly. Write: {call}")
+
+
+def check_keyword(argument: str, value: object, others: tuple[object, ...], *, fix: str) -> None:
+    """Check that a required option is there, and passed by keyword.
+
+    Args:
+        argument: Its name.
+        value: What was given; :data:`REQUIRED` if nothing was.
+        others: What was passed by position instead.
+        fix: What to write.
+
+    Raises:
+        InvalidOption: It is passed by position.
+        TypeError: It is missing.
+    """
+    if others:
+        raise InvalidOption(argument, others[0], why="is passed by position", fix=fix)
+    if value is REQUIRED:
+        raise TypeError(f"{argument}= is missing. {fix}")
+
+
+def check_wait(wait: object) -> None:
+    """Check an argument ``wait``, which is easily taken for a duration.
+
+    Raises:
+        InvalidOption: It is not a bool.
+    """
+    if not isinstance(wait, bool):
+        raise InvalidOption("wait", wait, why="must be True or False", fix="To bound the wait, give timeout='5s'.")
 
 
 def check_ask(ask: object) -> None:

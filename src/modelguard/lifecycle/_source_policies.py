@@ -29,6 +29,23 @@ def checked_jitter(jitter: object) -> float:
     return float(jitter)
 
 
+def _check_path(path: object) -> None:
+    """Check an argument ``path``.
+
+    Raises:
+        InvalidOption: It is not one path, or is empty.
+    """
+    why, fix = "", "Give the path that the loader reads."
+    if isinstance(path, list | tuple | set | frozenset):
+        why, fix = f"must be one path, not {_units.kind_of(path)}", 'Join policies: Modified("a") | Modified("b").'
+    elif not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        why = f"must be text or a path, not {_units.kind_of(path)}"
+    elif not os.fspath(path):
+        why = "must be a path that is not empty"
+    if why:
+        raise InvalidOption("path", path, why=why, fix=fix)
+
+
 class Modified(Value):
     """Due when a file or folder has changed since the generation's load began.
 
@@ -47,7 +64,8 @@ class Modified(Value):
             Default zero.
 
     Raises:
-        InvalidOption: ``path`` is empty, ``quiet`` or ``spread`` is not a duration, or ``atomic`` is not a bool.
+        InvalidOption: ``path`` is not one path or is empty, ``quiet`` or ``spread`` is not a duration, or ``atomic`` is
+            not a bool.
     """
 
     kind = "modified"
@@ -66,10 +84,7 @@ class Modified(Value):
         atomic: bool = False,
         spread: _units.Duration = 0.0,
     ) -> None:
-        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-            raise InvalidOption(
-                "path", path, why="must be a path that is not empty", fix="Give the path that the loader reads."
-            )
+        _check_path(path)
         if not isinstance(atomic, bool):
             raise InvalidOption("atomic", atomic, why="must be True or False", fix="Write atomic=True.")
         self._set(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
 
 from modelguard import _public, _units
+from modelguard.lifecycle import _misuse
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["guard"]
 
 M = TypeVar("M")
+
+_FIX = 'Write guard(load, reload_on=TTL("1h")), or reload_on=None to replace the model only on request.'
 
 
 @overload
@@ -110,8 +113,8 @@ def guard(
 ) -> ModelGuard[M]: ...
 def guard(
     load: Callable[[], Any],
-    *,
-    reload_on: Policy | None,
+    *others: Never,
+    reload_on: Policy | None = _misuse.REQUIRED,
     swap: SwapMode = "auto",
     warmup: Callable[[Any], object] | None = None,
     validate: Callable[..., object] | None = None,
@@ -139,6 +142,7 @@ def guard(
             in a background thread, one at a time however many callers wait, so it must not need the main thread, as
             signal handlers do. It returns the model, or ``Loaded(model, version=...)``. If it raises or returns None,
             the load has failed. It must not use its own guard (``WouldDeadlock``).
+        others: None; every option is passed by keyword.
         reload_on: When to replace the model: policies joined by ``|`` (any) and ``&`` (all), or None to reload only on
             request. Required, so that nothing is reloaded, or never reloaded, by accident.
         swap: ``"load_first"``: the old generation takes calls until the new one is ready; needs memory for both.
@@ -210,6 +214,7 @@ def guard(
     from modelguard.lifecycle import _options, runtime
 
     _options.check_loader(load)
+    _misuse.check_keyword("reload_on", reload_on, others, fix=_FIX)
     world = runtime.default()
     if reload_on is not None:
         _options.check_policy(reload_on, world.limit, world.gpu)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from modelguard import _public, _units
+from modelguard._entered import Entered
 from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
@@ -17,8 +18,6 @@ from modelguard.lifecycle._wrappers import decorate, owner_of
 from modelguard.lifecycle.policies import Policy
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from modelguard.lifecycle._options import GuardOptions
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import Status
@@ -34,12 +33,13 @@ R = TypeVar("R")
 _guards: WeakRegistry[ModelGuard[Any]] = WeakRegistry()
 
 
-class ModelGuard(Generic[M]):
+class ModelGuard(Entered, Generic[M]):
     """A model with a lifecycle. Made by :func:`guard`; see there for the options.
 
     It is a handle (``lease``, ``load``, ``reload``, ``status``, ``close``), a decorator, and a context manager that
     loads on entry and closes on exit, for ``with`` and ``async with``. Entering it again after its end reopens it: an
-    application that has it in its lifespan can be started several times in one process.
+    application that has it in its lifespan can be started several times in one process. If it is entered several times
+    at once, as by a mounted sub-application too, the last exit closes it.
 
     Attributes:
         engine: What runs the guard. For modelguard's own integrations; it may change without notice.
@@ -52,6 +52,7 @@ class ModelGuard(Generic[M]):
             return super().__new__(cls)
 
     def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
+        super().__init__()
         self.engine: Engine[M] = Engine(options, runtime)
         _guards.add(self)
         # The engine is in reference cycles: without this, it would reload for nobody until the collector finds it.
@@ -168,8 +169,7 @@ class ModelGuard(Generic[M]):
             WouldDeadlock: With ``wait``: called inside a call on this guard, or on a running event loop.
             InvalidOption: ``wait`` is not a bool.
         """
-        if not isinstance(wait, bool):
-            raise InvalidOption("wait", wait, why="must be True or False", fix="To bound the wait, give timeout='5s'.")
+        _misuse.check_wait(wait)
         self.engine.reload(wait=wait, timeout=timeout)
 
     async def areload(self, timeout: _units.Duration | None = None) -> None:
@@ -259,25 +259,13 @@ class ModelGuard(Generic[M]):
 
         return _status.of(self.engine)
 
-    def __enter__(self) -> ModelGuard[M]:
+    def _open(self) -> None:
         self.engine.reopen()
         self.load()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> ModelGuard[M]:
+    async def _aopen(self) -> None:
         self.engine.reopen()
         await self.aload()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     # For servers
 

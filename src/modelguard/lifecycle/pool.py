@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar, overload
 
 from modelguard import _public, _units
+from modelguard._entered import Entered
 from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
@@ -40,10 +41,11 @@ def pools() -> tuple[ModelPool[Any, Any], ...]:
     return tuple(_pools)
 
 
-class ModelPool(Generic[K, M]):
+class ModelPool(Entered, Generic[K, M]):
     """Models by key, within one memory budget. Made by :func:`pool`; see there for the options.
 
-    It is a context manager, for ``with`` and ``async with``: it closes on exit. Entering it again reopens it.
+    It is a context manager, for ``with`` and ``async with``: it closes on exit, on the last one if there are
+    several at once. Entering it again reopens it.
     """
 
     if not TYPE_CHECKING:
@@ -53,6 +55,7 @@ class ModelPool(Generic[K, M]):
             return super().__new__(cls)
 
     def __init__(self, engine: PoolEngine[K, M], options_for: Callable[[Any], GuardOptions[M]]) -> None:
+        super().__init__()
         self._engine = engine
         self._options_for = options_for
         _pools.add(self)
@@ -188,19 +191,11 @@ class ModelPool(Generic[K, M]):
         """:meth:`close` for a coroutine: does not block the event loop."""
         await self._engine.aclose(Timeout(timeout))
 
-    def __enter__(self) -> Self:
+    def _open(self) -> None:
         self._engine.reopen()
-        return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
+    async def _aopen(self) -> None:
         self._engine.reopen()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
 
 
 @overload
@@ -239,8 +234,8 @@ def pool(
 ) -> ModelPool[K, M]: ...
 def pool(
     load: Callable[[Any], Any],
-    *,
-    max_memory: int | str,
+    *others: Never,
+    max_memory: int | str = _misuse.REQUIRED,
     max_models: int | None = None,
     ttl: _units.Duration | None = None,
     idle: _units.Duration | None = None,
@@ -260,6 +255,7 @@ def pool(
 
     Args:
         load: Makes the model of a key; may be ``async``. It returns the model, or ``Loaded(model, version=...)``.
+        others: None; every option is passed by keyword.
         max_memory: Budget for all models together: bytes, ``"2 GB"``, or a percentage of the memory limit, ``"60%"``.
         max_models: How many models at most. Default: as many as the budget holds.
         ttl: A model older than this (less up to a tenth, at random) takes no new leases: it is released when its last
@@ -287,6 +283,7 @@ def pool(
     from modelguard.lifecycle import _options, runtime
 
     _options.check_loader(load, arguments=1)
+    _misuse.check_keyword("max_memory", max_memory, others, fix='Write pool(load, max_memory="2 GB").')
     _options.check_pool_policy(reload_on)
     if max_models is not None:
         _units.whole_number(max_models, "max_models")

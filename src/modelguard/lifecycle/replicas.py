@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from modelguard import _public, _units
-from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _in_thread, _misuse
+from modelguard._entered import Entered
+from modelguard.errors import InvalidOption, Reloading
+from modelguard.lifecycle import _deadlocks, _in_thread, _misuse
 from modelguard.lifecycle._free_replicas import FreeReplicas
 from modelguard.lifecycle._known_models import KnownModels
 from modelguard.lifecycle._pool_leases import PoolLease, call_on
@@ -21,8 +24,6 @@ from modelguard.lifecycle.model_guard import ModelGuard, hide
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from modelguard.lifecycle.status import Status
 
 __all__ = ["ModelReplicas", "replicas"]
@@ -33,7 +34,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class ModelReplicas(Generic[M]):
+class ModelReplicas(Entered, Generic[M]):
     """Copies of one model in this process, each with a lifecycle of its own. Made by :func:`replicas`.
 
     It is a decorator and a handle, as a guard is, and a context manager that loads on entry and closes on exit, for
@@ -47,6 +48,7 @@ class ModelReplicas(Generic[M]):
             return super().__new__(cls)
 
     def __init__(self, name: str, guards: tuple[ModelGuard[M], ...]) -> None:
+        super().__init__()
         self._name = name
         self._guards = guards
         engines = [guard.engine for guard in guards]
@@ -108,54 +110,80 @@ class ModelReplicas(Generic[M]):
 
     # Lifecycle
 
-    def load(self) -> None:
+    def load(self, timeout: _units.Duration | None = None) -> None:
         """Load all replicas, one after another, unless they are loaded. Blocks.
 
+        Args:
+            timeout: How long to wait at most, for all of them together. Default: as long as it takes.
+
         Raises:
-            LoadFailed, GuardClosed, WouldDeadlock: As :meth:`ModelGuard.load`.
+            LoadFailed, Reloading, GuardClosed, WouldDeadlock: As :meth:`ModelGuard.load`.
         """
+        limit = Timeout(timeout)
         for guard in self._guards:
-            guard.load()
+            guard.load(limit.left())
 
-    async def aload(self) -> None:
+    async def aload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`load` for a coroutine: does not block the event loop."""
+        limit = Timeout(timeout)
         for guard in self._guards:
-            await guard.aload()
+            await guard.aload(limit.left())
 
-    def reload(self, *, wait: bool = True) -> None:
+    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
         """Replace all replicas, one after another; the others take the calls meanwhile.
 
         Args:
             wait: Return when all are replaced; if False, return at once. A reload that is asked for while one runs
                 follows it.
+            timeout: How long to wait at most, for all of them together. Default: as long as it takes.
 
         Raises:
             LoadFailed: A load failed; the replicas after it keep their models.
+            Reloading: ``timeout`` has passed. The reload of all of them goes on.
             GuardClosed, WouldDeadlock: As :meth:`ModelGuard.reload`.
+            InvalidOption: ``wait`` is not a bool, or ``timeout`` is not a duration.
         """
-        if wait:
+        _misuse.check_wait(wait)
+        limit = Timeout(timeout)
+        if not wait:
+            threading.Thread(target=self._roll_in_background, name=f"modelguard-roll-{self._name}", daemon=True).start()
+        elif timeout is None:
             self._roll()
         else:
-            threading.Thread(target=self._roll_in_background, name=f"modelguard-roll-{self._name}", daemon=True).start()
+            _deadlocks.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
+            try:
+                self._begin_to_roll().result(limit.left())
+            except TimeoutError:
+                raise Reloading(self._name, waited=limit.waited()) from None
 
-    async def areload(self) -> None:
+    async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine: does not block the event loop."""
-        runtime = self._guards[0].engine.guard.runtime
-        await _in_thread.run(self._roll, f"modelguard-roll-{self._name}", runtime.start_thread)
+        limit = Timeout(timeout)
+        _in_thread.require_asyncio("waiting for models in a coroutine")  # before the first load begins
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(self._begin_to_roll()), limit.left())
+        except TimeoutError:
+            raise Reloading(self._name, waited=limit.waited()) from None
 
-    def unload(self) -> None:
+    def unload(self, timeout: _units.Duration | None = None) -> None:
         """Release all models until their next use, which loads one again. Blocks.
 
+        Args:
+            timeout: How long to wait at most, for all of them together. Default: until they are released.
+
         Raises:
+            Reloading: ``timeout`` has passed. A release that has begun goes on; the others keep their models.
             GuardClosed, WouldDeadlock: As :meth:`ModelGuard.unload`.
         """
+        limit = Timeout(timeout)
         for guard in self._guards:
-            guard.unload()
+            guard.unload(limit.left())
 
-    async def aunload(self) -> None:
+    async def aunload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`unload` for a coroutine: does not block the event loop."""
+        limit = Timeout(timeout)
         for guard in self._guards:
-            await guard.aunload()
+            await guard.aunload(limit.left())
 
     def rollback(self) -> None:
         """Go back to the previous model of each replica, as :meth:`ModelGuard.rollback` does. Does not block.
@@ -176,6 +204,10 @@ class ModelReplicas(Generic[M]):
         """End :meth:`pause`."""
         for guard in self._guards:
             guard.resume()
+
+    def _begin_to_roll(self) -> Future[None]:
+        runtime = self._guards[0].engine.guard.runtime
+        return _in_thread.start(self._roll, f"modelguard-roll-{self._name}", runtime.start_thread)
 
     def _roll(self) -> None:
         with self._free.rolling:
@@ -211,25 +243,17 @@ class ModelReplicas(Generic[M]):
         for guard in self._guards:
             await guard.aclose(limit.left())
 
-    def __enter__(self) -> Self:
+    def _open(self) -> None:
+        self._reopen()
+        self.load()
+
+    async def _aopen(self) -> None:
+        self._reopen()
+        await self.aload()
+
+    def _reopen(self) -> None:
         for guard in self._guards:
-            guard.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        for guard in self._guards:
-            await guard.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
+            guard.engine.reopen()
 
 
 def _previous(guard: ModelGuard[Any]) -> int:

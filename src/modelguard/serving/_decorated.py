@@ -6,10 +6,10 @@ import asyncio
 import copy
 import functools
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Never, Self, Unpack, cast
 
 from modelguard import _units
+from modelguard._entered import Entered
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
 from modelguard.serving import _trio
 from modelguard.serving._arguments import Arguments
@@ -27,7 +27,7 @@ __all__ = ["Decorated"]
 _CLOSE_TIMEOUT = 30.0
 
 
-class Decorated:
+class Decorated(Entered):
     """A batch function behind a queue.
 
     Args:
@@ -38,6 +38,7 @@ class Decorated:
 
     def __init__(self, function: Callable[..., Any], options: BatchOptions, *, instance: object = None) -> None:
         functools.update_wrapper(cast("Callable[..., Any]", self), function)
+        super().__init__()
         self.__signature__ = call_signature(function, options.limits.name)
         self._function = function
         self._options = options
@@ -149,23 +150,11 @@ class Decorated:
         close = functools.partial(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
         await (_trio.run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
 
-    def __enter__(self) -> Self:
+    def _open(self) -> None:
         self._batcher.reopen()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
+    async def _aopen(self) -> None:
         self._batcher.reopen()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     # As a method
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelguard.isolation._channel import SHARED_FROM, Channel, Unreadable, pair
+from modelguard.isolation import _news
+from modelguard.isolation._channel import _HEADER, SHARED_FROM, Channel, Unreadable, pair
+from modelguard.isolation._rendezvous import Folder
 
 
 class Bomb:
@@ -179,7 +183,106 @@ def test_a_hang_up_wakes_who_waits(ends: Ends) -> None:
 
 
 def test_a_wait_ends_in_time(ends: Ends) -> None:
-    """The kernel counts the time."""
+    """With an error that names it."""
     ends.other.set_timeout(0.01)
     with pytest.raises(BlockingIOError):
         ends.other.receive()
+
+
+class Interrupted:
+    """Signals to the main thread, until the block ends, and for 10 seconds at most."""
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGUSR1, lambda *_: None)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._interrupt)
+        self._thread.start()
+        return self
+
+    def _interrupt(self) -> None:
+        for _ in range(1000):
+            if self._over.wait(0.01):
+                return
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        self.lasted = False
+
+    lasted = True
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        signal.signal(signal.SIGUSR1, self._before)
+
+
+def begin(ends: Ends) -> None:
+    """Wait for the rest of a message that has begun."""
+    ends.one._socket.send(_HEADER.pack(1000, 0, 0, 0))
+    ends.other.receive()
+
+
+def fill(ends: Ends) -> None:
+    """Write more than anybody reads."""
+    while True:
+        ends.other.send(b"x" * 10_000)
+
+
+@pytest.mark.parametrize("wait", [lambda ends: ends.other.receive(), begin, fill], ids=["message", "rest", "room"])
+def test_signals_do_not_make_a_wait_longer(ends: Ends, wait: Callable[[Ends], object]) -> None:
+    """The limit is a point in time, which no interruption moves."""
+    ends.other.set_timeout(0.05)
+    with Interrupted() as interrupted, pytest.raises(BlockingIOError):
+        wait(ends)
+    assert interrupted.lasted
+
+
+def test_a_report_that_finds_no_room_is_dropped_in_time() -> None:
+    """Also in a worker whose model has a timer: an owner that is too busy to read holds up no call."""
+    ours, theirs = _news.pair()
+    reporter = _news.Reporter(theirs)
+    with ours, theirs, Interrupted() as interrupted:
+        while reporter._send("x" * 10_000):
+            pass
+    assert interrupted.lasted
+
+
+def accept_and_close(listening: socket.socket) -> None:
+    connected, _ = listening.accept()
+    connected.close()
+
+
+def test_a_connection_waits_for_room_in_time(tmp_path: Path) -> None:
+    """Between signals too, and it has a peer then."""
+    tmp_path.chmod(0o700)
+    with Folder(tmp_path) as folder, folder.listen("name") as listening, Interrupted() as interrupted:
+        listening.listen(0)
+        first = folder.connect("name", 0.05)
+        with pytest.raises(BlockingIOError):
+            folder.connect("name", 0.05)
+        accepting = threading.Timer(0.05, accept_and_close, [listening])
+        accepting.start()
+        second = folder.connect("name", 10)
+        accepting.join()
+        for connected in (first, second):
+            assert connected is not None
+            connected.close()
+    assert interrupted.lasted
+
+
+def test_nothing_is_received_on_a_closed_channel(ends: Ends) -> None:
+    """An error of the system, with a limit and without one."""
+    ends.other.close()
+    for seconds in (0.0, 1.0):
+        ends.other.set_timeout(seconds)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            ends.other.receive()
+
+
+@pytest.mark.parametrize("count", [10, 5000, 100_000])
+def test_arrays_are_as_writable_as_they_were(ends: Ends, count: int) -> None:
+    """Of any size: what the sender may write to, the receiver may write to."""
+    numpy = pytest.importorskip("numpy")
+    array, constant = numpy.zeros(count), numpy.zeros(count)
+    constant.flags.writeable = False
+    (received,) = ends.across([array, constant])
+    assert isinstance(received, list)
+    assert [True, False] == [one.flags.writeable for one in received]

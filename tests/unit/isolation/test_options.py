@@ -124,6 +124,26 @@ def test_a_notebook_cell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         isolate()(cell)
 
 
+@pytest.mark.parametrize("name", ["__main__", "package.__main__"], ids=["archive or folder", "package"])
+def test_a_function_of_a_main_module_that_runs_as_a_package_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A worker cannot import the ``__main__.py`` of a zipapp, a folder or a package without running it."""
+    import sys
+    import types
+    from importlib.machinery import ModuleSpec
+
+    main = types.ModuleType("__main__")
+    main.__file__, main.__spec__ = __file__, ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+    def function() -> None: ...
+
+    function.__module__, function.__qualname__ = "__main__", "function"
+    with pytest.raises(InvalidOption, match=r"__main__\.py of an archive.*Move it to another module"):
+        isolate()(function)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -12,7 +12,7 @@ from flask import Flask
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from modelguard import ModelGuard, batched, guard_of
+from modelguard import TTL, ModelGuard, Modified, batched, guard, guard_of, pool
 from modelguard.errors import InvalidOption, WouldDeadlock
 
 if TYPE_CHECKING:
@@ -71,6 +71,12 @@ class TestWrongArguments:
         with pytest.raises(TypeError, match=rf"\(text: 'str'\).*: .*{says}.*The guard passes the model") as error:
             call(functions(nlp)[kind], *args, **kwargs)
         assert error.value.__cause__ is None
+
+    @pytest.mark.parametrize("kind", range(4))
+    def test_a_misspelt_keyword_is_named_before_what_is_missing(self, nlp: ModelGuard[Any], kind: int) -> None:
+        """As Python does: the argument that is missing is the one that was misspelt."""
+        with pytest.raises(TypeError, match="got an unexpected keyword argument 'txet'"):
+            call(functions(nlp)[kind], txet="a")
 
     @pytest.mark.parametrize("kind", range(4))
     def test_do_not_count_against_the_model(self, nlp: ModelGuard[Any], kind: int) -> None:
@@ -251,3 +257,49 @@ class TestHandles:
             with pytest.raises(WouldDeadlock) as reload:
                 nlp.reload()
         assert ("Call it outside.", True) == (close.value.fix, "wait=False" in reload.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (lambda: guard(dict, TTL("1h")), "reload_on=TTL\\('1h'\\): is passed by position"),  # type: ignore[call-overload]
+        (lambda: pool(list, "2 GB"), "max_memory='2 GB': is passed by position"),  # type: ignore[call-overload]
+    ],
+    ids=["guard", "pool"],
+)
+def test_an_option_that_is_passed_by_position_is_named(make: Callable[[], object], option: str) -> None:
+    """And the message says how to write it."""
+    with pytest.raises(InvalidOption, match=rf"{option}\. Write "):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (lambda: guard(dict), "reload_on= is missing"),  # type: ignore[call-overload]
+        (lambda: pool(list), "max_memory= is missing"),  # type: ignore[call-overload]
+    ],
+    ids=["guard", "pool"],
+)
+def test_a_required_option_that_is_missing_is_named(make: Callable[[], object], option: str) -> None:
+    """As by Python, with what to write."""
+    with pytest.raises(TypeError, match=rf"{option}\. Write "):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        (["a", "b"], "must be one path, not a list. Join policies: "),
+        (("a",), "must be one path, not a tuple. Join policies: "),
+        (None, "must be text or a path, not None"),
+        (b"x", "must be text or a path, not a bytes"),
+        (3, "must be text or a path, not an int"),
+        ("", "must be a path that is not empty"),
+    ],
+    ids=str,
+)
+def test_what_is_no_path_is_named(path: Any, says: str) -> None:
+    """By its kind; and several paths are several policies."""
+    with pytest.raises(InvalidOption, match=re.escape(says)):
+        Modified(path)

@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 
 from modelguard import TTL, Idle, MemoryGrowth, MemoryLimit, Uses, batched, guard
-from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, ModelRejected, Overloaded
+from modelguard.errors import (
+    GuardClosed,
+    InvalidOption,
+    LoadFailed,
+    ModelRejected,
+    Overloaded,
+    Reloading,
+    WouldDeadlock,
+)
 from modelguard.lifecycle.model_guard import guards
 from modelguard.lifecycle.replicas import ModelReplicas, replicas
 from modelguard.testing import Clock, Loader
@@ -405,3 +413,81 @@ def test_they_cannot_be_pickled(pair: ModelReplicas[Any]) -> None:
     """Another process makes its own."""
     with pytest.raises(TypeError, match="import the module that makes them"):
         pickle.dumps(pair)
+
+
+# Timeouts
+
+
+@pytest.fixture
+def held() -> Iterator[tuple[ModelReplicas[Any], threading.Event]]:
+    """Two replicas, each of whose loads after the first waits for an event."""
+    release, loads = threading.Event(), iter(range(100))
+
+    def load() -> list[int]:
+        number = next(loads)
+        if number >= 2:
+            assert release.wait(TIMEOUT)
+        return [number]
+
+    made = replicas(guard(load, reload_on=None, name="nlp"), 2)
+    made.load()
+    yield made, release
+    release.set()
+    made.close()
+
+
+def test_a_reload_may_be_bounded(held: tuple[ModelReplicas[Any], threading.Event]) -> None:
+    """As a guard's; the reload of all goes on, one after another."""
+    pair, release = held
+    for reload in (lambda: pair.reload(timeout=0.01), lambda: asyncio.run(pair.areload(timeout="10ms"))):
+        with pytest.raises(Reloading, match="nlp"):
+            reload()
+    assert [1, 1] == generations(pair)
+    release.set()
+    pair.reload(timeout=TIMEOUT)
+    asyncio.run(pair.areload(TIMEOUT))
+    assert [5, 5] == generations(pair)
+
+
+def test_a_bounded_reload_says_why_it_failed(modelguard_loader: Loader) -> None:
+    """What the load raised reaches who waits."""
+    pair = replicas(guard(modelguard_loader, reload_on=None, name="nlp"), 2)
+    pair.load(timeout=TIMEOUT)
+    modelguard_loader.fail()
+    with pytest.raises(LoadFailed):
+        pair.reload(timeout=TIMEOUT)
+
+
+def test_a_bounded_reload_does_not_block_a_loop(held: tuple[ModelReplicas[Any], threading.Event]) -> None:
+    """It says what to write instead."""
+
+    async def main() -> None:
+        held[0].reload(timeout=1)
+
+    with pytest.raises(WouldDeadlock, match=r"await replicas\.areload"):
+        asyncio.run(main())
+
+
+def test_loads_and_releases_may_be_bounded() -> None:
+    """The time counts for all of them together."""
+    release = threading.Event()
+    pair = replicas(guard(lambda: [release.wait(TIMEOUT)], reload_on=None, name="nlp"), 2)
+    with pytest.raises(Reloading):
+        pair.load(timeout=0.01)
+    with pytest.raises(Reloading):
+        asyncio.run(pair.aload(timeout=0.01))
+    with pytest.raises(Reloading):
+        pair.unload(timeout=0.01)
+    with pytest.raises(Reloading):
+        asyncio.run(pair.aunload(timeout=0.01))
+    release.set()
+    pair.load(timeout=TIMEOUT)
+    pair.unload(timeout=TIMEOUT)
+    assert ["idle", "idle"] == [one.state for one in pair.status()]
+    pair.close()
+
+
+def test_a_wait_that_is_no_bool_is_refused(pair: ModelReplicas[Any]) -> None:
+    """It is meant as a timeout."""
+    with pytest.raises(InvalidOption, match="timeout='5s'"):
+        pair.reload(wait=5)  # type: ignore[arg-type]
