@@ -32,6 +32,7 @@ HazardKind = Literal[
     "event queue",
     "hang",
     "warm-up",
+    "copies",
 ]
 
 #: The names of modelguard's own threads: they hold no lock while the process forks, and a child starts its own.
