@@ -79,7 +79,7 @@ class Gunicorn(Server):
         config = () if "-c" in options else ("-c", CONFIG)
         command = (
             "-m",
-            "gunicorn",
+            "gunicorn.app.wsgiapp",  # what "-m gunicorn" runs, which 20.0 does not have
             "-b",
             "127.0.0.1:0",
             *config,

@@ -86,6 +86,16 @@ def test_a_ttl_is_the_masters_to_keep(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_the_copies_of_a_renewed_model_are_announced(tmp_path: Path) -> None:
+    """Workers do not share objects that must stay mortal: a warning at the start says how many copies to expect."""
+    app = APP.replace("range(1000)", "range(150_000)")
+    with running(tmp_path, "-w", "2", app=app, policy="TTL('1h')") as server:
+        (line,) = [line for line in server.log.splitlines() if "copies of guard 'nlp'" in line]
+        assert "[WARNING]" in line
+        assert "up to 3 copies" in line
+
+
+@pytest.mark.timeout(120)
 def test_no_worker_is_forked_in_the_middle_of_a_load(tmp_path: Path) -> None:
     """A HUP that comes while the master loads is delayed, and its workers have the new weights; no request waits."""
     with running(tmp_path, "-w", "2", policy="Modified(WEIGHTS, atomic=True)") as server:

@@ -16,20 +16,24 @@ pytest.importorskip("gunicorn")
 pytestmark = pytest.mark.timeout(150)
 
 INSTALLED = Path(__file__).parents[2] / "build" / "gunicorn"
-#: Up to 23 its handler of SIGCHLD waits for all children; 21.2 has another heartbeat than 22.
-VERSIONS = ("21.2.0", "22.0.0", "23.0.0", "24.1.1", "25.3.0")
+#: Up to 23 its handler of SIGCHLD waits for all children; up to 21.2 it has another heartbeat than 22.
+VERSIONS = ("20.0.4", "20.1.0", "21.2.0", "22.0.0", "23.0.0", "24.1.1", "25.3.0")
 POLICY = "Modified(WEIGHTS, atomic=True)"
 
 
 def installed(version: str) -> Path:
-    """The folder with this gunicorn alone, which is kept between runs; skips where pip cannot install it."""
+    """The folder with this gunicorn alone, which is kept between runs; skips where pip cannot install it.
+
+    gunicorn 20 imports ``pkg_resources``, which setuptools had up to its version 81.
+    """
     folder = INSTALLED / version
     if not folder.exists():
         INSTALLED.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=INSTALLED) as fresh:
             target = Path(fresh) / version
             pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--timeout", "15"]
-            command = [*pip, "install", "--no-deps", "--target", str(target), f"gunicorn=={version}"]
+            wanted = [f"gunicorn=={version}", *(["setuptools<81"] if version.startswith("20") else [])]
+            command = [*pip, "install", "--no-deps", "--target", str(target), *wanted]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
                 why = done.stderr.strip().splitlines()[-1:] if done.returncode else None
@@ -44,10 +48,10 @@ def installed(version: str) -> Path:
 
 @pytest.mark.timeout(30)
 def test_the_newest_version_is_the_one_of_the_other_tests() -> None:
-    """The versions here and the installed one are those that the documentation states: 21.2 to 27."""
+    """The versions here and the installed one are those that the documentation states: 20.0 to 27."""
     page = (Path(__file__).parents[2] / "docs" / "sharing.md").read_text(encoding="utf-8")
     newest = importlib.metadata.version("gunicorn").split(".")[0]
-    older = [version.removesuffix(".0").split(".")[: 2 if version.startswith("21") else 1] for version in VERSIONS]
+    older = [version.split(".")[: 2 if version < "22" else 1] for version in VERSIONS]
     assert f"Tested with gunicorn {', '.join(map('.'.join, older))} and {newest}" in page
 
 

@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
-from tests.process.harness import run_python
+from tests.process.harness import run_python, write_app
 
 from modelguard import prefork
 
@@ -90,20 +91,22 @@ def test_forked_readers_share_an_immortal_model(make: str) -> None:
 
 
 USES = """
-import copy, datetime, sqlite3
+import copy, datetime, ipaddress, pathlib, sqlite3
 
 class Word(str):
     pass
 
 def build(size):
     return [(Entry(number), f"日本語の単語 {number}", Word(f"слово {number}"), frozenset([number, number + 1]),
-             datetime.datetime(2000, 1, 1) + datetime.timedelta(seconds=number)) for number in range(size)]
+             datetime.datetime(2000, 1, 1) + datetime.timedelta(seconds=number), pathlib.PurePath(f"/srv/{number}"),
+             ipaddress.IPv4Network((number << 8, 24))) for number in range(size)]
 
 def read(model):
     connection = sqlite3.connect(":memory:")
     for entry, japanese, russian, *hashed in model:
         connection.execute("select ?, ?", (japanese, russian))
         assert vars(entry) and copy.copy(entry) and [hash(one) for one in (japanese, russian, *hashed)]
+        assert str(hashed[-2]) and hashed[-1].num_addresses
     dead.clear()
 """
 
@@ -115,6 +118,56 @@ def test_forked_readers_share_what_the_first_use_would_have_written() -> None:
     _, frozen = run_python(program.replace("IMMORTAL", "False"), 60)
     assert 1.6 < frozen
     assert run_python(program.replace("IMMORTAL", "True"), 60)[1] <= 1.15
+
+
+ISOLATED = """
+import os, time
+from modelguard import TTL, Changed, Modified, guard, isolate, pool
+
+def load(*_):
+    return {f"entry {number}": [number, str(number), number + 0.5] for number in range(150_000)}
+
+@isolate(workers=2, timeout="60s", scope="SCOPE")
+@SOURCE
+def read(model, key):
+    assert all(parts[0] + len(parts[1]) + parts[2] + len(name) for name, parts in model.items())
+    time.sleep(0.2)  # so that a second call goes to the other worker
+    return os.getpid()
+"""
+
+READ_BY_ALL = """
+import json, sys
+from concurrent.futures import ThreadPoolExecutor
+sys.path.insert(0, FOLDER)
+import app
+
+def private(pid):
+    with open(f"/proc/{pid}/smaps_rollup") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
+
+readers = set()
+while len(readers) < 2:
+    with ThreadPoolExecutor(2) as threads:
+        readers.update(threads.map(app.read, ["one", "one"]))
+print(json.dumps([private(pid) for pid in readers]))
+app.read.close()
+"""
+
+RENEWED = {
+    "TTL": ("process", "guard(load, reload_on=TTL('1h'))"),
+    "Modified": ("process", "guard(load, reload_on=Modified(__file__))"),
+    "Changed": ("process", "guard(load, reload_on=Changed(lambda: 'one', every='1h'))"),
+    "a pool's ttl": ("process", "pool(load, max_memory='2 GB', ttl='1h')(key='key')"),
+    "TTL for the host": ("host", "guard(load, reload_on=TTL('1h'))"),
+}
+
+
+@pytest.mark.parametrize(("scope", "source"), RENEWED.values(), ids=RENEWED)
+def test_isolated_workers_share_a_model_that_is_renewed(scope: str, source: str, tmp_path: Path) -> None:
+    """A mold ends with its generation, so its 40 MB of objects are immortal whatever policy renews them."""
+    write_app(tmp_path, ISOLATED.replace("SCOPE", scope).replace("SOURCE", source))
+    program = READ_BY_ALL.replace("FOLDER", repr(str(tmp_path)))
+    assert all(private < 10_000 for private in run_python(program, 60, MODELGUARD_RUNTIME_DIR=str(tmp_path / "run")))
 
 
 def ends_cleanly(program: str, **variables: str) -> None:

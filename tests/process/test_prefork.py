@@ -293,6 +293,32 @@ def test_auto_leaves_models_that_are_renewed_mortal() -> None:
     assert 450_000 < insisting
 
 
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("made", "warned"),
+    [("Model({f'feature {n}': [n, str(n)] for n in range(150_000)})", True), ("[bytes(40_000_000)]", False)],
+    ids=["objects", "a buffer"],
+)
+def test_a_renewed_model_that_children_will_copy_is_warned_of(made: str, *, warned: bool) -> None:
+    """Objects that stay mortal end the sharing as they are read: a warning says so and names the way out."""
+    texts, hazards = told(
+        f"""
+        from modelguard import TTL
+
+        renewed = guard(lambda: {made}, reload_on=TTL("1h"), name="renewed")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            report = prefork.prepare(renewed)
+        print(json.dumps([[str(one.message) for one in seen], [str(one) for one in report.hazards]]))
+        """
+    )
+    assert texts == hazards
+    assert ([True] if warned else []) == [
+        "guard 'renewed'" in text and "up to N + 1 copies" in text and "@isolate(scope='host')" in text
+        for text in texts
+    ]
+
+
 @needs_immortals
 @pytest.mark.timeout(90)
 def test_data_that_only_code_leads_to_is_in_the_report() -> None:

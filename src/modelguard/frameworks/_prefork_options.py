@@ -99,19 +99,21 @@ def generations(chosen: Sequence[ModelGuard[Any]]) -> tuple[int, ...]:
     return tuple(guard.status().generation for guard in chosen)
 
 
-def log_report(log: Log, report: prefork.ForkReport, on_hazard: str) -> None:
+def log_report(log: Log, report: prefork.ForkReport, on_hazard: str, workers: int | None = None) -> None:
     """Log what was prepared; a hazard that no child repairs is a warning.
 
     Args:
         log: A logger, or gunicorn's.
         report: What ``prepare`` returned.
         on_hazard: The option of the preparation.
+        workers: How many there will be, if that is known.
     """
     for line in report.lines():
         log.info("modelguard: %s", line)
     for hazard in report.hazards:
         repaired = hazard.severity == "fixed" and on_hazard != "warn"
-        (log.info if repaired else log.warning)("modelguard: %s", hazard)
+        here = f" Here: up to {workers + 1} copies." if workers and hazard.kind == "copies" else ""
+        (log.info if repaired else log.warning)("modelguard: %s%s", hazard, here)
 
 
 def _choice(environ: Mapping[str, str], name: str, default: str, choices: Mapping[str, T]) -> T:

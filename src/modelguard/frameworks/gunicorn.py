@@ -228,4 +228,4 @@ class _Master:
             warnings.simplefilter("ignore", ForkHazard)  # the report has them
             report = _options.prepare(self._guards)
         self._prepared = generations(self._guards)
-        log_report(self._server.log, report, _options.on_hazard)
+        log_report(self._server.log, report, _options.on_hazard, self._server.num_workers)

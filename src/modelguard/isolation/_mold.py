@@ -109,7 +109,8 @@ class _Mold:
         engine.move_to(Runtime(ticks=False, probes=False, in_mold=True, start_thread=start_thread))
         if instructions["forks"]:
             self._guard.recycle_in_children(self._wear, takes_calls=False)
-            prefork.prepare(self._guard)
+            # A mold lives for one generation and ends with everything in it, so no policy argues against it.
+            prefork.prepare(self._guard, immortalize=prefork.immortalize_unsupported() is None)
         else:
             engine.recycle_here(self._wear, renews=False)
             self._guard.load()

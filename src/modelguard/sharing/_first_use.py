@@ -1,15 +1,17 @@
 """What objects write to themselves when they are first used, written before the fork.
 
 Such a write would copy the object's page in each forked child: a hash that is kept once it was computed, the UTF-8 form
-of a text that native code has read, the ``__dict__`` of an instance.
+of a text that native code has read, the parts of a path, the ``__dict__`` of an instance. What any use writes, such as
+the count of exports of a ``bytearray``, cannot be written in advance.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +26,14 @@ _HASHED = ("builtins.bytes", "builtins.frozenset", "datetime.timedelta", "decima
 #: The same; but the hash of one with a time zone calls the zone's methods. A ``datetime.datetime`` is a ``date``.
 _DATED = ("datetime.date", "datetime.time")
 _ZONES = ("datetime.timezone", "zoneinfo.ZoneInfo")
+
+#: Cached properties of the standard library. Classes that are derived from these may have code of their own.
+_CACHED: Mapping[str, Use] = {
+    **dict.fromkeys(("ipaddress.IPv4Interface", "ipaddress.IPv6Interface"), operator.attrgetter("hostmask")),
+    **dict.fromkeys(
+        ("ipaddress.IPv4Network", "ipaddress.IPv6Network"), operator.attrgetter("broadcast_address", "hostmask")
+    ),
+}
 
 _TUPLES_KEEP_HASHES = sys.version_info >= (3, 14)
 
@@ -86,7 +96,9 @@ def _use_of(cls: type) -> Use | None:
             return functools.partial(_hash, base)
         if name in _DATED:
             return functools.partial(_hash_dated, base)
-    return None
+    if cls.__module__.partition(".")[0] == "pathlib":  # a path needs its text for its hash, and its parts for that
+        return functools.partial(_hash, cls)
+    return _CACHED.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def _getter_of_dict(cls: type) -> Use | None:

@@ -45,9 +45,15 @@ class Mortal:
         return f"{self.place}: {self.objects:,} objects"
 
 
-def measure(*roots: object, enough: float = float("inf")) -> int:
-    """Add up the sizes of all objects that belong to a model by ``sys.getsizeof``, in bytes; stop at ``enough``."""
-    return _Measure(mortal=False).add(roots, enough)[1]
+def measure(*roots: object, enough: float = float("inf"), most: float = float("inf")) -> int:
+    """Add up the sizes of all objects that belong to a model by ``sys.getsizeof``, in bytes.
+
+    Args:
+        roots: Models.
+        enough: Stop at so many bytes.
+        most: So many bytes of one object count: with the size of a page, what writing reference counts copies.
+    """
+    return _Measure(mortal=False, most=most).add(roots, enough)[1]
 
 
 def behind_code(code: Iterable[Any]) -> tuple[Mortal, ...]:
@@ -105,10 +111,12 @@ class _Measure:
 
     Args:
         mortal: Whether immortal objects are left out, and what functions and caches lead to belongs to it.
+        most: How many bytes of one object count.
     """
 
-    def __init__(self, *, mortal: bool) -> None:
+    def __init__(self, *, mortal: bool, most: float = float("inf")) -> None:
         self._mortal = mortal
+        self._most = most
         self._kinds = ObjectKinds()
         self._seen = set(namespaces())
         self._left = _LIMIT
@@ -127,7 +135,8 @@ class _Measure:
                 continue
             if kind in HANDLES or (kind == UNDECIDED and not self._kinds.belongs_to_model(item)):
                 continue
-            objects, size, self._left = objects + 1, size + self._kinds.size_of(item), self._left - 1
+            objects, self._left = objects + 1, self._left - 1
+            size += int(min(self._kinds.size_of(item), self._most))
             if kind != LEAF:
                 waiting += gc.get_referents(item)
             if kind == DICT:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Literal, Protocol
 
-from modelguard.environment import _openmp, _proc
+from modelguard.environment import _openmp, _proc, _self
 from modelguard.lifecycle import _adapters
 
 __all__ = ["OUR_THREADS", "ForkingProcess", "Hazard", "HazardKind", "ThisProcess", "find_hazards"]
@@ -32,6 +32,7 @@ HazardKind = Literal[
     "event queue",
     "hang",
     "warm-up",
+    "copies",
 ]
 
 #: The names of modelguard's own threads: they hold no lock while the process forks, and a child starts its own.
@@ -238,9 +239,8 @@ class ThisProcess:
         return torch is not None and bool(torch.cuda.is_initialized())
 
     def has_unsafe_grpc(self) -> bool:
-        """Whether gRPC has been imported, and its variable does not enable fork support."""
-        supported = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in ("1", "true", "yes")
-        return "grpc._cython.cygrpc" in sys.modules and not supported
+        """Whether gRPC was imported without fork support: it reads its variable then, and never again."""
+        return _self.ThisProcess().grpc_forks() is False
 
     def runs_event_loop(self) -> bool:
         """Whether asyncio reports a running event loop."""

@@ -7,6 +7,7 @@ broke.
 """
 
 import gc
+import mmap
 import os
 import time
 import warnings
@@ -35,6 +36,10 @@ Immortalize = Literal[True, False, "auto"]
 
 #: Bytes of models for which it is worth the time at start to make objects immortal.
 _IMMORTALIZE_FROM = 16_000_000
+
+_RENEWED = "old models could never be freed after TTL, Modified or Changed"
+
+_ONE_COPY = "@isolate(scope='host') above its functions gives all workers one copy, which is renewed as well."
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,8 @@ def prepare(
         immortalize: Stop counting references to the models' objects, so that reading them does not copy their pages
             (CPython 3.12 or newer). This cannot be undone: such objects are never freed. ``"auto"``: if the interpreter
             supports it and the models take at least 16 MB, and not for guards with ``TTL``, ``Modified`` or
-            ``Changed``, whose old models this process could never free. True: always, or raise ``NotSupported``.
+            ``Changed``, whose old models this process could never free; children then copy the objects that they
+            read, which the hazard ``"copies"`` tells. True: always, or raise ``NotSupported``.
         on_hazard: ``"fix"``: refuse what no child could survive, let children repair what they can, and warn about the
             rest. ``"refuse"``: refuse every hazard. ``"warn"``: warn about all and repair nothing.
         warm_timeout: How long a warm-up may take in the trial child before it counts as hung, and how long to wait for
@@ -146,7 +152,7 @@ def prepare_chosen(
     generations = tuple(guard.status().generation for guard in chosen)
     again = _check_order(chosen, generations)
     THREADS.end_idle()
-    found = _hazards.find_hazards(process)
+    found = (*_hazards.find_hazards(process), *(_copies(chosen) if immortalize == "auto" else ()))
     _enforce(on_hazard, found)
     state = Prepared(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn")
     _compile_for_children(state)
@@ -190,7 +196,7 @@ def prepare_again(guard: ModelGuard[Any], *, trial: float = 30.0) -> None:
     generations = (guard.status().generation,)
     _try_and_install(Prepared(os.getpid(), (guard,), generations, found, fixes=True), trial, "fix")
     _freeze(again=False)  # what was frozen before stays so: a look at it would copy its pages
-    _immortalize((guard,), "auto")
+    _immortalize((guard,), _immortal.immortalize_unsupported() is None)  # as in the mold that loaded the model
 
 
 def _check_options(freeze: object, immortalize: object, on_hazard: object) -> None:
@@ -345,11 +351,27 @@ def _worth_it(chosen: tuple[ModelGuard[Any], ...]) -> tuple[tuple[ModelGuard[Any
         return (), why
     kept = tuple(guard for guard in chosen if not guard.engine.renews_weights)
     renewed = ", ".join(guard.name for guard in chosen if guard not in kept)
-    why = f"{renewed}: old models could never be freed after TTL, Modified or Changed" if renewed else None
+    why = f"{renewed}: {_RENEWED}" if renewed else None
     if kept and (size := _size(kept)) < _IMMORTALIZE_FROM:
         small = f"the models take only {_units.format_bytes(size)}"
         return (), small if why is None else f"{small}; {why}"
     return kept, why
+
+
+def _copies(chosen: tuple[ModelGuard[Any], ...]) -> tuple[Hazard, ...]:
+    """The guards whose objects are not made immortal although each child will copy much of them as it reads them."""
+    unsupported = _immortal.immortalize_unsupported()
+    found = []
+    for guard in chosen:
+        why = unsupported or (_RENEWED if guard.engine.renews_weights else None)
+        # Of an array or another large object, a reader writes to the first page alone.
+        if (
+            why
+            and _graph.measure(*_models((guard,)), enough=_IMMORTALIZE_FROM, most=mmap.PAGESIZE) >= _IMMORTALIZE_FROM
+        ):
+            seen = f"each child copies its Python objects as it reads them: up to N + 1 copies with N workers ({why})"
+            found.append(Hazard("copies", f"guard {guard.name!r}", seen, _ONE_COPY, "warning"))
+    return tuple(found)
 
 
 def _models(chosen: tuple[ModelGuard[Any], ...]) -> list[Any]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import decimal
+import functools
+import ipaddress
+import operator
+import pathlib
 import pickle
 import sqlite3
 import sys
@@ -66,6 +70,8 @@ HASHED: dict[str, Callable[[], object]] = {
     "datetime with a zone": lambda: MOMENT.replace(tzinfo=dt.UTC),
     "timedelta": lambda: dt.timedelta(3, 4),
     "Decimal": lambda: decimal.Decimal(22) / 7,
+    "path": lambda: pathlib.PurePosixPath("/srv") / text(11),
+    "path of another system": lambda: pathlib.PureWindowsPath("C:/") / text(12),
     "tuple": lambda: (text(6), 7.5, (text(8), None, (9,))),
     "named tuple": lambda: Pair(1, text(10)),
 }
@@ -113,8 +119,39 @@ def test_the_first_use_of_an_instances_dict_writes_nothing(use: Callable[[Any], 
     assert is_immortal(vars(entry))
 
 
+@pytest.mark.parametrize(
+    "use", [str, operator.attrgetter("parts"), operator.attrgetter("name")], ids=["text", "parts", "name"]
+)
+def test_the_first_look_at_a_path_writes_nothing(use: Callable[[Any], object]) -> None:
+    """Its text and its parts are found before the fork."""
+    path = pathlib.Path("/srv") / text(1)
+    immortalize([path])
+    before = content(path)
+    assert use(path)
+    assert before == content(path)
+    assert is_immortal(str(path))
+
+
+@pytest.mark.parametrize("given", ["10.0.0.0/8", "fd00::/8"])
+@pytest.mark.parametrize("make", [ipaddress.ip_network, ipaddress.ip_interface], ids=["network", "interface"])
+def test_the_cached_properties_of_a_network_are_there(given: str, make: Callable[[str], Any]) -> None:
+    """What the standard library keeps in an instance is computed before the fork, and is immortal."""
+    one = make(given)
+    immortalize([one])
+    before, attributes = content(one), dict(vars(one))
+    names = [name for name, found in vars_of_classes(one) if isinstance(found, functools.cached_property)]
+    assert names
+    assert all(is_immortal(getattr(one, name)) for name in names)
+    assert (before, attributes) == (content(one), vars(one))
+
+
+def vars_of_classes(one: object) -> list[tuple[str, object]]:
+    """What the classes of an object define."""
+    return [item for base in type(one).__mro__ for item in vars(base).items()]
+
+
 def test_no_code_of_the_models_is_called() -> None:
-    """Hashes, zones and dicts that a model's classes have written themselves are left alone."""
+    """Hashes, properties, zones and dicts that a model's classes have written themselves are left alone."""
 
     class Rude:
         def __hash__(self) -> int:
@@ -129,7 +166,17 @@ def test_no_code_of_the_models_is_called() -> None:
         def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
             raise AssertionError
 
-    model = [(Rude(), 1), ((Rude(),),), MOMENT.replace(tzinfo=RudeZone()), RudeDict()]
+    class RudePath(pathlib.PurePosixPath):
+        def __hash__(self) -> int:
+            raise AssertionError
+
+    class RudeNetwork(ipaddress.IPv4Network):
+        @functools.cached_property
+        def hostmask(self) -> ipaddress.IPv4Address:
+            raise AssertionError
+
+    paths = [RudePath("/srv"), RudeNetwork("10.0.0.0/8")]
+    model = [(Rude(), 1), ((Rude(),),), MOMENT.replace(tzinfo=RudeZone()), RudeDict(), *paths]
     immortalize(model)
     assert all(map(is_immortal, model))
 

@@ -212,13 +212,15 @@ class TestThisProcess:
         monkeypatch.delitem(sys.modules, "torch")
         assert not ThisProcess().uses_cuda()
 
-    @pytest.mark.parametrize(("value", "hazard"), [(None, "yes"), ("0", "yes"), ("1", "no"), ("true", "no")])
-    def test_recognises_grpc_without_fork_support(
-        self, monkeypatch: pytest.MonkeyPatch, value: str | None, hazard: str
-    ) -> None:
-        """GRPC is a hazard unless its variable enables support for forks."""
-        monkeypatch.setitem(sys.modules, "grpc._cython.cygrpc", SimpleNamespace())
-        monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
-        if value is not None:
-            monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", value)
-        assert (hazard == "yes") == ThisProcess().has_unsafe_grpc()
+    @pytest.mark.parametrize("forks", [False, True], ids=["without", "with"])
+    @pytest.mark.parametrize("later", ["0", "1"])
+    def test_asks_grpc_how_it_was_imported(self, monkeypatch: pytest.MonkeyPatch, later: str, *, forks: bool) -> None:
+        """GRPC reads its variable when it is imported: a value that is set later changes nothing."""
+        monkeypatch.setitem(sys.modules, "grpc._cython.cygrpc", SimpleNamespace(_GRPC_ENABLE_FORK_SUPPORT=forks))
+        monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", later)
+        assert (not forks) == ThisProcess().has_unsafe_grpc()
+
+    def test_has_no_hazard_in_a_grpc_that_is_not_imported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Workers may import it."""
+        monkeypatch.delitem(sys.modules, "grpc._cython.cygrpc", raising=False)
+        assert not ThisProcess().has_unsafe_grpc()
