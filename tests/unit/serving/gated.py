@@ -47,7 +47,12 @@ async def next_turn() -> None:
     """Let the event loop do everything else that is due."""
     loop = asyncio.get_running_loop()
     turn = loop.create_future()
-    loop.call_soon(lambda: turn.done() or turn.set_result(None))  # it is done if its task was cancelled
+
+    def end() -> None:
+        if not turn.done():  # its task was not cancelled
+            turn.set_result(None)
+
+    loop.call_soon(end)
     await turn
 
 
