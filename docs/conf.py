@@ -54,7 +54,7 @@ nitpick_ignore_regex = [
     ),
     ("py:class", r"(.*\.)?(Jittered|Sized|_Memory|GpuPolicy)"),
     ("py:class", r"(.*\.)?(Engine|ForkingProcess|GuardOptions|PoolEngine|ProcessHistory|ReasonKind|SwapMode)"),
-    ("py:class", r"(.*\.)?(Bound|Changes|Decorator|Generation|Hook|Ready|Reloadable|State)"),
+    ("py:class", r"(.*\.)?(Bound|Changes|Decorator|Entered|Generation|Hook|Ready|Reloadable|State)"),
     ("py:class", r"(.*\.)?(Decorated|Request|StreamRequest)"),
     ("py:class", r"CollectorRegistry|MeterProvider|TracerProvider"),  # of the libraries for metrics
     ("py:class", r"concurrent\.futures\..*|tuple\[int|Path"),
