@@ -132,10 +132,12 @@ class Connection:
 
     def hear(self) -> Any:
         """Read an answer, which has begun to arrive."""
+        self._channel.set_timeout(ANSWER)
         return self._channel.receive()
 
-    def withdraw(self) -> None:
-        """Ask no more. The answer says whether a worker was granted in this moment."""
+    def withdraw(self, limit: float = ANSWER) -> None:
+        """Ask no more, within so many seconds. The answer says whether a worker was granted in this moment."""
+        self._channel.set_timeout(limit)
         self._channel.send(("withdraw",))
 
     def give_back(self) -> None:
@@ -190,8 +192,7 @@ class Connection:
 
     def _withdraw(self) -> Any:
         """The time is over. If a worker was granted in this moment, that is the answer."""
-        self._channel.set_timeout(_LATE)
-        self.withdraw()
+        self.withdraw(_LATE)
         while True:
             answer = self._channel.receive()
             if answer[0] not in {"loading", "waiting"}:

@@ -419,7 +419,6 @@ class HostScope:
 
     def refuse_calls(self) -> None:
         """Raise ``GuardClosed`` from now on, and leave: the broker ends with its last client."""
-        self._ended.set()
         self.end_at_once()
 
     def end_at_once(self) -> None:
