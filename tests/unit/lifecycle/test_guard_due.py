@@ -111,6 +111,8 @@ class TestADuePolicy:
                 return False
 
         guard = world.guard(reload_on=Mine())
+        guard.load()
+        world.join()  # until its thread has ended, the load asks for calls
         for _ in range(3):
             number(guard)
         assert [1, 2, 3] == seen

@@ -275,7 +275,7 @@ def test_other_processes_can_see_a_pause(world: World) -> None:
 
     for _ in range(2):
         guard.pause()
-    assert [f"=paused -{os.getpid()}"] == shown()
+    assert [rf"=paused\n-{os.getpid()}"] == shown()
     guard.resume()
     pool = world.pool(name=f"pool-{os.getpid()}")
     pool.pause()
