@@ -31,6 +31,8 @@ _OUTLIER = 5
 _PERSISTS, _CONSTANT = 0.6, 0.8
 #: Lows of a sawtooth that have an interval, and without which nothing at all is known of what lies below it.
 _FEWEST_LOWS, _LOWS = 6, 3
+#: Readings for which memory has to stay where it has risen to, so that it is called a step, and no peak.
+_STAYS = 4
 #: How many steps may be explained by something that happens once.
 _STEPS = 2
 #: Of the calls: after so much without growth, two steps are over.
@@ -108,15 +110,18 @@ def judge(calls: Sequence[float], sizes: Sequence[float], *, least: float = LEAS
     readings = [_Reading(*pair) for pair in zip(calls, sizes, strict=True)]
     if len(readings) < FEWEST:
         return _undecided(_too_few(len(readings)), (FEWEST + 1) / max(1, len(readings) - 1))
+    if not all(math.isfinite(number) for reading in readings for number in reading):
+        return _undecided("a reading is no number", 1.0)
     total = readings[-1].calls - readings[0].calls
     if total <= 0:
         return _undecided("no call was made between the readings", 1.0)
     usual, limit = _usual(readings, least)
     readings = _without_peaks(readings, limit)
     lows = _lows(readings, limit)
-    if lows and len(lows) < _FEWEST_LOWS:
-        return _few_lows(_Run(readings, total, least, usual), lows)
-    return _Run(lows or readings, total, least, usual).judged()
+    if len(lows) < _FEWEST_LOWS or lows[-1].calls <= lows[0].calls:
+        run = _Run(readings, total, least, usual, falls=lows)
+        return _few_lows(run, lows) if lows else run.judged()
+    return _Run(lows, total, least, usual).judged()
 
 
 def _undecided(reason: str, more: float) -> Judgement:
@@ -142,7 +147,7 @@ def _beyond(readings: _Readings) -> list[float]:
         for before, after in pairs
         if after.calls > before.calls
     ]
-    rate = statistics.median(rates)
+    rate = statistics.median(rates) if rates else 0.0
     return [after.size - before.size - rate * (after.calls - before.calls) for before, after in pairs]
 
 
@@ -173,39 +178,46 @@ def _lows(readings: _Readings, limit: float) -> list[_Reading]:
 
 
 def _few_lows(run: _Run, lows: _Readings) -> Judgement:
-    """Of a sawtooth with few teeth: what rises may be a tooth, so it is steady or undecided."""
+    """Of a sawtooth with few teeth: what rises may be a tooth, unless it rises beyond all that was there before."""
     span = (lows[-1].calls - lows[0].calls) / run.total
     sizes = [low.size for low in lows]
     if len(lows) >= _LOWS and max(sizes) - min(sizes) < span * run.least:
         return Judgement("steady", 0.0, min(sizes) - max(sizes), (max(sizes) - min(sizes)) / span)
     found = run.judged()
-    if found.verdict == "steady":
+    if found.verdict == "steady" or (found.verdict == "grows" and run.rises_beyond(lows[0])):
         return found
-    return _undecided("memory rises and falls too slowly for these calls", 2 * _FEWEST_LOWS / len(lows))
+    return _undecided("memory rises and falls too slowly for these calls", 3.0)
 
 
 class _Run:
     """The readings that count, and what is read from them."""
 
-    def __init__(self, readings: _Readings, total: float, least: float, usual: float) -> None:
+    def __init__(self, readings: _Readings, total: float, least: float, usual: float, *, falls: _Readings = ()) -> None:
         self.readings = readings
         self.total, self.least, self.usual = total, least, usual
         extra = _beyond(readings)
         *_, third, second, first = sorted(range(len(extra)), key=extra.__getitem__)
         # Cut at what may be a step: it stands alone, where stairs do not. It is called one if it is far from usual.
-        alone = max(least / 2, 3 * usual, 1.25 * extra[third])
-        cuts = self.cuts = sorted(at + 1 for at in (first, second) if extra[at] > alone)
-        self.parts = [readings[first:last] for first, last in itertools.pairwise([0, *cuts, len(readings)])]
+        alone, step = max(least / 2, 3 * usual, 1.25 * extra[third]), max(least, _OUTLIER * usual)
+        self.cuts = sorted(at + 1 for at in (first, second) if extra[at] > alone)
+        ends = sorted({0, *self.cuts, *(readings.index(low) for low in falls), len(readings)})
+        self.parts = [readings[begin:end] for begin, end in itertools.pairwise(ends)]
         self.steps = tuple(
-            Step(readings[at].calls, extra[at - 1]) for at in cuts if extra[at - 1] > max(least, _OUTLIER * usual)
+            Step(readings[at].calls, extra[at - 1])
+            for at in self.cuts
+            if extra[at - 1] > step and len(readings) - at >= _STAYS
         )
+        rises = [at for at, more in enumerate(extra) if more > step]
+        late = bool(rises) and readings[-1].calls - readings[rises[-1]].calls < _LONG * total
+        self.has_stairs = len(rises) > _STEPS and late
 
     def judged(self) -> Judgement:
         """The verdict."""
         whole = self.rate()
         if whole.high < self.least or any(self.is_flat_from(eighth) for eighth in (2, 3, 4, 5)):
-            if len(self.steps) == _STEPS and self.readings[-1].calls - self.steps[-1].calls < _LONG * self.total:
-                return self.verdict("undecided", whole, "memory rose in two steps, which may be the first of more", 3.0)
+            two = len(self.steps) == _STEPS and self.readings[-1].calls - self.steps[-1].calls < _LONG * self.total
+            if two or self.has_stairs:
+                return self.verdict("undecided", whole, "memory rose in steps, which may be the first of more", 3.0)
             return self.verdict("steady", whole)
         late = self.rate(4)
         beyond_noise = len(self.readings) < FEWEST or (late.low > 0 and late.middle > self.least)
@@ -215,18 +227,30 @@ class _Run:
             )
         return self.going_on(whole, late)
 
+    def rises_beyond(self, low: _Reading) -> bool:
+        """Whether the end lies above all that came before the first fall, by more than a reading late can tell."""
+        before = self.readings[: self.readings.index(low)]
+        each = abs(self.rate().middle) / len(self.readings)
+        return statistics.median(self._end()) > max(one.size for one in before) + self.least + 2 * each
+
+    def _end(self) -> list[float]:
+        return [one.size for one in self.readings[-_STAYS + 1 :]]
+
     def going_on(self, whole: _Rate, late: _Rate) -> Judgement:
         """Of what has grown: whether it goes on."""
         early, third, fourth = self.rate(0, 4), self.rate(4, 6), self.rate(6)
         goes_on = fourth.middle >= _PERSISTS * third.middle and late.middle >= _PERSISTS * early.middle
         constant = fourth.low > 0 and fourth.middle >= _CONSTANT * third.middle
+        begin = statistics.median(one.size for one in self.readings[: max(1, len(self.readings) // 4)])
+        if statistics.median(self._end()) < begin + self.least / 2:
+            return self.verdict("undecided", whole, "memory has risen to where it was before", 3.0)
         if (goes_on and not self.has_just_ended(late)) or constant:
             return self.verdict("grows", whole)
         return self.verdict("undecided", whole, "memory grows less and less", 3.0)
 
     def has_just_ended(self, late: _Rate) -> bool:
         """Whether the last four readings lie flat."""
-        first, last = self.readings[-4], self.readings[-1]
+        first, last = self.readings[-_STAYS], self.readings[-1]
         expected = late.middle * (last.calls - first.calls) / self.total
         return last.size - first.size < 0.3 * expected - 2 * self.usual
 
@@ -255,7 +279,7 @@ class _Run:
     def more(self, whole: _Rate) -> float:
         """How many times as many calls: growth rises with them, and its interval stays about as wide."""
         width = whole.high - max(whole.low, 2 * whole.middle - whole.high)
-        return (self.least + width) / max(whole.middle, self.least)
+        return (self.least + width) / max(whole.middle, self.least, 1.0)
 
     def verdict(self, verdict: Verdict, whole: _Rate, reason: str = "", more: float = 1.0) -> Judgement:
         if verdict == "undecided":
