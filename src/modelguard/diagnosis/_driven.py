@@ -34,8 +34,8 @@ _UNCOUNTED = 10**9
 _MOST_TIMES = 3
 #: A run that leaves it undecided goes on for so many times as long.
 _AGAIN = 2
-#: Bytes. If so much has grown, no more is needed to decide it: it would only endanger the machine.
-_ENOUGH = 200_000_000
+#: Bytes. If it grows, and by so much, or if there is so much more, going on would only endanger the machine.
+_ENOUGH, _MOST = 200_000_000, 1_000_000_000
 #: Readings without which a run goes on beyond its time.
 _ENOUGH_READINGS = 10
 #: Inputs that are looked at to find some of one shape, and calls of a run that is traced, at most.
@@ -96,7 +96,7 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     target.run(size, pace.part(_WARM).until)
     target.forget()
     code = compiled()
-    moment = _holders.snapshot()
+    moment = _moment()
     measured = _readings(target, pace, say)
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
     measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
@@ -105,12 +105,24 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     say(measured=measured)
     say(phase="tests")
     measured |= _given_back(free, sizes)
-    measured |= {"held": [each._asdict() for each in _holders.grown(moment, target.calls)]}  # of what is no garbage
+    measured |= {"held": _held(moment, target.calls)}  # after the collection: what is no garbage
     measured |= _rates(target, pace)
     traced = pace.part(_TRACING, at_most=min(_TRACED, max(_FEWEST_CALLS, target.calls)))
     # It slows calls down, so it comes last.
     measured |= kept_by_line(lambda: target.run(traced.calls, max(traced.until, time.monotonic() + 1)))
     say(measured=measured, done=True)
+
+
+def _moment() -> _holders.Snapshot | None:
+    with suppress(Exception):  # foreign objects can raise anything; what holds them is an extra
+        return _holders.snapshot()
+    return None
+
+
+def _held(before: _holders.Snapshot | None, calls: int) -> list[dict[str, Any]]:
+    with suppress(Exception):
+        return [] if before is None else [each._asdict() for each in _holders.grown(before, calls)]
+    return []
 
 
 class _Readings:
@@ -138,7 +150,8 @@ class _Readings:
     def _is_over(self, times: int, until: float) -> bool:
         count = len(self.calls) - self.judged_from
         enough = count > times * _READINGS if self._pace.calls is not None else time.monotonic() >= until
-        much = self.private[-1] - self.private[0] > _ENOUGH and self.verdict() == "grows"
+        grown = self.private[-1] - self.private[0]
+        much = grown > _MOST or (grown > _ENOUGH and self.verdict() == "grows")
         return much or time.monotonic() >= self._pace.latest or (enough and count >= _ENOUGH_READINGS)
 
     def _read(self, *, collect: bool) -> None:

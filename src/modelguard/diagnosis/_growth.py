@@ -99,7 +99,11 @@ class Measured:
 
     @property
     def growth(self) -> int:
-        """Bytes by which private memory has grown."""
+        """Bytes by which private memory has grown; with its calls alone, if that is the verdict."""
+        judged = self.judged
+        if judged.verdict == "grows":
+            span = self.calls[-1] - self.calls[self.judged_from]
+            return round(judged.growth * (self.calls[-1] - self.calls[0]) / span)
         return self.private[-1] - self.private[0] if self.private else 0
 
     @property

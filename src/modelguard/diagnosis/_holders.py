@@ -1,6 +1,7 @@
 """Who holds what grows: containers at two moments, and the way to each from a module, a class, a call or a thread.
 
-Only the standard library is used, because a process that is looked at may have no modelguard.
+Only the standard library is used, because a process that is looked at may have no modelguard. And no code of the
+objects runs: a proxy that is asked for its class may open a connection, or raise.
 
 The way is found backwards: one pass of the collector over all objects finds who refers to a few of them, and takes
 0.07 s for a million objects. From all modules on, a table of what has been seen would take 80 bytes for each object.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import array
 import gc
 import itertools
+import math
 import sys
 import threading
 import time
@@ -25,8 +27,14 @@ __all__ = ["Held", "Snapshot", "grown", "snapshot"]
 _FEW = 16
 #: How many containers are named, and of how many entries their size is estimated.
 _NAMED, _SAMPLED = 4, 24
-#: What is below one entry: so many objects are weighed at most.
+#: So many objects of an entry are weighed at most. A container with more entries belongs to no entry alone.
 _WEIGHED = 3000
+#: A dict with more entries is a table, and no namespace.
+_TABLE = 10_000
+#: A new container with at most so many times the entries of one that has gone took its place.
+_REPLACED = 0.9
+#: Stands in a way for a key of a dict, until it is known whose dict that is.
+_PENDING = "?"
 #: References from a root to a container: so many at most, and so many objects at each distance.
 _LONGEST, _WIDEST = 12, 8
 #: What is looked at by the diagnosis itself.
@@ -52,13 +60,9 @@ class Snapshot(NamedTuple):
 
     Attributes:
         lengths: The number of entries of each container, by its id.
-        types: The number of objects by type, of types that have many.
-        whole: Whether all objects were looked at.
     """
 
     lengths: dict[int, int]
-    types: dict[str, int]
-    whole: bool
 
 
 class Held(NamedTuple):
@@ -86,19 +90,8 @@ class Held(NamedTuple):
 
 
 def snapshot() -> Snapshot:
-    """Count entries and objects. Call ``gc.collect()`` before. Takes about 0.6 s for a million objects."""
-    lengths: dict[int, int] = {}
-    whole = True
-    end = time.monotonic() + _PATIENCE
-    found: Counter[type] = Counter()
-    for chunk in _chunks(gc.get_objects()):
-        found.update(map(type, chunk))
-        lengths.update((id(one), length) for one, length in _sized(chunk))
-        if time.monotonic() > end:
-            whole = False
-            break
-    many = {name(kind): count for kind, count in found.items() if count >= _FEW}
-    return Snapshot(lengths, many, whole)
+    """Count entries. Call ``gc.collect()`` before. Takes 0.7 s for a million objects."""
+    return Snapshot({id(one): length for one, length in _containers(time.monotonic() + _PATIENCE)})
 
 
 def grown(before: Snapshot, calls: int) -> list[Held]:
@@ -108,18 +101,9 @@ def grown(before: Snapshot, calls: int) -> list[Held]:
         before: A moment before these calls.
         calls: How many calls there were.
     """
-    least = max(_FEW, calls // 50)
-    candidates: list[tuple[int, Any]] = []
     end = time.monotonic() + _PATIENCE
-    for chunk in _chunks(gc.get_objects()):
-        candidates += (
-            (more, one) for one, length in _sized(chunk) if (more := length - before.lengths.get(id(one), 0)) >= least
-        )
-        if time.monotonic() > end:
-            break
-    candidates = [pair for pair in candidates if pair[1] is not before.lengths and pair[1] is not before.types]
-    candidates.sort(key=lambda pair: -pair[0])
-    weighed = [(_weigh(one, more), more, one) for more, one in candidates[: 8 * _NAMED]]
+    candidates = _candidates(before.lengths, max(_FEW, calls // 50), end)
+    weighed = [(_weigh(one, more), more, one) for more, one in candidates if time.monotonic() < end]
     weighed.sort(key=lambda each: -each[0].size)
     found: list[Held] = []
     inside: set[int] = set()
@@ -128,7 +112,7 @@ def grown(before: Snapshot, calls: int) -> list[Held]:
             continue
         inside |= weight.ids
         hidden = {id(candidates), id(weighed), id(found), *map(id, candidates), *map(id, weighed)}
-        way = path(one, hidden)
+        way = path(one, hidden, end=end)
         if not way.startswith(_OWN):
             found.append(Held(way, name(type(one)), more, weight.of, weight.size, weight.errors))
         if len(found) == _NAMED:
@@ -136,52 +120,77 @@ def grown(before: Snapshot, calls: int) -> list[Held]:
     return found
 
 
+def _candidates(before: dict[int, int], least: int, end: float) -> list[tuple[int, Any]]:
+    """The containers that have more entries than before, by how many.
+
+    A new one that is as long as one that has gone took its place, as a list that each call makes anew does.
+    """
+    new: list[tuple[int, Any]] = []
+    more: list[tuple[int, Any]] = []
+    seen: set[int] = set()
+    for one, length in _containers(end):
+        if one is before or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if id(one) not in before:
+            new.append((length, one))
+        elif length - before[id(one)] >= least:
+            more.append((length - before[id(one)], one))
+    gone = sorted(length for key, length in before.items() if key not in seen)
+    for length, one in sorted(new, key=lambda pair: -pair[0]):
+        if gone and gone[-1] >= _REPLACED * length:
+            gone.pop()
+        elif length >= least:
+            more.append((length, one))
+    more.sort(key=lambda pair: -pair[0])
+    return more[: 8 * _NAMED]
+
+
 def name(kind: type) -> str:
     """A type as a programmer writes it."""
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
-def _chunks(objects: list[Any]) -> Iterator[list[Any]]:
-    for start in range(0, len(objects), _CHUNK):
-        yield objects[start : start + _CHUNK]
+def _containers(end: float) -> Iterator[tuple[Any, int]]:
+    """The containers of this process with their lengths, if these are not small.
 
-
-def _sized(chunk: list[Any]) -> Iterator[tuple[Any, int]]:
-    """The containers among some objects and directly below them, with their lengths, if these are not small.
-
-    Below them are those that the collector does not list: dicts without containers, and buffers.
+    Also those that the collector does not list, but to which a namespace refers: dicts without containers, and buffers.
     """
-    length_of = _lengths
-    for one in chunk:
-        length = length_of(type(one))
+    objects = gc.get_objects()
+    for start in range(0, len(objects), _CHUNK):
+        if time.monotonic() > end:
+            return
+        chunk = objects[start : start + _CHUNK]
+        yield from _sized(chunk)
+        below = gc.get_referents(*(one for one in chunk if _has_attributes(one)))
+        yield from _sized(one for one in below if not gc.is_tracked(one))
+
+
+def _sized(objects: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    for one in objects:
+        length = _length_of(type(one))
         if length is not None and (entries := length(one)) >= _FEW:
             yield one, entries
-    for one in gc.get_referents(*(each for each in chunk if _has_attributes(each))):
-        if not gc.is_tracked(one):
-            length = length_of(type(one))
-            if length is not None and (entries := length(one)) >= _FEW:
-                yield one, entries
 
 
 def _has_attributes(one: Any) -> bool:
     """Whether an object may be a namespace: what it refers to has names."""
     kind = type(one)
     if kind is dict:
-        return len(one) < 10_000  # noqa: PLR2004 - a namespace, and no table
+        return len(one) < _TABLE
     return bool(kind.__flags__ & (1 << 9)) or kind is types.CellType  # a class written in Python
 
 
 def _length_of(kind: type) -> _Length | None:
-    return next((length for base, length in _SIZED if issubclass(kind, base)), None)
+    """How to ask for the length of a container without its own code. By id: a class may have no hash."""
+    known = _lengths.get(id(kind))
+    if known is None:
+        known = _lengths[id(kind)] = kind, next((length for base, length in _SIZED if issubclass(kind, base)), None)
+    return known[1]
 
 
-class _Lengths(dict):  # type: ignore[type-arg]
-    def __missing__(self, kind: type) -> _Length | None:
-        self[kind] = found = _length_of(kind)
-        return found
-
-
-_lengths = _Lengths().__getitem__
+#: By the id of each type: the type, so that it stays, and how to ask for a length.
+_lengths: dict[int, tuple[type, _Length | None]] = {}
 
 
 # What entries weigh
@@ -210,18 +219,19 @@ def _weigh(container: Any, more: int) -> _Weight:
     heaviest = kinds.most_common(1)[0][0] if kinds else outer
     of = outer if heaviest == outer else f"{outer} -> {heaviest}"
     own = {key for key, times in shared.items() if times == 1} if len(below) > 1 else set(shared)
-    errors = isinstance(entries[0][-1], BaseException)
+    errors = _is(entries[0][-1], BaseException)
     return _Weight(sum(kinds.values()) * more // len(entries), of, own, errors)
 
 
 def _newest(container: Any, count: int) -> list[tuple[Any, ...]]:
     """The entries that came last, each as key and value or as a value alone; of a set, any of them."""
     try:
-        if isinstance(container, dict):
+        if _is(container, dict):
             return list(itertools.islice(reversed(dict.items(container)), count))
-        if isinstance(container, list | deque):
-            return [(one,) for one in itertools.islice(reversed(container), count)]
-        if isinstance(container, set):
+        for kind in (list, deque):
+            if _is(container, kind):
+                return [(one,) for one in itertools.islice(kind.__reversed__(container), count)]
+        if _is(container, set):
             return [(one,) for one in itertools.islice(set.__iter__(container), count)]
     except RuntimeError:  # changed meanwhile
         pass
@@ -229,20 +239,37 @@ def _newest(container: Any, count: int) -> list[tuple[Any, ...]]:
 
 
 def _below(entry: tuple[Any, ...]) -> dict[int, Any]:
-    """The objects that an entry consists of, by id."""
+    """The objects that an entry consists of, by id; of large containers in it, the container alone."""
     found: dict[int, Any] = {}
-    level = [one for one in entry if not _is_program(one)]
+    level = list(entry)
     while level and len(found) < _WEIGHED:
+        level = [one for one in level if id(one) not in found and not _is_program(one)][: _WEIGHED - len(found)]
         found.update((id(one), one) for one in level)
-        level = [one for one in gc.get_referents(*level) if id(one) not in found and not _is_program(one)]
+        bases = [base for one in level if (base := _base_of(one)) is not None]
+        level = [*gc.get_referents(*filter(_is_small, level)), *bases]
     return found
+
+
+def _is_small(one: Any) -> bool:
+    length = _length_of(type(one))
+    return length is None or length(one) <= _WEIGHED
+
+
+def _base_of(one: Any) -> Any:
+    """The array that a view shows, which does not tell the collector; None of anything else."""
+    return one.base if type(one).__module__ == "numpy" and hasattr(type(one), "base") else None
+
+
+def _is(one: Any, kinds: type | tuple[type, ...]) -> bool:
+    """``isinstance`` by the type alone: proxies have a ``__class__`` of their own."""
+    return issubclass(type(one), kinds)
 
 
 def _is_program(one: Any) -> bool:
     """Whether it belongs to the program and not to an entry: a closure has variables of its own."""
-    if isinstance(one, types.FunctionType):
+    if _is(one, types.FunctionType):
         return one.__closure__ is None
-    return isinstance(one, _PROGRAM) or (isinstance(one, dict) and "__builtins__" in one)
+    return _is(one, _PROGRAM) or (_is(one, dict) and dict.__contains__(one, "__builtins__"))
 
 
 def weight(one: Any) -> int:
@@ -264,41 +291,62 @@ def weight(one: Any) -> int:
 
 
 class _Node(NamedTuple):
-    """A place on the way from a container to its root: what is there, and the way from there on."""
+    """A place on the way from a container to its root: what is there, and the way from there on.
+
+    Attributes:
+        one: What is there.
+        way: From there to the container.
+        key: How it, a dict, holds the next on the way: an attribute if it is a namespace, else what nobody should see.
+    """
 
     one: Any
     way: str
+    key: str = ""
 
 
-def path(target: Any, hidden: Iterable[int] = ()) -> str:
+def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf) -> str:
     """The shortest way to an object from a module, a class, a call or a thread; empty if none is found.
 
     Args:
         target: The object.
         hidden: The ids of what the caller holds it by.
+        end: When to stop looking, on the monotonic clock.
     """
-    modules = {id(vars(module)): label for label, module in list(sys.modules.items()) if hasattr(module, "__dict__")}
+    modules = {id(_attributes(module)): label for label, module in list(sys.modules.items())}
     calls = dict(_variables())
     level, seen, running = [_Node(target, "")], {id(target), *hidden}, ""
     for _ in range(_LONGEST):
         running = running or next((calls[id(node.one)] + node.way for node in level if id(node.one) in calls), "")
-        found: list[_Node] = []
         children = [node.one for node in level]
+        found: list[_Node] = []
         seen |= {id(level), id(children), id(found), *map(id, level)}
-        for parent in gc.get_referrers(*children):
-            if id(parent) in seen or isinstance(parent, types.FrameType | _Node):
+        if time.monotonic() > end:
+            break
+        parents = [one for one in gc.get_referrers(*children) if id(one) not in seen]
+        seen |= {id(parents), *map(id, parents)}
+        parents.sort(key=lambda one: (id(one) not in modules, _is(one, (list, tuple))))
+        for parent in parents[:_WIDEST]:
+            if _is(parent, (types.FrameType, _Node)):
                 continue
-            seen.add(id(parent))
             node = next((each for each in level if _refers(parent, each.one)), level[0])
+            node = node._replace(way=_resolved(parent, node), key="")
             if id(parent) in modules:
                 return f"{modules[id(parent)]}{_dotted(_key(parent, node.one))}{node.way}"
             if (root := _root(parent, node)) is not None:
                 return root
-            found.append(_Node(parent, _step(parent, node)))
-        level = sorted(found, key=lambda node: isinstance(node.one, list | tuple))[:_WIDEST]
-        if not level:
+            found.append(_step(parent, node))
+        if not found:
             break
+        level = found
     return running  # whatever else refers to it is there longer than a call
+
+
+def _resolved(parent: Any, node: _Node) -> str:
+    """The way from a child on, whose keys are names only if the child is the namespace of its parent."""
+    if not _is(node.one, dict) or not node.way.startswith(_PENDING):
+        return node.way
+    own = node.one is _attributes(parent) or (_is(parent, type) and dict.__contains__(node.one, "__module__"))
+    return (_dotted(node.key) if own and node.key else "[...]") + node.way.removeprefix(_PENDING)
 
 
 def _variables() -> Iterator[tuple[int, str]]:
@@ -306,13 +354,10 @@ def _variables() -> Iterator[tuple[int, str]]:
     for frame in sys._current_frames().values():  # noqa: SLF001 - CPython's own
         running: types.FrameType | None = frame
         while running is not None:
-            if running.f_globals is not globals():
-                code = running.f_code
-                for variable, value in list(running.f_locals.items()) if code.co_name != "<module>" else ():
-                    yield (
-                        id(value),
-                        f"{variable} of the running call {running.f_globals.get('__name__', '?')}.{code.co_qualname}",
-                    )
+            code = running.f_code
+            if running.f_globals is not globals() and code.co_name != "<module>":
+                where = f"of the running call {running.f_globals.get('__name__', '?')}.{code.co_qualname}"
+                yield from ((id(value), f"{variable} {where}") for variable, value in list(running.f_locals.items()))
             running = running.f_back
 
 
@@ -322,76 +367,76 @@ def _refers(parent: Any, child: Any) -> bool:
 
 def _root(parent: Any, node: _Node) -> str | None:
     """The way, if the parent is what a programmer finds by its name."""
-    if isinstance(parent, type):
-        return name(parent) + (node.way if isinstance(node.one, dict) else f" -> {name(type(node.one))}{node.way}")
-    if isinstance(parent, types.FunctionType):
+    if _is(parent, type):
+        return name(parent) + (node.way if _is(node.one, dict) else f" -> {name(type(node.one))}{node.way}")
+    if _is(parent, types.FunctionType):
         return _of_function(parent, node)
-    if isinstance(parent, threading.Thread):
+    if _is(parent, threading.Thread):
         return f"the thread {parent.name!r}{_dotted(_attribute(parent, node.one))}{node.way}"
     if type(parent).__name__ == "_lru_cache_wrapper":
         return f"the lru_cache of {getattr(parent, '__module__', '?')}.{getattr(parent, '__qualname__', '?')}"
-    if isinstance(parent, types.CoroutineType | types.GeneratorType | types.AsyncGeneratorType):
+    if _is(parent, (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)):
         return f"the suspended call {parent.__qualname__}{node.way}"
     return None
 
 
 def _of_function(function: types.FunctionType, node: _Node) -> str:
     where, way = f"{function.__module__}.{function.__qualname__}", node.way.removeprefix("[...]")
-    if node.one is function.__closure__ or isinstance(node.one, types.CellType):
+    if node.one is function.__closure__ or _is(node.one, types.CellType):
         return f"the closure of {where}{way}"
     if node.one is function.__defaults__ or node.one is function.__kwdefaults__:
         return f"a default argument of {where}{way}"
     return f"{where}{node.way}"
 
 
-def _step(parent: Any, node: _Node) -> str:
-    """The way from a parent on."""
-    if isinstance(parent, dict):
-        # A namespace has attributes; the keys of other tables may be secrets.
-        key = _key(parent, node.one)
-        return (
-            _dotted(key) if key.isidentifier() and len(parent) < _WEIGHED and _is_namespace(parent) else "[...]"
-        ) + node.way
-    if isinstance(parent, list | tuple | set | deque):
-        return f"[...]{node.way}"
-    if isinstance(parent, types.CellType | types.MethodType):
-        return node.way
-    attribute = _attribute(parent, node.one)
-    return f"{_dotted(attribute)}{node.way}" if attribute else node.way
+def _step(parent: Any, node: _Node) -> _Node:
+    """The parent as the next place on the way."""
+    if _is(parent, dict):
+        return _Node(parent, _PENDING + node.way, _key(parent, node.one))
+    if _is(parent, (list, tuple, set, deque)):
+        return _Node(parent, f"[...]{node.way}")
+    if node.one is _attributes(parent):
+        return _Node(parent, node.way)  # the way names the attribute already
+    return _Node(parent, f"{_dotted(_attribute(parent, node.one))}{node.way}")
 
 
-def _is_namespace(found: dict[Any, Any]) -> bool:
-    """Whether a dict is that of an object or a class."""
-    return any(
-        isinstance(owner, type) or getattr(type(owner), "__dictoffset__", 0) for owner in gc.get_referrers(found)
-    )
+def _attributes(one: Any) -> dict[Any, Any] | None:
+    """The namespace of an object, without its own code; None if it has none."""
+    try:
+        if _is(one, types.ModuleType):
+            found = vars(types.ModuleType)["__dict__"].__get__(one)
+        else:
+            found = object.__getattribute__(one, "__dict__")
+    except Exception:  # noqa: BLE001 - a foreign object may raise anything
+        return None
+    return found if type(found) is dict else None
 
 
 def _key(holder: dict[Any, Any], child: Any) -> str:
-    return next((key for key, value in list(holder.items()) if value is child and isinstance(key, str)), "")
+    """The key by which a dict holds an object, if it is a name; of a large one, which is no namespace, none."""
+    if dict.__len__(holder) > _TABLE:
+        return ""
+    items = list(dict.items(holder))
+    return next((key for key, value in items if value is child and type(key) is str and key.isidentifier()), "")
 
 
 def _attribute(holder: Any, child: Any) -> str:
     """The name of the attribute by which an object holds another; empty if it has none."""
+    if (key := _key(_attributes(holder) or {}, child)) != "":
+        return key
+    slots = (
+        (slot, member)
+        for kind in type(holder).__mro__
+        for slot, member in list(vars(type)["__dict__"].__get__(kind).items())
+        if type(member) is types.MemberDescriptorType
+    )
+    return next((slot for slot, member in slots if _slot(member, holder) is child), "")
+
+
+def _slot(member: types.MemberDescriptorType, holder: Any) -> Any:
     try:
-        for key, value in list(vars(holder).items()):
-            if value is child:
-                return str(key)
-    except TypeError:
-        pass
-    slots = (slot for kind in type(holder).__mro__ for slot in _slots(kind))
-    return next((slot for slot in slots if _slot(holder, slot) is child), "")
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    found = kind.__dict__.get("__slots__", ())
-    return (found,) if isinstance(found, str) else tuple(found)
-
-
-def _slot(holder: Any, slot: str) -> Any:
-    try:
-        return getattr(holder, slot, None)
-    except Exception:  # noqa: BLE001 - a foreign object may raise anything
+        return member.__get__(holder)
+    except Exception:  # noqa: BLE001 - it is empty
         return None
 
 

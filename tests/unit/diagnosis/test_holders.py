@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Iterator
+from typing import ClassVar, NoReturn
+from unittest import mock
 
 import pytest
 
@@ -129,9 +132,83 @@ def test_what_grows_is_named_with_its_way(app: types.ModuleType, function: str, 
 
 
 def test_keys_are_not_shown(app: types.ModuleType) -> None:
-    """The keys of a table may be secrets, so only names of the program are part of a way."""
-    app.texts["sk-secret"] = {"token": [1]}
-    assert "held_app.texts[...][...]" == _holders.path(app.texts["sk-secret"]["token"])
+    """The keys of a table may be secrets, so only names of the program are part of a way, wherever the table is."""
+    app.texts["sk_secret"] = {"sk_token": [1]}
+    app.chat.cache = {"sk_secret": [1]}
+    app.slotted.kept = {"sk_secret": [1]}
+    app.Chat.sessions["sk_secret"] = [1]
+    assert "held_app.texts[...][...]" == _holders.path(app.texts["sk_secret"]["sk_token"])
+    assert "held_app.chat.cache[...]" == _holders.path(app.chat.cache["sk_secret"])
+    assert "held_app.slotted.kept[...]" == _holders.path(app.slotted.kept["sk_secret"])
+    assert "held_app.Chat.sessions[...]" == _holders.path(app.Chat.sessions["sk_secret"])
+
+
+class Raises:
+    """Whatever it is asked, it raises."""
+
+    ran: ClassVar[list[str]] = []
+
+    def __getattribute__(self, name: str) -> object:
+        Raises.ran.append(name)
+        raise RuntimeError(name)
+
+    __len__ = __iter__ = __contains__ = __reversed__ = __bool__ = __eq__ = __hash__ = None  # type: ignore[assignment]
+
+
+class NoHash(type):
+    """Its classes cannot be keys."""
+
+    def __eq__(cls, other: object) -> bool:
+        raise RuntimeError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class OfNoHash(metaclass=NoHash):
+    pass
+
+
+class Table(dict[str, object]):
+    """A dict that cannot be used."""
+
+    def __contains__(self, key: object) -> bool:
+        raise RuntimeError
+
+    def items(self) -> NoReturn:
+        raise RuntimeError
+
+    def __len__(self) -> int:
+        raise RuntimeError
+
+
+def test_no_code_of_objects_runs(app: types.ModuleType) -> None:
+    """What leaks may be proxies, mocks, or broken: it is named all the same, and asked for nothing."""
+    gone = weakref.proxy(Raises())
+    before = _holders.snapshot()
+    for _ in range(50):
+        app.errors.extend([gone, Raises(), OfNoHash(), Table(a=1), mock.Mock(spec=dict)])
+    held = next(held for held in _holders.grown(before, 50) if held.path == "held_app.errors")
+    assert ("list", 250, []) == (held.kind, held.more, Raises.ran)
+
+
+def test_a_list_that_is_made_anew_has_not_grown(app: types.ModuleType) -> None:
+    """A window over the latest texts is a new object after each call, and as long as the one before."""
+    app.recent = [str(number) for number in range(1000)]
+    before = _holders.snapshot()
+    for number in range(501):
+        app.recent = [*app.recent[1:], str(number)]
+    assert [] == [held for held in _holders.grown(before, 501) if held.path.startswith("held_app")]
+
+
+def test_views_weigh_what_they_show(app: types.ModuleType) -> None:
+    """A reshaped array keeps the array that it shows."""
+    numpy = pytest.importorskip("numpy")
+    before = _holders.snapshot()
+    for _ in range(50):
+        app.errors.append(numpy.zeros(10_000).reshape(100, -1))
+    held = _holders.grown(before, 50)[0]
+    assert ("held_app.errors", "numpy.ndarray") == (held.path, held.of)
+    assert 50 * 80_000 <= held.size < 50 * 90_000
 
 
 def test_a_variable_of_a_running_call_is_named() -> None:
