@@ -205,9 +205,15 @@ def test_without_a_thread_the_caller_gets_an_error(model: Gated, monkeypatch: py
 # What is reported
 
 
+def refused(events: list[telemetry.Event], name: str) -> list[telemetry.RequestsRefused]:
+    """The refusals of a function: those of an earlier test's may be reported up to a second later."""
+    found = (event for event in list(events) if isinstance(event, telemetry.RequestsRefused))
+    return [event for event in found if event.guard == name]
+
+
 def test_status_shows_what_happened(model: Gated, events: list[telemetry.Event]) -> None:
     """Counts, sizes and times, and the same in events."""
-    f = batched(max_size=4, max_queue=4, name="f")(model)
+    f = batched(max_size=4, max_queue=4, name="shows what happened")(model)
     futures = queued(f, model, 1, 2, 3)
     assert (3, 1, "open") == (f.status().waiting, f.status().running, f.status().state)
     with pytest.raises(QueueFull):
@@ -222,7 +228,7 @@ def test_status_shows_what_happened(model: Gated, events: list[telemetry.Event])
     assert status.run.max > 0
     sizes = [event.size for event in events if isinstance(event, telemetry.BatchFinished)]
     assert [1, 4] == sizes
-    until(lambda: [1] == [event.full for event in events if isinstance(event, telemetry.RequestsRefused)])
+    until(lambda: [1] == [event.full for event in refused(events, f.name)])
 
 
 @pytest.mark.parametrize("how", ["refused", "cancelled"])
@@ -231,11 +237,11 @@ def test_the_last_refusals_are_reported_too(
 ) -> None:
     """At most a second after they happened, without a deadline, whether batches end or not."""
     monkeypatch.setattr(_watch, "_LINGER", 3600.0)  # nothing else wakes the thread that reports
-    f = batched(max_size=1, max_queue=2)(model)
+    f = batched(max_size=1, max_queue=2, name=f"last {how}")(model)
     futures = queued(f, model, 1, 2)
 
     def reported() -> int:
-        return sum(event.full + event.cancelled for event in events if isinstance(event, telemetry.RequestsRefused))
+        return sum(event.full + event.cancelled for event in refused(events, f.name))
 
     for number in range(1, 4):
         if how == "cancelled" and number > 1:

@@ -80,6 +80,7 @@ def test_who_waits_for_a_cancelled_future_is_told(model: Gated, *, running: bool
     assert 1 == f.status().cancelled
 
 
+@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="CPython 3.12 does not trace single instructions")
 def test_an_answer_may_come_at_any_point_of_a_cancellation() -> None:
     """``cancel()`` returns whether it came first, and never raises."""
     steps, cancelled, kept = 0, set(), True
