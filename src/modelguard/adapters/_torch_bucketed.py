@@ -64,11 +64,11 @@ def bucketed(
             None, it gets a tensor with one integer for each row of the batch; a given value is not changed.
         cut: The dimension of the result that has the length, by default ``dim``. The first calls are not padded until
             two of them have shown how long the result is: as long as the input, or a whole number of times, like the
-            samples of a vocoder. To say it instead, give the number too: ``cut=(-1, 256)``, or a function from the
-            input's length to the result's: ``cut=(1, lambda length: (length + 1) // 2)``. In a tuple or list each
-            tensor is cut. To cut only some entries of a tuple, a mapping or a transformers output, give each by index
-            or name: ``cut={"last_hidden_state": 1}``. None for a result without a length, such as a score for each
-            class.
+            samples of a vocoder. Nor are inputs that are shorter than all that have shown it. To say it instead, give
+            the number too: ``cut=(-1, 256)``, or a function from the input's length to the result's:
+            ``cut=(1, lambda length: (length + 1) // 2)``. In a tuple or list each tensor is cut. To cut only some
+            entries of a tuple, a mapping or a transformers output, give each by index or name:
+            ``cut={"last_hidden_state": 1}``. None for a result without a length, such as a score for each class.
 
     Raises:
         InvalidOption: On decoration: the buckets are invalid, there is no parameter of a given name, or the decorated
@@ -161,9 +161,10 @@ class _Cutter:
         return ratio
 
     def _proved(self, place: _Place, ratio: int, length: int) -> bool:
-        # A model that rounds lengths up, to even ones for example, has the same ratio at their multiples only.
+        # A model that rounds lengths up, to even ones for example, has the same ratio at their multiples only; one that
+        # brings short ones to a least length, from that on.
         lengths = [long for long, size in self.seen.get(place, ()) if size == ratio * long]
-        return len(lengths) > 1 and length % math.gcd(*lengths) == 0
+        return len(lengths) > 1 and length >= min(lengths) and length % math.gcd(*lengths) == 0
 
 
 class _Unproved(Exception):

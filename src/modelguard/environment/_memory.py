@@ -214,26 +214,28 @@ def _written(pid: int | None, root: Path) -> int | None:
 
     The kernel counts each page of a mapped file as dirty until it is on the disk, also where this process only reads
     it: a model that was just downloaded would count as private memory. The rollup does not say how many of the dirty
-    pages are those, but nearly always between which figures their number lies, and that these are the same.
+    pages are those, but nearly always between which figures their number lies, and that these are the same. Before
+    Linux 5.4 it does not tell them from shared memory either: then all of them count.
 
     Args:
         pid: The process. Default: this one.
         root: The folder that holds ``proc``.
     """
     sums = _proc.memory_sums(pid, root)
-    dirty, all_anonymous = sums.get("Private_Dirty"), sums.get("Anonymous")
+    dirty = sums.get("Private_Dirty")
     if dirty is None:
         return None
     swap = sums.get("SwapPss", sums.get("Swap", 0))
-    if all_anonymous is None:
+    if not {"Anonymous", "Pss_Anon", "Pss_Shmem"} <= sums.keys():  # before Linux 5.4
         return dirty + swap
-    shared_memory = sums.get("Pss_Shmem", 0)  # memfd, /dev/shm and MAP_ANONYMOUS | MAP_SHARED; since Linux 5.4
+    shared_memory = sums["Pss_Shmem"]  # memfd, /dev/shm and MAP_ANONYMOUS | MAP_SHARED
+    all_anonymous = sums["Anonymous"]
     # Of n processes that share a page each is charged 1/n of it, so at least half of what they share is missing here.
-    charged = sums.get("Pss_Anon", 0)
+    charged = sums["Pss_Anon"]
     shared = min(sums.get("Shared_Dirty", 0), 2 * (all_anonymous - charged))
     anonymous = all_anonymous - sums.get("LazyFree", 0)
     least = min(dirty, anonymous - shared + shared_memory)
-    most = min(dirty, anonymous + shared_memory, (charged or anonymous) + shared_memory)
+    most = min(dirty, anonymous + shared_memory, charged + shared_memory)
     if most - least > _LEFT_OPEN:  # a forked process that also maps dirty files or shared memory together with others
         most = min(dirty, _private_anonymous(_proc.smaps(pid, root)) + shared_memory)
     return most + swap

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from contextlib import suppress
 
 from modelguard.serving._arrivals import Arrivals, sizes_up_to
 from modelguard.serving._auto_size import AutoSize
@@ -39,8 +40,10 @@ _EARLY_SECONDS = 0.02
 #: for half a second every five, 0.90 is answered with 1, 0.91 with 0.5; but with 0.5 bad items cost 5 % (with 0.75, 2 %
 #: at most), since what is admitted while parts of a batch are run again is late in the end (benchmarks/goodput.py).
 _STALL = 0.75
-#: A run that took as long as expected shows for so many seconds what cannot be in time; then it is tried anew.
-_CONFIRMED = 1.0
+#: A run that took as long as expected shows what cannot be in time for so many times as long, and so many seconds at
+#: most; then it is tried anew. A second after any run would refuse hundreds of requests to a fast model that is idle.
+_CONFIRMED = 2.0
+_CONFIRMED_SECONDS = 1.0
 #: Requests may end so many seconds after their deadline: an error of rounding, not of time.
 _ROUNDING = 1e-9
 
@@ -67,7 +70,7 @@ class Planner:
         self._padding = 1.0  # what a batch weighs over what its items weigh
         self.ended = -math.inf  # when the last batch ended
         self._asked = False  # whether anybody had a deadline since
-        self._confirmed_until = -math.inf  # until then the last run shows what cannot be in time
+        self._confirmed: dict[Hashable, float] = {}  # until when the last run shows what is too late, for its group
 
     def configure(self, limits: Limits) -> None:
         """Plan with these bounds from now on. What was measured stays."""
@@ -114,10 +117,19 @@ class Planner:
         if self._asked:
             self._asked = False
             self._full = self._full_batch()
-            curve = self._times.curve(batch.group)
-            if curve is not None and not curve.hopeless(curve.seconds(len(batch.requests), batch.weight), seconds):
-                self._confirmed_until = now + _CONFIRMED
+            self._confirm(batch, seconds, now)
         self._arrivals.note_batch(now)
+
+    def _confirm(self, batch: Batch, seconds: float, now: float) -> None:
+        """Note whether a run took as long as expected, and shows for a while what cannot be in time."""
+        self._confirmed.clear()
+        curve = self._times.curve(batch.group)
+        if curve is None or not self._times.spread_known:
+            return
+        if not curve.hopeless(curve.seconds(len(batch.requests), batch.weight), seconds):
+            until = now + min(_CONFIRMED * seconds, _CONFIRMED_SECONDS)
+            with suppress(Exception):  # a keyword argument was changed after its call, and has no hash any more
+                self._confirmed = {batch.group: until}
 
     # What a request would have to wait
 
@@ -131,7 +143,8 @@ class Planner:
         """Seconds that the answer to a new request would take, if it would come after the deadline; None if not.
 
         What finds a thread idle is in time whatever was measured: its run is a new measurement. But what cannot be in
-        time by what the last run has shown takes nobody's turn, and does not count for the size of batches.
+        time by what the last run of its group has shown takes nobody's turn, and does not count for the size of
+        batches.
         """
         self._asked = True
         left = request.deadline - now
@@ -146,7 +159,7 @@ class Planner:
         alone = curve.seconds(1, request.weight if self._limits.weighed else 0.0)
         if not curve.hopeless(alone, left):
             self._arrivals.note(left)
-        elif now < self._confirmed_until:
+        elif now < self._confirmed.get(request.group, -math.inf):
             return alone
         if not waiting and len(running) < self._limits.threads:
             return None

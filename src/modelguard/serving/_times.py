@@ -154,6 +154,11 @@ class BatchTimes:
         """Whether there are enough measurements to say anything because of them."""
         return self._runs >= _ENOUGH
 
+    @property
+    def spread_known(self) -> bool:
+        """Whether enough runs were compared with what was expected of them: else a margin of 1 says nothing."""
+        return len(self._ratios) >= _ENOUGH
+
     def fresh(self, now: float) -> bool:
         """Whether there are enough recent measurements to refuse anything because of them."""
         return self.enough and now <= self._fresh_until
@@ -275,7 +280,7 @@ class BatchTimes:
 
     def _margin(self) -> float:
         """What the times are multiplied by, so that few batches take longer."""
-        if len(self._ratios) < _ENOUGH:
+        if not self.spread_known:
             return 1.0
         ordered = sorted(self._ratios)
         middle, upper = ordered[len(ordered) // 2], ordered[len(ordered) * 3 // 4]

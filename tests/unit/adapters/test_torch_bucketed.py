@@ -303,6 +303,21 @@ def test_what_multiples_show_counts_for_multiples() -> None:
         run(torch.ones(5))
 
 
+def test_what_long_inputs_show_does_not_count_for_shorter_ones() -> None:
+    """A result that has at least 32 positions has the input's length from 32 on; shorter inputs go in as they are."""
+    seen: list[int] = []
+
+    @bucketed("x", multiple=16)
+    def run(x: Any) -> Any:
+        seen.append(x.size(-1))
+        return torch.nn.functional.pad(x, (0, max(0, 32 - x.size(-1))))
+
+    assert [50, 40, 41, 35, 36] == [run(torch.ones(length)).size(0) for length in (50, 40, 41, 35, 36)]
+    with pytest.raises(InvalidOption, match=r"^cut=-1: .*for length 30 the result has 32 positions"):
+        run(torch.ones(30))
+    assert [50, 40, 41, 35, 48, 30] == seen
+
+
 def test_models_with_different_ratios() -> None:
     """The voices of a pool may make different numbers of samples: each is shown by calls of its own."""
     run = bucketed("x", multiple=8)(lambda x, ratio: x.repeat_interleave(ratio, -1))

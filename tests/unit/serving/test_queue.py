@@ -9,6 +9,7 @@ from tests.unit.serving.queues import filled, measure, measured, queue_of, reque
 
 from modelguard.errors import CallerGone, DeadlineExceeded, DeadlineUnreachable, GuardClosed, QueueFull
 from modelguard.serving._batches import Batch
+from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Request
 
 # A free thread
@@ -269,6 +270,48 @@ def test_what_cannot_be_in_time_even_alone_takes_nobodys_turn() -> None:
         queue.admit(request(deadline=11.0), 10.5)
     queue.admit(request("again", deadline=11.6), 11.1)
     assert ["again"] == taken(queue, 11.1)
+
+
+def computed(queue: BatchQueue, seconds: float, now: float, group: object = None) -> float:
+    """One request with a second more than its run takes, on an idle thread; returns when it ends."""
+    queue.admit(request("one", deadline=now + seconds + 1.0, group=group), now)
+    batch = queue.next_batch(now)
+    assert isinstance(batch, Batch)
+    run(queue, batch, seconds, now + seconds)
+    return now + seconds
+
+
+def test_what_cannot_be_in_time_is_tried_anew_after_twice_the_time_of_a_run() -> None:
+    """A fast model that is idle refuses for milliseconds, not for a second."""
+    queue, now = queue_of(), 0.0
+    for seconds in [0.0100, 0.0102] * 5 + [0.0100]:
+        now = computed(queue, seconds, now)
+    with pytest.raises(DeadlineUnreachable):
+        queue.admit(request(deadline=now + 0.019 + 0.005), now + 0.019)
+    queue.admit(request("again", deadline=now + 0.021 + 0.005), now + 0.021)
+    assert ["again"] == taken(queue, now + 0.021)
+
+
+def test_runs_that_made_all_times_longer_refuse_nothing_on_an_idle_thread() -> None:
+    """Until it is known again how much times differ, they may have been a stall: the next request is tried."""
+    queue, now = queue_of(), 0.0
+    for seconds in [0.005] * 10 + [0.2] * 3:
+        now = computed(queue, seconds, now)
+    queue.admit(request("next", deadline=now + 0.1), now)
+    assert ["next"] == taken(queue, now)
+
+
+def test_runs_of_other_keyword_arguments_do_not_show_that_a_slow_first_run_was_usual() -> None:
+    """A language that took a minute to load is tried again, however busy others are."""
+    german, english = (("lang", str, "de"),), (("lang", str, "en"),)
+    queue, now = queue_of(), 0.0
+    for _ in range(5):
+        now = computed(queue, 0.005, now, english)
+    now = computed(queue, 60.0, now, german)
+    for _ in range(5):
+        now = computed(queue, 0.005, now, english)
+    queue.admit(request("hallo", deadline=now + 0.3, group=german), now)
+    assert ["hallo"] == taken(queue, now)
 
 
 def test_a_short_deadline_is_left_out_of_a_batch_that_has_to_keep_up() -> None:

@@ -476,9 +476,25 @@ class TestWhatIsNotPrintable:
         assert isolate(name=FORGED)(fails).name.isprintable()
 
     def test_of_all_that_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Whoever logs it."""
+        """Whoever logs it, by position or by name."""
         logger.warning("%s: no mold: %s", FORGED, ValueError(FORGED))
-        assert caplog.messages[0].isprintable()
+        logger.warning("%(name)s: no mold: %(error)s", {"name": FORGED, "error": ValueError(FORGED)})
+        logger.warning("%s", {"name": FORGED})
+        assert [True] * 3 == [text.isprintable() for text in caplog.messages]
+
+    def test_an_error_without_a_text_stops_nobody(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Its handler reports that it cannot be shown, as for any logger; whoever logs it goes on."""
+
+        class Odd(Exception):
+            def __str__(self) -> str:
+                raise ValueError("no text")
+
+        monkeypatch.setattr(logger, "handlers", [logging.StreamHandler()])
+        monkeypatch.setattr(logger, "propagate", False)
+        logger.warning("%s: no mold: %s", "nlp", Odd())
+        assert "ValueError: no text" in capsys.readouterr().err
 
     @pytest.mark.parametrize("text", ["plain", "日本語 é", "C:\\new", "a\tb"])
     def test_other_text_stays(self, text: str, caplog: pytest.LogCaptureFixture) -> None:
