@@ -232,7 +232,7 @@ class MoldScope:
             raise
         if waits:
             since = time.monotonic()
-            claim.wait(self.claims, since + self._timeout, partial(self._too_late, claim))
+            claim.wait(self.claims, since + self._timeout, partial(self._too_late, claim.limits.arrived))
             self._look_soon()
 
     def await_next_mold(self, claim: Claim, loan: Loan) -> None:
@@ -243,8 +243,8 @@ class MoldScope:
         claim.wait(self.claims, since + self._wait_timeout, partial(self._reloading, since))
         self._look_soon()
 
-    def _too_late(self, claim: Claim) -> DeadlineExceeded:
-        return DeadlineExceeded(self._name, waited=time.monotonic() - claim.limits.arrived)
+    def _too_late(self, arrived: float) -> DeadlineExceeded:
+        return DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
 
     def _reloading(self, since: float) -> Reloading:
         return Reloading(self._name, waited=time.monotonic() - since)
