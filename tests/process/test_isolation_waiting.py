@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -223,6 +224,35 @@ class TestLoads:
             wait_until(lambda: 3 == function.status().queued, "the calls wait")
             function.reload()
             assert [""] * 3 == [call.result(PATIENCE) for call in calls]
+            holder.let_go()
+
+    def test_who_waits_keeps_its_place_when_the_line_of_the_new_mold_is_full(self, tmp_path: Path) -> None:
+        """A call that was admitted is not refused later, however many come first at the new mold."""
+        function = functions.held
+        first, second = tmp_path / "first", tmp_path / "second"
+
+        calls: list[Future[str]] = []
+        over = threading.Event()
+
+        def fill() -> None:
+            while not over.wait(0.001):
+                with suppress(QueueFull):
+                    while not over.is_set():
+                        calls.append(function.submit(str(second)))
+
+        with function:
+            holder = Holder(function, first)
+            others = threading.Thread(target=fill)
+            others.start()
+            try:
+                wait_until(lambda: len(calls) >= 10, "a full line")
+                function.reload()
+                wait_until(lambda: len(calls) > 10, "calls that go to the new mold")
+            finally:
+                second.touch()
+                over.set()
+                others.join(PATIENCE)
+            assert len(calls) * [str(second)] == [call.result(PATIENCE) for call in calls]
             holder.let_go()
 
 

@@ -100,18 +100,20 @@ class Claim:
 
     Attributes:
         place: Where it waits; None if it does not wait.
+        admitted: Whether there was room for it, so that none refuses it where it goes on to wait.
         until: When the wait at that place ends, on the monotonic clock.
         taken: The worker that it has got.
         error: Why it has got none.
     """
 
-    __slots__ = ("_claims", "_late", "_open", "error", "key", "limits", "place", "taken", "then", "until")
+    __slots__ = ("_claims", "_late", "_open", "admitted", "error", "key", "limits", "place", "taken", "then", "until")
 
     def __init__(self, limits: Limits, key: object, then: Callable[[Claim], object]) -> None:
         self.limits = limits
         self.key = key
         self.then: Callable[[Claim], object] | None = then
         self.place: Place | None = None
+        self.admitted = False
         self.until = math.inf
         self.taken: Taken | None = None
         self.error: BaseException | None = None
@@ -296,16 +298,17 @@ class Claims:
         """It waits no more."""
         self._waiting.pop(claim, None)
 
-    def check_room(self) -> None:
+    def admit(self, claim: Claim) -> None:
         """Check whether one more may wait for a load. How many may wait for a worker, the roster knows.
 
         Raises:
             QueueFull: Too many do.
         """
-        if len(self._waiting) >= self._most_loading:
-            queued = sum(claim.place is not None and claim.place.loading for claim in self)
+        if len(self._waiting) >= self._most_loading and not claim.admitted:
+            queued = sum(one.place is not None and one.place.loading for one in self)
             if queued >= self._most_loading:
                 raise QueueFull(self.name, queued=queued, retry_after=_RETRY)
+        claim.admitted = True
 
     def close(self) -> None:
         """Refuse what waits without a thread. The others are served, or get their error, as their molds end."""

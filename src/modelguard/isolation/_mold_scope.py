@@ -83,7 +83,7 @@ class _InLine(Waiter[Worker]):
     loading = False
 
     def __init__(self, scope: MoldScope, claim: Claim, loan: Loan) -> None:
-        super().__init__()
+        super().__init__(arrived=claim.limits.arrived, admitted=claim.admitted)
         self._scope = scope
         self._claim = claim
         self._loan = loan
@@ -231,6 +231,7 @@ class MoldScope:
             loan.end(failed=False)
             raise
         if waits:
+            claim.admitted = True
             since = time.monotonic()
             claim.wait(self.claims, since + self._timeout, partial(self._too_late, claim.limits.arrived))
             self._look_soon()

@@ -196,11 +196,18 @@ class TestWaiting:
 
     def test_so_many_may_wait_for_a_load(self, claims: Claims) -> None:
         """Those that wait for a worker do not count, which the line of their mold bounds."""
+
+        def one() -> Claim:
+            return Claim(UNBOUNDED, None, lambda _: None)
+
         for _ in range(5):
             waiting(claims, lambda _: None)
-            claims.check_room()
+            claims.admit(one())
+        admitted = one()
+        claims.admit(admitted)
         loading = [waiting(claims, lambda _: None, loading=True) for _ in range(2)]
+        claims.admit(admitted)  # once is enough
         with pytest.raises(QueueFull):
-            claims.check_room()
+            claims.admit(one())
         assert loading[0].withdraw()
-        claims.check_room()
+        claims.admit(one())
