@@ -235,9 +235,31 @@ def echo(value: Any = None, do: str = "") -> Any:
     return ACTIONS[do](value)
 
 
+@isolate(workers=2)
+def late_echo(value: int, seconds: float) -> int:
+    """Give the value back after a while."""
+    time.sleep(seconds)
+    return value
+
+
+@isolate(workers=1, scope="host")
+def shared_echo(value: Any = None, do: str = "") -> Any:
+    """The same, for the host."""
+    return ACTIONS[do](value)
+
+
 def raise_unpicklable(_: Any) -> None:
     """Raise."""
     raise Unpicklable(1, 2)
+
+
+class Refused(ValueError):
+    """An error to which weak references are possible."""
+
+
+def refuse(_: Any) -> None:
+    """Raise."""
+    raise Refused
 
 
 def fork(value: Any) -> Any:
@@ -257,6 +279,7 @@ def trace_id(_: Any) -> int:
 
 ACTIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
+    "refuse": refuse,
     "unpicklable error": raise_unpicklable,
     "lock": lambda _: threading.Lock(),
     "iterator": lambda _: iter(range(3)),

@@ -333,8 +333,11 @@ def test_a_forked_child_replaces_no_mold_of_its_parent(tmp_path: Path) -> None:
     assert [] == run_python(program, 30)
 
 
-@pytest.mark.parametrize("kind", ["process", "pooled", "spawned", "host"])
-def test_exit_handlers_get_an_answer_or_an_error(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [("process", ""), ("pooled", ""), ("spawned", ""), ("host", ""), ("process", "functions.host()")],
+)
+def test_exit_handlers_get_an_answer_or_an_error(tmp_path: Path, kind: str, before: str) -> None:
     """One that was registered after the first call gets an answer, an earlier one GuardClosed by every door."""
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     program = f"""
@@ -342,6 +345,7 @@ def test_exit_handlers_get_an_answer_or_an_error(tmp_path: Path, kind: str) -> N
         sys.path.insert(0, {str(tmp_path)!r})
         import functions
         call, outcomes = functions.{kind}, []
+        {before}
 
         @atexit.register
         def early():

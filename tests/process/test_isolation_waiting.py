@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -222,6 +225,125 @@ class TestLoads:
             function.reload()
             assert [""] * 3 == [call.result(PATIENCE) for call in calls]
             holder.let_go()
+
+    def test_who_waits_keeps_its_place_when_the_line_of_the_new_mold_is_full(self, tmp_path: Path) -> None:
+        """A call that was admitted is not refused later, however many come first at the new mold."""
+        function = functions.held
+        first, second = tmp_path / "first", tmp_path / "second"
+
+        calls: list[Future[str]] = []
+        over = threading.Event()
+
+        def fill() -> None:
+            while not over.wait(0.001):
+                with suppress(QueueFull):
+                    while not over.is_set():
+                        calls.append(function.submit(str(second)))
+
+        with function:
+            holder = Holder(function, first)
+            others = threading.Thread(target=fill)
+            others.start()
+            try:
+                wait_until(lambda: len(calls) >= 10, "a full line")
+                function.reload()
+                wait_until(lambda: len(calls) > 10, "calls that go to the new mold")
+            finally:
+                second.touch()
+                over.set()
+                others.join(PATIENCE)
+            assert len(calls) * [str(second)] == [call.result(PATIENCE) for call in calls]
+            holder.let_go()
+
+
+class Inquiry:
+    """An argument that makes two calls while it is sent."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (functions.late_echo(functions.late_echo(7, 0.3), 0.1),)
+
+
+def test_an_argument_that_makes_calls_as_it_is_sent_holds_up_nobody() -> None:
+    """Awaited calls that wait meanwhile get the workers of its calls, and threads of their own."""
+
+    async def main() -> list[int]:
+        call = functions.late_echo.aio
+        return await attempted(asyncio.gather(call(Inquiry(), 0), *(call(number, 0.2) for number in range(3))))
+
+    with functions.late_echo:
+        functions.late_echo(0, 0)
+        assert [7, 0, 1, 2] == asyncio.run(main())
+
+
+class Sent(set[int]):
+    """An argument, and a result, whose end can be seen."""
+
+
+@pytest.fixture
+def _without_garbage_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_without_garbage_collector")
+class TestMemory:
+    @pytest.mark.parametrize("function", [functions.echo, functions.shared_echo], ids=["process", "host"])
+    @pytest.mark.parametrize("action", ["", "refuse"], ids=["result", "error"])
+    def test_a_call_that_has_ended_keeps_nothing(self, function: Any, action: str) -> None:
+        """By every door, its argument and its result, or its error, are freed without a garbage collection."""
+
+        async def awaited(refs: list[weakref.ref[Any]]) -> None:  # what asyncio raises to its own caller, that keeps
+            sent = Sent([1])
+            refs.append(weakref.ref(sent))
+            try:
+                refs.append(weakref.ref(await function.aio(sent, action)))
+            except functions.Refused as error:
+                refs.append(weakref.ref(error))
+
+        def called(door: Callable[..., Any], refs: list[weakref.ref[Any]]) -> None:
+            sent = Sent([1])
+            refs.append(weakref.ref(sent))
+            try:
+                refs.append(weakref.ref(door(function, sent, action)))
+            except functions.Refused as error:
+                refs.append(weakref.ref(error))
+
+        refs: list[weakref.ref[Any]] = []
+        with function:
+            called(by_call, refs)
+            called(by_submit, refs)
+            asyncio.run(awaited(refs))
+            assert 6 == len(refs)
+            wait_until(lambda: 6 * [None] == [ref() for ref in refs], "nothing is kept", PATIENCE / 6)
+
+    def test_a_thread_that_goes_from_call_to_call_keeps_none(self) -> None:
+        """Under a load that never ends, what the first calls had is freed."""
+        first: list[weakref.ref[Sent]] = []
+
+        def nothing_is_kept() -> bool:
+            return not any(ref() is not None for ref in first[:50])
+
+        async def client(until: asyncio.Event) -> None:
+            while not until.is_set():
+                sent = Sent([1])
+                first.append(weakref.ref(sent))
+                await functions.echo.aio(sent)
+                del sent
+
+        async def main() -> None:
+            over = asyncio.Event()
+            clients = [asyncio.ensure_future(client(over)) for _ in range(6)]
+            await asyncio.to_thread(wait_until, lambda: len(first) > 100, "a hundred calls")
+            try:
+                await asyncio.to_thread(wait_until, nothing_is_kept, "the end of the first calls", PATIENCE / 6)
+            finally:
+                over.set()
+                await attempted(asyncio.gather(*clients))
+
+        with functions.echo:
+            asyncio.run(main())
 
 
 FORKS = """

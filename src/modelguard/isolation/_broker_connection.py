@@ -91,7 +91,7 @@ class BrokerOfConnection(Protocol):
 
 class _Waiter(Waiter[Worker]):
     def __init__(self, connection: Connection) -> None:
-        super().__init__(connection.token)
+        super().__init__(connection.token, arrived=connection.asked_at, admitted=connection.admitted)
         self._connection = connection
 
     def wake(self) -> None:
@@ -109,12 +109,16 @@ class Connection:
     Attributes:
         token: The client's; empty before the first message.
         granted_at: Since when it has a worker, on the monotonic clock; None if it has none.
+        asked_at: When it asked for a worker last.
+        admitted: Whether its call has waited in a line since then.
     """
 
     def __init__(self, channel: Channel, broker: BrokerOfConnection, pid: int) -> None:
         self.channel = channel
         self.pid = pid
         self.granted_at: float | None = None
+        self.asked_at = 0.0
+        self.admitted = False
         self.token = b""
         self._broker = broker
         self._on_load: Callable[[], object] | None = None
@@ -207,6 +211,7 @@ class Connection:
 
     def _take(self) -> None:
         self._gone = None
+        self.asked_at, self.admitted = time.monotonic(), False
         self._try()
 
     def _try(self) -> None:
@@ -231,6 +236,7 @@ class Connection:
             self.answer("failed", *packed(error))
         else:
             if worker is None:
+                self.admitted = True
                 self._broker.waits()
             else:
                 self._waiter = None

@@ -84,17 +84,21 @@ class _Call:
         self.begun = False
         self.awaited = False
 
+    def forget(self) -> None:
+        """Its content is needed no more."""
+        self.arguments, self.content = ((), {}), None
+
 
 class _Thread(threading.local):
     """What a thread that computes calls does.
 
     Attributes:
-        serves_awaited: Whether it computes an awaited call.
+        serves: The worker of the awaited call that it computes; a call that user code makes in it has another one.
         is_free: Whether the call that gets a worker in this moment gets this thread.
         next: That call.
     """
 
-    serves_awaited = False
+    serves: Taken | None = None
     is_free = False
     next: Callable[[], object] | None = None
 
@@ -159,12 +163,18 @@ class Caller:
         taken.leave()
         if kind == _RESULT:
             return value
-        raise self._raisable(with_remote_traceback(*value))
+        try:
+            raise self._raisable(with_remote_traceback(*value))
+        finally:
+            del value  # it refers to the error, and that to this frame
 
     def _opened(self, call: _Call, taken: Taken, kind: int, value: Any) -> Iterator[Any]:
         if kind == _ERROR:
             taken.leave()
-            raise self._raisable(with_remote_traceback(*value))
+            try:
+                raise self._raisable(with_remote_traceback(*value))
+            finally:
+                del value
         items = self._items(taken, call.limits)
         next(items)  # has begun, so that to close it ends the stream in the worker too
         return items
@@ -188,7 +198,10 @@ class Caller:
                     self._exchange(taken, close, Limits(time.monotonic()))
             taken.leave()
         if kind == _ERROR:
-            raise self._raisable(with_remote_traceback(*value))
+            try:
+                raise self._raisable(with_remote_traceback(*value))
+            finally:
+                del value
 
     # One call
 
@@ -279,7 +292,10 @@ class Caller:
         call.awaited = awaited
         claim = self._request(call, future, finish)
         if isinstance(claim.error, (QueueFull, GuardClosed)):
-            raise claim.error
+            try:
+                raise claim.error
+            finally:
+                del claim, future  # they refer to the error, and it to this frame
         future.add_done_callback(partial(_withdraw, claim))
         return future
 
@@ -290,7 +306,7 @@ class Caller:
 
     def _claimed(self, call: _Call, future: Future[Any], finish: Finish, claim: Claim) -> None:
         """It has its worker, and a thread from now on; or its error."""
-        taken = claim.taken
+        taken, claim.taken = claim.taken, None
         if taken is None:
             assert claim.error is not None  # noqa: S101 - for the checkers
             _fail(call, future, claim.error)
@@ -300,7 +316,7 @@ class Caller:
             self._thread.next = job
             return
         try:
-            SharedThread(partial(self._run, job), "modelguard-isolated-call").start()
+            SharedThread(partial(self._run, [job]), "modelguard-isolated-call").start()
         except RuntimeError as error:  # the system gives no thread
             supervisor().call(partial(self._give_up, call, future, taken, error))
 
@@ -308,34 +324,39 @@ class Caller:
         taken.put_back()
         _fail(call, future, error)
 
-    def _run(self, job: Callable[[], object] | None) -> None:
-        """Compute a call; then the one that has got its worker, and so on."""
-        while job is not None:
+    def _run(self, jobs: list[Callable[[], object]]) -> None:
+        """Compute a call; then the one that has got its worker, and so on. Keeps none of those that have ended."""
+        while jobs:
             try:
-                job()
+                jobs.pop()()
             except BaseException:  # noqa: BLE001 - whatever a callback of a future raises, the thread serves on
                 with suppress(BaseException):  # also if a log handler raises
                     logger.exception("modelguard: a callback of a submitted call failed")
-            job, self._thread.next = self._thread.next, None
+            if self._thread.next is not None:
+                jobs.append(self._thread.next)
+                self._thread.next = None
 
     def _compute(self, call: _Call, future: Future[Any], finish: Finish, taken: Taken) -> None:
         if not call.begun and not future.set_running_or_notify_cancel():
             taken.put_back()
             return
         call.begun = True
-        self._thread.serves_awaited = call.awaited
+        self._thread.serves = taken if call.awaited else None
+        answer = None
         try:
             answer = self._attempt(call, taken)
             result = None if answer is None else finish(call, taken, *answer)
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             future.set_exception(error)
+            del call, future, taken, answer  # the error refers to this frame
             return
         finally:
-            self._thread.serves_awaited = False
+            self._thread.serves = None
         del taken
         if answer is None:
             self._request(call, future, finish)
         else:
+            call.forget()  # callbacks of the future may take their time
             future.set_result(result)
 
     # Messages
@@ -372,9 +393,11 @@ class Caller:
         if kind != _ITEM:
             # Who gets the worker gets this thread too, if nothing in it can block before.
             thread = self._thread
-            thread.is_free = thread.serves_awaited
-            taken.release(worn=worn)
-            thread.is_free = False
+            thread.is_free = thread.serves is taken
+            try:
+                taken.release(worn=worn)
+            finally:
+                thread.is_free = False
         return kind, value
 
 

@@ -96,22 +96,24 @@ class Claim:
         limits: The call's times.
         key: Which of a pool's models it needs.
         then: Called with it when it has ended, unless it was withdrawn. With a worker, from any thread and under any
-            lock, so it must not block.
+            lock, so it must not block. Kept until then and no longer: the call's future refers to the claim.
 
     Attributes:
         place: Where it waits; None if it does not wait.
+        admitted: Whether there was room for it, so that none refuses it where it goes on to wait.
         until: When the wait at that place ends, on the monotonic clock.
         taken: The worker that it has got.
         error: Why it has got none.
     """
 
-    __slots__ = ("_claims", "_late", "_open", "error", "key", "limits", "place", "taken", "then", "until")
+    __slots__ = ("_claims", "_late", "_open", "admitted", "error", "key", "limits", "place", "taken", "then", "until")
 
     def __init__(self, limits: Limits, key: object, then: Callable[[Claim], object]) -> None:
         self.limits = limits
         self.key = key
-        self.then = then
+        self.then: Callable[[Claim], object] | None = then
         self.place: Place | None = None
+        self.admitted = False
         self.until = math.inf
         self.taken: Taken | None = None
         self.error: BaseException | None = None
@@ -145,14 +147,16 @@ class Claim:
         if not self._end():
             return False
         self.taken = taken
-        self.then(self)
+        self.place = None
+        self._tell()
         return True
 
     def fail(self, error: BaseException) -> None:
         """There is no worker for it. Runs callbacks of users, so never under a lock; else :func:`aside`."""
         if self._end():
             self.error = error
-            self.then(self)
+            self.place = None
+            self._tell()
 
     # For the caller
 
@@ -160,8 +164,16 @@ class Claim:
         """Ask no more; false if it has ended."""
         if not self._end():
             return False
+        self.then = None
         self._leave()
         return True
+
+    def refuse(self, error: Exception) -> None:
+        """End the wait with an error. Runs callbacks of users."""
+        if self._end():
+            self._leave()
+            self.error = error
+            self._tell()
 
     def expire(self, now: float) -> None:
         """End the wait if it has lasted long enough."""
@@ -170,11 +182,16 @@ class Claim:
         self._leave()
         late = self._late if now < self.limits.until else None
         self.error = self._too_late(now) if late is None else late()
-        self.then(self)
+        self._tell()
 
     def _too_late(self, now: float) -> DeadlineExceeded:
         name = "" if self._claims is None else self._claims.name
         return DeadlineExceeded(name, waited=now - self.limits.arrived)
+
+    def _tell(self) -> None:
+        then, self.then = self.then, None
+        assert then is not None  # noqa: S101 - it ends once
+        then(self)
 
     def _leave(self) -> None:
         place = self.place
@@ -281,23 +298,23 @@ class Claims:
         """It waits no more."""
         self._waiting.pop(claim, None)
 
-    def check_room(self) -> None:
+    def admit(self, claim: Claim) -> None:
         """Check whether one more may wait for a load. How many may wait for a worker, the roster knows.
 
         Raises:
             QueueFull: Too many do.
         """
-        if len(self._waiting) >= self._most_loading:
-            queued = sum(claim.place is not None and claim.place.loading for claim in self)
+        if len(self._waiting) >= self._most_loading and not claim.admitted:
+            queued = sum(one.place is not None and one.place.loading for one in self)
             if queued >= self._most_loading:
                 raise QueueFull(self.name, queued=queued, retry_after=_RETRY)
+        claim.admitted = True
 
     def close(self) -> None:
         """Refuse what waits without a thread. The others are served, or get their error, as their molds end."""
         for claim in self:
-            if not isinstance(claim, ThreadClaim) and claim.withdraw():
-                claim.error = GuardClosed(self.name)
-                claim.then(claim)
+            if not isinstance(claim, ThreadClaim):
+                claim.refuse(GuardClosed(self.name))
 
     def _next(self, now: float) -> float:
         return min((claim.until for claim in self if claim.until > now), default=math.inf)

@@ -119,8 +119,7 @@ class HostScope:
         """Take a worker for a call that does not block."""
         try:
             self._raise_if_refusing()
-            if claim.place is None:
-                self.claims.check_room()
+            self.claims.admit(claim)
             asking = claim.place = Asking(claim, self)
             claim.wait(self.claims, math.inf, partial(DeadlineExceeded, self._name, waited=0.0))
             asking.begin()

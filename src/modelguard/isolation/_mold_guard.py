@@ -232,8 +232,8 @@ class MoldGuard:
         global _exit_registered
         if not _exit_registered:
             atexit.register(end_all)
+            atexit.register(_registry.refuse_calls)  # which comes first: the last one to be registered
             _exit_registered = True
-        _registry.refuse_calls_at_exit()  # which comes first: the last one to be registered
         limit = self._source.load_timeout
         origin = Origin(_target.preparation(), _news.levels()) if self._origin is None else self._origin
         options = MoldOptions(

@@ -83,7 +83,7 @@ class _InLine(Waiter[Worker]):
     loading = False
 
     def __init__(self, scope: MoldScope, claim: Claim, loan: Loan) -> None:
-        super().__init__()
+        super().__init__(arrived=claim.limits.arrived, admitted=claim.admitted)
         self._scope = scope
         self._claim = claim
         self._loan = loan
@@ -231,8 +231,9 @@ class MoldScope:
             loan.end(failed=False)
             raise
         if waits:
+            claim.admitted = True
             since = time.monotonic()
-            claim.wait(self.claims, since + self._timeout, partial(self._too_late, claim))
+            claim.wait(self.claims, since + self._timeout, partial(self._too_late, claim.limits.arrived))
             self._look_soon()
 
     def await_next_mold(self, claim: Claim, loan: Loan) -> None:
@@ -243,8 +244,8 @@ class MoldScope:
         claim.wait(self.claims, since + self._wait_timeout, partial(self._reloading, since))
         self._look_soon()
 
-    def _too_late(self, claim: Claim) -> DeadlineExceeded:
-        return DeadlineExceeded(self._name, waited=time.monotonic() - claim.limits.arrived)
+    def _too_late(self, arrived: float) -> DeadlineExceeded:
+        return DeadlineExceeded(self._name, waited=time.monotonic() - arrived)
 
     def _reloading(self, since: float) -> Reloading:
         return Reloading(self._name, waited=time.monotonic() - since)

@@ -84,8 +84,7 @@ class PoolScope(MoldScope):
 
     def _wait_for_load(self, claim: Claim) -> bool:
         again = isinstance(claim.place, _Fetching)
-        if claim.place is None:
-            self.claims.check_room()
+        self.claims.admit(claim)
         future, own = self._pool.fetch(claim.key)
         if not again:
             # Who begins a load waits for as long as that takes.

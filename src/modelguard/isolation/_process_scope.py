@@ -78,8 +78,7 @@ class ProcessScope(MoldScope):
         return None if generation is None else _Loan(self._engine, generation)
 
     def _wait_for_load(self, claim: Claim) -> bool:
-        if claim.place is None:
-            self.claims.check_room()
+        self.claims.admit(claim)
         future = self._engine.join_load()
         if future is None:
             return False

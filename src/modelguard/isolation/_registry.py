@@ -14,7 +14,7 @@ from modelguard.serving import _shared_threads
 if TYPE_CHECKING:
     from modelguard.isolation.status import IsolationStatus
 
-__all__ = ["Registered", "add", "live", "refuse_calls_at_exit"]
+__all__ = ["Registered", "add", "live", "refuse_calls", "refuse_calls_at_exit"]
 
 
 class Registered(Protocol):
@@ -78,10 +78,11 @@ def live() -> tuple[Registered, ...]:
 def refuse_calls_at_exit() -> None:
     """Have no call wait for processes that the exit of this one has ended: exit handlers that come later may call."""
     if _first_use.acquire(blocking=False):
-        atexit.register(_refuse_calls)
+        atexit.register(refuse_calls)
 
 
-def _refuse_calls() -> None:
+def refuse_calls() -> None:
+    """Raise ``GuardClosed`` from now on. Once more does nothing."""
     for function in live():
         function.refuse_calls()
 

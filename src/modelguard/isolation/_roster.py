@@ -80,7 +80,7 @@ class Roster:
             worker = self.take_now()
             if worker is not None:
                 return worker
-            if len(self._waiters) >= self._max_queue:
+            if len(self._waiters) >= self._max_queue and not waiter.admitted:
                 raise QueueFull(self._name, queued=len(self._waiters), retry_after=_RETRY)
             self._waiters.append(waiter)
             if self._crew.presence == "ended":

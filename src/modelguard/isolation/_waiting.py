@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
@@ -16,12 +17,16 @@ class Waiter(Generic[W]):
 
     Attributes:
         client: Whose call it is.
+        arrived: When it was made, on the monotonic clock.
+        admitted: Whether it has waited before, so that it has a place in any case.
         worker: The worker that it got.
         error: Why it gets none.
     """
 
-    def __init__(self, client: Hashable = None) -> None:
+    def __init__(self, client: Hashable = None, *, arrived: float = math.inf, admitted: bool = False) -> None:
         self.client = client
+        self.arrived = arrived
+        self.admitted = admitted
         self.worker: W | None = None
         self.error: Exception | None = None
 
@@ -48,8 +53,12 @@ class WaitingLine(Generic[W]):
             yield from waiters
 
     def append(self, waiter: Waiter[W]) -> None:
-        """Add a call behind those of its client."""
-        self._by_client.setdefault(waiter.client, deque()).append(waiter)
+        """Add a call behind those of its client that were made before."""
+        waiters = self._by_client.setdefault(waiter.client, deque())
+        at = len(waiters)
+        while at and waiters[at - 1].arrived > waiter.arrived:
+            at -= 1
+        waiters.insert(at, waiter)
         self._length += 1
 
     def popleft(self) -> Waiter[W]:

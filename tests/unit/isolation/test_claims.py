@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,6 +118,30 @@ class TestEnds:
         assert error is (None if claim.error is None else type(claim.error))
         assert (error is None) == (len(claims) == 1)
 
+    @pytest.mark.parametrize(
+        "end",
+        [
+            lambda claim: claim.grant(Worker()),
+            lambda claim: claim.fail(Reloading("f", waited=1.0)),
+            lambda claim: claim.refuse(GuardClosed("f")),
+            lambda claim: claim.expire(math.inf),
+            lambda claim: claim.withdraw(),
+        ],
+        ids=["grant", "fail", "refuse", "expire", "withdraw"],
+    )
+    def test_one_that_has_ended_keeps_nothing_of_its_call(self, claims: Claims, end: Callable[[Claim], object]) -> None:
+        """However it ends: the call's future may refer to the claim for as long as somebody keeps it."""
+        call = {"arguments"}
+        claim, kept = waiting(claims, lambda _, call=call: call), weakref.ref(call)
+        del call
+        gc.disable()
+        try:
+            assert kept() is not None
+            end(claim)
+            assert kept() is None
+        finally:
+            gc.enable()
+
 
 class TestWaiting:
     def test_a_thread_sleeps_until_its_claim_ends(self, claims: Claims) -> None:
@@ -169,11 +196,18 @@ class TestWaiting:
 
     def test_so_many_may_wait_for_a_load(self, claims: Claims) -> None:
         """Those that wait for a worker do not count, which the line of their mold bounds."""
+
+        def one() -> Claim:
+            return Claim(UNBOUNDED, None, lambda _: None)
+
         for _ in range(5):
             waiting(claims, lambda _: None)
-            claims.check_room()
+            claims.admit(one())
+        admitted = one()
+        claims.admit(admitted)
         loading = [waiting(claims, lambda _: None, loading=True) for _ in range(2)]
+        claims.admit(admitted)  # once is enough
         with pytest.raises(QueueFull):
-            claims.check_room()
+            claims.admit(one())
         assert loading[0].withdraw()
-        claims.check_room()
+        claims.admit(one())

@@ -36,6 +36,13 @@ class TestWaitingLine:
             line.append(Quiet(client))
         assert ["a", "b", "a", "a", "a"] == [line.popleft().client for _ in range(5)]
 
+    def test_who_comes_from_another_line_keeps_its_order(self) -> None:
+        """A call that was made before others of its client stands before them."""
+        line = WaitingLine[int]()
+        for arrived in (2.0, 4.0, 1.0, 3.0, 4.0):
+            line.append(Quiet("a", arrived=arrived))
+        assert [1.0, 2.0, 3.0, 4.0, 4.0] == [line.popleft().arrived for _ in range(5)]
+
     @given(st.lists(st.tuples(st.sampled_from(["add", "take", "drop"]), st.integers(0, 3)), max_size=60))
     def test_nobody_is_lost_and_each_client_is_served_in_order(self, steps: list[tuple[str, int]]) -> None:
         """Whatever comes and goes: the length is right, and a client's calls keep their order."""
