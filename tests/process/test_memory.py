@@ -74,7 +74,8 @@ read = memory.private(fresh=True)
 if access == "COPY":
     for at in range(0, SIZE // 2, 4096):
         view[at] = 1
-print(json.dumps([read - before, memory.private(fresh=True) - read]), flush=True)
+answer = json.dumps([read - before, memory.private(fresh=True) - read]) + "\\n"
+os.write(1, answer.encode())  # in one piece, since siblings write too
 os._exit(0)
 """
 
