@@ -161,7 +161,9 @@ def test_what_is_in_time_is_answered(local: Any) -> None:
 
 def test_deadlines_over_http(local: Any) -> None:
     """504 when the time is over, by either bound; 400 for a bound that is nonsense; 413 for what is too heavy."""
-    assert [504, 504, 200, 400, 413] == [status for status, _ in local["bounded"]["http"]]
+    over, shorter, *others = [status for status, _ in local["bounded"]["http"]]
+    assert [504, 200, 400, 413] == [over, *others]
+    assert shorter in {503, 504}  # refused at once where the runs before have shown that none is so fast
 
 
 def test_a_ray_that_is_not_initialised_is_named(local: Any) -> None:
