@@ -250,7 +250,7 @@ def kill_owners(until: float, tally: Tally) -> None:
             time.sleep(chance.uniform(0.0, 2.0))
             process.kill()
         with suppress(AssertionError):
-            wait_until(lambda name=name: not marked(name), "the end of a killed owner's processes", 20.0)  # type: ignore[misc]
+            wait_until(lambda name=name: not marked(name), "the end of a killed owner's processes", 60.0)  # type: ignore[misc]
         tally.left += marked(name)
         tally.blows["kill owner"] += 1
 
