@@ -14,7 +14,7 @@ from cachetools import LRUCache
 from modelguard.errors import InvalidOption, ModelGuardWarning, WouldDeadlock
 from modelguard.testing import assert_no_growth
 
-#: Calls between two readings. What is freed meanwhile, by a thread of another test that ends, must not hide a small leak.
+#: Calls between two readings. What a thread of another test frees meanwhile must not hide a small leak.
 MANY = 1000
 
 
