@@ -10,7 +10,7 @@ import pytest
 
 from modelguard.diagnosis import GrowthReport, Trial, diagnose
 
-CORPUS = Path(__file__).with_name("corpus")
+LEAKS = Path(__file__).parent / "corpus" / "leaks"
 
 pytestmark = [
     pytest.mark.timeout(280),
@@ -71,7 +71,7 @@ def test_what_a_model_keeps_goes_with_the_model(folder: Path, target: str, load:
 def test_what_the_allocator_retains_goes_with_its_process() -> None:
     """Fresh processes stop it, and so do other allocators where there are any; one of them is recommended."""
     report = diagnose(
-        "native_leaks:retained", generate="native_leaks:numbers", calls=600, seconds=60, trial_seconds=1, cwd=CORPUS
+        "fragmented_heap:predict", generate="fragmented_heap:inputs", calls=600, seconds=60, trial_seconds=1, cwd=LEAKS
     )
     tried = trials(report)
     assert {"low-memory", "trim_every", "isolate"} <= tried.keys()
@@ -86,7 +86,12 @@ def test_zones_stop_the_strings_of_spacy() -> None:
     if importlib.util.find_spec("spacy") is None:
         pytest.skip("spacy is not installed")
     report = diagnose(
-        "library_leaks:strings", generate="library_leaks:words", calls=5000, seconds=60, trial_seconds=1, cwd=CORPUS
+        "spacy_vocabulary:predict",
+        generate="spacy_vocabulary:inputs",
+        calls=5000,
+        seconds=60,
+        trial_seconds=1,
+        cwd=LEAKS,
     )
     assert trials(report)["zoned"].growth.median < 0.5 * growth(report)
 
@@ -95,12 +100,12 @@ def test_buckets_where_they_are_declared() -> None:
     """The named parameter is padded, so the function gets few lengths."""
     pytest.importorskip("torch")
     report = diagnose(
-        "torch_leaks:tensors_of_lengths",
-        generate="torch_leaks:tensors",
+        "onednn_shapes:predict",
+        generate="onednn_shapes:inputs",
         calls=480,
         seconds=60,
         trial_seconds=1,
         bucketed=["x"],
-        cwd=CORPUS,
+        cwd=LEAKS,
     )
     assert trials(report)["bucketed"].growth.median < 0.5 * growth(report)
