@@ -66,6 +66,7 @@ class Workload:
 WORKLOADS = {
     "small": Workload("4 x Conv1d(96)", 600, 50, 4000, 4, 96),
     "probe": Workload("8 x Conv1d(192)", 400, 50, 4000, 8, 192),
+    "narrow": Workload("8 x Conv1d(96), short", 250, 50, 1550, 8, 96),
     "large": Workload("16 x Conv1d(256)", 120, 50, 4000, 16, 256),
     "vits": Workload("VITS", 40, 10, 120),
     "tokens": Workload("BERT on short texts", 300, 5, 120),
@@ -122,6 +123,17 @@ def remedies() -> dict[str, Remedy]:
             "all": Remedy("bucketed, preset with jemalloc", preset | preload, way="bucketed", ours=True),
         }
     return found
+
+
+def allocators(chosen: dict[str, Remedy]) -> dict[str, Remedy]:
+    """Each allocator alone, and with the preset where that is advised."""
+    alone = {
+        kind: Remedy(kind, {"LD_PRELOAD": str(library.path)})
+        for kind in ("jemalloc", "mimalloc", "tcmalloc")
+        for library in allocator.find(kind)[:1]
+    }
+    few = {name: chosen[name] for name in (NOTHING, PRESET, "run") if name in chosen}
+    return {**few, **alone, "low-memory": Remedy("preset low-memory", presets.get("low-memory").environment({}))}
 
 
 # In the process of a cell
