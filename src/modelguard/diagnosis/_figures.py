@@ -32,7 +32,7 @@ STYLE = (
     ".tick{position:absolute;font-size:.75rem;line-height:1;color:var(--quiet);white-space:nowrap}"
     ".area .y{left:-.4rem;transform:translate(-100%,50%)}.area .x{top:calc(100% + .4rem);transform:translateX(-50%)}"
     ".grid{position:absolute;background:var(--line)}.area .grid{left:0;right:0;height:1px}"
-    ".swatch{display:inline-block;width:.8rem;height:.8rem;margin-right:.3rem;border-radius:.4rem;vertical-align:-.1rem}"
+    ".swatch{display:inline-block;width:.8rem;height:.8rem;margin-right:.3rem;border-radius:.4rem;vertical-align:-.1rem;box-sizing:border-box}"
     ".key span{display:inline-block;margin-right:1rem}"
     ".rows{display:grid;grid-template-columns:minmax(0,16rem) minmax(0,1fr) minmax(0,1fr);column-gap:2.2rem;"
     "padding-right:1.2rem;align-items:center}"
@@ -54,6 +54,8 @@ STYLE = (
 
 #: Intervals between ticks at most: five labels have room on a telephone.
 _INTERVALS = 4
+#: What holds a smaller share of the growth is not drawn.
+_SEEN = 0.01
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _CALLS = ((1e6, "million calls"), (1.0, "calls"))
 _TIME = ((3_600_000.0, "hours"), (60_000.0, "minutes"), (1000.0, "seconds"))
@@ -181,9 +183,9 @@ def _swatch(colour: str, text: str) -> str:
 # What holds it
 
 
-def chains(held: Iterable[Held]) -> str:
+def chains(measured: Measured) -> str:
     """For each container that has grown, the way to it from a name, and what its new entries are."""
-    return "".join(_chain(one) for one in held)
+    return "".join(_chain(one) for one in measured.held if one.size >= _SEEN * measured.growth)
 
 
 def _chain(one: Held) -> str:

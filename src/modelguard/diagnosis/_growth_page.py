@@ -22,7 +22,8 @@ _STYLE = (
     "background:var(--page);overflow-wrap:anywhere}h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2rem}"
     "table{border-collapse:collapse;width:100%;margin:1rem 0;table-layout:fixed}"
     "td,th{text-align:left;padding:.4rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}"
-    "th{overflow-wrap:normal}.causes th:nth-child(-n+2){width:14%}.remedies th:first-child{width:26%}"
+    "th{overflow-wrap:normal}.causes th:first-child{width:15%}.causes th:nth-child(2){width:9%}"
+    ".causes th:last-child{width:36%}.remedies th:first-child{width:26%}"
     ".number{text-align:right}.number small{white-space:nowrap}.bar{background:var(--blue);height:.5rem}"
     ".best{background:var(--best)}small{color:var(--quiet)}"
     "pre{background:var(--soft);padding:.7rem;white-space:pre-wrap}"
@@ -38,7 +39,7 @@ _STYLE = (
 def as_html(report: GrowthReport) -> str:
     """Write a report as one page without any other file."""
     subject = words(report.subject)
-    held = _figures.chains(report.measured.held)
+    held = _figures.chains(report.measured)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
