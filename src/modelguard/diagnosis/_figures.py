@@ -189,20 +189,22 @@ def chains(measured: Measured) -> str:
 
 
 def _chain(one: Held) -> str:
-    *outer, last = one.of.split(" -> ")
-    way = [f"<div>{words(link)}</div>" for link in _links(one.path)]
-    container = f'<div class="more">{words(one.kind)}<br><small>+{one.more:,} entries</small></div>'
-    inside = [f"<div>{words(link)}</div>" for link in outer]
-    size = f"<div>{words(last)}<br><small>{format_bytes(one.size)} in all</small></div>"
-    items = "".join(f"<li>{link}</li>" for link in (*way, container, *inside, size))
-    return f'<ol class="chain">{items}</ol>'
+    """The same words as in the text: the way, the container with what came to it, and what that is."""
+    way, _, rest = str(one).partition(f" ({one.kind}, ")
+    grown, _, entries = rest.partition(") -> ")
+    *inside, last = (f"<div>{words(link)}</div>" for link in entries.split(" -> "))
+    links = [
+        *(f"<div>{words(link)}</div>" for link in _links(way)),
+        f'<div class="more">{words(one.kind)}<br><small>{words(grown)}</small></div>',
+        *inside,
+        last.replace("</div>", f"<br><small>{format_bytes(one.size)} in all</small></div>"),
+    ]
+    return f'<ol class="chain">{"".join(f"<li>{link}</li>" for link in links)}</ol>'
 
 
-def _links(path: str) -> list[str]:
+def _links(way: str) -> list[str]:
     """A way in its parts: what has the name, its attribute, and what comes after; one part if it is a sentence."""
-    if not path:
-        return ["something without a name"]
-    name, entries, rest = path.partition("[...]")
+    name, entries, rest = way.partition("[...]")
     owner, _, attribute = name.rpartition(".")
     first = [name] if " " in name or not owner else [owner, f".{attribute}"]
     return [*first, *re.findall(r"\[\.\.\.\]|\.?[^.\[]+", entries + rest)]
