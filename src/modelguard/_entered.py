@@ -49,7 +49,8 @@ class Entered:
         try:
             self._open()
         except BaseException as error:
-            self._failed(error)
+            if not self._is_reopened_after(error):
+                raise
         return self
 
     def __exit__(
@@ -68,7 +69,8 @@ class Entered:
         try:
             await self._aopen()
         except BaseException as error:
-            self._failed(error)
+            if not self._is_reopened_after(error):
+                raise
         return self
 
     async def __aexit__(
@@ -84,10 +86,11 @@ class Entered:
 
     # An entry while an exit closes it: the exit reopens it at its end.
 
-    def _failed(self, error: BaseException) -> None:
-        if not (self._closing and isinstance(error, GuardClosed)):
-            self._entries.pop()
-            raise error
+    def _is_reopened_after(self, error: BaseException) -> bool:
+        if self._closing and isinstance(error, GuardClosed):
+            return True
+        self._entries.pop()
+        return False
 
     def _closed(self) -> None:
         self._closing.pop()
