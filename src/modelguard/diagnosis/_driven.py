@@ -113,15 +113,15 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     say(measured=measured, done=True)
 
 
-def _moment() -> _holders.Snapshot | None:
+def _moment() -> _census.Moment | None:
     with suppress(Exception):  # foreign objects can raise anything; what holds them is an extra
-        return _holders.snapshot()
+        return _census.moment()
     return None
 
 
-def _held(before: _holders.Snapshot | None, calls: int) -> list[dict[str, Any]]:
+def _held(before: _census.Moment | None, calls: int) -> list[dict[str, Any]]:
     with suppress(Exception):
-        return [] if before is None else [each._asdict() for each in _holders.grown(before, calls)]
+        return [] if before is None else [each._asdict() for each in _holders.named(_census.grown(before, calls))]
     return []
 
 
