@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import io
+import itertools
 import os
 import sys
 import threading
@@ -38,7 +39,7 @@ _MANY = 100
 _CHUNK, _LISTED = 20_000, 500
 
 #: Seconds after which a walk over all objects ends, whatever is missing.
-_PATIENCE = 8.0
+_PATIENCE = 10.0
 
 #: A dict with more entries is a table, and no namespace.
 _TABLE = 10_000
@@ -112,11 +113,9 @@ class _Walk:
             if self.is_late():
                 return
             chunk = self.objects[start : start + _CHUNK]
-            types = list(map(type, chunk))
-            keys = list(map(id, types))
-            for key, kind in dict(zip(keys, types, strict=True)).items():
-                if key not in self.kinds:
-                    self.kinds[key] = _learn(kind)
+            keys = list(map(id, map(type, chunk)))
+            for key in set(keys) - self.kinds.keys():
+                self.kinds[key] = _learn(type(chunk[keys.index(key)]))
             yield chunk, keys
 
     def is_late(self) -> bool:
@@ -129,15 +128,17 @@ class _Walk:
         """
         lengths = {key: kind.length for key, kind in self.kinds.items() if kind.length is not None}
         names = {key for key, kind in self.kinds.items() if kind.names}
-        table = id(dict)
+        spaces = []
         for one, key in zip(chunk, keys, strict=True):
-            if key in lengths and (length := lengths[key](one)) >= _FEWEST:
+            length = lengths[key](one) if key in lengths else 0
+            if length >= _FEWEST:
                 yield one, length
-        spaces = [one for one, key in zip(chunk, keys, strict=True) if key in names and (key != table or len(one) < _TABLE)]
+            if key in names and length < _TABLE:
+                spaces.append(one)
         for at in range(0, len(spaces), _LISTED):
-            for one in gc.get_referents(*spaces[at : at + _LISTED]):
+            for one in itertools.filterfalse(gc.is_tracked, gc.get_referents(*spaces[at : at + _LISTED])):
                 length_of = _UNLISTED.get(id(type(one)))
-                if length_of is not None and (length := length_of(one)) >= _FEWEST and not gc.is_tracked(one):
+                if length_of is not None and (length := length_of(one)) >= _FEWEST:
                     yield one, length
 
 
@@ -311,8 +312,8 @@ def grown(before: Moment, calls: int) -> Grown:
 def _longer(before: dict[int, int], now: dict[int, tuple[int, Any]], least: int) -> list[tuple[int, int, Any]]:
     """The containers that have more entries than before, by how many.
 
-    A new one that is as long as one that has gone took its place, as a list that each call makes anew does. Of a type of
-    which there are many new ones, these are what is held.
+    A new one that is as long as one that has gone took its place, as a list that each call makes anew does. Many new
+    ones of a type and a length are what is held.
     """
     more = [(length - before.get(key, length), length, one) for key, (length, one) in now.items()]
     more = [each for each in more if each[0] >= least]
@@ -324,7 +325,9 @@ def _longer(before: dict[int, int], now: dict[int, tuple[int, Any]], least: int)
             gone.pop()
         elif each[0] >= least:
             left.setdefault(id(type(each[-1])), []).append(each)
-    more += [each for same in left.values() if len(same) < least for each in same]
+    for same in left.values():  # the longest first
+        usual = 2 * same[len(same) // 2][0] if len(same) >= least else 0
+        more += [each for each in same if each[0] > usual]
     more.sort(key=lambda each: -each[0])
     return more[:_CONTAINERS]
 

@@ -128,7 +128,8 @@ def _held(way: str, one: Any, more: int, weight: _Weight, link: Any = None) -> H
     (about, special, state), fix = weight.about, ""
     where = way or f"the {kind}"
     if about:
-        fix = _FIXES[about].format(where=where, of=special)
+        how = _FINISHED if state == "finished" else "give the wait a limit, asyncio.timeout(), or cancel them"
+        fix = _FIXES[about].format(where=where, of=special, state=state, how=how)
     elif way.startswith("the lru_cache of"):
         about, fix = "unbounded cache", f"Give {way} a size: functools.lru_cache(maxsize=1024)."
     elif way.endswith((".queue", "._queue")):
@@ -281,8 +282,7 @@ def weight(one: Any) -> int:
 
 #: What to do about entries that are a cause themselves.
 _FIXES = {
-    "tasks": "Keep no task in {where} when it is done, and let none wait for ever: await it under asyncio.timeout(), or "
-    "cancel it.",
+    "tasks": "The tasks in {where} are {state}: {how}.",
     "threads": "The threads in {where} do not end: let their target return, or use one ThreadPoolExecutor for all calls.",
     "tracebacks": "Keep no exceptions in {where}, or let go of their frames: error.with_traceback(None), and raise ... from "
     "None where one exception holds another.",
@@ -292,6 +292,7 @@ _FIXES = {
     "ssl contexts": "Make one client, or one SSLContext, for all requests; {where} keeps one for each.",
     "autograd": "Use torch.inference_mode(), or keep loss.item() and not the tensor in {where}.",
 }
+_FINISHED = "remove each when it is done, task.add_done_callback()"
 _CONNECTION = ("Connection", "Client", "ClientSession", "Session", "socket", "Socket", "Transport", "Channel")
 
 
