@@ -8,6 +8,7 @@ Each cell runs in its own process. Growth is private dirty memory at the end com
 so it includes what the first call takes. The price is CPU time compared with doing nothing, for the same calls in the
 same order. Threads that wait for others spin, as is the default. On a machine with other work that is most of the time,
 and the prices mean nothing.
+The allocators are compared on two stacks that differ in the size of their intermediate results.
 ``bucketed`` is ``modelguard.adapters.torch.bucketed`` with its defaults. The VITS pads its text and, inside, what its
 decoder turns into sound.
 """
@@ -39,6 +40,7 @@ GROWTH_TARGET, COST_TARGET = 40.0, 0.0
 NOISE_MB, NOISE_PERCENT = 5.0, 3.0
 #: Rounds of the remedies on the workload that has targets; one elsewhere.
 ROUNDS = 2
+ALLOCATOR_ROUNDS = 3
 #: Calls between two readings of memory; the readings do not count as time.
 BLOCK = 20
 #: Calls of each cell in a quick run.
@@ -66,12 +68,16 @@ class Workload:
 WORKLOADS = {
     "small": Workload("4 x Conv1d(96)", 600, 50, 4000, 4, 96),
     "probe": Workload("8 x Conv1d(192)", 400, 50, 4000, 8, 192),
+    "narrow": Workload("8 x Conv1d(96), short", 250, 50, 1550, 8, 96),
+    "wide": Workload("8 x Conv1d(192), 250 calls", 250, 50, 4000, 8, 192),
     "large": Workload("16 x Conv1d(256)", 120, 50, 4000, 16, 256),
     "vits": Workload("VITS", 40, 10, 120),
     "tokens": Workload("BERT on short texts", 300, 5, 120),
 }
 #: Where the remedies are compared; the rest is for the choice of buckets.
 COMPARED = ("small", "probe", "large", "vits")
+#: Where the allocators are compared: intermediate results of at most 0.6 and 3 MB.
+ALLOCATORS = ("narrow", "wide")
 #: Ways of padding, and their arguments of ``bucketed``.
 BUCKETS: dict[str, dict[str, Any]] = {
     BUCKETED: {},
@@ -122,6 +128,17 @@ def remedies() -> dict[str, Remedy]:
             "all": Remedy("bucketed, preset with jemalloc", preset | preload, way="bucketed", ours=True),
         }
     return found
+
+
+def allocators(chosen: dict[str, Remedy]) -> dict[str, Remedy]:
+    """Each allocator alone, and with the preset where that is advised."""
+    alone = {
+        kind: Remedy(kind, {"LD_PRELOAD": str(library.path)})
+        for kind in ("jemalloc", "mimalloc", "tcmalloc")
+        for library in allocator.find(kind)[:1]
+    }
+    few = {name: chosen[name] for name in (NOTHING, PRESET, "run") if name in chosen}
+    return {**few, **alone, "low-memory": Remedy("preset low-memory", presets.get("low-memory").environment({}))}
 
 
 # In the process of a cell
@@ -367,6 +384,7 @@ def main() -> None:
     plans = {WORKLOADS[name].title: (name, chosen) for name in COMPARED}
     plans[CAPPED] = ("probe", ladder)
     plans |= {f"{WORKLOADS[name].title}, buckets": (name, buckets) for name in ("probe", "tokens")}
+    plans |= {WORKLOADS[name].title: (name, allocators(chosen)) for name in ALLOCATORS}
     if benchmark.quick:  # a process each takes seconds to start
         plans = {WORKLOADS["probe"].title: ("probe", {name: chosen[name] for name in (*few, PRESET, "story")})}
         plans[WORKLOADS["tokens"].title] = ("tokens", few)
@@ -374,13 +392,15 @@ def main() -> None:
         plans[CAPPED] = ("probe", ladder)
     runs, found = {}, {}
     for title, (name, compared) in plans.items():
-        rounds = ROUNDS if (name, compared) == ("probe", chosen) and not benchmark.quick else 1
+        rounds = ALLOCATOR_ROUNDS if name in ALLOCATORS else ROUNDS if (name, compared) == ("probe", chosen) else 1
+        rounds = 1 if benchmark.quick else rounds
         runs[title] = measure(name, compared, rounds=rounds, quick=benchmark.quick)
         found[title] = cells(runs[title], compared)
 
     notes = [line for title, every in found.items() for line in matrix(title, every)]
     lines = rows(found[WORKLOADS["probe"].title])
-    benchmark.finish(lines, lambda figure: paint(figure, found, chosen), size=(20, 9), notes=notes, runs=runs)
+    shown = {title: every for title, every in found.items() if plans[title][0] not in ALLOCATORS}
+    benchmark.finish(lines, lambda figure: paint(figure, shown, chosen), size=(20, 9), notes=notes, runs=runs)
 
 
 if __name__ == "__main__":

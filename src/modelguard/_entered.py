@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
+from modelguard.errors import GuardClosed
+
 __all__ = ["Entered"]
 
 
@@ -20,14 +22,19 @@ class Entered:
     def __init__(self) -> None:
         # Of a list, threads may append and pop without a lock, which a fork could leave locked.
         self._entries: list[None] = []
+        self._closing: list[None] = []
+
+    def _reopen(self) -> None:
+        """Take calls again after :meth:`close`. Waits for nothing."""
+        raise NotImplementedError
 
     def _open(self) -> None:
         """Reopen it, and load what it loads on entry."""
-        raise NotImplementedError
+        self._reopen()
 
     async def _aopen(self) -> None:
         """:meth:`_open` without blocking the event loop."""
-        raise NotImplementedError
+        self._reopen()
 
     def close(self) -> None:
         """Close it."""
@@ -41,9 +48,9 @@ class Entered:
         self._entries.append(None)
         try:
             self._open()
-        except BaseException:
-            self._entries.pop()
-            raise
+        except BaseException as error:
+            if not self._is_reopened_after(error):
+                raise
         return self
 
     def __exit__(
@@ -51,15 +58,19 @@ class Entered:
     ) -> None:
         self._entries.pop()
         if not self._entries:
-            self.close()
+            self._closing.append(None)
+            try:
+                self.close()
+            finally:
+                self._closed()
 
     async def __aenter__(self) -> Self:
         self._entries.append(None)
         try:
             await self._aopen()
-        except BaseException:
-            self._entries.pop()
-            raise
+        except BaseException as error:
+            if not self._is_reopened_after(error):
+                raise
         return self
 
     async def __aexit__(
@@ -67,4 +78,21 @@ class Entered:
     ) -> None:
         self._entries.pop()
         if not self._entries:
-            await self.aclose()
+            self._closing.append(None)
+            try:
+                await self.aclose()
+            finally:
+                self._closed()
+
+    # An entry while an exit closes it: the exit reopens it at its end.
+
+    def _is_reopened_after(self, error: BaseException) -> bool:
+        if self._closing and isinstance(error, GuardClosed):
+            return True
+        self._entries.pop()
+        return False
+
+    def _closed(self) -> None:
+        self._closing.pop()
+        if self._entries and not self._closing:
+            self._reopen()

@@ -74,6 +74,7 @@ def test_an_async_method_with_inputs_from_a_file(folder: Path) -> None:
     report = json.loads(done.stdout)
     assert ("grows", "python objects") == (report["verdict"], report["causes"][0]["name"])
     assert "app.py:6" in report["causes"][0]["seen"]
+    assert "3, in turn" == report["about"]["inputs"]
     assert report == json.loads((folder / "out" / "report.json").read_text())
     assert "<svg" in (folder / "out" / "report.html").read_text()
 

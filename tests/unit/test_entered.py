@@ -77,6 +77,25 @@ def test_the_last_exit_closes_on_an_event_loop(kind: str) -> None:
         use(entered)
 
 
+@CASES
+def test_an_entry_while_the_last_exit_closes_leaves_it_open(kind: str) -> None:
+    """The exit has begun to close it when somebody enters, in whichever order their steps come."""
+    make, use = KINDS[kind]
+
+    async def main(between: int) -> None:
+        entered = make()
+        await entered.__aenter__()
+        exit_ = asyncio.ensure_future(entered.__aexit__(None, None, None))
+        for _ in range(between):
+            await asyncio.wait([exit_], timeout=0)
+        async with entered:
+            await exit_
+            await asyncio.to_thread(use, entered)
+
+    for between in range(5):
+        asyncio.run(main(between))
+
+
 def test_an_entry_that_fails_does_not_count() -> None:
     """Nobody leaves it, so the next exit closes."""
     broken = [True]

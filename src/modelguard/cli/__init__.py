@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
 from modelguard.cli import _completion, _ctl, _diagnose, _docs, _doctor, _presets, _run, _top
 
@@ -37,18 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     _run.add_to(commands)
     _top.add_to(commands)
     options = parser.parse_args(argv)
+    options.words = sys.argv[1:] if argv is None else argv
     if options.version:
-        print(f"modelguard {_version()}")  # noqa: T201 - the output of the command
+        print(f"modelguard {_diagnose.version()}")  # noqa: T201 - the output of the command
         return 0
     if "run" not in options:
         parser.print_help(sys.stderr)
         return USAGE
     status: int = options.run(options)
     return status
-
-
-def _version() -> str:
-    try:
-        return metadata.version("modelguard-lifecycle")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "(not installed)"

@@ -30,7 +30,7 @@ SECONDS = 30.0
 #: Seconds without a word after which a call is taken to hang: loading a model and the slowest reading take less.
 _SILENCE = 120.0
 
-_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_NAME = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 #: Fewer calls decide nothing: there are 24 readings.
 _FEWEST_CALLS = 48
 _DAY = 86_400
@@ -99,6 +99,8 @@ def diagnose(
         silence=silence,
     )
     report = _report(target, said, _Asked(seconds, calls, silence))
+    measured = dataclasses.replace(report.measured, inputs=len(config["inputs"] or ()))
+    report = dataclasses.replace(report, measured=measured)
     if report.verdict != "grows" or not trial_seconds or said.end == "interrupted":
         return report
     trials = try_remedies(

@@ -62,6 +62,7 @@ class Measured:
         importable: Whether another process can import the function by its name.
         live: Whether a service was watched that runs: nothing was tried out in it but a trim.
         types: By how much the number of objects has grown, by type, in a service.
+        inputs: How many inputs were given in turn; 0 if they were generated, or if there were none.
         per: What ``calls`` counts: time where a service's calls are not known.
     """
 
@@ -95,6 +96,7 @@ class Measured:
     importable: bool = False
     live: bool = False
     types: dict[str, int] = field(default_factory=dict)
+    inputs: int = 0
     per: Unit = "calls"
 
     @property
@@ -151,6 +153,7 @@ class GrowthReport:
         measured: The measurements.
         unknown: What could not be determined, in sentences.
         trials: The remedies that were tried; None if none were.
+        about: When, with what and of how many inputs it was made, as the command shows it.
     """
 
     subject: str
@@ -160,6 +163,7 @@ class GrowthReport:
     measured: Measured = Measured()
     unknown: tuple[str, ...] = ()
     trials: Trials | None = None
+    about: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""

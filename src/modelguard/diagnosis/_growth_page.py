@@ -2,130 +2,130 @@
 
 from __future__ import annotations
 
-import html
+from collections.abc import Iterable
 
 from modelguard._units import format_bytes
-from modelguard.diagnosis._growth import GrowthReport, Measured
-from modelguard.diagnosis._growth_text import advice, costs, mega, milliseconds, printable, times, verdict
+from modelguard.diagnosis import _figures
+from modelguard.diagnosis._figures import words
+from modelguard.diagnosis._growth import GrowthReport
+from modelguard.diagnosis._growth_text import advice, costs, mega, milliseconds, times, verdict
 from modelguard.diagnosis._trial_results import Trial, Trials
 
 __all__ = ["as_html"]
 
-_WIDTH, _HEIGHT, _MARGIN = 720, 260, 60
-#: Of the figure of remedies: its left and right margins, and room for its axis.
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 180, 40, 50
-
 _STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1b1b1b;"
-    "background:#fff}table{border-collapse:collapse;width:100%;margin:1rem 0}td,th{text-align:left;"
-    "padding:.4rem .6rem;border-bottom:1px solid #ddd;vertical-align:top}td:first-child{white-space:nowrap}"
-    ".number{text-align:right;white-space:nowrap}.bar{background:#2563a8;height:.7rem}"
-    ".best{background:#e8f3ea}small{color:#666}pre{background:#f4f4f4;padding:.7rem;overflow-x:auto}"
-    "svg{width:100%;height:auto}svg text{font-size:12px;fill:#444}"
+    ":root{color-scheme:light dark;--page:#fff;--text:#1b1b1b;--quiet:#666;--line:#ddd;--soft:#f4f4f4;--best:#e8f3ea;"
+    "--blue:#2563a8;--green:#1a7f37}"
+    "@media(prefers-color-scheme:dark){:root{--page:#16181b;--text:#e6e6e6;--quiet:#a0a0a0;--line:#3a3d42;"
+    "--soft:#24272c;--best:#173321;--blue:#6ea8e8;--green:#4cc26b}}"
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:1.5rem auto;padding:0 1rem;color:var(--text);"
+    "background:var(--page);overflow-wrap:anywhere}h1{font-size:1.5rem}h2{font-size:1.2rem;margin-top:2rem}"
+    "table{border-collapse:collapse;width:100%;margin:1rem 0;table-layout:fixed}"
+    "td,th{text-align:left;padding:.4rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}"
+    "th{overflow-wrap:normal}.causes th:first-child{width:15%}.causes th:nth-child(2){width:9%}"
+    ".causes th:last-child{width:36%}.remedies th:first-child{width:26%}"
+    ".number{text-align:right}.number small{white-space:nowrap}.bar{background:var(--blue);height:.5rem}"
+    ".best{background:var(--best)}small{color:var(--quiet)}"
+    "pre{background:var(--soft);padding:.7rem;white-space:pre-wrap}"
+    "dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:0 1rem;font-size:.85rem}"
+    "dt{color:var(--quiet)}dd{margin:0}"
+    "@media(max-width:700px){table,tbody,tr,td{display:block}tr.head{display:none}tr{padding:.5rem;"
+    "border-bottom:1px solid var(--line)}td,.number{border:0;padding:.1rem 0;text-align:left}"
+    "td:not(:first-child)::before{content:attr(data-of)': ';color:var(--quiet)}td:first-child{font-weight:bold}"
+    "td br{display:none}}"
 )
 
 
 def as_html(report: GrowthReport) -> str:
     """Write a report as one page without any other file."""
-    rows = "".join(
-        f"<tr><td>{html.escape(cause.name)}</td><td>{cause.share:.0%}"
-        f'<div class="bar" style="width:{cause.share * 100:.0f}%"></div></td>'
-        f"<td>{html.escape(printable(cause.seen))}</td><td>{html.escape(cause.fix)}</td></tr>"
-        for cause in report.causes
-    )
-    table = f"<table><tr><th>cause</th><th>share</th><th>seen</th><th>fix</th></tr>{rows}</table>" if rows else ""
-    rest = f"<p>{report.unexplained:.0%} is unexplained.</p>" if rows else ""
-    notes = "".join(f"<p>Note: {html.escape(printable(sentence))}.</p>" for sentence in report.unknown)
-    subject = html.escape(report.subject)
+    subject = words(report.subject)
+    held = _figures.chains(report.measured)
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{subject}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{subject}</h1><p>{html.escape(verdict(report))}.</p>"
-        f"{_figure(report.measured)}{table}{rest}{notes}{_remedies(report.trials)}</body></html>\n"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{subject}</title><style>{_STYLE}{_figures.STYLE}</style></head><body><h1>{subject}</h1>"
+        f"<p>{words(verdict(report))}.</p>{_figures.readings(report.measured)}{_causes(report)}"
+        f"{_list('Notes', report.unknown)}{f'<h2>What holds it</h2>{held}' if held else ''}"
+        f"{_remedies(report.trials)}{_about(report)}</body></html>\n"
+    )
+
+
+def _causes(report: GrowthReport) -> str:
+    heads = ("cause", "share", "seen", "fix")
+    rows = [
+        _row(
+            heads,
+            (
+                words(cause.name),
+                f'{cause.share:.0%}<div class="bar" style="width:{cause.share * 100:.0f}%"></div>',
+                words(cause.seen),
+                words(cause.fix),
+            ),
+        )
+        for cause in report.causes
+    ]
+    return (
+        f"<h2>Causes</h2>{_table('causes', heads, rows)}<p>{report.unexplained:.0%} is unexplained.</p>" if rows else ""
     )
 
 
 def _remedies(trials: Trials | None) -> str:
     if trials is None:
         return ""
-    left_out = "".join(f"<li>{html.escape(printable(line))}</li>" for line in trials.left_out)
-    missing = f"<p>Not tried:</p><ul>{left_out}</ul>" if left_out else ""
+    missing = _list("Not tried", trials.left_out)
     if trials.nothing is None:
-        return f"<h2>Remedies</h2>{missing}"
+        return missing
     best = next((one for one in trials.tried if one.name == trials.recommended), None)
-    lines = f"<pre>{html.escape(chr(10).join(best.lines))}</pre>" if best else ""
-    rows = "".join(_row(one, trials.recommended) for one in (trials.nothing, *trials.tried))
+    lines = f"<pre>{'<br>'.join(map(words, best.lines))}</pre>" if best else ""
+    heads = ("remedy", "MB per 1,000 calls", "CPU time per call", "p99", "held at the end", "rounds")
+    rows = [_trial(heads, one, trials.recommended) for one in (trials.nothing, *trials.tried)]
     return (
-        f"<h2>Remedies</h2><p>{html.escape(advice(trials))}</p>{lines}{_scatter(trials)}"
-        "<table><tr><th>remedy</th><th class=number>MB per 1,000 calls</th><th class=number>CPU time per call</th>"
-        f"<th class=number>p99</th><th class=number>held at the end</th><th>rounds</th></tr>{rows}</table>"
+        f"<h2>Remedies</h2><p>{words(advice(trials))}</p>{lines}{_figures.remedies(trials)}"
+        f"{_table('remedies', heads, rows, numbers=True)}"
         "<p><small>Medians, with the lowest and the highest, over rounds of fresh processes with "
         f"{trials.calls:,} calls each. CPU time and p99 are multiples of those of doing nothing in the same round. "
         f"* No other remedy is better in one figure and as good in the others.</small></p>{missing}"
     )
 
 
-def _row(one: Trial, best: str) -> str:
+def _trial(heads: Iterable[str], one: Trial, best: str) -> str:
     mark = "*" if one.front else ""
-    stopped = f"<br><small>stopped: {html.escape(one.stopped)}</small>" if one.stopped else ""
-    kind = ' class="best"' if one.name == best else ""
-    cpu, p99 = (f"{times(ratio)}<br><small>{milliseconds(each)}</small>" for ratio, each in costs(one))
-    numbers = "".join(
-        f'<td class="number">{cell}</td>' for cell in (mega(one.growth), cpu, p99, format_bytes(one.held))
-    )
-    return f"<tr{kind}><td>{html.escape(one.name)}{mark}{stopped}</td>{numbers}<td>{one.rounds}</td></tr>"
+    stopped = f"<br> <small>stopped: {words(one.stopped)}</small>" if one.stopped else ""
+    cpu, p99 = (f"{_broken(times(ratio))}<br> <small>{milliseconds(each)}</small>" for ratio, each in costs(one))
+    growth = _broken(mega(one.growth))
+    cells = (words(one.name) + mark + stopped, growth, cpu, p99, format_bytes(one.held), str(one.rounds))
+    return _row(heads, cells, numbers=True, kind="best" if one.name == best else "")
 
 
-def _scatter(trials: Trials) -> str:
-    """Each remedy by its CPU time and what is left of the growth."""
-    assert trials.nothing is not None  # noqa: S101 - the caller has looked
-    every = (trials.nothing, *trials.tried)
-    most = max(1.0, *(one.growth.median for one in every))
-    low = min(one.cpu.median for one in every) * 0.95
-    high = max(one.cpu.median for one in every) * 1.05
-    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    dots = []
-    for one in every:
-        x = _LEFT + (one.cpu.median - low) / max(1e-9, high - low) * (right - _LEFT)
-        y = bottom - one.growth.median / most * (bottom - _TOP)
-        colour = (
-            "#1b1b1b"
-            if one is trials.nothing
-            else "#1a7f37"
-            if one.name == trials.recommended
-            else "#2563a8"
-            if one.front
-            else "#999"
-        )
-        dots.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>'
-            f'<text x="{x + 8:.1f}" y="{y - 5:.1f}">{html.escape(one.name)}</text>'
-        )
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="growth over CPU time of each remedy">'
-        f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="#999"/>'
-        f'<text x="{_LEFT}" y="{_TOP - 24}">{most / 1e6:.2f} MB per 1,000 calls</text>'
-        f'<text x="{_LEFT}" y="{bottom + 20}">{low:.2f} times</text>'
-        f'<text x="{right}" y="{bottom + 20}" text-anchor="end">{high:.2f} times the CPU time</text>'
-        f"{''.join(dots)}</svg>"
-    )
+def _broken(spread: str) -> str:
+    """A median, and its range below it."""
+    median, _, rest = spread.partition(" (")
+    return f"{median}<br> <small>({rest}</small>" if rest else median
 
 
-def _figure(measured: Measured) -> str:
-    """Private memory over calls."""
-    if len(measured.private) < 2 or measured.calls[-1] <= 0:  # noqa: PLR2004 - a line has two ends
-        return ""
-    low, high = min(measured.private), max(measured.private)
-    across, up = (_WIDTH - 2 * _MARGIN) / measured.calls[-1], (_HEIGHT - 2 * _MARGIN) / max(1, high - low)
-    points = " ".join(
-        f"{_MARGIN + calls * across:.1f},{_HEIGHT - _MARGIN - (private - low) * up:.1f}"
-        for calls, private in zip(measured.calls, measured.private, strict=True)
+def _table(kind: str, heads: Iterable[str], rows: Iterable[str], *, numbers: bool = False) -> str:
+    cells = "".join(
+        f"<th{' class=number' if numbers and place else ''}>{head}</th>" for place, head in enumerate(heads)
     )
-    bottom, right = _HEIGHT - _MARGIN, _WIDTH - _MARGIN
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="private memory over calls">'
-        f'<path d="M{_MARGIN} {_MARGIN}V{bottom}H{right}" fill="none" stroke="#999"/>'
-        f'<polyline points="{points}" fill="none" stroke="#2563a8" stroke-width="2"/>'
-        f'<text x="{_MARGIN}" y="{_MARGIN - 8}">{format_bytes(high)} private memory</text>'
-        f'<text x="{_MARGIN}" y="{bottom + 20}">from {format_bytes(low)}</text>'
-        f'<text x="{right}" y="{bottom + 20}" text-anchor="end">{measured.calls[-1]:,} calls</text></svg>'
+    return f'<table class="{kind}"><tr class="head">{cells}</tr>{"".join(rows)}</table>'
+
+
+def _row(heads: Iterable[str], cells: Iterable[str], *, numbers: bool = False, kind: str = "") -> str:
+    """A row, whose cells name their columns: a narrow page shows them below each other."""
+    pairs = enumerate(zip(heads, cells, strict=True))
+    inside = "".join(
+        f'<td{" class=number" if numbers and place else ""} data-of="{head}">{cell}</td>'
+        for place, (head, cell) in pairs
     )
+    return f'<tr class="{kind}">{inside}</tr>'
+
+
+def _list(title: str, lines: Iterable[str]) -> str:
+    inside = "".join(f"<li>{words(line)}</li>" for line in lines)
+    return f"<h2>{title}</h2><ul>{inside}</ul>" if inside else ""
+
+
+def _about(report: GrowthReport) -> str:
+    """Where the figures come from."""
+    rows = "".join(f"<dt>{words(name)}</dt><dd>{words(value)}</dd>" for name, value in report.about.items())
+    return f"<h2>This run</h2><dl>{rows}</dl>" if rows else ""

@@ -53,7 +53,7 @@ class Trial:
         cpu_seconds: CPU seconds per call.
         p99_seconds: Seconds that 99 of 100 calls did not exceed.
         stopped: Why no more rounds were run; empty if all were.
-        front: Whether no other remedy is better in one of the three figures and as good in the others.
+        front: Whether it was not stopped, and no other is better in one of the three figures and as good in the others.
     """
 
     name: str
@@ -114,9 +114,12 @@ def trial(name: str, lines: Sequence[str], rounds: Sequence[tuple[Round, Round]]
 
 
 def front(nothing: Trial, trials: Sequence[Trial]) -> set[str]:
-    """The names of those on the Pareto front of growth, CPU time and latency; smaller differences do not count."""
-    figures = {one.name: _figures(nothing, one) for one in trials}
-    return {one.name for one in trials if not any(_dominates(other, figures[one.name]) for other in figures.values())}
+    """The names of those on the Pareto front of growth, CPU time and latency; smaller differences do not count.
+
+    What was stopped is not on it, and keeps nothing off it: it is no remedy.
+    """
+    figures = {one.name: _figures(nothing, one) for one in trials if not one.stopped}
+    return {name for name, own in figures.items() if not any(_dominates(other, own) for other in figures.values())}
 
 
 def recommend(nothing: Trial, trials: Sequence[Trial]) -> str:
@@ -125,7 +128,7 @@ def recommend(nothing: Trial, trials: Sequence[Trial]) -> str:
     If none solves it, the one with the least growth. If none helps, an empty name. Of two that are equal, the first.
     """
     names = front(nothing, trials)
-    on_front = [one for one in trials if one.name in names and not one.stopped]
+    on_front = [one for one in trials if one.name in names]
     base = nothing.growth.median
     solving = [one for one in on_front if one.growth.median <= _SOLVES * base]
     if solving:

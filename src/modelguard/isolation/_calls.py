@@ -364,10 +364,10 @@ class Caller:
     def _exchange(self, taken: Taken, content: _pickling.Content, limits: Limits) -> tuple[int, Any]:
         """Send a message to the worker and wait for the answer; give the worker back unless it goes on."""
         channel = taken.channel
-        limit = self._timeout
-        if limits.until != math.inf:
-            limit = max(_LEAST, min(limit, limits.until - time.monotonic()))
         try:
+            limit = self._timeout
+            if limits.until != math.inf:
+                limit = max(_LEAST, min(limit, limits.until - time.monotonic()))
             channel.set_timeout(0.0 if limit == math.inf else limit)
             channel.send_pickled(*content)
             kind, value, worn = channel.receive()

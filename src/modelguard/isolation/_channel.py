@@ -211,13 +211,13 @@ class Channel:
         if not parts and not fds:  # most messages
             try:
                 return _pickling.loads(memoryview(data)[_HEADER.size : end], ())
-            except BaseException as error:
+            except Exception as error:
                 raise Unreadable(f"{type(error).__name__}: {error}") from error
         if len(self._fds) < fds:
             raise Unreadable("no file descriptor is free to receive it")
         try:
             return self._rebuilt(data, end, parts, shared=bool(shared))
-        except BaseException as error:
+        except Exception as error:
             raise Unreadable(f"{type(error).__name__}: {error}") from error
 
     def _rebuilt(self, data: bytes, end: int, parts: int, *, shared: bool) -> Any:

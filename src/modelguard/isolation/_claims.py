@@ -24,6 +24,10 @@ __all__ = ["Claim", "Claims", "Limits", "Place", "Taken", "ThreadClaim", "aside"
 _RETRY = 1.0
 
 
+#: Seconds within which another thread sets what it has found. If this thread itself was interrupted there, nobody does.
+_SETTING = 0.1
+
+
 class Limits(NamedTuple):
     """The times of one call, on the monotonic clock.
 
@@ -235,20 +239,22 @@ class ThreadClaim(Claim):
         Raises:
             BaseException: Why there is no worker.
         """
-        try:
-            while self.taken is None and self.error is None:
-                self._sleep()
-        except BaseException:  # Ctrl-C
-            if not self.withdraw():
-                while self.taken is None and self.error is None:  # another thread is about to set one of them
-                    time.sleep(0)
-                if self.taken is not None:
-                    self.taken.put_back()
-            raise
+        while self.taken is None and self.error is None:
+            self._sleep()
         if self.error is not None:
             raise self.error
         assert self.taken is not None  # noqa: S101 - for the checkers
         return self.taken
+
+    def abandon(self) -> None:
+        """An exception from a signal handler, as of Ctrl-C, has come between any two steps: keep nothing."""
+        if self.withdraw():
+            return
+        until = time.monotonic() + _SETTING
+        while self.taken is None and self.error is None and time.monotonic() < until:
+            time.sleep(0)
+        if self.taken is not None:
+            self.taken.put_back()
 
     def _sleep(self) -> None:
         assert self._woken is not None  # noqa: S101 - it waits

@@ -181,8 +181,12 @@ class MoldScope:
         if loan is not None and (taken := self._take_now(loan)) is not None:
             return taken
         claim = ThreadClaim(limits, key)
-        self.request(claim)
-        return claim.result()
+        try:
+            self.request(claim)
+            return claim.result()
+        except BaseException:
+            claim.abandon()
+            raise
 
     def _take_now(self, loan: Loan) -> Taken | None:
         """Take a worker if that needs no waiting: most calls do without a claim."""
@@ -228,7 +232,8 @@ class MoldScope:
             self.await_next_mold(claim, loan)
             return
         except BaseException:
-            loan.end(failed=False)
+            if not claim.ended and not place.leave():
+                loan.end(failed=False)
             raise
         if waits:
             claim.admitted = True

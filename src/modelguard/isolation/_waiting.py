@@ -43,10 +43,10 @@ class WaitingLine(Generic[W]):
 
     def __init__(self) -> None:
         self._by_client: OrderedDict[Hashable, deque[Waiter[W]]] = OrderedDict()
-        self._length = 0
 
     def __len__(self) -> int:
-        return self._length
+        # Counted anew: an exception from a signal handler may come between two steps.
+        return sum(map(len, self._by_client.values()))
 
     def __iter__(self) -> Iterator[Waiter[W]]:
         for waiters in self._by_client.values():
@@ -59,7 +59,6 @@ class WaitingLine(Generic[W]):
         while at and waiters[at - 1].arrived > waiter.arrived:
             at -= 1
         waiters.insert(at, waiter)
-        self._length += 1
 
     def popleft(self) -> Waiter[W]:
         """Take the call whose turn it is. Its client is the last one from now on.
@@ -71,7 +70,6 @@ class WaitingLine(Generic[W]):
         waiter = waiters.popleft()
         if waiters:
             self._by_client[client] = waiters
-        self._length -= 1
         return waiter
 
     def remove(self, waiter: Waiter[W]) -> bool:
@@ -82,5 +80,4 @@ class WaitingLine(Generic[W]):
         waiters.remove(waiter)
         if not waiters:
             del self._by_client[waiter.client]
-        self._length -= 1
         return True

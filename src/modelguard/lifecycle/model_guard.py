@@ -259,12 +259,15 @@ class ModelGuard(Entered, Generic[M]):
 
         return _status.of(self.engine)
 
-    def _open(self) -> None:
+    def _reopen(self) -> None:
         self.engine.reopen()
+
+    def _open(self) -> None:
+        self._reopen()
         self.load()
 
     async def _aopen(self) -> None:
-        self.engine.reopen()
+        self._reopen()
         await self.aload()
 
     # For servers

@@ -191,10 +191,7 @@ class ModelPool(Entered, Generic[K, M]):
         """:meth:`close` for a coroutine: does not block the event loop."""
         await self._engine.aclose(Timeout(timeout))
 
-    def _open(self) -> None:
-        self._engine.reopen()
-
-    async def _aopen(self) -> None:
+    def _reopen(self) -> None:
         self._engine.reopen()
 
 

@@ -150,10 +150,7 @@ class Decorated(Entered):
         close = functools.partial(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
         await (_trio.run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
 
-    def _open(self) -> None:
-        self._batcher.reopen()
-
-    async def _aopen(self) -> None:
+    def _reopen(self) -> None:
         self._batcher.reopen()
 
     # As a method

@@ -5,29 +5,31 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import math
 import sys
 import tracemalloc
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from modelguard import _units
-from modelguard.errors import InvalidOption
+from modelguard.errors import InvalidOption, ModelGuardWarning
+from modelguard.facts.growth import Judgement, judge
 from modelguard.lifecycle import runtime
 from modelguard.testing import _bounded_caches, _reading
 
 __all__ = ["assert_no_growth"]
 
-#: Calls of the rounds, in multiples of the first. A leak grows by as much per call in the last round as in the first.
-_ROUNDS = (1, 2, 4, 8)
-#: If memory grew in all of them: one more round, which a cache that filled up in the last one passes, and more as long
-#: as a cache is known to be filling. 32 rounds of 8 times `calls` fill a cache of 25,000 entries with the default.
-_CONFIRMING = 8
-_MOST_CONFIRMING = 32
-#: If a round grows by less than this share of the one before, per call, it is not a leak: the growth is ending.
-_PERSISTS = 0.5
+#: Of this many times ``calls``, with a reading after each, consists what is judged. The judge needs 9 readings.
+_ROUNDS = 15
+#: What is undecided is driven anew for this many times as long, twice.
+_LONGER = 2
+#: So many rounds in all. They fill a cache of 25,000 entries with the default.
+_MOST_ROUNDS = 270
 #: How many types of objects, and lines of code, a failure lists.
 _NAMED = 5
 _LINES = 3
@@ -35,8 +37,10 @@ _PAGE = 4096
 _MB = 10**6
 _MALLOC = "allocated by malloc"
 
+_Run = Callable[[list[Any]], None]
 
-@dataclass
+
+@dataclass(frozen=True)
 class _Meter:
     """One way to read memory.
 
@@ -44,9 +48,8 @@ class _Meter:
         name: Its name in the message.
         read: Takes a reading.
         unit: "bytes" or "blocks".
-        noise: Growth of a round up to this much is ignored.
+        noise: Growth up to this much is ignored.
         per_call: Growth per call up to this much is ignored too: it does not come from every call.
-        grown: Growth of each round.
     """
 
     name: str
@@ -54,20 +57,9 @@ class _Meter:
     unit: str
     noise: int
     per_call: float
-    grown: list[int] = field(default_factory=list)
 
-    def persists(self, calls: list[int]) -> bool:
-        """Whether the latest round grew by as much per call as the rounds before."""
-        latest = self.grown[-1]
-        if not calls[-1] or latest <= max(self.noise, self.per_call * calls[-1]):
-            return False
-        if len(self.grown) == 1:
-            return True
-        return latest / calls[-1] >= _PERSISTS * self.grown[-2] / calls[-2]
-
-    def __str__(self) -> str:
-        amounts = (_units.format_bytes(grown) if self.unit == "bytes" else f"{grown:,} blocks" for grown in self.grown)
-        return f"{self.name}: +{', +'.join(amounts)}"
+    def told(self, grown: float) -> str:
+        return _units.format_bytes(round(grown)) if self.unit == "bytes" else f"{grown:,.1f} blocks"
 
 
 def assert_no_growth(
@@ -75,11 +67,12 @@ def assert_no_growth(
 ) -> None:
     """Fail if memory grows with the calls of ``fn``, and report what grew.
 
-    After ``calls`` calls to warm up, it is called ``calls`` times, then 2, 4 and 8 times as often. Before each reading,
-    garbage is collected and free memory is returned to the system. A leak grows in every round, by about the same
-    amount per call. Growth that stops is accepted, usually after the first round. If it does not stop, there is one
-    more round, and up to 31 others while an ``lru_cache`` or a cache of ``cachetools`` is filling: these stop growing
-    when they are full.
+    After ``calls`` calls to warm up, it is called 15 times as often, and memory is read 16 times. Before each reading,
+    garbage is collected and free memory is returned to the system. These readings are judged as ``modelguard
+    diagnose`` judges its own: what rises in one step or two, or ends, is not growth. If that is undecided, it goes on
+    for twice as long, and once more; what is undecided then passes, with a warning. What grows is measured once more,
+    and as long as an ``lru_cache`` or a cache of ``cachetools`` is filling, for 270 times ``calls`` in all: these stop
+    growing when they are full.
 
     The readings are: what ``malloc`` has allocated (glibc since 2.33, jemalloc), the blocks of Python's own allocator,
     and private memory. Only private memory includes mappings and other allocators, but it only shows growth of much
@@ -92,11 +85,11 @@ def assert_no_growth(
             consumed.
         inputs: The inputs, which are repeated; an iterator is never repeated, so a generator can provide new inputs for
             every call, which make models like spaCy's grow.
-        calls: Calls of the first round.
+        calls: Calls between two readings.
         tolerance: Bytes that each call may leave, such as ``"1 kB"``. Default: 32 bytes, or half of one Python block.
 
     Raises:
-        AssertionError: Memory grew in every round.
+        AssertionError: Memory grows with the calls.
         InvalidOption: ``fn`` is not callable, ``inputs`` is empty or an iterator that ends too early, or a number is
             invalid.
         WouldDeadlock: ``fn`` is async, and an event loop is running here.
@@ -109,54 +102,83 @@ def assert_no_growth(
     spare = _units.size(tolerance, "tolerance")
     feed = _feed(inputs)
     run = _runner(fn)
-    run(list(_take(feed, calls)))
     meters = _meters(spare)
-    rounds: list[int] = []
-    suspects = meters
-    for factor in _ROUNDS:
-        suspects = _one_round(run, _take(feed, calls * factor), suspects, rounds)
-        if not suspects:
-            return
-    suspects, filling = _confirmed(run, feed, suspects, rounds)
-    if suspects:
-        grew = [f"{cache} grows; this may be all" for cache in filling]
+    try:
+        run(_take(feed, calls))
+        stretch = _drive(run, feed, calls, meters)
+        with suppress(_InputsEnd):
+            stretch = _decided(stretch, lambda rounds: _drive(run, feed, calls, meters, rounds))
+    except _InputsEnd:
+        why = "has too few inputs to distinguish growth from a warm-up"
+        fix = f"Give an endless generator, or {1 + _ROUNDS} times `calls` inputs."
+        raise InvalidOption("inputs", inputs, why=why, fix=fix) from None
+    if stretch.growing:
+        grew = [f"{cache} grows; this may be all" for cache in stretch.filling]
         grew += _what_grew(lambda: run(list(islice(feed, calls))), calls)
-        raise AssertionError(_message(fn, suspects, rounds, grew))
+        raise AssertionError(_message(fn, stretch, grew))
+    for meter, found in stretch.judged:
+        if found.verdict == "undecided":
+            more = f"give about {math.ceil(found.more)} times as many `calls`"
+            warnings.warn(f"{meter.name}: {found.reason}; to decide it, {more}", ModelGuardWarning, stacklevel=2)
 
 
-def _one_round(
-    run: Callable[[list[Any]], None], inputs: Iterable[Any], suspects: list[_Meter], rounds: list[int]
-) -> list[_Meter]:
-    """Call the function once per input, and return the meters that have grown in this round too."""
-    before = _readings(suspects)
-    given = list(inputs)  # read after the first reading, because an input that the function keeps is growth
-    run(given)
-    rounds.append(len(given))
-    del given
-    for meter, was, now in zip(suspects, before, _readings(suspects), strict=True):
-        meter.grown.append(now - was)
-    return [meter for meter in suspects if meter.persists(rounds)]
+class _InputsEnd(Exception):
+    pass
 
 
-def _confirmed(
-    run: Callable[[list[Any]], None], feed: Iterator[Any], suspects: list[_Meter], rounds: list[int]
-) -> tuple[list[_Meter], list[_bounded_caches.Fill]]:
-    """Tell a leak from a cache that fills up; returns what still grows, and the caches that do."""
-    calls = rounds[0] * _CONFIRMING
-    filling: list[_bounded_caches.Fill] = []
-    for _ in range(_MOST_CONFIRMING):
-        before = _bounded_caches.bounded_caches()
-        still = _one_round(run, islice(feed, calls), suspects, rounds)
-        if rounds[-1] < calls:  # an iterator has ended: too few calls to judge by
-            rounds.pop()
-            for meter in suspects:
-                meter.grown.pop()
+class _Stretch(NamedTuple):
+    """Calls that are judged together.
+
+    Attributes:
+        calls: How many they were.
+        judged: What each meter says of them.
+        filling: The bounded caches that took up entries meanwhile.
+    """
+
+    calls: int
+    judged: list[tuple[_Meter, Judgement]]
+    filling: list[_bounded_caches.Fill]
+
+    @property
+    def growing(self) -> list[tuple[_Meter, Judgement]]:
+        return [(meter, found) for meter, found in self.judged if found.verdict == "grows"]
+
+    @property
+    def is_decided(self) -> bool:
+        return not self.filling if self.growing else all(found.verdict == "steady" for _, found in self.judged)
+
+
+def _drive(run: _Run, feed: Iterator[Any], calls: int, meters: list[_Meter], rounds: int = _ROUNDS) -> _Stretch:
+    """Call, with a reading after each round."""
+    caches = _bounded_caches.bounded_caches()
+    made, readings = [0], [_readings(meters)]
+    for _ in range(rounds):
+        run(_take(feed, calls))
+        made.append(made[-1] + calls)
+        readings.append(_readings(meters))
+    filling = _bounded_caches.growing(caches, _bounded_caches.bounded_caches())
+    judged = [
+        (meter, judge(made, sizes, least=meter.noise + meter.per_call * made[-1]))
+        for meter, sizes in zip(meters, zip(*readings, strict=True), strict=True)
+    ]
+    return _Stretch(made[-1], judged, filling)
+
+
+def _decided(stretch: _Stretch, drive: Callable[[int], _Stretch]) -> _Stretch:
+    """The stretch that tells growth from noise, and a leak from what fills up; the last one if none does.
+
+    Growth has to be there in two of them: the first may be the rise of a sawtooth.
+    """
+    left, length, longest, grew = _MOST_ROUNDS - _ROUNDS, _ROUNDS, _LONGER * _LONGER * _ROUNDS, False
+    while not stretch.is_decided or (stretch.growing and not grew):
+        grew = bool(stretch.growing)
+        if not grew:
+            length *= _LONGER
+        left -= length
+        if left < 0 or length > longest:
             break
-        suspects = still
-        filling = _bounded_caches.growing(before, _bounded_caches.bounded_caches())
-        if not suspects or not filling:
-            break
-    return suspects, filling
+        stretch = drive(length)
+    return stretch
 
 
 def _meters(spare: int) -> list[_Meter]:
@@ -194,18 +216,14 @@ def _feed(inputs: Iterable[Any]) -> Iterator[Any]:
     return cycle(kept)
 
 
-def _take(feed: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield so many inputs."""
-    taken = 0
-    for taken, given in enumerate(islice(feed, count), start=1):  # noqa: B007 - the last number is needed
-        yield given
-    if taken < count:
-        total = 1 + sum(_ROUNDS) + 1
-        why = "has too few inputs to distinguish growth from a warm-up"
-        raise InvalidOption("inputs", feed, why=why, fix=f"Give an endless generator, or {total} times `calls` inputs.")
+def _take(feed: Iterator[Any], count: int) -> list[Any]:
+    taken = list(islice(feed, count))
+    if len(taken) < count:
+        raise _InputsEnd
+    return taken
 
 
-def _runner(fn: Callable[[Any], object]) -> Callable[[list[Any]], None]:
+def _runner(fn: Callable[[Any], object]) -> _Run:
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
 
         def run_async(given: list[Any]) -> None:
@@ -277,17 +295,18 @@ def _types() -> Counter[str]:
     return Counter(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.") for kind in kinds)
 
 
-def _message(fn: Callable[..., object], suspects: list[_Meter], rounds: list[int], grew: list[str]) -> str:
+def _message(fn: Callable[..., object], stretch: _Stretch, grew: list[str]) -> str:
     name = getattr(fn, "__qualname__", None) or repr(fn)
-    worst = next((meter for meter in suspects if meter.name == _MALLOC), suspects[0])
-    each = worst.grown[-1] / rounds[-1]
-    amount = _units.format_bytes(round(each)) if worst.unit == "bytes" else f"{each:.1f} blocks"
-    counts = ", ".join(f"{count:,}" for count in rounds)
+    calls = stretch.calls
+    worst, found = next((one for one in stretch.growing if one[0].name == _MALLOC), stretch.growing[0])
     return "\n".join(
         [
-            f"{name}() grows with its calls, by {amount} each; in rounds of {counts} calls:",
-            *(f"  {meter}" for meter in suspects),
-            f"what grew in {rounds[0]:,} more calls:",
+            f"{name}() grows with its calls, by {worst.told(found.growth / calls)} each; in {calls:,} calls:",
+            *(
+                f"  {meter.name}: +{meter.told(found.growth)} ({meter.told(found.low)} to {meter.told(found.high)})"
+                for meter, found in stretch.growing
+            ),
+            f"what grew in {calls // _ROUNDS:,} more calls:",
             *(f"  {line}" for line in grew),
         ]
     )

@@ -156,6 +156,13 @@ def test_the_front() -> None:
     )
 
 
+def test_what_was_stopped_is_no_remedy() -> None:
+    """It has no star, however small its figures are, and takes none from another."""
+    base, other = tried("nothing", 1.0), tried("b", 0.5, 2.0)
+    assert {"b"} == front(base, [tried("a", 0.01, 0.5, stopped="its calls fail"), other])
+    assert "b" == recommend(base, [tried("a", 0.01, 0.5, stopped="its calls fail"), other])
+
+
 def test_calls_of_a_run() -> None:
     """Enough for 100 MB, at most for 150 MB, and at least 48."""
     assert 1000 == calls_of_a_run(measured(), 1000)
@@ -192,5 +199,5 @@ def test_the_table() -> None:
     assert "Not tried: reload: no guard" in text
     page = _growth_page.as_html(REPORT)
     assert "&lt;low&gt;" in page
-    assert "<circle" in page
+    assert '<b class="green"' in page
     assert REPORT.as_dict()["trials"]["tried"][0]["growth"] == (1000.0 * 1e3, 1000.0 * 1e3, 1000.0 * 1e3)

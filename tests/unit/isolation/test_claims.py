@@ -174,6 +174,7 @@ class TestWaiting:
         monkeypatch.setattr(ThreadClaim, "_sleep", interrupted)
         with pytest.raises(KeyboardInterrupt):
             claim.result()
+        claim.abandon()
         assert (1, 0) == (worker.put_back_times, len(claims))
 
     def test_a_timer_ends_those_without_a_thread(self, claims: Claims) -> None:
