@@ -75,6 +75,7 @@ class Held(NamedTuple):
         of: What the new entries are, and what they consist of for the most part.
         size: Bytes of the new entries, estimated from a few of them.
         errors: Whether the entries are exceptions.
+        table: Bytes of ``size`` that are the container's own, for the places of these entries.
     """
 
     path: str
@@ -83,6 +84,7 @@ class Held(NamedTuple):
     of: str
     size: int
     errors: bool = False
+    table: int = 0
 
     def __str__(self) -> str:
         where = self.path or "something without a name"
@@ -114,7 +116,7 @@ def grown(before: Snapshot, calls: int) -> list[Held]:
         hidden = {id(candidates), id(weighed), id(found), *map(id, candidates), *map(id, weighed)}
         way = path(one, hidden, end=end)
         if not way.startswith(_OWN):
-            found.append(Held(way, name(type(one)), more, weight.of, weight.size, weight.errors))
+            found.append(Held(way, name(type(one)), more, weight.of, weight.size, weight.errors, weight.table))
         if len(found) == _NAMED:
             break
     return found
@@ -201,13 +203,14 @@ class _Weight(NamedTuple):
     of: str
     ids: set[int]
     errors: bool = False
+    table: int = 0
 
 
 def _weigh(container: Any, more: int) -> _Weight:
     """Estimate what the newest entries weigh, from some of them; what several of them share is not theirs."""
     entries = _newest(container, min(more, _SAMPLED))
     if not entries:
-        return _Weight(more, name(type(container)), set())
+        return _Weight(more, name(type(container)), set(), table=more)
     below = [_below(entry) for entry in entries]
     shared = Counter(itertools.chain.from_iterable(below))
     kinds: Counter[str] = Counter()
@@ -220,7 +223,9 @@ def _weigh(container: Any, more: int) -> _Weight:
     of = outer if heaviest == outer else f"{outer} -> {heaviest}"
     own = {key for key, times in shared.items() if times == 1} if len(below) > 1 else set(shared)
     errors = _is(entries[0][-1], BaseException)
-    return _Weight(sum(kinds.values()) * more // len(entries), of, own, errors)
+    length = _length_of(type(container))
+    table = 0 if length is None else weight(container) * more // max(more, length(container))
+    return _Weight(sum(kinds.values()) * more // len(entries) + table, of, own, errors, table)
 
 
 def _newest(container: Any, count: int) -> list[tuple[Any, ...]]:
