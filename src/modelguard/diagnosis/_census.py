@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "LIBRARIES", "Chain", "Grown", "Moment", "cache_sizes", "caches", "count", "grown", "guard_uses", "moment", "pipelines",
-    "types",
+    "pools", "switch_off_caches", "types",
 ]  # fmt: skip
 
 LIBRARIES = ("onnxruntime", "paddle", "pyarrow", "spacy", "tensorflow", "tokenizers", "torch")
@@ -164,6 +164,8 @@ def _inner(module: str, label: str) -> Callable[[Any], tuple[str, int]] | None:
         return lambda one: ("tensors with a graph", int(getattr(one, "grad_fn", None) is not None))
     if label == "_lru_cache_wrapper":
         return _cached
+    if label == "Function" and module.startswith("tensorflow.python.eager"):
+        return lambda one: ("tensorflow traces", one.experimental_get_tracing_count())
     if label.endswith("Queue") and module in _QUEUES:
         return lambda one: ("queued items", _QUEUES[module](one))
     return None
@@ -424,21 +426,58 @@ def caches(before: Mapping[int, int]) -> Iterator[tuple[str, Callable[[], object
             if info.currsize > before.get(id(cache), 0) + _FEW:
                 name = f"{getattr(cache, '__module__', '?')}.{getattr(cache, '__qualname__', '?')}"
                 yield f"lru_cache:{name} ({info.currsize:,} entries)", cache.cache_clear
-    yield from _of_libraries()
-
-
-def _of_libraries() -> Iterator[tuple[str, Callable[[], object]]]:
     prometheus = sys.modules.get("prometheus_client.registry")
     if prometheus is not None:
         for collector in list(getattr(prometheus.REGISTRY, "_collector_to_names", {})):
             if getattr(collector, "_labelnames", ()):
                 yield f"metric:{getattr(collector, '_name', '?')}", collector.clear
+
+
+def pools() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The memory that libraries keep for later, by library, and what makes them return it."""
     arrow = sys.modules.get("pyarrow")
     if arrow is not None:
         yield "pyarrow", arrow.default_memory_pool().release_unused
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         yield "cuda", torch.cuda.empty_cache
+    if "onnxruntime" in sys.modules:
+        yield "onnxruntime", _shrink_arenas
+
+
+def _shrink_arenas() -> None:
+    """Run each session of ONNX Runtime on inputs of zeros, after which its arena returns what is free."""
+    runtime, numpy = sys.modules["onnxruntime"], sys.modules["numpy"]
+    for session in _of_type("onnxruntime", "InferenceSession"):
+        with contextlib.suppress(Exception):  # it has no arena, or takes other inputs
+            options = runtime.RunOptions()
+            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+            zeros = {each.name: numpy.zeros(*_smallest(each)) for each in session.get_inputs()}
+            session.run(None, zeros, options)
+
+
+def _smallest(given: Any) -> tuple[list[int], str]:
+    """The shape, with 1 where it is free, and the type of an input of ONNX Runtime."""
+    kind = given.type.removeprefix("tensor(").removesuffix(")")
+    shape = [length if isinstance(length, int) else 1 for length in given.shape]
+    return shape, {"float": "float32", "double": "float64"}.get(kind, kind)
+
+
+def switch_off_caches() -> bool:
+    """Switch off the caches of tokenizers; returns whether there are any. Emptying them gives nothing back (0.23)."""
+    found = [thing.model for thing in _of_type("tokenizers", "Tokenizer")]
+    caches = [model for model in found if hasattr(model, "_resize_cache")]
+    for model in caches:
+        model._resize_cache(0)  # noqa: SLF001 - there is no other way
+    return bool(caches)
+
+
+def _of_type(library: str, name: str) -> list[Any]:
+    return [
+        thing
+        for thing in gc.get_objects()
+        if type(thing).__name__ == name and type(thing).__module__.partition(".")[0] == library
+    ]
 
 
 def _unbounded() -> list[Any]:

@@ -74,6 +74,11 @@ class Held(NamedTuple):
     unit: str = "entries"
     table: int = 0
 
+    @property
+    def errors(self) -> bool:
+        """Whether the entries are exceptions, or hold some."""
+        return self.about == "tracebacks"
+
     def __str__(self) -> str:
         where = self.path or "something without a name"
         return f"{where} ({self.kind}, +{self.more:,} {self.unit}) -> {self.of}" + (self.state and f", {self.state}")
