@@ -31,7 +31,7 @@ _FIXES: dict[CauseName, str] = {
     "retention": "The allocator keeps free memory: modelguard run --allocator auto, or guard(..., trim_every='30s').",
     "cycles": "Break the reference cycle, or let the collector run: do not disable it.",
     "tracebacks": "Do not keep exceptions, or drop their frames: error.with_traceback(None).",
-    "tasks": "Do not keep finished tasks: add task.add_done_callback(kept.discard).",
+    "tasks": "Let no task wait for ever: asyncio.timeout(), or cancel it. Remove those that are done.",
     "queues": "Read what is put into the queue, or bound it: Queue(maxsize=100).",
     "threads": "End threads, or use one ThreadPoolExecutor for all calls.",
     "ssl contexts": "Make one client, or one SSLContext, for all requests, and close it at the end.",
@@ -46,6 +46,7 @@ _FIXES: dict[CauseName, str] = {
     "tensorflow": "Give tf.function an input_signature, so that it is traced once.",
     "cuda cache": "Set PYTORCH_ALLOC_CONF=expandable_segments:True.",
     "mappings": "Close what is mapped: mmap.close().",
+    "connections": "Close each connection when its call ends (contextlib.closing), or use one for all calls.",
     "worker processes": "Replace workers in time: isolate(recycle_on=Uses(1000)), or the guard's reload_on. "
     "Diagnose the function below @isolate to learn what it keeps.",
     "python objects": "Look at the lines: they allocate what is never freed.",
@@ -86,21 +87,16 @@ def _merged(causes: list[Cause]) -> Iterator[Cause]:
 
 
 def _fix(name: CauseName, measured: Measured) -> str:
-    if name == "python objects" and measured.held:
-        return _bounded(measured.held[0])
+    """What to do, at the holder where there is one."""
     if name == "native memory" and measured.native:
         return _LINES_OF_NATIVE
-    return _FIXES[name]
+    first = measured.held[:1] if name == "python objects" else ()
+    return next((held.fix for held in (*first, *_about(name, measured)) if held.fix), _FIXES[name])
 
 
-def _bounded(held: Held) -> str:
-    """What to do about a container that grows."""
-    where = held.path or f"the {held.kind}"
-    if held.errors:
-        return f"Keep no exceptions in {where}, or let go of their frames: error.with_traceback(None)."
-    if held.kind.endswith("ict"):
-        return f"Give {where} a bound, as cachetools.LRUCache(maxsize=1024) has, or delete entries that are done with."
-    return f"Give {where} a bound, as collections.deque(maxlen=1000) has, or remove entries that are done with."
+def _about(name: CauseName, measured: Measured) -> list[Held]:
+    """What holds the things that are a cause themselves, such as tasks."""
+    return [held for held in measured.held if held.about == name]
 
 
 def _in_workers(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
@@ -157,6 +153,7 @@ _COUNTED: tuple[_Counted, ...] = (
     _Counted("queued items", "queues", marks=("deque", "queue")),
     _Counted("spacy strings", "spacy strings", 2000),
     _Counted("mappings", "mappings", marks=("mmap",)),
+    _Counted("connections", "connections", 3e6, ("Connection",)),  # SQLite caches 2 MB of pages for each
     _Counted("tensorflow traces", "tensorflow"),
 )
 
@@ -182,15 +179,17 @@ def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     for each in _COUNTED_LIVE if measured.live else _COUNTED:
         more = measured.more(each.counted)
         if more >= max(_FEWEST_MORE, _WITH_CALLS * calls):
-            others = [held for held in measured.held if not any(mark in str(held) for mark in each.marks)]
+            others = [
+                held
+                for held in measured.held
+                if held.about != each.cause and not any(mark in str(held) for mark in each.marks)
+            ]
             if each.marks:
                 yield from _held(others)
             size = measured.growth - sum(held.size for held in others)
-            yield (
-                each.cause,
-                min(size, more * each.most),
-                f"{more:,} more {each.counted} after {calls:,} {measured.per}",
-            )
+            seen = f"{more:,} more {each.counted} after {calls:,} {measured.per}"
+            seen = "; ".join([seen, *_holders(_about(each.cause, measured))])
+            yield each.cause, min(size, more * each.most), seen
             return
     if measured.live:
         yield from _live(measured, calls)

@@ -76,6 +76,7 @@ _NAMES = {
     ("sqlite3", "Connection"): "connections",
 }
 
+
 class _Kind(NamedTuple):
     """What is known of a type.
 
@@ -303,7 +304,11 @@ def grown(before: Moment, calls: int) -> Grown:
     more = {key: number - before.numbers.get(key, 0) for key, number in numbers.items()}
     kinds: dict[int, int] = {}
     for key in sorted(more, key=lambda key: numbers[key]):
-        if key not in _PROGRAM and more[key] >= least and sum(numbers[each] for each in kinds) + numbers[key] <= _OBJECTS:
+        if (
+            key not in _PROGRAM
+            and more[key] >= least
+            and sum(numbers[each] for each in kinds) + numbers[key] <= _OBJECTS
+        ):
             kinds[key] = more[key]
     containers = _longer(before.lengths, found, least)
     connections = sum(number for key, number in numbers.items() if walk.kinds[key].name == "connections")
@@ -337,7 +342,9 @@ def _longer(before: dict[int, int], now: dict[int, tuple[int, Any]], least: int)
 class _Chains:
     """Objects of types of which there are more: which of them refer to each other, and to which others do."""
 
-    def __init__(self, walk: _Walk, before: Moment, kinds: dict[int, int], containers: list[tuple[int, int, Any]]) -> None:
+    def __init__(
+        self, walk: _Walk, before: Moment, kinds: dict[int, int], containers: list[tuple[int, int, Any]]
+    ) -> None:
         self._kinds = kinds
         self._among = {
             id(one): one for chunk, keys in walk for one, key in zip(chunk, keys, strict=True) if key in kinds

@@ -23,7 +23,7 @@ Unit = Literal["calls", "milliseconds"]
 CauseName = Literal[
     "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",
     "metric labels", "autograd", "onednn plans", "spacy strings", "tokenizer caches", "arrow pool", "onnx runtime",
-    "tensorflow", "cuda cache", "mappings", "worker processes", "python objects", "native memory",
+    "tensorflow", "cuda cache", "mappings", "connections", "worker processes", "python objects", "native memory",
 ]  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def test_no_library_is_accused_because_it_is_loaded(library: str) -> None:
 
 def test_held_tensors_are_the_cause_and_no_library() -> None:
     """What containers hold, with what is outside of Python's memory, comes before what is measured by elimination."""
-    held = Held("app.cache", "dict", 1000, "torch.Tensor", 96 * MB, table=MB)
+    held = Held("app.cache", "dict", 1000, "torch.Tensor", 96 * MB, fix="Give app.cache a bound.", table=MB)
     causes, rest = attribute(
         grown(held=(held,), small=MB, given_out=95 * MB, repeats=0.0, uncached=96_000.0, libraries=("tokenizers",))
     )
@@ -129,3 +129,13 @@ def test_the_page_is_one_file() -> None:
 def test_a_page_without_readings() -> None:
     """An undecided diagnosis has a page too."""
     assert "undecided after 0 calls" in _growth_page.as_html(GrowthReport("app:f", "undecided"))
+
+
+def test_tasks_are_named_with_their_holder_and_what_they_wait_for() -> None:
+    """The fix is that of the holder, and not to remove tasks that are never done."""
+    fix = "The tasks in app.tasks are pending in work (app.py line 7), waiting for Event.wait: give the wait a limit."
+    state = "pending in work (app.py line 7), waiting for Event.wait"
+    held = Held("app.tasks", "set", 1000, "_asyncio.Task -> bytes", MB, about="tasks", state=state, fix=fix)
+    (cause,), _ = attribute(grown(held=(held,), before={"tasks": 0}, after={"tasks": 1000}))
+    assert ("tasks", fix) == (cause.name, cause.fix)
+    assert "held by app.tasks (set, +1,000 entries) -> _asyncio.Task -> bytes, pending in work" in cause.seen
