@@ -6,7 +6,7 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from modelguard.diagnosis import _census, _holders, _target
 from modelguard.diagnosis._compiled import compiled
 from modelguard.diagnosis._lines import kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
-from modelguard.environment import _allocator, _memory
+from modelguard.environment import _allocator, _memory, _python_objects
 from modelguard.errors import ModelGuardError
 from modelguard.facts.growth import Verdict, judge
 from modelguard.lifecycle._wrappers import owner_of
@@ -90,38 +90,45 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     target.forget()
     gc.collect()
     before, sizes = _census.count(), _census.cache_sizes()
-    _trim()
+    pools = _emptied(_census.pools())
     target.run(size, pace.part(_WARM).until)
     free = _fallen(lambda: None)  # what calls always leave behind, without any growth
     target.run(size, pace.part(_WARM).until)
     target.forget()
     code = compiled()
+    _in_use()  # what it imports is no growth
     moment = _moment()
+    _trim()  # what this look has left
+    in_use = _in_use()
     measured = _readings(target, pace, say)
+    measured["trimmed"] = max(0, _fallen(lambda: None) - free)
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
     measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
     measured |= {"imported": imported, "guarded": isinstance(owner_of(function), ModelGuard)}
     measured |= {"zones": _has_zones(), "importable": _is_importable(function)}
     say(measured=measured)
     say(phase="tests")
-    measured |= _given_back(free, sizes)
+    measured |= _given_back(pools, sizes)
+    measured |= {name: size - in_use[name] for name, size in _in_use().items() if name in in_use}
     measured |= {"held": _held(moment, target.calls)}  # after the collection: what is no garbage
     measured |= _rates(target, pace)
     traced = pace.part(_TRACING, at_most=min(_TRACED, max(_FEWEST_CALLS, target.calls)))
     # It slows calls down, so it comes last.
     measured |= kept_by_line(lambda: target.run(traced.calls, max(traced.until, time.monotonic() + 1)))
+    if _census.switch_off_caches():
+        measured["uncached"] = _rate(target, pace, _REPEATED / 2, None)
     say(measured=measured, done=True)
 
 
-def _moment() -> _holders.Snapshot | None:
+def _moment() -> _census.Moment | None:
     with suppress(Exception):  # foreign objects can raise anything; what holds them is an extra
-        return _holders.snapshot()
+        return _census.moment()
     return None
 
 
-def _held(before: _holders.Snapshot | None, calls: int) -> list[dict[str, Any]]:
+def _held(before: _census.Moment | None, calls: int) -> list[dict[str, Any]]:
     with suppress(Exception):
-        return [] if before is None else [each._asdict() for each in _holders.grown(before, calls)]
+        return [] if before is None else [each._asdict() for each in _holders.named(_census.grown(before, calls))]
     return []
 
 
@@ -225,15 +232,29 @@ def _fallen(act: Callable[[], object]) -> int:
     return max(0, before - _memory.private(fresh=True))
 
 
-def _given_back(free: int, sizes: dict[int, int]) -> dict[str, Any]:
-    """What a trim, a collection and empty caches give back; of a trim, what is more than at the start."""
-    found: dict[str, Any] = {"trimmed": max(0, _fallen(lambda: None) - free)}
+def _in_use() -> dict[str, int]:
+    """What Python has given out in small objects, and malloc in blocks; without what is not known."""
+    found = {"small": _python_objects.in_use()}
+    with suppress(ModelGuardError):
+        found["given_out"] = _allocator.stats().allocated
+    return {name: size for name, size in found.items() if size is not None}
+
+
+def _given_back(pools: dict[str, int], sizes: dict[int, int]) -> dict[str, Any]:
+    """What a collection and empty caches give back; of libraries' pools, what is more than at the start."""
     freed: list[int] = []
-    found["collected"] = _fallen(lambda: freed.append(gc.collect()))
+    _trim()  # what was looked at since then
+    found: dict[str, Any] = {"collected": _fallen(lambda: freed.append(gc.collect()))}
     found["garbage"] = freed[0]
-    # Iterated once: emptying one cache must not hide another.
-    found["cleared"] = {name: _fallen(clear) for name, clear in list(_census.caches(sizes))}
+    more = {name: size - pools.get(name, 0) for name, size in _emptied(_census.pools()).items()}
+    found["cleared"] = _emptied(_census.caches(sizes)) | {name: size for name, size in more.items() if size > 0}
     return found
+
+
+def _emptied(caches: Iterable[tuple[str, Callable[[], object]]]) -> dict[str, int]:
+    """Empty these caches, and return freed memory: what each has given back."""
+    _trim()
+    return {name: _fallen(clear) for name, clear in list(caches)}  # a list: emptying one must not hide another
 
 
 def _rates(target: Target, pace: _Pace) -> dict[str, Any]:
@@ -263,12 +284,15 @@ def _sorted_out(target: Target, extent: _Extent) -> tuple[list[Arguments], list[
     return works, failing
 
 
-def _rate(target: Target, pace: _Pace, share: float, items: list[Arguments]) -> float:
-    """Growth per call: these inputs are called once more before that, so that what they make anew is there."""
-    again = itertools.cycle(items)
-    target.run(*pace.part(share), lambda: next(again))
+def _rate(target: Target, pace: _Pace, share: float, items: list[Arguments] | None) -> float:
+    """Growth per call, with new inputs if none are given.
+
+    They are called once more before that, so that what they make anew is there.
+    """
+    again = None if items is None else itertools.cycle(items).__next__
+    target.run(*pace.part(share), again)
     before = _memory.private(fresh=True)
-    count = target.run(*pace.part(share), lambda: next(again))
+    count = target.run(*pace.part(share), again)
     return (_memory.private(fresh=True) - before) / count
 
 

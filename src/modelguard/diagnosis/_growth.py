@@ -23,7 +23,7 @@ Unit = Literal["calls", "milliseconds"]
 CauseName = Literal[
     "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",
     "metric labels", "autograd", "onednn plans", "spacy strings", "tokenizer caches", "arrow pool", "onnx runtime",
-    "tensorflow", "cuda cache", "mappings", "worker processes", "python objects", "native memory",
+    "tensorflow", "cuda cache", "mappings", "connections", "worker processes", "python objects", "native memory",
 ]  # fmt: skip
 
 
@@ -42,14 +42,19 @@ class Measured:
         collected: What a full garbage collection gave back after that.
         garbage: How many objects it freed.
         cleared: What emptying each known cache gave back, by the cache.
+        small: By how much Python's small objects have grown after that, with what pymalloc rounds them up by; None if that
+            is not known.
+        given_out: By how much what malloc has given out has grown after that; None if that is not known.
         traced: Bytes per call that Python's allocators have not freed, by line, from a second run.
         native: The same of native memory, if memray is installed.
+        large: Bytes per call of Python objects for which malloc was asked, from the same run.
         traced_calls: Calls of that run.
         traced_by: ``"tracemalloc"`` or ``"memray"``.
         before: The census before the first reading: numbers of objects, tasks, threads and so on.
         after: The census after the last reading.
         repeats: Growth per call when one input is repeated; None if it was not tried.
         same_shape: Growth per call with inputs of one shape and different contents; None if there were none.
+        uncached: Growth per call with new inputs and the caches of tokenizers switched off; None if there are none.
         failing: Growth per call with failing inputs alone; None if none failed.
         succeeding: Growth per call with the others alone; None if none failed.
         compiled: Growth of written machine code that was compiled at run time.
@@ -76,14 +81,18 @@ class Measured:
     collected: int = 0
     garbage: int = 0
     cleared: dict[str, int] = field(default_factory=dict)
+    small: int | None = None
+    given_out: int | None = None
     traced: dict[str, float] = field(default_factory=dict)
     native: dict[str, float] = field(default_factory=dict)
+    large: float = 0.0
     traced_calls: int = 0
     traced_by: str = ""
     before: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
     repeats: float | None = None
     same_shape: float | None = None
+    uncached: float | None = None
     failing: float | None = None
     succeeding: float | None = None
     compiled: int = 0

@@ -1,4 +1,4 @@
-"""Who holds what grows: containers at two moments, and the way to each from a module, a class, a call or a thread.
+"""Who holds what grows: what it is, and the way to it from a module, a class, a call or a thread.
 
 Only the standard library is used, because a process that is looked at may have no modelguard. And no code of the
 objects runs: a proxy that is asked for its class may open a connection, or raise.
@@ -9,30 +9,28 @@ The way is found backwards: one pass of the collector over all objects finds who
 
 from __future__ import annotations
 
-import array
 import gc
 import itertools
 import math
+import mmap
+import os
 import sys
 import threading
 import time
 import types
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["Held", "Snapshot", "grown", "snapshot"]
+__all__ = ["Held", "name", "named", "path"]
 
-#: Containers with fewer entries are not compared: they are most of all, and a leak soon has more.
-_FEW = 16
 #: How many containers are named, and of how many entries their size is estimated.
 _NAMED, _SAMPLED = 4, 24
 #: So many objects of an entry are weighed at most. A container with more entries belongs to no entry alone.
 _WEIGHED = 3000
 #: A dict with more entries is a table, and no namespace.
 _TABLE = 10_000
-#: A new container with at most so many times the entries of one that has gone took its place.
-_REPLACED = 0.9
 #: Stands in a way for a key of a dict, until it is known whose dict that is.
 _PENDING = "?"
 #: References from a root to a container: so many at most, and so many objects at each distance.
@@ -41,40 +39,28 @@ _LONGEST, _WIDEST = 12, 8
 _OWN = ("modelguard.diagnosis.", "the closure of modelguard.", "the thread 'modelguard-")
 #: Seconds after which a look ends, whatever is missing.
 _PATIENCE = 8.0
-#: Objects between two looks at the clock.
-_CHUNK = 20_000
 
-_Length = Any
-_SIZED: tuple[tuple[type, _Length], ...] = tuple(
-    (kind, kind.__len__) for kind in (dict, list, set, deque, bytearray, array.array)
-)
 #: What belongs to the program and not to an entry.
 _PROGRAM = (
-    types.ModuleType, type, types.BuiltinFunctionType, types.CodeType, types.GetSetDescriptorType,
-    types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType, threading.Thread,
+    types.ModuleType, type, types.CodeType, types.GetSetDescriptorType,
+    types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
 )  # fmt: skip
 
 
-class Snapshot(NamedTuple):
-    """One moment.
-
-    Attributes:
-        lengths: The number of entries of each container, by its id.
-    """
-
-    lengths: dict[int, int]
-
-
 class Held(NamedTuple):
-    """A container that has grown, or a type of which there are more.
+    """A container that has grown, or objects of which each holds the one before.
 
     Attributes:
         path: The way to it from a module, a class, a call or a thread; empty if none was found.
         kind: Its type.
-        more: By how many entries it has grown.
-        of: What the new entries are, and what they consist of for the most part.
-        size: Bytes of the new entries, estimated from a few of them.
-        errors: Whether the entries are exceptions.
+        more: By how many entries or objects it has grown.
+        of: What the new ones are, and what they consist of for the most part.
+        size: Bytes of the new ones, estimated from a few of them.
+        about: The cause that these entries are themselves, as tasks and connections are; empty if they are only kept.
+        state: What one of them does: where a task waits, what a traceback's frame holds; empty if that is not known.
+        fix: What to do.
+        unit: What ``more`` counts.
+        table: Bytes of ``size`` that are the container's own, for the places of these entries.
     """
 
     path: str
@@ -82,68 +68,87 @@ class Held(NamedTuple):
     more: int
     of: str
     size: int
-    errors: bool = False
+    about: str = ""
+    state: str = ""
+    fix: str = ""
+    unit: str = "entries"
+    table: int = 0
+
+    @property
+    def errors(self) -> bool:
+        """Whether the entries are exceptions, or hold some."""
+        return self.about == "tracebacks"
 
     def __str__(self) -> str:
         where = self.path or "something without a name"
-        return f"{where} ({self.kind}, +{self.more:,} entries) -> {self.of}"
+        return f"{where} ({self.kind}, +{self.more:,} {self.unit}) -> {self.of}" + (self.state and f", {self.state}")
 
 
-def snapshot() -> Snapshot:
-    """Count entries. Call ``gc.collect()`` before. Takes 0.3 s for a million objects."""
-    return Snapshot({id(one): length for one, length in _containers(time.monotonic() + _PATIENCE)})
-
-
-def grown(before: Snapshot, calls: int) -> list[Held]:
-    """The containers that have grown with the calls, with what holds them; what weighs most comes first.
+def named(grown: Any) -> list[Held]:
+    """What holds what has grown; what weighs most comes first, and then what leaks something else than memory.
 
     Args:
-        before: A moment before these calls.
-        calls: How many calls there were.
+        grown: What :mod:`._census` has found.
     """
     end = time.monotonic() + _PATIENCE
-    candidates = _candidates(before.lengths, max(_FEW, calls // 50), end)
-    weighed = [(_weigh(one, more), more, one) for more, one in candidates if time.monotonic() < end]
+    weighed = []
+    for more, length, one in grown.containers:
+        table = weight(one) * more // length
+        entries = _weigh(_newest(one, min(more, _SAMPLED)), more, grown.native, table=table)
+        if not entries.weak and time.monotonic() < end:
+            weighed.append((entries, more, one))
     weighed.sort(key=lambda each: -each[0].size)
     found: list[Held] = []
     inside: set[int] = set()
-    for weight, more, one in weighed:
-        if id(one) in inside:  # an entry of a container that is named already
+    for at, (entries, more, one) in enumerate(weighed):
+        if time.monotonic() > end or id(one) in inside:  # an entry of a container that is named already
             continue
-        inside |= weight.ids
-        hidden = {id(candidates), id(weighed), id(found), *map(id, candidates), *map(id, weighed)}
+        if len(found) >= _NAMED and (at > 2 * _NAMED or not entries.about[0]):
+            continue
+        inside |= entries.ids
+        hidden = {id(grown.containers), id(grown.chains), id(weighed), *map(id, grown.containers), *map(id, weighed)}
         way = path(one, hidden, end=end)
         if not way.startswith(_OWN):
-            found.append(Held(way, name(type(one)), more, weight.of, weight.size, weight.errors))
-        if len(found) == _NAMED:
-            break
-    return found
+            found.append(_held(way, one, more, entries))
+    found += _chained(grown, end)
+    return sorted(found, key=lambda each: -each.size)
 
 
-def _candidates(before: dict[int, int], least: int, end: float) -> list[tuple[int, Any]]:
-    """The containers that have more entries than before, by how many.
-
-    A new one that is as long as one that has gone took its place, as a list that each call makes anew does.
-    """
-    new: list[tuple[int, Any]] = []
-    more: list[tuple[int, Any]] = []
-    seen: set[int] = set()
-    for one, length in _containers(end):
-        if one is before or id(one) in seen:
+def _chained(grown: Any, end: float) -> Iterator[Held]:
+    for chain in grown.chains:
+        if time.monotonic() > end or _is_program(chain.top) or _is(chain.top, types.FrameType):
             continue
-        seen.add(id(one))
-        if id(one) not in before:
-            new.append((length, one))
-        elif length - before[id(one)] >= least:
-            more.append((length - before[id(one)], one))
-    gone = sorted(length for key, length in before.items() if key not in seen)
-    for length, one in sorted(new, key=lambda pair: -pair[0]):
-        if gone and gone[-1] >= _REPLACED * length:
-            gone.pop()
-        elif length >= least:
-            more.append((length, one))
-    more.sort(key=lambda pair: -pair[0])
-    return more[: 8 * _NAMED]
+        links = {id(type(one)) for one in (*chain.new, chain.top)}
+        weight = _weigh([(one,) for one in chain.new], chain.more, grown.native, links=links)
+        hidden = {id(grown.chains), *map(id, grown.chains), *(id(each.new) for each in grown.chains)}
+        way = path(chain.top, hidden, end=end)
+        if way and not way.startswith(_OWN):
+            yield _held(way, chain.top, chain.more, weight, chain.new[0])
+
+
+def _held(way: str, one: Any, more: int, weight: _Weight, link: Any = None) -> Held:
+    kind, unit = name(type(one)), "entries" if link is None else "in a chain"
+    if link is not None and type(link) is not type(one):
+        unit = f"{name(type(link))} below it"
+    (about, special, state), fix = weight.about, ""
+    where = way or f"the {kind}"
+    if about:
+        how = _FINISHED if state == "finished" else "give the wait a limit, asyncio.timeout(), or cancel them"
+        fix = _FIXES[about].format(where=where, of=special, state=state, how=how)
+    elif way.startswith("the lru_cache of"):
+        about, fix = "unbounded cache", f"Give {way} a size: functools.lru_cache(maxsize=1024)."
+    elif way.endswith((".queue", "._queue")):
+        about = "queues"
+        fix = f"Read what is put into {way.rpartition('.')[0]}, or bound it: Queue(maxsize=100)."
+    elif way.endswith("._metrics"):
+        about, fix = "metric labels", f"Take ids, paths and messages out of the labels of {way.rpartition('.')[0]}."
+    elif link is not None:
+        fix = f"Cut the chain at {where}: each {name(type(link))} holds others, so all of them stay."
+    elif kind.endswith("ict"):
+        fix = f"Give {where} a bound, as cachetools.LRUCache(maxsize=1024) has, or delete entries that are done with."
+    else:
+        fix = f"Give {where} a bound, as collections.deque(maxlen=1000) has, or remove entries that are done with."
+    return Held(way, kind, more, weight.of, weight.size, about, state, fix, unit, weight.table)
 
 
 def name(kind: type) -> str:
@@ -151,76 +156,62 @@ def name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
-def _containers(end: float) -> Iterator[tuple[Any, int]]:
-    """The containers of this process with their lengths, if these are not small.
-
-    Also those that the collector does not list, but to which a namespace refers: dicts without containers, and buffers.
-    """
-    objects = gc.get_objects()
-    for start in range(0, len(objects), _CHUNK):
-        if time.monotonic() > end:
-            return
-        chunk = objects[start : start + _CHUNK]
-        yield from _sized(chunk)
-        below = gc.get_referents(*(one for one in chunk if _has_attributes(one)))
-        yield from _sized(one for one in below if not gc.is_tracked(one))
-
-
-def _sized(objects: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-    for one in objects:
-        length = _length_of(type(one))
-        if length is not None and (entries := length(one)) >= _FEW:
-            yield one, entries
-
-
-def _has_attributes(one: Any) -> bool:
-    """Whether an object may be a namespace: what it refers to has names."""
-    kind = type(one)
-    if kind is dict:
-        return len(one) < _TABLE
-    return bool(kind.__flags__ & (1 << 9)) or kind is types.CellType  # a class written in Python
-
-
-def _length_of(kind: type) -> _Length | None:
-    """How to ask for the length of a container without its own code. By id: a class may have no hash."""
-    known = _lengths.get(id(kind))
-    if known is None:
-        known = _lengths[id(kind)] = kind, next((length for base, length in _SIZED if issubclass(kind, base)), None)
-    return known[1]
-
-
-#: By the id of each type: the type, so that it stays, and how to ask for a length.
-_lengths: dict[int, tuple[type, _Length | None]] = {}
-
-
 # What entries weigh
 
 
 class _Weight(NamedTuple):
+    """What entries are.
+
+    Attributes:
+        size: Bytes of all of them.
+        of: Their type, and what they consist of for the most part.
+        ids: Of the objects of which those that were looked at consist.
+        table: Bytes of ``size`` that are the container's own, for the places of these entries.
+        about: The cause that they are themselves, as which type, and what one of them does.
+        weak: Whether they hold nothing.
+    """
+
     size: int
     of: str
     ids: set[int]
-    errors: bool = False
+    table: int = 0
+    about: tuple[str, str, str] = ("", "", "")
+    weak: bool = False
 
 
-def _weigh(container: Any, more: int) -> _Weight:
-    """Estimate what the newest entries weigh, from some of them; what several of them share is not theirs."""
-    entries = _newest(container, min(more, _SAMPLED))
+def _weigh(
+    entries: list[tuple[Any, ...]], more: int, native: dict[str, int], table: int = 0, links: Iterable[int] = ()
+) -> _Weight:
+    """Estimate what entries weigh, from some of them; what several of them share is not theirs.
+
+    Args:
+        entries: Each as key and value, or as a value alone.
+        more: How many there are of them.
+        native: Bytes that an object of a type has elsewhere, by the type.
+        table: Bytes of the places that they take in their container.
+        links: The ids of types whose objects hold each other, and are not part of each other.
+    """
     if not entries:
-        return _Weight(more, name(type(container)), set())
-    below = [_below(entry) for entry in entries]
+        return _Weight(table, "bytes", set(), table)
+    below = [_below(entry, links) for entry in entries]
     shared = Counter(itertools.chain.from_iterable(below))
     kinds: Counter[str] = Counter()
     for each in below:
         for key, one in each.items():
             if shared[key] == 1 or len(below) == 1:
-                kinds[name(type(one))] += weight(one)
+                kind = _SHOWN.get(name(type(one)), name(type(one)))
+                kinds[kind] += weight(one) + native.get(kind, 0)
     outer = Counter(name(type(entry[-1])) for entry in entries).most_common(1)[0][0]
     heaviest = kinds.most_common(1)[0][0] if kinds else outer
     of = outer if heaviest == outer else f"{outer} -> {heaviest}"
     own = {key for key, times in shared.items() if times == 1} if len(below) > 1 else set(shared)
-    errors = _is(entries[0][-1], BaseException)
-    return _Weight(sum(kinds.values()) * more // len(entries), of, own, errors)
+    about = _about([entries[0][-1], *(one for key, one in below[0].items() if key in own)])
+    weak = all(_is(entry[-1], weakref.ReferenceType) for entry in entries)
+    return _Weight(sum(kinds.values()) * more // len(entries) + table, of, own, table, about, weak)
+
+
+#: Types that are shown as what a programmer has.
+_SHOWN = {"torch.storage.UntypedStorage": "torch.Tensor"}
 
 
 def _newest(container: Any, count: int) -> list[tuple[Any, ...]]:
@@ -238,26 +229,29 @@ def _newest(container: Any, count: int) -> list[tuple[Any, ...]]:
     return []
 
 
-def _below(entry: tuple[Any, ...]) -> dict[int, Any]:
+def _below(entry: tuple[Any, ...], links: Iterable[int] = ()) -> dict[int, Any]:
     """The objects that an entry consists of, by id; of large containers in it, the container alone."""
     found: dict[int, Any] = {}
     level = list(entry)
     while level and len(found) < _WEIGHED:
         level = [one for one in level if id(one) not in found and not _is_program(one)][: _WEIGHED - len(found)]
         found.update((id(one), one) for one in level)
-        bases = [base for one in level if (base := _base_of(one)) is not None]
-        level = [*gc.get_referents(*filter(_is_small, level)), *bases]
+        below = [_base_of(one) for one in level]
+        for one in level:
+            referred = () if _is(one, threading.Thread) else gc.get_referents(one)
+            below += referred if len(referred) <= 2 * _WEIGHED else ()
+        level = [one for one in below if one is not None and id(type(one)) not in links]
     return found
 
 
-def _is_small(one: Any) -> bool:
-    length = _length_of(type(one))
-    return length is None or length(one) <= _WEIGHED
-
-
 def _base_of(one: Any) -> Any:
-    """The array that a view shows, which does not tell the collector; None of anything else."""
-    return one.base if type(one).__module__ == "numpy" and hasattr(type(one), "base") else None
+    """The array that a view shows, or the storage of a tensor, which the collector is not told; None of anything else."""
+    try:
+        if type(one).__module__ == "numpy" and hasattr(type(one), "base"):
+            return one.base
+        return one.untyped_storage() if name(type(one)) in {"torch.Tensor", "torch.nn.parameter.Parameter"} else None
+    except Exception:  # noqa: BLE001 - a sparse tensor has none
+        return None
 
 
 def _is(one: Any, kinds: type | tuple[type, ...]) -> bool:
@@ -269,6 +263,8 @@ def _is_program(one: Any) -> bool:
     """Whether it belongs to the program and not to an entry: a closure has variables of its own."""
     if _is(one, types.FunctionType):
         return one.__closure__ is None
+    if _is(one, types.BuiltinFunctionType):  # a method may be all that refers to its object, as to a task
+        return one.__self__ is None or _is(one.__self__, (types.ModuleType, type))
     return _is(one, _PROGRAM) or (_is(one, dict) and dict.__contains__(one, "__builtins__"))
 
 
@@ -276,15 +272,107 @@ def weight(one: Any) -> int:
     """Bytes of one object, with what it holds outside of Python's memory."""
     try:
         size = sys.getsizeof(one, 0)
-        module = type(one).__module__
-        if module == "torch" or module.startswith("torch."):
-            storage = getattr(one, "untyped_storage", None)
-            size += storage().nbytes() if storage is not None else 0
-        elif module == "mmap":
+        kind = name(type(one))
+        if kind == "torch.storage.UntypedStorage":
+            size = one.nbytes()
+        elif kind == "mmap.mmap":
             size += len(one)
     except Exception:  # noqa: BLE001 - a foreign object may raise anything
         return 0
     return size
+
+
+# What entries do
+
+
+#: What to do about entries that are a cause themselves.
+_FIXES = {
+    "tasks": "The tasks in {where} are {state}: {how}.",
+    "threads": "The threads in {where} do not end: let their target return, or use one ThreadPoolExecutor for all calls.",
+    "tracebacks": "Keep no exceptions in {where}, or let go of their frames: error.with_traceback(None), and raise ... from "
+    "None where one exception holds another.",
+    "connections": "Close each {of} when its call ends (with contextlib.closing), or use one for all calls; {where} keeps them "
+    "open.",
+    "mappings": "Close what is mapped, mmap.close(), and remove it from {where}.",
+    "ssl contexts": "Make one client, or one SSLContext, for all requests; {where} keeps one for each.",
+    "autograd": "Use torch.inference_mode(), or keep loss.item() and not the tensor in {where}.",
+}
+_FINISHED = "remove each when it is done, task.add_done_callback()"
+_CONNECTION = ("Connection", "Client", "ClientSession", "Session", "socket", "Socket", "Transport", "Channel")
+
+
+def _about(objects: Iterable[Any]) -> tuple[str, str, str]:
+    """The cause that an object is itself, as which type, and what it does; of some objects the first that is one."""
+    for one in objects:
+        kind = type(one)
+        try:
+            if _is(one, BaseException) and one.__traceback__ is not None:
+                return "tracebacks", name(kind), _frames(one)
+            if kind.__name__ == "Task" and kind.__module__ in {"_asyncio", "asyncio.tasks"}:
+                return "tasks", name(kind), _waiting(one)
+            if _is(one, threading.Thread):
+                return "threads", name(kind), _running(one)
+            if _is(one, mmap.mmap):
+                return "mappings", name(kind), ""
+            if kind.__name__ == "SSLContext":
+                return "ssl contexts", name(kind), ""
+            if name(kind) == "torch.Tensor" and one.grad_fn is not None:
+                return "autograd", name(kind), ""
+            if kind.__name__.endswith(_CONNECTION) and any("close" in vars(each) for each in kind.__mro__):
+                return "connections", name(kind), ""
+        except Exception:  # noqa: BLE001, S112 - a foreign object may raise anything
+            continue
+    return "", "", ""
+
+
+def _frames(error: BaseException) -> str:
+    """The frame of a traceback that holds most, and by which variable."""
+    heaviest, state, traceback = 0, "", error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        for variable, value in list(frame.f_locals.items()):
+            size = sum(map(weight, _below((value,)).values())) if value is not error else 0
+            if size > heaviest:
+                where = _place(frame.f_code, traceback.tb_lineno)
+                heaviest, state = size, f"whose frame of {where} holds {variable} ({name(type(value))})"
+        traceback = traceback.tb_next
+    return state
+
+
+def _waiting(task: Any) -> str:
+    """Where a task is suspended, and what it awaits."""
+    if task.done():
+        return "finished"
+    coroutine, state = task.get_coro(), "pending"
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        awaited = coroutine.cr_await
+        if not _is_library(frame.f_code) or state == "pending":
+            what = getattr(awaited, "__qualname__", None) or (
+                name(type(awaited)) if awaited is not None else "its turn"
+            )
+            state = f"pending in {_place(frame.f_code, frame.f_lineno)}, waiting for {what}"
+        coroutine = awaited
+    return state
+
+
+def _running(thread: threading.Thread) -> str:
+    """What a thread runs, and where it is."""
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - CPython's own
+    target = getattr(thread, "_target", None) or type(thread).run
+    state = f"running {getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', name(type(target)))}"
+    while frame is not None and _is_library(frame.f_code):
+        frame = frame.f_back
+    return state if frame is None else f"{state} at {_place(frame.f_code, frame.f_lineno)}"
+
+
+def _place(code: types.CodeType, line: int) -> str:
+    return f"{code.co_qualname} ({os.path.basename(code.co_filename)} line {line})"  # noqa: PTH119 - as it is compiled
+
+
+def _is_library(code: types.CodeType) -> bool:
+    """Whether code is of Python's own library."""
+    file = code.co_filename
+    return "site-packages" not in file and file.startswith((os.path.dirname(os.__file__), "<frozen"))  # noqa: PTH120
 
 
 # The way to a root
@@ -316,7 +404,8 @@ def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf) -> s
     calls = dict(_variables())
     level, seen, running = [_Node(target, "")], {id(target), *hidden}, ""
     for _ in range(_LONGEST):
-        running = running or next((calls[id(node.one)] + node.way for node in level if id(node.one) in calls), "")
+        known = ((*calls[id(node.one)], node.way) for node in level if id(node.one) in calls)
+        running = running or next((f"{variable}{way} {where}" for variable, where, way in known), "")
         children = [node.one for node in level]
         found: list[_Node] = []
         seen |= {id(level), id(children), id(found), *map(id, level)}
@@ -349,20 +438,22 @@ def _resolved(parent: Any, node: _Node) -> str:
     return (_dotted(node.key) if own and node.key else "[...]") + node.way.removeprefix(_PENDING)
 
 
-def _variables() -> Iterator[tuple[int, str]]:
+def _variables() -> Iterator[tuple[int, tuple[str, str]]]:
     """What running calls have in their variables, by id: the collector does not know their frames."""
     for frame in sys._current_frames().values():  # noqa: SLF001 - CPython's own
         running: types.FrameType | None = frame
         while running is not None:
             code = running.f_code
-            if running.f_globals is not globals() and code.co_name != "<module>":
+            own = str(running.f_globals.get("__name__")).startswith(("modelguard.diagnosis.", "modelguard_"))
+            if not own and code.co_name != "<module>":
                 where = f"of the running call {running.f_globals.get('__name__', '?')}.{code.co_qualname}"
-                yield from ((id(value), f"{variable} {where}") for variable, value in list(running.f_locals.items()))
+                yield from ((id(value), (variable, where)) for variable, value in list(running.f_locals.items()))
             running = running.f_back
 
 
 def _refers(parent: Any, child: Any) -> bool:
-    return any(one is child for one in gc.get_referents(parent))
+    # Not of a module: that of _asyncio lists freed objects (CPython 3.12), which would then be freed once more.
+    return not _is(parent, types.ModuleType) and any(one is child for one in gc.get_referents(parent))
 
 
 def _root(parent: Any, node: _Node) -> str | None:
