@@ -90,13 +90,25 @@ def _fix(name: CauseName, measured: Measured) -> str:
     """What to do, at the holder where there is one."""
     if name == "native memory" and measured.native:
         return _LINES_OF_NATIVE
-    first = measured.held[:1] if name == "python objects" else ()
+    first = measured.held[:1] if name in {"python objects", "native memory"} else ()
     return next((held.fix for held in (*first, *_about(name, measured)) if held.fix), _FIXES[name])
 
 
 def _about(name: CauseName, measured: Measured) -> list[Held]:
     """What holds the things that are a cause themselves, such as tasks."""
     return [held for held in measured.held if held.about == name]
+
+
+def _kept_in(name: CauseName, more: int, measured: Measured) -> list[Held]:
+    """What holds the things that are a cause; or what has as many more entries, as a dict of clients with a context each."""
+    alike = [held for held in measured.held if more / 2 <= held.more <= 2 * more]
+    return _about(name, measured) or alike
+
+
+def _owned(name: CauseName, measured: Measured) -> str:
+    """What a library's memory belongs to."""
+    ways = measured.owners.get(name, ())
+    return f", of {', '.join(ways)}" if ways else ""
 
 
 def _in_workers(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
@@ -110,8 +122,9 @@ def _given_back(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     """What was freed by an act that belongs to one cause: its size is measured."""
     if measured.trimmed > LEAST:  # less stays behind any list that has grown
         yield "retention", measured.trimmed, f"a trim of the allocator gave {format_bytes(measured.trimmed)} back"
-    if measured.garbage:
-        garbage = f"{measured.garbage:,} objects, which gave {format_bytes(measured.collected)} back"
+    if measured.garbage >= max(_FEWEST_MORE, _WITH_CALLS * _calls(measured)):
+        most = f" ({_kinds(measured.freed)})" if measured.freed else ""
+        garbage = f"{measured.garbage:,} objects{most}, which gave {format_bytes(measured.collected)} back"
         yield "cycles", measured.collected, f"a garbage collection freed {garbage}"
     for cache, size in measured.cleared.items():
         kind, _, name = cache.partition(":")
@@ -170,7 +183,7 @@ _BLOCKS = 0.5
 
 def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     """What is still held: what is counted, then Python's objects with what they hold, then native memory."""
-    calls = max(1, measured.calls[-1] - measured.calls[0]) if measured.calls else 1
+    calls = _calls(measured)
     if measured.failing is not None and _only_failures(measured):
         names = ", ".join(measured.errors[:_LINES])
         seen = f"only calls that fail ({names}) let it grow; {_counted_errors(measured)}"
@@ -188,7 +201,7 @@ def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
                 yield from _held(others)
             size = measured.growth - sum(held.size for held in others)
             seen = f"{more:,} more {each.counted} after {calls:,} {measured.per}"
-            seen = "; ".join([seen, *_holders(_about(each.cause, measured))])
+            seen = "; ".join([f"{seen}{_owned(each.cause, measured)}", *_holders(_kept_in(each.cause, more, measured))])
             yield each.cause, min(size, more * each.most), seen
             return
     if measured.live:
@@ -197,8 +210,13 @@ def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     python = _python(measured, calls)
     if python > 0:
         places = [f"allocated at {_places(measured.traced)}"] if measured.traced else []
-        yield "python objects", python, "; ".join([*_holders(measured.held), *places])
+        name: CauseName = "tracebacks" if measured.held and measured.held[0].errors else "python objects"
+        yield name, python, "; ".join([*_holders(measured.held), *places])
     yield from _native(measured, calls, python)
+
+
+def _calls(measured: Measured) -> int:
+    return max(1, measured.calls[-1] - measured.calls[0]) if measured.calls else 1
 
 
 def _of_failures(measured: Measured) -> float:
@@ -223,8 +241,7 @@ def _live(measured: Measured, calls: int) -> Iterator[tuple[CauseName, float, st
     if measured.compiled > _COMPILED and "torch" in measured.libraries:
         yield "onednn plans", _PLAN * measured.compiled, _compiled(measured)
     elif more >= _BLOCKS * calls:
-        kinds = sorted(measured.types.items(), key=lambda item: -item[1])[:_LINES]
-        most = ", ".join(f"{number:,} {kind}" for kind, number in kinds) or "of types that the collector does not track"
+        most = _kinds(measured.types) or "of types that the collector does not track"
         yield "python objects", measured.growth, f"{more:,} more blocks of Python's memory; {most}"
     else:
         yield (
@@ -237,6 +254,12 @@ def _live(measured: Measured, calls: int) -> Iterator[tuple[CauseName, float, st
 def _held(held: Sequence[Held]) -> Iterator[tuple[CauseName, float, str]]:
     if held:
         yield "python objects", sum(each.size for each in held), "; ".join(_holders(held))
+
+
+def _kinds(types: Mapping[str, int]) -> str:
+    """The types that are most."""
+    most = sorted(types.items(), key=lambda item: -item[1])[:_LINES]
+    return ", ".join(f"{number:,} {kind.removeprefix('builtins.')}" for kind, number in most)
 
 
 def _holders(held: Sequence[Held]) -> Iterator[str]:
@@ -273,11 +296,12 @@ def _native(measured: Measured, calls: int, python: float) -> Iterator[tuple[Cau
     if "torch" in measured.libraries and measured.compiled > 0 and by_shape:
         named = min(measured.growth - python, _PLAN * measured.compiled)
         seen = f"it grows with new shapes and not with repeated ones; {_compiled(measured)}"
-        yield "onednn plans", named, seen
+        yield "onednn plans", named, seen + _owned("onednn plans", measured)
     elif measured.uncached is not None and measured.uncached < _NONE * rate:
         named = (rate - max(0.0, measured.uncached)) * calls - python
         seen = f"with the caches of tokenizers switched off, new inputs grow by {measured.uncached:,.0f} bytes per call"
-        yield "tokenizer caches", named, f"{seen}, and not by {rate:,.0f}"
+        owned = _owned("tokenizer caches", measured)
+        yield "tokenizer caches", named, f"{seen}, and not by {rate:,.0f}{owned}"
     repeated = "" if measured.repeats is None else f"; a repeated input grows by {measured.repeats:,.0f} bytes per call"
     traced = sum(measured.native.values())
     if measured.given_out is not None:
@@ -287,4 +311,4 @@ def _native(measured: Measured, calls: int, python: float) -> Iterator[tuple[Cau
     else:
         size, seen = traced * calls - named, "memray has traced it"
     where = f"; allocated below {_places(measured.native)}" if measured.native else ""
-    yield "native memory", size, f"{seen}{repeated}{where}"
+    yield "native memory", size, "; ".join([f"{seen}{repeated}{where}", *_holders(measured.held)])

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 __all__ = [
-    "LIBRARIES", "Chain", "Grown", "Moment", "cache_sizes", "caches", "count", "grown", "guard_uses", "moment", "pipelines",
-    "pools", "switch_off_caches", "types",
+    "LIBRARIES", "Chain", "Grown", "Moment", "cache_sizes", "caches", "count", "grown", "guard_uses", "moment", "owners",
+    "pipelines", "pools", "switch_off_caches", "types",
 ]  # fmt: skip
 
 LIBRARIES = ("onnxruntime", "paddle", "pyarrow", "spacy", "tensorflow", "tokenizers", "torch")
@@ -49,6 +49,9 @@ _REPLACED = 0.9
 
 #: How many containers are compared further, how many objects of types that grow, and how many of each.
 _CONTAINERS, _OBJECTS, _SAMPLED = 32, 100_000, 24
+
+#: How many objects are looked at to which a library's memory may belong.
+_OWNERS = 3
 
 _Length = Callable[[Any], int]
 
@@ -202,7 +205,8 @@ def types() -> dict[str, int]:
     walk, found = _Walk(gc.get_objects()), Counter[int]()
     for _, keys in walk:
         found.update(keys)
-    kinds = ((walk.kinds[key].of, number) for key, number in found.items() if number > _MANY)
+    known = walk.kinds  # a walk in a closure is among its own objects: they would stay
+    kinds = ((known[key].of, number) for key, number in found.items() if number > _MANY)
     return {f"{kind.__module__}.{kind.__qualname__}": number for kind, number in kinds}
 
 
@@ -311,7 +315,8 @@ def grown(before: Moment, calls: int) -> Grown:
         ):
             kinds[key] = more[key]
     containers = _longer(before.lengths, found, least)
-    connections = sum(number for key, number in numbers.items() if walk.kinds[key].name == "connections")
+    known = walk.kinds  # not the walk: in a closure it is among its own objects
+    connections = sum(number for key, number in numbers.items() if known[key].name == "connections")
     native = {"sqlite3.Connection": _sqlite_bytes() // max(1, connections)}
     return Grown(containers, _Chains(walk, before, kinds, containers).found() if kinds else [], native)
 
@@ -484,6 +489,37 @@ def _of_type(library: str, name: str) -> list[Any]:
         thing
         for thing in gc.get_objects()
         if type(thing).__name__ == name and type(thing).__module__.partition(".")[0] == library
+    ]
+
+
+def owners() -> dict[str, list[Any]]:
+    """What the memory of libraries belongs to, by the cause of its growth; a few of each."""
+    found = {
+        "spacy strings": pipelines(),
+        "tokenizer caches": _of_type("tokenizers", "Tokenizer"),
+        "onednn plans": _outermost_modules(),
+        "autograd": _referred_graphs(),
+    }
+    return {cause: some[:_OWNERS] for cause, some in found.items() if some}
+
+
+def _outermost_modules() -> list[Any]:
+    """torch's modules that are part of no other one."""
+    kind = getattr(sys.modules.get("torch.nn"), "Module", None)
+    if kind is None:
+        return []
+    found = [one for one in gc.get_objects() if issubclass(type(one), kind) and "_modules" in vars(one)]
+    inner = {id(part) for one in found for part in vars(one)["_modules"].values()}
+    return [one for one in found if id(one) not in inner]
+
+
+def _referred_graphs() -> list[Any]:
+    """torch's tensors with a graph to which something in Python refers: to the others their graph does."""
+    found = {id(one): one for one in _of_type("torch", "Tensor") if getattr(one, "grad_fn", None) is not None}
+    parents = [one for one in gc.get_referrers(*found.values()) if one is not found] if found else []
+    own = {id(one) for one in parents if type(one) is program.FrameType}
+    return [
+        found[id(one)] for each in parents if id(each) not in own for one in gc.get_referents(each) if id(one) in found
     ]
 
 

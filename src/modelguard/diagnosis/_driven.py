@@ -41,6 +41,8 @@ _ENOUGH_READINGS = 10
 #: Inputs that are looked at to find some of one shape, and calls of a run that is traced, at most.
 _SHAPES, _TRACED = 400, 300
 _MOST_ERRORS = 5
+#: Objects of a type that are few are not named as garbage.
+_MANY = 100
 
 
 def main() -> None:
@@ -111,6 +113,7 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     measured |= _given_back(pools, sizes)
     measured |= {name: size - in_use[name] for name, size in _in_use().items() if name in in_use}
     measured |= {"held": _held(moment, target.calls)}  # after the collection: what is no garbage
+    measured["owners"] = _owners()
     measured |= _rates(target, pace)
     traced = pace.part(_TRACING, at_most=min(_TRACED, max(_FEWEST_CALLS, target.calls)))
     # It slows calls down, so it comes last.
@@ -130,6 +133,17 @@ def _held(before: _census.Moment | None, calls: int) -> list[dict[str, Any]]:
     with suppress(Exception):
         return [] if before is None else [each._asdict() for each in _holders.named(_census.grown(before, calls))]
     return []
+
+
+def _owners() -> dict[str, list[str]]:
+    """The ways to what libraries' causes belong to, by the cause."""
+    with suppress(Exception):
+        return {
+            cause: sorted({way for one in some if (way := _holders.path(one, {id(owners), id(some)}))})
+            for owners in [_census.owners()]
+            for cause, some in owners.items()
+        }
+    return {}
 
 
 class _Readings:
@@ -226,10 +240,11 @@ def _trim() -> None:
 
 
 def _fallen(act: Callable[[], object]) -> int:
-    before = _memory.private(fresh=True)
+    """By how much private memory falls, or what is in use: what is freed may stay in the allocators' pages."""
+    before, used = _memory.private(fresh=True), sum(_in_use().values())
     act()
     _trim()
-    return max(0, before - _memory.private(fresh=True))
+    return max(0, before - _memory.private(fresh=True), used - sum(_in_use().values()))
 
 
 def _in_use() -> dict[str, int]:
@@ -243,9 +258,12 @@ def _in_use() -> dict[str, int]:
 def _given_back(pools: dict[str, int], sizes: dict[int, int]) -> dict[str, Any]:
     """What a collection and empty caches give back; of libraries' pools, what is more than at the start."""
     freed: list[int] = []
+    kinds = _census.types()
     _trim()  # what was looked at since then
     found: dict[str, Any] = {"collected": _fallen(lambda: freed.append(gc.collect()))}
     found["garbage"] = freed[0]
+    left = _census.types()
+    found["freed"] = {kind: more for kind, number in kinds.items() if (more := number - left.get(kind, 0)) > _MANY}
     more = {name: size - pools.get(name, 0) for name, size in _emptied(_census.pools()).items()}
     found["cleared"] = _emptied(_census.caches(sizes)) | {name: size for name, size in more.items() if size > 0}
     return found

@@ -41,6 +41,7 @@ class Measured:
         trimmed: What a trim of the allocator gave back at the end.
         collected: What a full garbage collection gave back after that.
         garbage: How many objects it freed.
+        freed: How many of them were of each type.
         cleared: What emptying each known cache gave back, by the cache.
         small: By how much Python's small objects have grown after that, with what pymalloc rounds them up by; None if that
             is not known.
@@ -60,6 +61,7 @@ class Measured:
         compiled: Growth of written machine code that was compiled at run time.
         libraries: Which of the libraries with causes of their own are loaded.
         held: The containers that have grown, and what holds them; the heaviest first.
+        owners: What the memory of libraries belongs to, such as a pipeline or a tokenizer: the ways to it, by the cause.
         seconds: How long the calls of the readings took.
         imported: Seconds that the import of the function took.
         guarded: Whether a guard lends the function its model.
@@ -80,6 +82,7 @@ class Measured:
     trimmed: int = 0
     collected: int = 0
     garbage: int = 0
+    freed: dict[str, int] = field(default_factory=dict)
     cleared: dict[str, int] = field(default_factory=dict)
     small: int | None = None
     given_out: int | None = None
@@ -98,6 +101,7 @@ class Measured:
     compiled: int = 0
     libraries: tuple[str, ...] = ()
     held: tuple[Held, ...] = ()
+    owners: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0.0
     imported: float = 0.0
     guarded: bool = False

@@ -47,7 +47,7 @@ def inputs() -> Iterator[str]:
 
 
 EXPECTED = {
-    "causes": ["onnx runtime | python objects"],
+    "causes": ["onnx runtime | native memory"],
     "holders": ["tenants.sessions", "Tenants.sessions"],
     "calls": 250,
     "libraries": ["onnxruntime", "onnx"],
