@@ -348,7 +348,11 @@ class _Chains:
     ) -> None:
         self._kinds = kinds
         self._among = {
-            id(one): one for chunk, keys in walk for one, key in zip(chunk, keys, strict=True) if key in kinds
+            id(one): one
+            for chunk, keys in walk
+            if not kinds.keys().isdisjoint(keys)
+            for one, key in zip(chunk, keys, strict=True)
+            if key in kinds
         }
         self._new = set(self._among)
         self._new.difference_update(before.ids)
@@ -360,9 +364,12 @@ class _Chains:
             self._link(walk)
 
     def _link(self, walk: _Walk) -> None:
-        for chunk, _ in walk:
+        modules = {key for key, kind in walk.kinds.items() if issubclass(kind.of, program.ModuleType)}
+        for chunk, keys in walk:
             # Not of modules: that of _asyncio lists freed objects (CPython 3.12), which would then be freed once more.
-            others = [one for one in chunk if id(one) not in self._among and type(one) is not program.ModuleType]
+            others = chunk
+            if not modules.isdisjoint(keys) or not self._among.keys().isdisjoint(map(id, chunk)):
+                others = [one for one in chunk if id(one) not in self._among and id(type(one)) not in modules]
             for at in range(0, len(others), _LISTED):
                 self._entered.update(self._among.keys() & map(id, gc.get_referents(*others[at : at + _LISTED])))
         for one in self._among.values():

@@ -345,7 +345,8 @@ def _waiting(task: Any) -> str:
     """Where a task is suspended, and what it awaits."""
     if task.done():
         return "finished"
-    coroutine, state = task.get_coro(), "pending"
+    coroutine: Any = task.get_coro()
+    state = "pending"
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         awaited = coroutine.cr_await
         if not _is_library(frame.f_code) or state == "pending":
