@@ -39,7 +39,7 @@ _MANY = 100
 #: Objects that are looked at together, between two looks at the clock, and those whose references are listed together.
 _CHUNK, _LISTED = 20_000, 500
 
-#: Seconds of CPU time, after which it is given up: there are more than twelve million objects.
+#: Seconds of CPU time, after which it is given up: there are more than eight million objects.
 _PATIENCE = 10.0
 
 #: A dict with more entries is a table, and no namespace.
