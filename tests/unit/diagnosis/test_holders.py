@@ -192,6 +192,7 @@ def grown(before: _census.Moment, calls: int) -> list[_holders.Held]:
 
 @pytest.fixture
 def app() -> Iterator[types.ModuleType]:
+    gc.collect()  # what an earlier test has left
     module = types.ModuleType("held_app")
     sys.modules["held_app"] = module
     exec(compile(CODE, "held_app.py", "exec"), module.__dict__)
@@ -377,7 +378,7 @@ class Table(dict[str, object]):
 def test_no_code_of_objects_runs(app: types.ModuleType) -> None:
     """What leaks may be proxies, mocks, or broken: it is named all the same, and asked for nothing."""
     gone = weakref.proxy(Raises())
-    gc.collect()
+    app.errors.extend([None] * 20)
     before = _census.moment()
     for _ in range(50):
         app.errors.extend([gone, Raises(), OfNoHash(), Table(a=1), mock.Mock(spec=dict), bytes(20_000)])
@@ -426,6 +427,7 @@ def test_what_only_changes_is_not_named(app: types.ModuleType) -> None:
 def test_what_entries_share_is_not_theirs(app: types.ModuleType) -> None:
     """A table of one megabyte to which all entries refer does not count once for each."""
     app.table = table = {number: str(number) for number in range(10_000)}
+    app.Chat.sessions.update(dict.fromkeys("abcdefghijklmnopqrst"))
     before = _census.moment()
     for number in range(500):
         app.Chat.sessions[number] = {"table": table, "number": number}
