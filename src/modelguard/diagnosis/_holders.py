@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import mmap
 import os
 import sys
 import threading
@@ -37,7 +36,7 @@ _PENDING = "?"
 _LONGEST, _WIDEST = 12, 8
 #: What is looked at by the diagnosis itself.
 _OWN = ("modelguard.diagnosis.", "the closure of modelguard.", "the thread 'modelguard-")
-#: Seconds after which a look ends, whatever is missing.
+#: Seconds of CPU time after which a look ends, whatever is missing.
 _PATIENCE = 8.0
 
 #: What belongs to the program and not to an entry.
@@ -90,18 +89,18 @@ def named(grown: Any) -> list[Held]:
     Args:
         grown: What :mod:`._census` has found.
     """
-    end = time.monotonic() + _PATIENCE
+    end = time.thread_time() + _PATIENCE
     weighed = []
     for more, length, one in grown.containers:
         table = weight(one) * more // length
         entries = _weigh(_newest(one, min(more, _SAMPLED)), more, grown.native, table=table)
-        if not entries.weak and time.monotonic() < end:
+        if not entries.weak and time.thread_time() < end:
             weighed.append((entries, more, one))
     weighed.sort(key=lambda each: -each[0].size)
     found: list[Held] = []
     inside: set[int] = set()
     for at, (entries, more, one) in enumerate(weighed):
-        if time.monotonic() > end or id(one) in inside:  # an entry of a container that is named already
+        if time.thread_time() > end or id(one) in inside:  # an entry of a container that is named already
             continue
         if len(found) >= _NAMED and (at > 2 * _NAMED or not entries.about[0]):
             continue
@@ -116,7 +115,7 @@ def named(grown: Any) -> list[Held]:
 
 def _chained(grown: Any, end: float) -> Iterator[Held]:
     for chain in grown.chains:
-        if time.monotonic() > end or _is_program(chain.top) or _is(chain.top, types.FrameType):
+        if time.thread_time() > end or _is_program(chain.top) or _is(chain.top, types.FrameType):
             continue
         links = {id(type(one)) for one in (*chain.new, chain.top)}
         weight = _weigh([(one,) for one in chain.new], chain.more, grown.native, links=links)
@@ -245,7 +244,7 @@ def _below(entry: tuple[Any, ...], links: Iterable[int] = ()) -> dict[int, Any]:
 
 
 def _base_of(one: Any) -> Any:
-    """The array that a view shows, or the storage of a tensor, which the collector is not told; None of anything else."""
+    """The array that a view shows, or a tensor's storage, which the collector is not told; None of anything else."""
     try:
         if type(one).__module__ == "numpy" and hasattr(type(one), "base"):
             return one.base
@@ -288,11 +287,11 @@ def weight(one: Any) -> int:
 #: What to do about entries that are a cause themselves.
 _FIXES = {
     "tasks": "The tasks in {where} are {state}: {how}.",
-    "threads": "The threads in {where} do not end: let their target return, or use one ThreadPoolExecutor for all calls.",
-    "tracebacks": "Keep no exceptions in {where}, or let go of their frames: error.with_traceback(None), and raise ... from "
-    "None where one exception holds another.",
-    "connections": "Close each {of} when its call ends (with contextlib.closing), or use one for all calls; {where} keeps them "
-    "open.",
+    "threads": "The threads in {where} do not end: let their target return, or use one ThreadPoolExecutor for all.",
+    "tracebacks": "Keep no exceptions in {where}, or let go of their frames: error.with_traceback(None), and "
+    "raise ... from None where one exception holds another.",
+    "connections": "Close each {of} when its call ends (contextlib.closing), or use one for all calls; {where} keeps "
+    "them.",
     "mappings": "Close what is mapped, mmap.close(), and remove it from {where}.",
     "ssl contexts": "Make one client, or one SSLContext, for all requests; {where} keeps one for each.",
     "autograd": "Use torch.inference_mode(), or keep loss.item() and not the tensor in {where}.",
@@ -304,25 +303,28 @@ _CONNECTION = ("Connection", "Client", "ClientSession", "Session", "socket", "So
 def _about(objects: Iterable[Any]) -> tuple[str, str, str]:
     """The cause that an object is itself, as which type, and what it does; of some objects the first that is one."""
     for one in objects:
-        kind = type(one)
         try:
-            if _is(one, BaseException) and one.__traceback__ is not None:
-                return "tracebacks", name(kind), _frames(one)
-            if kind.__name__ == "Task" and kind.__module__ in {"_asyncio", "asyncio.tasks"}:
-                return "tasks", name(kind), _waiting(one)
-            if _is(one, threading.Thread):
-                return "threads", name(kind), _running(one)
-            if _is(one, mmap.mmap):
-                return "mappings", name(kind), ""
-            if kind.__name__ == "SSLContext":
-                return "ssl contexts", name(kind), ""
-            if name(kind) == "torch.Tensor" and one.grad_fn is not None:
-                return "autograd", name(kind), ""
-            if kind.__name__.endswith(_CONNECTION) and any("close" in vars(each) for each in kind.__mro__):
-                return "connections", name(kind), ""
+            cause, state = _cause(one)
         except Exception:  # noqa: BLE001, S112 - a foreign object may raise anything
             continue
+        if cause:
+            return cause, name(type(one)), state
     return "", "", ""
+
+
+def _cause(one: Any) -> tuple[str, str]:
+    kind = type(one)
+    if _is(one, BaseException):
+        return ("tracebacks", _frames(one)) if one.__traceback__ is not None else ("", "")
+    if kind.__name__ == "Task" and kind.__module__ in {"_asyncio", "asyncio.tasks"}:
+        return "tasks", _waiting(one)
+    if _is(one, threading.Thread):
+        return "threads", _running(one)
+    if name(kind) == "torch.Tensor":
+        return "autograd" if one.grad_fn is not None else "", ""
+    if kind.__name__.endswith(_CONNECTION) and any("close" in vars(each) for each in kind.__mro__):
+        return "connections", ""
+    return {"mmap.mmap": "mappings", "ssl.SSLContext": "ssl contexts"}.get(name(kind), ""), ""
 
 
 def _frames(error: BaseException) -> str:
@@ -343,7 +345,8 @@ def _waiting(task: Any) -> str:
     """Where a task is suspended, and what it awaits."""
     if task.done():
         return "finished"
-    coroutine, state = task.get_coro(), "pending"
+    coroutine: Any = task.get_coro()
+    state = "pending"
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         awaited = coroutine.cr_await
         if not _is_library(frame.f_code) or state == "pending":
@@ -398,7 +401,7 @@ def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf) -> s
     Args:
         target: The object.
         hidden: The ids of what the caller holds it by.
-        end: When to stop looking, on the monotonic clock.
+        end: When to stop looking, in CPU time of this thread.
     """
     modules = {id(_attributes(module)): label for label, module in list(sys.modules.items())}
     calls = dict(_variables())
@@ -409,7 +412,7 @@ def path(target: Any, hidden: Iterable[int] = (), *, end: float = math.inf) -> s
         children = [node.one for node in level]
         found: list[_Node] = []
         seen |= {id(level), id(children), id(found), *map(id, level)}
-        if time.monotonic() > end:
+        if time.thread_time() > end:
             break
         parents = [one for one in gc.get_referrers(*children) if id(one) not in seen]
         seen |= {id(parents), *map(id, parents)}
