@@ -100,7 +100,7 @@ def _about(name: CauseName, measured: Measured) -> list[Held]:
 
 
 def _kept_in(name: CauseName, more: int, measured: Measured) -> list[Held]:
-    """What holds the things that are a cause; or what has as many more entries, as a dict of clients with a context each."""
+    """What holds the things that are a cause; or has as many more entries, as a dict of clients with a context each."""
     alike = [held for held in measured.held if more / 2 <= held.more <= 2 * more]
     return _about(name, measured) or alike
 

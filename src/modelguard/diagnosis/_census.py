@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 __all__ = [
-    "LIBRARIES", "Chain", "Grown", "Moment", "cache_sizes", "caches", "count", "grown", "guard_uses", "moment", "owners",
-    "pipelines", "pools", "switch_off_caches", "types",
+    "LIBRARIES", "Chain", "Grown", "Moment", "cache_sizes", "caches", "count", "grown", "guard_uses", "moment",
+    "owners", "pipelines", "pools", "switch_off_caches", "types",
 ]  # fmt: skip
 
 LIBRARIES = ("onnxruntime", "paddle", "pyarrow", "spacy", "tensorflow", "tokenizers", "torch")
@@ -512,7 +512,7 @@ def owners() -> dict[str, list[Any]]:
 
 
 def _outermost_modules() -> list[Any]:
-    """torch's modules that are part of no other one."""
+    """Modules of torch that are part of no other one."""
     kind = getattr(sys.modules.get("torch.nn"), "Module", None)
     if kind is None:
         return []
@@ -522,7 +522,7 @@ def _outermost_modules() -> list[Any]:
 
 
 def _referred_graphs() -> list[Any]:
-    """torch's tensors with a graph to which something in Python refers: to the others their graph does."""
+    """Tensors of torch with a graph to which something in Python refers: to the others their graph does."""
     found = {id(one): one for one in _of_type("torch", "Tensor") if getattr(one, "grad_fn", None) is not None}
     parents = [one for one in gc.get_referrers(*found.values()) if one is not found] if found else []
     own = {id(one) for one in parents if type(one) is program.FrameType}

@@ -263,7 +263,7 @@ def _given_back(pools: dict[str, int], sizes: dict[int, int]) -> dict[str, Any]:
     found: dict[str, Any] = {"collected": _fallen(lambda: freed.append(gc.collect()))}
     found["garbage"] = freed[0]
     left = _census.types()
-    found["freed"] = {kind: more for kind, number in kinds.items() if (more := number - left.get(kind, 0)) > _MANY}
+    found["freed"] = {kind: fewer for kind, number in kinds.items() if (fewer := number - left.get(kind, 0)) > _MANY}
     more = {name: size - pools.get(name, 0) for name, size in _emptied(_census.pools()).items()}
     found["cleared"] = _emptied(_census.caches(sizes)) | {name: size for name, size in more.items() if size > 0}
     return found

@@ -61,7 +61,7 @@ class Measured:
         compiled: Growth of written machine code that was compiled at run time.
         libraries: Which of the libraries with causes of their own are loaded.
         held: The containers that have grown, and what holds them; the heaviest first.
-        owners: What the memory of libraries belongs to, such as a pipeline or a tokenizer: the ways to it, by the cause.
+        owners: What the memory of libraries belongs to, such as a pipeline: the ways to it, by the cause.
         seconds: How long the calls of the readings took.
         imported: Seconds that the import of the function took.
         guarded: Whether a guard lends the function its model.

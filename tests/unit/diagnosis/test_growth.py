@@ -80,6 +80,37 @@ def test_held_tensors_are_the_cause_and_no_library() -> None:
     assert "app.cache" in causes[0].fix
 
 
+def test_native_memory_that_objects_keep_is_named_with_them() -> None:
+    """A dict of a library's objects, whose own memory is unknown, is the holder, and the fix is a bound for it."""
+    held = Held("app.sessions", "dict", 1000, "library.Session", 9000, fix="Give app.sessions a bound.")
+    causes, _ = attribute(grown(held=(held,), small=9000, given_out=100 * MB))
+    assert ("native memory", "Give app.sessions a bound.") == (causes[0].name, causes[0].fix)
+    assert "app.sessions (dict, +1,000 entries)" in causes[0].seen
+
+
+def test_few_objects_of_garbage_are_no_cycles() -> None:
+    """Growth with the calls leaves garbage with the calls; its types are named."""
+    assert () == attribute(grown(collected=50 * MB, garbage=2))[0]
+    causes, _ = attribute(grown(collected=50 * MB, garbage=900, freed={"app.Node": 600, "builtins.list": 300}))
+    assert "900 objects (600 app.Node, 300 list)" in causes[0].seen
+
+
+def test_exceptions_that_are_held_are_the_cause_though_no_call_fails() -> None:
+    """A function that catches its errors and keeps them pins their frames."""
+    held = Held("app.errors", "list", 1000, "ValueError", 90 * MB, about="tracebacks", fix="Keep no exceptions.")
+    causes, _ = attribute(grown(held=(held,), small=90 * MB))
+    assert ("tracebacks", "Keep no exceptions.") == (causes[0].name, causes[0].fix)
+
+
+def test_what_is_counted_names_whose_it_is() -> None:
+    """The pipeline whose strings they are; and a container with as many more entries."""
+    strings = {"after": {"spacy strings": 90_000}, "owners": {"spacy strings": ["app.nlp"]}}
+    assert "of app.nlp" in attribute(grown(**strings))[0][0].seen
+    clients = Held("app.clients", "dict", 400, "httpx.Client", 9000, about="connections")
+    contexts = attribute(grown(held=(clients,), after={"ssl contexts": 410}))[0][0]
+    assert "held by app.clients" in contexts.seen
+
+
 def test_rounding_of_small_objects_is_no_native_memory() -> None:
     """What pymalloc has given out counts, and not what was asked for; so do the tables of containers."""
     held = Held("app.kept", "list", 1000, "float", 60 * MB, table=20 * MB)

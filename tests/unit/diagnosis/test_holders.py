@@ -434,3 +434,22 @@ def test_what_entries_share_is_not_theirs(app: types.ModuleType) -> None:
     found = grown(before, 500)[0]
     assert ("held_app.Chat.sessions", 500) == (found.path, found.more)
     assert found.size < 500 * 1000
+
+
+def test_a_look_keeps_nothing() -> None:
+    """What is deleted after a look is gone at once, and not with the next collection."""
+    looks = (_census.types, _census.count, lambda: _census.grown(_census.moment(), 100))
+    gc.disable()
+    try:
+        for look in looks:
+            one = Probe()
+            gone = weakref.ref(one)
+            look()
+            del one
+            assert gone() is None, look
+    finally:
+        gc.enable()
+
+
+class Probe:
+    """Something to look at."""
