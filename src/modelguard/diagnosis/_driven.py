@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelguard.diagnosis import _census, _holders, _target
@@ -78,15 +79,21 @@ class _Pace(NamedTuple):
 def _drive(config: dict[str, Any], say: Say) -> None:
     say(phase="import")
     began = time.monotonic()
+    patience = _target.Patience(float(config["patience"]), Path(config["stack"]).open("a", encoding="utf-8"))  # noqa: SIM115
+    patience.begin(config["loading"])
     function = _target.load(config["target"])
     if config["load"]:
         function = guard(_target.load(config["load"]), reload_on=None)(function)
-    target = Target(function, _target.inputs(config, function))
+    target = Target(function, _target.inputs(config, function), patience=patience)
+    patience.end()
     seconds = float(config["seconds"])
     pace = _Pace(seconds, config.get("calls"), time.monotonic() + _MOST_TIMES * seconds)
     imported = time.monotonic() - began
     say(phase="warm-up")
     size = _warm_up(target, pace)
+    if target.failures == target.calls:
+        say(measured=_failed(target), done=True)
+        return
     target.forget()
     gc.collect()
     before, sizes = _census.count(), _census.cache_sizes()
@@ -111,6 +118,18 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     # It slows calls down, so it comes last.
     measured |= kept_by_line(lambda: target.run(traced.calls, max(traced.until, time.monotonic() + 1)))
     say(measured=measured, done=True)
+
+
+def _failed(target: Target) -> dict[str, Any]:
+    """What is known of a function of which no call has succeeded: its memory says nothing of those that do."""
+    errors = list(target.errors)[:_MOST_ERRORS]
+    return {
+        "calls": [target.calls],
+        "private": [0],
+        "failures": target.failures,
+        "errors": errors,
+        "failed": target.failed,
+    }
 
 
 def _moment() -> _holders.Snapshot | None:
@@ -184,6 +203,7 @@ def _readings(target: Target, pace: _Pace, say: Say) -> dict[str, Any]:
         "judged_from": readings.judged_from,
         "in_workers": readings.workers[-1] - readings.workers[0],
         "failures": target.failures,
+        "failed": target.failed,
         "seconds": time.monotonic() - began,
     }
 

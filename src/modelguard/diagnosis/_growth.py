@@ -37,7 +37,8 @@ class Measured:
         judged_from: The first reading that is judged: those before it left it undecided.
         in_workers: How much of its growth is in these workers.
         failures: How many calls raised.
-        errors: The names of their exceptions.
+        errors: The names of their exceptions, each with the line that it came from.
+        failed: The number of the first input that failed, counted from 1.
         trimmed: What a trim of the allocator gave back at the end.
         collected: What a full garbage collection gave back after that.
         garbage: How many objects it freed.
@@ -71,6 +72,7 @@ class Measured:
     in_workers: int = 0
     failures: int = 0
     errors: tuple[str, ...] = ()
+    failed: int = 0
     trimmed: int = 0
     collected: int = 0
     garbage: int = 0

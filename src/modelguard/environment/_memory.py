@@ -285,7 +285,7 @@ def _from_psutil(pid: int | None) -> MemoryUsage:
 def _gone(pid: int | None) -> Exception:
     if pid is None:
         return NotSupported("memory readings", reason="neither /proc nor psutil shows this process")
-    return ProcessLookupError(errno.ESRCH, f"process {pid} {_proc.absence(pid)}")
+    return ProcessLookupError(errno.ESRCH, f"process {pid} does not exist, or is a kernel thread")
 
 
 def _no_permission(pid: int | None) -> Exception:

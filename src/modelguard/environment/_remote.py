@@ -85,7 +85,7 @@ def _read(pid: int, root: Path) -> ProcessView:
     except (FileNotFoundError, ProcessLookupError):
         mappings, environ = [], {}
     if not mappings:
-        raise ProcessLookupError(errno.ESRCH, f"process {pid} {_proc.absence(pid, root)}")
+        raise ProcessLookupError(errno.ESRCH, f"process {pid} does not exist, or is a kernel thread")
     own_root = _proc.folder(pid, root) / "root"
     return ProcessView(mapped_files(mappings), environ, system_preloads(own_root), own_root)
 
