@@ -103,7 +103,7 @@ def follow(
         )
         began = time.monotonic()
         try:
-            said = _follow(process, answer, stack, progress, silence, limit)
+            said = _follow(process, answer, progress, silence, limit)
             if said.end in ("interrupted", "silent") and not stack.stat().st_size:
                 _ask(process, stack)
             seconds = time.monotonic() - began
@@ -149,11 +149,11 @@ def _frames(text: str, cwd: Path) -> tuple[str, ...]:
 
 
 def _follow(
-    process: subprocess.Popen[bytes], answer: Path, stack: Path, progress: Progress, silence: float, limit: float | None
+    process: subprocess.Popen[bytes], answer: Path, progress: Progress, silence: float, limit: float | None
 ) -> Said:
     lines: list[Mapping[str, Any]] = []
     began = heard = time.monotonic()
-    stuck = 0
+    stuck, stack = 0, answer.with_name("stack")
     try:
         while True:
             ended = process.poll() is not None

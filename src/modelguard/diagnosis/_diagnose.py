@@ -16,6 +16,7 @@ from modelguard.diagnosis import _child, _redact
 from modelguard.diagnosis._attribution import attribute
 from modelguard.diagnosis._candidates import Declared
 from modelguard.diagnosis._child import Progress, Said
+from modelguard.diagnosis._counts import Growing
 from modelguard.diagnosis._growth import GrowthReport, Measured, steps_of
 from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._trials import try_remedies
@@ -103,7 +104,7 @@ def diagnose(
         silence=silence + max(silence, patience),
     )
     report = _report(target, said, _Asked(seconds, calls, patience, inputs, generate))
-    if report.verdict != "grows" or not trial_seconds or said.end == "interrupted":
+    if report.measured.judged.verdict != "grows" or not trial_seconds or said.end == "interrupted":
         return report
     trials = try_remedies(
         config,
@@ -171,7 +172,7 @@ def _report(target: str, said: Said, asked: _Asked) -> GrowthReport:
     judged = measured.judged
     verdict, unknown = judged.verdict, _ended(said, asked)
     unknown += steps_of(judged)
-    if verdict == "undecided":
+    if verdict == "undecided" and not measured.growing:
         unknown.append(f"{judged.reason}; it needs {_needed(said, judged, len(measured.private), asked)}")
     if measured.failures:
         errors = ", ".join(measured.errors)
@@ -182,6 +183,8 @@ def _report(target: str, said: Said, asked: _Asked) -> GrowthReport:
             unknown = [one for one in unknown if not one.startswith(judged.reason or "\n")]
             unknown.append("no call succeeded, so nothing is known about those that do")
     causes, rest = attribute(measured) if verdict == "grows" else ((), 0.0)
+    if measured.growing:
+        verdict = "grows"
     return GrowthReport(target, verdict, causes, rest, measured, tuple(unknown))
 
 
@@ -228,6 +231,7 @@ def _measured(said: Said) -> Measured:
         found["private"] = [line["private"] for line in drive]
         found["judged_from"] = drive[-1]["judged_from"] if drive else 0
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    fields["growing"] = tuple(Growing(**each) for each in fields.get("growing", ()))
     fields["held"] = tuple(Held(**each) for each in fields.get("held", ()))
     return Measured(**fields)
 

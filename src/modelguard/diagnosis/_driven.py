@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from modelguard.diagnosis import _census, _holders, _target
 from modelguard.diagnosis._compiled import compiled
+from modelguard.diagnosis._counts import Counts
 from modelguard.diagnosis._lines import kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
 from modelguard.environment import _allocator, _memory
@@ -84,17 +85,33 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     function = _target.load(config["target"])
     if config["load"]:
         function = guard(_target.load(config["load"]), reload_on=None)(function)
-    target = Target(function, _target.inputs(config, function), patience=patience)
+    counts = Counts()
+    target = Target(function, _target.inputs(config, function), patience=patience, look=lambda: _look(counts))
     patience.end()
+    try:
+        _measure(config | {"imported": time.monotonic() - began}, say, function, target, counts)
+    except _target.Exhausted:
+        if counts.judged:  # only the tests are missing
+            say(done=True)
+        else:
+            say(measured=_alone(target) | {"growing": counts.exhausted(target.calls)}, done=True)
+
+
+def _look(counts: Counts) -> None:
+    if counts.too_many():
+        raise _target.Exhausted
+
+
+def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, counts: Counts) -> None:
     seconds = float(config["seconds"])
     pace = _Pace(seconds, config.get("calls"), time.monotonic() + _MOST_TIMES * seconds)
-    imported = time.monotonic() - began
     say(phase="warm-up")
     size = _warm_up(target, pace)
     if target.failures == target.calls:
-        say(measured=_failed(target), done=True)
+        say(measured=_alone(target), done=True)
         return
     target.forget()
+    counts.begin()
     gc.collect()
     before, sizes = _census.count(), _census.cache_sizes()
     _trim()
@@ -102,12 +119,13 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     free = _fallen(lambda: None)  # what calls always leave behind, without any growth
     target.run(size, pace.part(_WARM).until)
     target.forget()
+    counts.begin()
     code = compiled()
     moment = _moment()
-    measured = _readings(target, pace, say)
+    measured = _readings(target, pace, say, counts)
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
     measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
-    measured |= {"imported": imported, "guarded": isinstance(owner_of(function), ModelGuard)}
+    measured |= {"imported": config["imported"], "guarded": isinstance(owner_of(function), ModelGuard)}
     measured |= {"zones": _has_zones(), "importable": _is_importable(function)}
     say(measured=measured)
     say(phase="tests")
@@ -120,8 +138,8 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     say(measured=measured, done=True)
 
 
-def _failed(target: Target) -> dict[str, Any]:
-    """What is known of a function of which no call has succeeded: its memory says nothing of those that do."""
+def _alone(target: Target) -> dict[str, Any]:
+    """What is known of a function where memory says nothing: no call has succeeded, or it was ended before."""
     errors = list(target.errors)[:_MOST_ERRORS]
     return {
         "calls": [target.calls],
@@ -147,12 +165,12 @@ def _held(before: _holders.Snapshot | None, calls: int) -> list[dict[str, Any]]:
 class _Readings:
     """Readings of private memory between calls, that of workers included."""
 
-    def __init__(self, target: Target, pace: _Pace, say: Say) -> None:
+    def __init__(self, target: Target, pace: _Pace, say: Say, counts: Counts) -> None:
         self.calls: list[int] = []
         self.private: list[int] = []
         self.workers: list[int] = []
         self.judged_from = 0
-        self._target, self._pace, self._say = target, pace, say
+        self._target, self._pace, self._say, self._counts = target, pace, say, counts
 
     def drive(self, times: int = 1, *, collect: bool = False) -> None:
         """Call, and read 24 times or so, or some times as often; only these readings are judged."""
@@ -178,6 +196,7 @@ class _Readings:
             gc.collect()
         self.workers.append(_target.held_by_workers())
         self.calls.append(self._target.calls)
+        self._counts.read(self._target.calls)
         self.private.append(_memory.private(fresh=True) + self.workers[-1])
         self._say(
             phase="drive",
@@ -188,12 +207,12 @@ class _Readings:
         )
 
 
-def _readings(target: Target, pace: _Pace, say: Say) -> dict[str, Any]:
+def _readings(target: Target, pace: _Pace, say: Say, counts: Counts) -> dict[str, Any]:
     """Drive it until it is decided, or for three times as long.
 
     The second time garbage is collected before each reading: the collector's own sawtooth most often hides the rest.
     """
-    began, readings = time.monotonic(), _Readings(target, pace, say)
+    began, readings = time.monotonic(), _Readings(target, pace, say, counts)
     readings.drive()
     if readings.verdict() == "undecided":
         readings.drive(_AGAIN, collect=True)
@@ -204,6 +223,7 @@ def _readings(target: Target, pace: _Pace, say: Say) -> dict[str, Any]:
         "in_workers": readings.workers[-1] - readings.workers[0],
         "failures": target.failures,
         "failed": target.failed,
+        "growing": counts.growing(readings.judged_from),
         "seconds": time.monotonic() - began,
     }
 

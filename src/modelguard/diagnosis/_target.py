@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import faulthandler
 import importlib
 import inspect
@@ -25,6 +26,7 @@ from modelguard.errors import InvalidOption, ModelGuardError
 
 __all__ = [
     "Arguments",
+    "Exhausted",
     "Patience",
     "Say",
     "Target",
@@ -51,6 +53,10 @@ _LOOK = 0.25
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+class Exhausted(BaseException):
+    """The function has used up what a process may have: no call is to catch it."""
+
+
 class Patience:
     """Writes down where a call stands that does not return: the parent then ends the process, and all below it.
 
@@ -66,14 +72,23 @@ class Patience:
         self._renewed = -math.inf
         if stream is not None:
             # A forked child has no such thread, and would wait for it at its end.
-            os.register_at_fork(before=self.end, after_in_parent=self.begin)
+            os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=self._again)
 
-    def begin(self, seconds: float | None = None) -> None:
-        """It may take so long from now on."""
+    def begin(self, seconds: float | None = None) -> bool:
+        """It may take so long from now on; returns whether it was time to look."""
         now = time.monotonic()
-        if self._stream is not None and now > self._renewed + _LOOK:
-            self._renewed = now
-            faulthandler.dump_traceback_later(seconds or self._seconds + _LOOK, file=self._stream)
+        if self._stream is None or now < self._renewed + _LOOK:
+            return False
+        self._renewed = now
+        self._arm(seconds)
+        return True
+
+    def _arm(self, seconds: float | None = None) -> None:
+        faulthandler.dump_traceback_later(seconds or self._seconds + _LOOK, file=self._stream or sys.stderr)
+
+    def _again(self) -> None:
+        if self._renewed > 0:
+            self._arm()
 
     def end(self) -> None:
         """Nothing is waited for."""
@@ -87,6 +102,7 @@ class Patience:
         return loop.call_later(self._seconds, self._write, coroutine)
 
     def _write(self, coroutine: Any) -> None:
+        self.end()
         frames: list[str] = []
         while coroutine is not None:
             frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
@@ -107,6 +123,7 @@ class Target:
         given: Its inputs, without end.
         asynchronous: Whether its calls have to be awaited. Default: if it is a coroutine function.
         around: Makes the context that each call runs in.
+        look: Called now and then, before a call.
         patience: Tells of a call that does not return.
 
     Attributes:
@@ -126,7 +143,9 @@ class Target:
         asynchronous: bool | None = None,
         around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
         patience: Patience | None = None,
+        look: Callable[[], object] = lambda: None,
     ) -> None:
+        self._look = look
         self._patience = patience or Patience()
         self._function = function
         self._inputs = given
@@ -203,7 +222,8 @@ class Target:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         self.calls += 1
-        self._patience.begin()
+        if self._patience.begin():
+            self._look()
         began = time.perf_counter()
         try:
             yield
@@ -211,6 +231,8 @@ class Target:
             self.failures += 1
             self.failed = self.failed or self._taken
             self.errors[_described(error)] = None
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                raise Exhausted from None
         if os.getpid() != self._pid:
             os._exit(0)  # a process that the function has forked, and that came back from the call
         if self.timed:
