@@ -27,6 +27,8 @@ _ANSWER = 1.0
 #: Looks at which it runs on, with its stack written down: so it has not crashed.
 _STUCK = 5
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
+#: Where the driven program enters the code of the user.
+_CALLED = re.compile(r'_target\.py", line \d+ in (?:_call|_awaited|next_input|load)\b')
 _PACKAGE = Path(__file__).parents[1]
 
 Progress = Callable[[Mapping[str, Any]], None]
@@ -136,6 +138,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _frames(text: str, cwd: Path) -> tuple[str, ...]:
     """The frames above those of this package, from what faulthandler has written: the thread that calls comes last."""
     *_, last = re.split(r"^(?:Current thread|Thread|Stack) .*$", text, flags=re.MULTILINE)
+    if str(_PACKAGE) in last and not _CALLED.search(last):
+        return ()  # it was reading, and not in a call
     found: list[str] = []
     for file, line, name in _FRAME.findall(last):
         path = Path(file)
