@@ -41,7 +41,7 @@ RUNS = [
     (("completion", "sh"), 2),
     (("ctl", "PID", "status"), 0),
     (("ctl", "PID", "reload", "other"), 1),
-    (("ctl", "1", "status"), 2),
+    (("ctl", "4194305", "status"), 2),
     (("diagnose", "app:steady", *CALLS), 0),
     (("diagnose", "app:opens", *CALLS), 1),
     (("diagnose", "exits:f"), 2),
