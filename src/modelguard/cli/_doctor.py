@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from modelguard.errors import InvalidOption, ModelGuardError
@@ -83,17 +82,10 @@ def run(options: argparse.Namespace) -> int:
         return _fail(error, USAGE)
     except KeyboardInterrupt:
         return _say("interrupted; the command was stopped", USAGE)
-    try:
-        if options.json:
-            print(as_json(report))  # noqa: T201 - the output of the command
-        else:
-            _show(report, sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has closed the pipe, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:  # such as a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _say(f"the report could not be written: {error.strerror}", USAGE)
+    if options.json:
+        print(as_json(report))  # noqa: T201 - the output of the command
+    else:
+        _show(report, sys.stdout)
     return 0 if report.ok else FAULTS
 
 
@@ -152,8 +144,7 @@ def _fail(error: ModelGuardError, status: int) -> int:
 
 
 def _say(line: str, status: int) -> int:
-    with suppress(OSError):
-        print(f"modelguard doctor: {line}", file=sys.stderr)  # noqa: T201
+    print(f"modelguard doctor: {line}", file=sys.stderr)  # noqa: T201
     return status
 
 

@@ -113,7 +113,7 @@ def listening_below(pid: int) -> list[int]:
     """
     known = _proc.processes()
     if pid not in known:
-        raise ProcessLookupError(3, f"there is no process {pid}")
+        raise ProcessLookupError(3, f"process {pid} {_proc.absence(pid)}")
     found = []
     for process in _proc.descendants(pid, known):
         with suppress(Unreachable, OSError):

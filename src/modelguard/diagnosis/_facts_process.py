@@ -59,21 +59,21 @@ def facts_of_process(pid: str | int, *, root: Path = _proc.ROOT) -> Facts:
         NotSupported: There is no ``/proc``, or it hides what has to be read.
     """
     number = process_number(pid)
-    with readable(number):
+    with readable(number, root):
         return _facts(number, root)
 
 
 @contextmanager
-def readable(pid: int) -> Iterator[None]:
+def readable(pid: int, root: Path = _proc.ROOT) -> Iterator[None]:
     """Turn the kernel's errors into one that says what to do.
 
     Raises:
-        InvalidOption: There is no such process, or it belongs to another user.
+        InvalidOption: There is no such process, it is a kernel thread, or it belongs to another user.
     """
     try:
         yield
     except ProcessLookupError:
-        raise InvalidOption(_ARGUMENT, pid, why="does not exist", fix=_FIX) from None
+        raise InvalidOption(_ARGUMENT, pid, why=_proc.absence(pid, root), fix=_FIX) from None
     except PermissionError:
         why = "belongs to another user, or /proc is hidden from this user"
         raise InvalidOption(_ARGUMENT, pid, why=why, fix="Run modelguard doctor as its owner, or as root.") from None

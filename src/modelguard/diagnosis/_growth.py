@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modelguard import _units
+from modelguard.diagnosis._counts import Growing
 from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._trial_results import Trials
 from modelguard.facts.growth import Judgement, Verdict, judge
@@ -37,7 +38,8 @@ class Measured:
         judged_from: The first reading that is judged: those before it left it undecided.
         in_workers: How much of its growth is in these workers.
         failures: How many calls raised.
-        errors: The names of their exceptions.
+        errors: The names of their exceptions, each with the line that it came from.
+        failed: The number of the first input that failed, counted from 1.
         trimmed: What a trim of the allocator gave back at the end.
         collected: What a full garbage collection gave back after that.
         garbage: How many objects it freed.
@@ -55,6 +57,7 @@ class Measured:
         compiled: Growth of written machine code that was compiled at run time.
         libraries: Which of the libraries with causes of their own are loaded.
         held: The containers that have grown, and what holds them; the heaviest first.
+        growing: Open files, threads and child processes of which there are more with the calls.
         seconds: How long the calls of the readings took.
         imported: Seconds that the import of the function took.
         guarded: Whether a guard lends the function its model.
@@ -72,6 +75,7 @@ class Measured:
     in_workers: int = 0
     failures: int = 0
     errors: tuple[str, ...] = ()
+    failed: int = 0
     trimmed: int = 0
     collected: int = 0
     garbage: int = 0
@@ -89,6 +93,7 @@ class Measured:
     compiled: int = 0
     libraries: tuple[str, ...] = ()
     held: tuple[Held, ...] = ()
+    growing: tuple[Growing, ...] = ()
     seconds: float = 0.0
     imported: float = 0.0
     guarded: bool = False
@@ -147,7 +152,7 @@ class GrowthReport:
 
     Attributes:
         subject: What was driven.
-        verdict: Whether it grows with its calls.
+        verdict: Whether its memory grows with its calls, or what ``measured.growing`` names.
         causes: The causes, the largest share first.
         unexplained: The share that no cause explains.
         measured: The measurements.
