@@ -16,6 +16,9 @@ LONGEST_REQUEST = 4096
 #: The longest answer, in bytes: the status of a few thousand guards.
 LONGEST_ANSWER = 4 * 2**20
 
+#: The command after which the connection is one for questions about the process.
+INSPECT = "inspect"
+
 _CHUNK = 65_536
 
 

@@ -151,6 +151,7 @@ class GrowthReport:
         measured: The measurements.
         unknown: What could not be determined, in sentences.
         trials: The remedies that were tried; None if none were.
+        seen: Of a running process: what was looked at and what was not, and what that showed, in sentences.
     """
 
     subject: str
@@ -160,6 +161,7 @@ class GrowthReport:
     measured: Measured = Measured()
     unknown: tuple[str, ...] = ()
     trials: Trials | None = None
+    seen: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""

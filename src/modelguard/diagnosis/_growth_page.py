@@ -35,7 +35,7 @@ def as_html(report: GrowthReport) -> str:
     )
     table = f"<table><tr><th>cause</th><th>share</th><th>seen</th><th>fix</th></tr>{rows}</table>" if rows else ""
     rest = f"<p>{report.unexplained:.0%} is unexplained.</p>" if rows else ""
-    notes = "".join(f"<p>Note: {html.escape(printable(sentence))}.</p>" for sentence in report.unknown)
+    notes = "".join(f"<p>Note: {html.escape(printable(sentence))}.</p>" for sentence in (*report.seen, *report.unknown))
     subject = html.escape(report.subject)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{subject}</title>'
