@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import modelguard
 from modelguard.control import _messages
 from modelguard.environment import _proc
 from modelguard.environment._peer import peer
@@ -103,9 +102,9 @@ def inspect(pid: int) -> socket.socket:
         connected.close()
         raise Unreachable(f"process {pid} did not answer: {str(error) or 'it hung up'}") from None
     theirs = said.get("version", "older")
-    if theirs != modelguard.__version__:  # what is asked and answered may differ
+    if theirs != _messages.version():  # what is asked and answered may differ
         connected.close()
-        raise Unreachable(f"its modelguard is {theirs}, and this is {modelguard.__version__}")
+        raise Unreachable(f"its modelguard is {theirs}, and this is {_messages.version()}")
     return connected
 
 

@@ -10,7 +10,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import modelguard
 from modelguard.control import _commands, _messages
 from modelguard.environment._peer import peer
 from modelguard.errors import InvalidOption
@@ -183,7 +182,7 @@ def _inspected(connected: socket.socket) -> None:
     exec(compile((folder / "_inside.py").read_bytes(), folder / "_inside.py", "exec"), script)  # noqa: S102 - our own
     sources = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in script["SCRIPTS"]}
     connected.settimeout(_PATIENCE)
-    _messages.send(connected, {"pid": os.getpid(), "version": modelguard.__version__})
+    _messages.send(connected, {"pid": os.getpid(), "version": _messages.version()})
     connected.settimeout(None)
     script["answer"](connected, sources)
 

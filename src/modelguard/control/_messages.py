@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Malformed", "address", "receive", "send"]
+__all__ = ["Malformed", "address", "receive", "send", "version"]
 
 #: The longest request, in bytes.
 LONGEST_REQUEST = 4096
@@ -35,6 +36,11 @@ def address(pid: int) -> str:
     with suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - a link of the kernel's
     return f"\0modelguard-control/{namespace}/{pid}"
+
+
+def version() -> str:
+    """The version of modelguard, without an import of the package that is above this one."""
+    return str(sys.modules["modelguard"].__version__)
 
 
 def send(connected: socket.socket, content: object) -> None:
