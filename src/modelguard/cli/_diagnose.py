@@ -39,7 +39,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "driven, 3 undecided",
     )
     parser.add_argument("target", metavar="MODULE:FUNCTION", nargs="?", help="the function, such as app:predict")
-    parser.add_argument("--pid", metavar="PID", help="a running process to watch instead; needs Python 3.14")
+    parser.add_argument("--pid", metavar="PID", help="a running process to watch instead")
     parser.add_argument(
         "--inputs", metavar="FILE", help="one input in JSON per line: a list, an object, or one argument"
     )

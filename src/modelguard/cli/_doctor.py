@@ -45,7 +45,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--pid", metavar="PID", help="a running process; for gunicorn, the master")
     parser.add_argument(
-        "--inside", action="store_true", help="also ask the process itself; needs Python 3.14 and the right to trace it"
+        "--inside",
+        action="store_true",
+        help="also ask the process itself: it has called modelguard.control.listen(), or runs on Python 3.14",
     )
     parser.add_argument("--request", metavar="URL", help="a path or address to request while the command is examined")
     parser.add_argument("--count", metavar="N", help="the number of requests, default: 100")

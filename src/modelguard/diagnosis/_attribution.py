@@ -60,8 +60,7 @@ def attribute(measured: Measured) -> tuple[tuple[Cause, ...], float]:
     for name, size, seen in (*_in_workers(measured), *_given_back(measured), *_kept(measured)):
         share = min(rest, size / growth)
         if share >= _LEAST:
-            fix = _bounded(measured.held[0]) if name == "python objects" and measured.held else _FIXES[name]
-            causes.append(Cause(name, round(share, 2), seen, fix))
+            causes.append(Cause(name, round(share, 2), seen, _fix(name, measured)))
             rest -= share
     causes.sort(key=lambda cause: -cause.share)
     return tuple(_merged(causes)), round(max(0.0, rest), 2)
@@ -75,6 +74,15 @@ def _merged(causes: list[Cause]) -> Iterator[Cause]:
     for name, same in by_name.items():
         seen = "; ".join(cause.seen for cause in same)
         yield Cause(name, round(sum(cause.share for cause in same), 2), seen, same[0].fix)
+
+
+def _fix(name: CauseName, measured: Measured) -> str:
+    """What to do about a cause: of Python's objects, in the container that holds them if it is known."""
+    if name == "python objects" and measured.held:
+        return _bounded(measured.held[0])
+    if name == "python objects" and not measured.traced:
+        return "modelguard diagnose MODULE:FUNCTION finds the lines that allocate them."
+    return _FIXES[name]
 
 
 def _bounded(held: Held) -> str:
@@ -149,12 +157,13 @@ def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     for counted, name in _COUNTED_LIVE if measured.live else _COUNTED:
         more = measured.more(counted)
         if more >= max(_FEWEST_MORE, _WITH_CALLS * calls):
-            yield name, measured.growth, f"{more:,} more {counted} after {calls:,} {measured.per}"
+            seen = f"{more:,} more {counted} after {calls:,} {measured.per}"
+            yield name, measured.growth, "; ".join([seen, *_holders(measured.held)])
             return
     if measured.live and measured.compiled > _COMPILED and "torch" in measured.libraries:
         yield "onednn plans", measured.growth, f"{format_bytes(measured.compiled)} more machine code was compiled"
         return
-    if measured.live and measured.more("blocks") >= _BLOCKS * calls:
+    if measured.live and not measured.held and measured.more("blocks") >= _BLOCKS * calls:
         kinds = sorted(measured.types.items(), key=lambda item: -item[1])[:_LINES]
         most = ", ".join(f"{number:,} {kind}" for kind, number in kinds) or "of types that the collector does not track"
         yield "python objects", measured.growth, f"{measured.more('blocks'):,} more blocks of Python's memory; {most}"
@@ -210,4 +219,9 @@ def _native(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
             "" if measured.repeats is None else f"; a repeated input grows by {measured.repeats:,.0f} bytes per call"
         )
         where = f"; allocated below {_places(measured.native)}" if measured.native else ""
-        yield "native memory", measured.growth, f"neither freed by a collection nor allocated by Python{depends}{where}"
+        seen = (
+            "no container that has grown holds it"
+            if measured.live
+            else "neither freed by a collection nor allocated by Python"
+        )
+        yield "native memory", measured.growth, f"{seen}{depends}{where}"

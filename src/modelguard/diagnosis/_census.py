@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 import threading
+import types as types_
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,13 @@ _FEW = 10
 
 #: Objects of a type that are few are not counted by type.
 _MANY = 100
+
+#: What a program consists of.
+_PROGRAM = frozenset({
+    type, types_.FunctionType, types_.BuiltinFunctionType, types_.ModuleType, types_.GetSetDescriptorType,
+    types_.MemberDescriptorType, types_.WrapperDescriptorType, types_.MethodDescriptorType,
+    types_.ClassMethodDescriptorType, staticmethod, classmethod, property,
+})  # fmt: skip
 
 #: How to ask a queue for its length without its lock, which another thread may hold.
 _QUEUES: dict[str, Callable[[Any], int]] = {
@@ -61,9 +69,13 @@ def count() -> dict[str, int]:
 
 
 def types() -> dict[str, int]:
-    """The numbers of objects by type, of those types that have many."""
+    """The numbers of objects by type, of those types that have many, without what each import adds."""
     found = Counter(type(thing) for thing in gc.get_objects())
-    return {f"{kind.__module__}.{kind.__qualname__}": number for kind, number in found.items() if number > _MANY}
+    return {
+        f"{kind.__module__}.{kind.__qualname__}": number
+        for kind, number in found.items()
+        if number > _MANY and kind not in _PROGRAM
+    }
 
 
 def guard_uses() -> list[tuple[str, int, int]]:

@@ -159,6 +159,7 @@ class GrowthReport:
         unknown: What could not be determined, in sentences.
         trials: The remedies that were tried; None if none were.
         about: When, with what and of how many inputs it was made, as the command shows it.
+        seen: Of a running process: what was looked at and what was not, and what that showed, in sentences.
     """
 
     subject: str
@@ -169,6 +170,7 @@ class GrowthReport:
     unknown: tuple[str, ...] = ()
     trials: Trials | None = None
     about: dict[str, str] = field(default_factory=dict)
+    seen: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""

@@ -47,7 +47,7 @@ def as_html(report: GrowthReport) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{subject}</title><style>{_STYLE}{_figures.STYLE}</style></head><body><h1>{subject}</h1>"
         f"<p>{words(verdict(report))}.</p>{_figures.readings(report.measured)}{_causes(report)}"
-        f"{_list('More with the calls', found)}{_list('Notes', report.unknown)}{chains}"
+        f"{_list('More with the calls', found)}{_list('Notes', (*report.seen, *report.unknown))}{chains}"
         f"{_remedies(report.trials)}{_about(report)}</body></html>\n"
     )
 

@@ -31,6 +31,8 @@ def as_text(report: GrowthReport) -> Iterator[str]:
         yield f"{report.unexplained:.0%} is unexplained."
     if measured.libraries:
         yield f"Loaded: {', '.join(measured.libraries)}."
+    for sentence in report.seen:
+        yield f"{printable(sentence[0].upper() + sentence[1:])}."
     for sentence in report.unknown:
         yield f"Note: {printable(sentence)}"
     if report.trials is not None:
