@@ -105,7 +105,7 @@ def test_a_service_is_watched_from_outside(tmp_path: Path) -> None:
     assert "Not looked at: its Python objects, what holds them, and its calls, because " in done.stdout
     assert "call modelguard.control.listen() where its application is made" in done.stdout
     assert "Where private memory grew: " in done.stdout
-    assert "Open sockets grow: from " in done.stdout
+    assert "more open files in " in done.stdout
     assert "unexplained" not in done.stdout
 
 

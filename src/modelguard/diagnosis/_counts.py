@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from modelguard.diagnosis import _redact
@@ -38,7 +38,7 @@ class Growing:
     Attributes:
         name: What is counted.
         more: By how many it has grown.
-        calls: In so many calls.
+        calls: In so many calls, or milliseconds.
         seen: What they are, the most frequent first.
         fix: What to do.
     """
@@ -49,8 +49,14 @@ class Growing:
     seen: str
     fix: str
 
-    def __str__(self) -> str:
-        return f"{self.more:,} more {self.name} in {self.calls:,} calls"
+    def told(self, per: str) -> str:
+        """Its numbers.
+
+        Args:
+            per: What ``calls`` counts.
+        """
+        during = f"{self.calls:,} calls" if per == "calls" else f"{self.calls / 1000:.0f} seconds"
+        return f"{self.more:,} more {self.name} in {during}"
 
 
 FIXES = {
@@ -60,30 +66,35 @@ FIXES = {
 }
 
 
-def numbers() -> dict[str, int]:
-    """How many there are."""
+def numbers(pid: int | None = None) -> dict[str, int]:
+    """How many a process has, without a process id this one."""
+    folder = _proc.folder(pid)
     return {
-        "open files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - only the number is needed
-        "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208 - as above
-        "child processes": len(_children()),
+        "open files": len(os.listdir(folder / "fd")),  # noqa: PTH208 - only the number is needed
+        "threads": len(os.listdir(folder / "task")),  # noqa: PTH208 - as above
+        "child processes": len(_children(pid)),
     }
 
 
-def kinds() -> dict[str, dict[str, int]]:
-    """How many there are of each kind."""
-    found = {"open files": _files(), "threads": _threads(), "child processes": _processes()}
+def kinds(pid: int | None = None) -> dict[str, dict[str, int]]:
+    """How many it has of each kind."""
+    found = {"open files": _files(pid), "threads": _threads(pid), "child processes": _processes(pid)}
     return {name: dict(Counter(each).most_common(_KEPT)) for name, each in found.items()}
 
 
 class Counts:
     """The numbers by reading, and what they are.
 
+    Args:
+        pid: Of which process; None for this one.
+
     Attributes:
         calls: How many calls had been made at each reading.
         judged: Whether that was asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid = pid
         self.calls: list[int] = []
         self.judged = False
         self._spare: list[int] = []
@@ -92,15 +103,16 @@ class Counts:
     def begin(self) -> None:
         """Forget what was read."""
         self.calls.clear()
-        self._kinds, self._first = kinds(), numbers()
+        self._kinds, self._first = kinds(self._pid), numbers(self._pid)
         self._read: list[dict[str, int]] = []
         # The call may use up all descriptors, and then nothing could be read.
-        self._spare += [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE - len(self._spare))]
+        if self._pid is None:
+            self._spare += [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE - len(self._spare))]
 
     def read(self, calls: int) -> None:
         """Read the numbers after so many calls."""
         self.calls.append(calls)
-        self._read.append(numbers())
+        self._read.append(numbers(self._pid))
 
     def too_many(self) -> bool:
         """Whether so many are there that going on would endanger the machine."""
@@ -130,7 +142,7 @@ class Counts:
         return [self._grown(most, more[most], calls)]
 
     def _grown(self, name: str, more: int, calls: int) -> dict[str, Any]:
-        return asdict(Growing(name, more, calls, _most(self._kinds, kinds(), name), FIXES[name]))
+        return asdict(Growing(name, more, calls, _most(self._kinds, kinds(self._pid), name), FIXES[name]))
 
 
 def _most(before: Kinds, after: Kinds, name: str) -> str:
@@ -140,20 +152,20 @@ def _most(before: Kinds, after: Kinds, name: str) -> str:
     return ", ".join(f"{count:,} {kind}" for kind, count in more.most_common(_SHOWN) if count > 0)
 
 
-def _children() -> list[int]:
+def _children(pid: int | None) -> list[int]:
     """Those that have ended too, until they are waited for."""
     found = []
     for name in os.listdir("/proc"):  # noqa: PTH208 - as above
         each = _proc.if_readable(_proc.stat, int(name)) if name.isdecimal() else None
-        if each is not None and each.parent == os.getpid():
+        if each is not None and each.parent == (pid or os.getpid()):
             found.append(each.pid)
     return found
 
 
-def _files() -> Iterator[str]:
+def _files(pid: int | None) -> Iterator[str]:
     """What descriptors refer to: files by their paths, or by their folders if there are many; sockets by where to."""
-    opened = list(_proc.open_files().values())
-    sockets = _sockets()
+    opened = list(_proc.open_files(pid).values())
+    sockets = _sockets(_proc.folder(pid))
     paths = Counter(each for each in opened if each.startswith("/"))
     folders = Counter(str(PurePath(each).parent) for each in paths)
     for each in opened:
@@ -168,11 +180,11 @@ def _files() -> Iterator[str]:
             yield {"pipe": "pipes", "anon_inode": inode.strip("[]")}.get(kind, kind)
 
 
-def _sockets() -> dict[str, str]:
+def _sockets(folder: Path) -> dict[str, str]:
     """What sockets are, by their inodes."""
     found: dict[str, str] = {}
     for table in ("tcp", "tcp6", "udp", "udp6"):
-        for line in _table(table):
+        for line in _table(folder / "net" / table):
             words = line.split()
             host, _, port = words[2].partition(":")
             to = f"sockets to {_address(host)}:{int(port, 16)}"
@@ -180,16 +192,15 @@ def _sockets() -> dict[str, str]:
             found[words[9]] = (
                 f"{to}, closed by the other side" if closed else to if int(port, 16) else f"{table} sockets"
             )
-    for line in _table("unix"):
+    for line in _table(folder / "net/unix"):
         words = line.split(maxsplit=7)
         found[words[6]] = f"Unix sockets {words[7]}" if len(words) > 7 else "Unix sockets"  # noqa: PLR2004
     return found
 
 
-def _table(name: str) -> list[str]:
+def _table(file: Path) -> list[str]:
     try:
-        with open(f"/proc/self/net/{name}", encoding="utf-8", errors="replace") as stream:  # noqa: PTH123
-            return stream.read().splitlines()[1:]
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
     except OSError:
         return []
 
@@ -200,14 +211,14 @@ def _address(text: str) -> str:
     return socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words)  # noqa: PLR2004 - bytes
 
 
-def _threads() -> Iterator[str]:
+def _threads(pid: int | None) -> Iterator[str]:
     """Threads by their names, numbers left out: those that Python names have their targets in them."""
-    known = {each.native_id: each.name for each in threading.enumerate()}
-    for thread, name in _proc.thread_names().items():
+    known = {each.native_id: each.name for each in threading.enumerate()} if pid is None else {}
+    for thread, name in _proc.thread_names(pid).items():
         yield re.sub(r"\d+", "N", known.get(thread) or f"native {name}")
 
 
-def _processes() -> Iterator[str]:
-    for pid in _children():
+def _processes(parent: int | None) -> Iterator[str]:
+    for pid in _children(parent):
         words = _proc.if_readable(_proc.command_line, pid)
         yield _redact.redact_command(words, os.environ) if words else "ended, and not waited for"

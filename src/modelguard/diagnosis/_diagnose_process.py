@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from modelguard import _units
@@ -15,6 +15,7 @@ from modelguard.diagnosis._attach import Inside, inside_of
 from modelguard.diagnosis._attribution import attribute
 from modelguard.diagnosis._child import Progress
 from modelguard.diagnosis._compiled import compiled
+from modelguard.diagnosis._counts import Counts, Growing
 from modelguard.diagnosis._facts_process import interpreter_of, named_process, process_number, readable
 from modelguard.diagnosis._growth import GrowthReport, steps_of
 from modelguard.diagnosis._holders import Held
@@ -99,7 +100,6 @@ class Watched:
         sleep: Waits for that many seconds.
         progress: Called at each reading.
         private: Reads the private memory of a process, in bytes.
-        counts: Counts its threads, children and open files.
         why: Why it is seen from outside only.
     """
 
@@ -109,13 +109,14 @@ class Watched:
     sleep: Callable[[float], None]
     progress: Progress
     private: Callable[[int], int] = _memory.private_of
-    counts: Callable[[int], dict[str, int]] = _outside.counts_of
     why: str = ""
     _unknown: list[str] = field(default_factory=list)
 
     def report(self, subject: str, seconds: float) -> GrowthReport:
         """Watch it for so long, and judge."""
-        calls, observed, times, counts = Calls(), Observed(), list[float](), list[Mapping[str, int]]()
+        calls, observed = Calls(), Observed()
+        self._still_there()
+        counts = Counts(self.pid)
         free = self._trim()
         first, kinds = self._look(), _outside.kinds_of(self.pid)
         began = self.clock()
@@ -125,9 +126,9 @@ class Watched:
                 self.sleep(max(0.0, began + number * seconds / _READINGS - self.clock()))
                 private = self._still_there()
                 total = calls.total(self._ask("uses").get("uses", ()))
-                times.append(1000 * (self.clock() - began))
-                observed.add(total if calls.known else int(times[-1]), private)
-                counts.append(self.counts(self.pid))
+                made = total if calls.known else int(1000 * (self.clock() - began))
+                observed.add(made, private)
+                counts.read(made)
                 self.progress({"calls": total, "private": private, "first": observed.first, "phase": "drive"})
         except KeyboardInterrupt:
             self._unknown.append("it was interrupted")
@@ -135,6 +136,7 @@ class Watched:
         held = self._held(calls)
         trimmed = max(0, self._trim() - free)
         measured = observed.measured(first, last, trimmed, "calls" if calls.known else "milliseconds", held)
+        measured = replace(measured, growing=tuple(Growing(**each) for each in counts.growing(0)))
         judged = measured.judged
         self._unknown.extend(steps_of(judged, measured.per))
         if not measured.calls[-1] and len(measured.calls) >= FEWEST:
@@ -145,8 +147,9 @@ class Watched:
         causes, rest = ((), 1.0) if self.inside is None else attribute(measured)
         if judged.verdict != "grows":
             causes, rest = (), 0.0
-        seen = (*self._looked_at(), *self._where(kinds, now), *_outside.grown_counts(times, counts))
-        return GrowthReport(subject, judged.verdict, causes, rest, measured, tuple(self._unknown), seen=seen)
+        seen = (*self._looked_at(), *self._where(kinds, now))
+        verdict = "grows" if measured.growing else judged.verdict
+        return GrowthReport(subject, verdict, causes, rest, measured, tuple(self._unknown), seen=seen)
 
     def _still_there(self) -> int:
         """Its private memory.
@@ -155,7 +158,7 @@ class Watched:
             InvalidOption: It has ended.
         """
         private = self.private(self.pid)
-        if private == 0 and _proc.stat(self.pid) is None:
+        if _proc.stat(self.pid) is None:
             why = "has ended meanwhile"
             raise InvalidOption("--pid", self.pid, why=why, fix="Give the id of a process that goes on.")
         return private

@@ -41,7 +41,7 @@ def as_html(report: GrowthReport) -> str:
     subject = words(report.subject)
     held = _figures.chains(report.measured)
     chains = f"<h2>What holds it</h2>{held}" if held else ""
-    found = [f"{each}: {each.seen}. {each.fix}" for each in report.measured.growing]
+    found = [f"{each.told(report.measured.per)}: {each.seen}. {each.fix}" for each in report.measured.growing]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

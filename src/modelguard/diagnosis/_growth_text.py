@@ -23,7 +23,7 @@ def as_text(report: GrowthReport) -> Iterator[str]:
         yield f"  fix   {cause.fix}"
     for each in measured.growing:
         yield ""
-        yield str(each)
+        yield each.told(measured.per)
         yield f"  seen  {printable(each.seen)}"
         yield f"  fix   {each.fix}"
     if report.causes:

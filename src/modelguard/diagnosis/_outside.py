@@ -1,11 +1,10 @@
-"""What a process shows from outside, Python or not: where its memory is, and its files, threads and children."""
+"""What a process shows of its memory from outside, Python or not."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,12 +13,9 @@ from modelguard.diagnosis._compiled import compiled_in
 from modelguard.environment import _proc, _remote
 from modelguard.environment._mappings import MemoryMapping
 from modelguard.errors import ModelGuardError
-from modelguard.facts.growth import judge
 
-__all__ = ["allocator_of", "counts_of", "grown_counts", "kinds_of", "moved"]
+__all__ = ["allocator_of", "kinds_of", "moved"]
 
-#: So many more of something, in the whole time, are growth.
-_FEW = 10
 #: Kinds of memory with less growth are not shown.
 _SMALL = 500_000
 #: glibc gives each further arena an address range of this size, at a multiple of it.
@@ -81,41 +77,6 @@ def moved(first: Mapping[str, int], last: Mapping[str, int]) -> str:
     more = {kind: size - first.get(kind, 0) for kind, size in last.items()}
     most = sorted(more.items(), key=lambda item: -item[1])
     return ", ".join(f"{kind} +{format_bytes(size)}" for kind, size in most if size >= _SMALL)
-
-
-def counts_of(pid: int, root: Path = _proc.ROOT) -> dict[str, int]:
-    """How many threads, children and open files of each kind a process has.
-
-    Args:
-        pid: The process.
-        root: The folder that holds ``proc``.
-    """
-    found = Counter({"threads": int((_proc.if_readable(_proc.status, pid, root) or {}).get("Threads", "0"))})
-    found["child processes"] = sum(each.parent == pid for each in _proc.processes(root).values())
-    found.update(map(_kind_of_file, (_proc.if_readable(_proc.open_files, pid, root) or {}).values()))
-    return dict(found)
-
-
-def _kind_of_file(name: str) -> str:
-    """``socket:[4711]`` and ``anon_inode:[eventpoll]`` are kinds of their own; of files only that they are files."""
-    if name.startswith("anon_inode:"):
-        return f"open {re.sub('[^a-z]', '', name.removeprefix('anon_inode:'))} descriptors"
-    kind = re.match("(socket|pipe):", name)
-    return f"open {kind[1]}s" if kind else "open files"
-
-
-def grown_counts(times: Sequence[float], counts: Sequence[Mapping[str, int]]) -> Iterator[str]:
-    """What has become more and more, each in a sentence.
-
-    Args:
-        times: The milliseconds of the readings.
-        counts: What :func:`counts_of` has found at each of them.
-    """
-    for kind in dict.fromkeys(itertools.chain.from_iterable(counts)):
-        numbers = [each.get(kind, 0) for each in counts]
-        if judge(times, numbers, least=_FEW).verdict == "grows":
-            seconds = (times[-1] - times[0]) / 1000
-            yield f"{kind} grow: from {numbers[0]:,} to {numbers[-1]:,} in {seconds:.0f} seconds"
 
 
 def allocator_of(pid: int) -> str:
