@@ -41,8 +41,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Examine this environment, a running process with all its descendants, or a command: it is "
         "started, examined from outside and inside once it serves, and stopped. Each finding says what was seen, why "
         "it matters and how to fix it. Secrets are never printed.",
-        epilog="exit status: 0 no faults (there may be notes), 1 faults, 2 the examination failed, 127 there is no "
-        "such command",
+        epilog="exit status: 0 no faults (there may be notes), 1 faults, 2 the examination failed or the command did "
+        "not serve, 126 it cannot be executed, 127 there is no such command",
     )
     parser.add_argument("--pid", metavar="PID", help="a running process; for gunicorn, the master")
     parser.add_argument(
@@ -94,7 +94,9 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:  # such as a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _say(f"the report could not be written: {error.strerror}", USAGE)
-    return 0 if report.ok else FAULTS
+    if report.faults:
+        return FAULTS
+    return 0 if report.served else USAGE
 
 
 def _gather(options: argparse.Namespace) -> Facts:

@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
         for note in plan.notes or _note_on_nothing_set(options):
             _say(note)
         if not options.print:
+            _say(plan.in_force)
             _launcher.become(plan)
     except CannotRun as error:
         _say(str(error))
