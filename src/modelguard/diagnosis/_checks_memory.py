@@ -47,7 +47,7 @@ def _swapping(facts: Facts) -> Evidence | None:
 
 def _killed(facts: Facts) -> Evidence | None:
     limit, strain = facts.machine.limit, facts.machine.strain
-    if not strain.killed:
+    if strain is None or not strain.killed:
         return None
     limited = limit is not None and limit.bytes is not None
     seen = [f"the kernel has killed {strain.killed} process(es) of its cgroup, for want of memory"]
@@ -59,7 +59,8 @@ def _killed(facts: Facts) -> Evidence | None:
 
 
 def _near_limit(facts: Facts) -> Evidence | None:
-    limit, held = facts.machine.limit, facts.machine.strain.held
+    limit, strain = facts.machine.limit, facts.machine.strain
+    held = None if strain is None else strain.held
     if limit is None or limit.bytes is None or held is None or held < limit.bytes * _NEAR:
         return None
     seen = f"{format_bytes(held)} of the {format_bytes(limit.bytes)} of {limit.source} are held{_peak(facts)}"
@@ -67,7 +68,7 @@ def _near_limit(facts: Facts) -> Evidence | None:
 
 
 def _peak(facts: Facts) -> str:
-    peak = facts.machine.strain.peak
+    peak = None if facts.machine.strain is None else facts.machine.strain.peak
     return "" if peak is None else f"; the most that was used, file cache included, is {format_bytes(peak)}"
 
 

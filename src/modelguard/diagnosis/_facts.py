@@ -87,7 +87,7 @@ class Machine:
     cpus: Cpus | None = None
     limit: Limit | None = None
     swapped: int | None = None
-    strain: Strain = Strain()
+    strain: Strain | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from modelguard.diagnosis._facts_process import Answers, facts_of_tree
 from modelguard.diagnosis._requests import Driven
 from modelguard.diagnosis._session import ANSWER, Session, started
 from modelguard.environment import _proc
+from modelguard.environment._limits import Strain
 from modelguard.errors import InvalidOption, NotSupported
 
 __all__ = ["PATIENCE", "REQUESTS", "facts_of_command"]
@@ -64,7 +65,7 @@ def facts_of_command(
         session.require_running()
         answers = session.answers()
         facts = _examine(session, answers, f"the command: {_redact.redact_command(words, environ)}")
-        strain = replace(facts.machine.strain, killed=session.killed())
+        strain = replace(facts.machine.strain or Strain(), killed=session.killed())
     if driven is not None:
         facts = replace(facts, processes=tuple(_with_growth(process, before) for process in facts.processes))
     unknown = (*_unknown(took, waited, driven, answers, facts), *facts.unknown)

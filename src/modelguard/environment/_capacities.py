@@ -1,7 +1,8 @@
 """How libraries read the values of their variables, and which they do not understand.
 
-Torch's two libraries for convolutions read the capacities of their caches from variables. Both read numbers as C's ``atoi`` does: blanks, a sign, decimal digits, and whatever follows is ignored. Text without a
-number is 0. Measured with torch 2.13 on x86-64.
+Torch's two libraries for convolutions read the capacities of their caches from variables, both as C's ``atoi`` does:
+blanks, a sign, decimal digits, and whatever follows is ignored. Text without a number is 0. Measured with torch 2.13 on
+x86-64.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _ONEDNN_BUFFER = 12
 _LONG, _INT = 2**63, 2**32
 
 #: jemalloc's options, 4.0 to 5.3. It skips a pair that it does not know, and after a malformed one all the rest.
-_YES_OR_NO = frozenset(
+_YES_OR_NO = frozenset(  # noqa: SIM905
     "abort abort_conf background_thread cache_oblivious confirm_conf experimental_infallible_new hpa junk munmap "
     "prof prof_accum prof_active prof_final prof_gdump prof_leak prof_leak_error prof_stats prof_sys_thread_name "
     "prof_thread_active_init redzone retain stats_print tcache trust_madvise utrace xmalloc zero".split()

@@ -66,7 +66,8 @@ class Plan:
     def in_force(self) -> str:
         """What is in force, in one line."""
         settings = [f"{name}={value}" for name, value in self.added.items()]
-        return f"in force: {' '.join(settings) or 'nothing added'}; malloc is served by {self.kind}"
+        allocator = "the C library" if self.kind == "glibc" else self.kind
+        return f"in force: {' '.join(settings) or 'nothing added'}; malloc is served by {allocator}"
 
     def __str__(self) -> str:
         """The plan as a shell command: ``env NAME=VALUE ... COMMAND``."""

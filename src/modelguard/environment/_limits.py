@@ -47,7 +47,7 @@ class Strain:
 
     Attributes:
         killed: How many of its processes the kernel has killed for want of memory.
-        held: The bytes that the cgroup with the smallest limit uses and that the kernel cannot drop: all but file cache.
+        held: The bytes, without file cache, that the cgroup with the smallest limit uses: the kernel cannot drop them.
         peak: The most bytes that this cgroup has used, file cache included.
     """
 
