@@ -61,7 +61,7 @@ class Session:
         self.process = process
         self.folder = folder
         self._words = words
-        self._killed_before = _limits.oom_kills() or 0
+        self._killed_before = {self._cgroups(None): _limits.oom_kills() or 0}
 
     def pids(self) -> list[int]:
         """The process and everything that it has started."""
@@ -102,6 +102,10 @@ class Session:
             time.sleep(_PAUSE)
         return None
 
+    @staticmethod
+    def _cgroups(pid: int | None) -> str:
+        return str(_proc.if_readable(_proc.cgroups, pid))
+
     def _has_loaded(self) -> bool:
         """Whether all of gunicorn's workers have loaded the app: they may be idle while they load."""
         answers = self.answers().values()
@@ -111,8 +115,10 @@ class Session:
         return sum(answer.get("booted") is True for answer in answers) >= max(wanted, default=0)
 
     def killed(self) -> int:
-        """How many processes of the cgroup the kernel has killed for want of memory since the start."""
-        return max(0, (_limits.oom_kills() or 0) - self._killed_before)
+        """How many processes of its cgroup the kernel has killed for want of memory since the start."""
+        pid = self.process.pid if self.process.poll() is None else None  # it may have moved to a cgroup of its own
+        counted = _limits.oom_kills(pid) or 0
+        return max(0, counted - self._killed_before.setdefault(self._cgroups(pid), counted))
 
     def require_running(self) -> None:
         """Raise ``InvalidOption`` if it has ended."""

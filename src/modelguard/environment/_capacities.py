@@ -20,12 +20,12 @@ _ONEDNN_BUFFER = 12
 _LONG, _INT = 2**63, 2**32
 
 #: jemalloc's options, 4.0 to 5.3. It skips a pair that it does not know, and after a malformed one all the rest.
-_YES_OR_NO = frozenset(  # noqa: SIM905
+_SWITCHES = (
     "abort abort_conf background_thread cache_oblivious confirm_conf experimental_infallible_new hpa junk munmap "
     "prof prof_accum prof_active prof_final prof_gdump prof_leak prof_leak_error prof_stats prof_sys_thread_name "
-    "prof_thread_active_init redzone retain stats_print tcache trust_madvise utrace xmalloc zero".split()
+    "prof_thread_active_init redzone retain stats_print tcache trust_madvise utrace xmalloc zero"
 )
-_OPTIONS = _YES_OR_NO | frozenset(
+_OTHERS = (
     "debug_double_free_max_scan dirty_decay_ms dss hpa_dehugification_threshold hpa_dirty_mult hpa_hugify_delay_ms "
     "hpa_hugification_threshold hpa_min_purge_interval_ms hpa_sec_batch_fill_extra hpa_sec_bytes_after_flush "
     "hpa_sec_max_alloc hpa_sec_max_bytes hpa_sec_nshards hpa_slab_max_alloc lg_chunk lg_dirty_mult "
@@ -34,8 +34,10 @@ _OPTIONS = _YES_OR_NO | frozenset(
     "mutex_max_spin narenas oversize_threshold percpu_arena prof_bt_max prof_prefix prof_recent_alloc_max "
     "prof_time_resolution prof_unbias purge quarantine san_guard_large san_guard_small slab_sizes stats_interval "
     "stats_interval_opts stats_print_opts tcache_gc_delay_bytes tcache_gc_incr_bytes tcache_max tcache_ncached_max "
-    "tcache_nslots_large tcache_nslots_small_max tcache_nslots_small_min thp zero_realloc decay_time".split()
+    "tcache_nslots_large tcache_nslots_small_max tcache_nslots_small_min thp zero_realloc decay_time"
 )
+_YES_OR_NO = frozenset(_SWITCHES.split())
+_OPTIONS = _YES_OR_NO | frozenset(_OTHERS.split())
 
 #: OpenMP takes a number for each level of nested regions, and libgomp and libiomp5 allow blanks.
 _LEVELS = re.compile(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*")
