@@ -8,12 +8,12 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from tests.process.doctor_services import HEALTHY, ILL, JEMALLOC, MIMALLOC, Service
+from tests.process.harness import cgroup
 
 from modelguard.diagnosis import DoctorReport, Facts, examine, facts_of_command
 
@@ -35,25 +35,6 @@ def free_port() -> int:
 @pytest.fixture
 def port() -> int:
     return free_port()
-
-
-@contextmanager
-def cgroup(limit: int) -> Iterator[str]:
-    """A cgroup of this size, of whichever version manages memory here."""
-    tops = {Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes", Path("/sys/fs/cgroup"): "memory.max"}
-    for top, name in tops.items() if limit else ():
-        folder = top / f"modelguard-{os.getpid()}"
-        with suppress(OSError):
-            folder.mkdir()
-            try:
-                (folder / name).write_text(str(limit))
-                yield str(folder)
-            finally:
-                folder.rmdir()
-            return
-    if limit:
-        pytest.skip("no cgroup can be made here")
-    yield ""
 
 
 def facts_of(

@@ -94,7 +94,7 @@ def why_not_understood(name: str, value: str) -> str | None:
 
 def _why_not_jemallocs(pair: str) -> str | None:
     option, colon, value = pair.partition(":")
-    if not colon or not re.fullmatch(r"\w+", option, re.ASCII):
+    if not colon or not re.fullmatch(r"\w+", option, re.ASCII) or not re.fullmatch(r"\S+", value):
         return f"{pair!r} is no pair of an option and its value, such as narenas:2, with commas and without blanks"
     if option not in _OPTIONS:
         return f"jemalloc has no option {option!r}"
