@@ -156,7 +156,7 @@ def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROO
 def _kind(environ: Mapping[str, str]) -> Kind:
     """The allocator that serves ``malloc``: the first that is preloaded, otherwise the C library's."""
     kinds = map(kind_of, re.split(r"[\s:]+", environ.get(PRELOAD, "")))
-    return next((kind for kind in kinds if kind not in (None, "unknown")), "glibc") or "glibc"
+    return next((kind for kind in kinds if kind is not None), "glibc")
 
 
 def _is_read(name: str, preset: Preset | None, kind: Kind) -> bool:
