@@ -337,6 +337,7 @@ def test_an_application_that_has_batched_functions_alone(kind: str, tmp_path: Pa
         assert "modelguard: prepared a process without guards" in server.log
 
 
+@pytest.mark.timeout(90)
 def test_an_asgi_application_on_a_wsgi_worker_is_refused_at_the_start(tmp_path: Path) -> None:
     """Without our hook gunicorn would answer each request with status 500 and a TypeError in its log."""
     (tmp_path / "app.py").write_text("async def app(scope, receive, send):\n    pass\n")

@@ -155,8 +155,11 @@ def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROO
 
 def _kind(environ: Mapping[str, str]) -> Kind:
     """The allocator that serves ``malloc``: the first that is preloaded, otherwise the C library's."""
-    kinds = map(kind_of, re.split(r"[\s:]+", environ.get(PRELOAD, "")))
-    return next((kind for kind in kinds if kind is not None), "glibc")
+    for entry in re.split(r"[\s:]+", environ.get(PRELOAD, "")):
+        kind = kind_of(entry)
+        if kind is not None:
+            return kind
+    return "glibc"
 
 
 def _is_read(name: str, preset: Preset | None, kind: Kind) -> bool:
