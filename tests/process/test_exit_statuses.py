@@ -50,6 +50,7 @@ RUNS = [
     (("docs", "nothing"), 2),
     (("doctor",), 0),
     (("doctor", "--", "no-such-command-here"), 127),
+    (("doctor", "--", "/etc/passwd"), 126),
     (("doctor", "--", sys.executable, "-c", ""), 2),
     (("presets",), 0),
     (("presets", "nothing"), 2),

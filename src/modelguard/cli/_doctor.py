@@ -40,8 +40,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Examine this environment, a running process with all its descendants, or a command: it is "
         "started, examined from outside and inside once it serves, and stopped. Each finding says what was seen, why "
         "it matters and how to fix it. Secrets are never printed.",
-        epilog="exit status: 0 no faults (there may be notes), 1 faults, 2 the examination failed, 127 there is no "
-        "such command",
+        epilog="exit status: 0 no faults (there may be notes), 1 faults, 2 the examination failed or the command did "
+        "not serve, 126 it cannot be executed, 127 there is no such command",
     )
     parser.add_argument("--pid", metavar="PID", help="a running process; for gunicorn, the master")
     parser.add_argument(
@@ -88,7 +88,9 @@ def run(options: argparse.Namespace) -> int:
         print(as_json(report))  # noqa: T201 - the output of the command
     else:
         _show(report, sys.stdout)
-    return 0 if report.ok else FAULTS
+    if report.faults:
+        return FAULTS
+    return 0 if report.served else USAGE
 
 
 def _gather(options: argparse.Namespace) -> Facts:

@@ -15,7 +15,7 @@ from modelguard.diagnosis._compiled import compiled_in
 from modelguard.diagnosis._facts import Facts, Interpreter, Role, Server, ServiceProcess, Variable
 from modelguard.diagnosis._facts_machine import machine
 from modelguard.diagnosis._patch_level import patch_level
-from modelguard.diagnosis._variables import known_variables
+from modelguard.diagnosis._variables import known_variables, misspelt_variables
 from modelguard.environment import _memory, _proc, _remote
 from modelguard.environment._mappings import MemoryMapping
 from modelguard.errors import InvalidOption, NotSupported
@@ -115,16 +115,18 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
     environ = _proc.if_readable(_proc.environment, pid, root) or {}
     processes = tuple(_tree(pid, root, answers))
     unknown = () if environ else (f"process {pid} has overwritten the environment that it was started with",)
+    where = f"the environment that process {pid} was started with"
     return Facts(
         subject,
         machine(root, pid),
-        (*known_variables(environ, f"the environment that process {pid} was started with"), *_set_later(processes)),
+        (*known_variables(environ, where), *_set_later(processes)),
         _with_patch(_interpreter(_proc.maps(pid, root)), pid, root),
         seen.problems,
         _server(_words(pid, root), processes, answers),
         processes,
         tuple(_stale_metrics(environ, root)),
         unknown=unknown,
+        misspelt=tuple(misspelt_variables(environ, where)),
     )
 
 
