@@ -104,13 +104,14 @@ def diagnosed(program: Program) -> tuple[GrowthReport, Outcome]:
 
 
 def _outcome(program: Program, report: GrowthReport) -> Outcome:
-    shares = {cause.name: cause.share for cause in report.causes}
+    shares: dict[str, float] = {each.name: 1.0 for each in report.measured.growing if each.name in program.causes}
+    shares |= {cause.name: cause.share for cause in report.causes}
     said = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     if not program.causes:
-        cleared = report.verdict == "steady" and not shares
+        cleared = report.verdict == "steady" and not report.causes and not report.measured.growing
         return Outcome(report.verdict, said, cleared, cleared)
     found = [[name for name in cause.split(" | ") if name in shares] for cause in program.causes]
-    explained = sum(shares[name] for names in found for name in names)  # type: ignore[index]
+    explained = sum(shares[name] for names in found for name in names)
     largest = not shares or any(next(iter(shares)) in names for names in found)
     text = " ".join(_evidence(report))
     return Outcome(
@@ -122,5 +123,5 @@ def _outcome(program: Program, report: GrowthReport) -> Outcome:
 
 
 def _evidence(report: GrowthReport) -> Iterator[str]:
-    for cause in report.causes:
-        yield from (cause.seen, cause.fix)
+    for each in (*report.causes, *report.measured.growing):
+        yield from (each.seen, each.fix)

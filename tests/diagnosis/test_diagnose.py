@@ -15,6 +15,7 @@ import pytest
 from tests.process.harness import wait_until
 
 from modelguard.diagnosis import diagnose
+from modelguard.environment import _proc
 from modelguard.errors import InvalidOption, NotSupported
 
 pytestmark = [
@@ -23,14 +24,16 @@ pytestmark = [
 ]
 
 APP = """
-import os, time
+import asyncio, ctypes, os, signal, socket, subprocess, threading, time
 kept = []
 class Deep:
     async def predict(self, text, *, times=1):
         kept.append(text * times * 2000)
 model = Deep()
 def none(): print("noise"); os.write(1, b"noise")
-def hangs(): time.sleep(1000)
+def hangs():
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    open("started", "w").write(str(child.pid)); time.sleep(1000)
 def forks():
     if os.fork() == 0:
         os._exit(0)
@@ -44,6 +47,19 @@ def steps(number):
 def three(): yield from (1, 2, 3)
 def raises(number):
     if number % 2: raise KeyError(number)
+async def waits(): await asyncio.sleep(1000)
+def native(): ctypes.PyDLL(None).sleep(1000)
+def deaf():
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+    while True: pass
+def opens(): kept.append(open("app.py"))
+def connects():
+    if not kept: kept.append(socket.create_server(("127.0.0.1", 0), backlog=1000))
+    kept.append(socket.create_connection(kept[0].getsockname()))
+def threads(): threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+def starts(): kept.append(subprocess.Popen(["sleep", "1000"]))
+def pool():
+    if len(kept) < 20: kept.append(open("app.py"))
 def lazily(text):
     yield text
 """
@@ -91,7 +107,7 @@ def test_failures_are_counted(folder: Path) -> None:
     """A function may raise on some inputs."""
     report = diagnose("app:raises", inputs=inputs(folder, "1", "2"), seconds=4, cwd=folder)
     assert "steady" == report.verdict
-    assert any("calls failed (KeyError)" in sentence for sentence in report.unknown)
+    assert any("calls failed (KeyError at app.py:24)" in sentence for sentence in report.unknown)
 
 
 def test_calls_that_all_fail_say_nothing_of_those_that_do_not(folder: Path) -> None:
@@ -153,7 +169,7 @@ def test_ctrl_c_keeps_what_there_is(folder: Path) -> None:
         process.send_signal(signal.SIGINT)
         report = json.loads(process.communicate(timeout=60)[0])
     assert 3 == process.returncode
-    assert "it was interrupted" in report["unknown"]
+    assert any(re.match(r"it was interrupted after \d+ seconds", each) for each in report["unknown"])
 
 
 def test_ctrl_c_amid_the_readings(folder: Path) -> None:
@@ -165,7 +181,7 @@ def test_ctrl_c_amid_the_readings(folder: Path) -> None:
 
     report = diagnose("app:none", calls=200, seconds=30, cwd=folder, progress=interrupt)
     assert report.measured.calls[-1] > 20
-    assert "it was interrupted" == report.unknown[0]
+    assert report.unknown[0].startswith("it was interrupted after ")
 
 
 def test_many_inputs(folder: Path) -> None:
@@ -181,12 +197,65 @@ def test_without_proc(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         diagnose("app:none", cwd=folder)
 
 
-@pytest.mark.parametrize("target", ["app:hangs", "app:exits"])
-def test_a_function_that_never_returns_or_ends_the_process(folder: Path, target: str) -> None:
-    """It is undecided, and the report says why."""
-    report = diagnose(target, seconds=4, cwd=folder, silence=4)
+@pytest.mark.parametrize("name", ["hangs", "waits", "native", "deaf"])
+def test_a_call_that_does_not_return(folder: Path, name: str) -> None:
+    """It ends at its limit with the stack of the call, and all that it has started with it."""
+    report = diagnose(f"app:{name}", seconds=1, cwd=folder)
     assert "undecided" == report.verdict
-    assert "has not returned" in report.unknown[0] or "status 7" in report.unknown[0]
+    assert "a call has not returned for 3 seconds" in report.unknown[0]
+    assert re.search(rf"app\.py:\d+ in {name}$", report.unknown[0]), report.unknown
+    assert "6s or more for --time" in report.unknown[1]
+    if name == "hangs":
+        pid = int((folder / "started").read_text())
+        wait_until(lambda: not (found := _proc.stat(pid)) or not found.alive, "what it has started has ended")
+
+
+def test_a_function_that_ends_the_process(folder: Path) -> None:
+    """It is undecided, and the report says why."""
+    report = diagnose("app:exits", seconds=4, cwd=folder)
+    assert "undecided" == report.verdict
+    assert "status 7" in report.unknown[0]
+
+
+@pytest.mark.parametrize(("code", "says"), [("raise SystemExit(5)", "status 5"), ("while True: pass", "hung.py:1 in ")])
+def test_a_module_that_ends_or_hangs_while_it_is_imported(folder: Path, code: str, says: str) -> None:
+    """Nothing could be driven, which is an error and no verdict."""
+    (folder / "hung.py").write_text(code)
+    with pytest.raises(InvalidOption, match=says):
+        diagnose("hung:f", seconds=1, cwd=folder, silence=3)
+
+
+def test_calls_that_all_fail_end_it_early(folder: Path) -> None:
+    """The type and the line of the error are told, and how to see its message, which may hold personal data."""
+    file = inputs(folder, "1")
+    report = diagnose("app:raises", inputs=file, seconds=20, cwd=folder)
+    told = " ".join(report.unknown)
+    assert report.measured.seconds < 10
+    assert "KeyError at app.py:24" in told
+    assert f"call raises with input 1 of {file} yourself" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "counted", "seen"),
+    [
+        ("opens", "open files", "app.py"),
+        ("connects", "open files", "sockets to 127.0.0.1:"),
+        ("threads", "threads", "Thread-N (sleep)"),
+        ("starts", "child processes", "sleep 1000"),
+    ],
+)
+def test_what_runs_out_beside_memory(folder: Path, name: str, counted: str, seen: str) -> None:
+    """Open files, threads and child processes that grow are findings, with what they are."""
+    report = diagnose(f"app:{name}", calls=120, seconds=30, cwd=folder)
+    assert "grows" == report.verdict
+    found = {each.name: each for each in report.measured.growing}[counted]
+    assert seen in found.seen
+    assert found.more == pytest.approx(found.calls, abs=8 if name != "connects" else found.calls)
+
+
+def test_a_pool_that_fills_is_no_finding(folder: Path) -> None:
+    """What is opened once and kept does not grow with the calls."""
+    assert () == diagnose("app:pool", calls=240, seconds=30, cwd=folder).measured.growing
 
 
 @pytest.mark.parametrize(

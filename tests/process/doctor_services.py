@@ -62,6 +62,14 @@ from modelguard import guard, Uses
 nlp = guard(lambda: time.sleep(3) or object(), reload_on=Uses(1000), swap="drain_first")
 nlp.load()
 """
+FILE = """
+with open("weights", "wb") as file:
+    for _ in range(30):
+        file.write(bytes(10_000_000))
+with open("weights", "rb") as file:
+    while file.read(10_000_000):
+        pass
+"""
 CAPS = "os.environ.update(ONEDNN_PRIMITIVE_CACHE_CAPACITY='8', LRU_CACHE_CAPACITY='8')\n"
 MAIN = (
     "import uvicorn\nif __name__ == '__main__':\n    uvicorn.run('app:app', port={port}, workers=%d, lifespan='off')\n"
@@ -73,6 +81,7 @@ MIMALLOC = f"{LIBRARIES}/libmimalloc.so.2.0"
 FOLDER = os.path.dirname(sys.executable)  # noqa: PTH120 - a virtual environment's python is a link
 
 GUNICORN = (f"{FOLDER}/gunicorn", "--bind", "127.0.0.1:{port}")
+LIMITED = ("sh", "-c", 'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh")
 UVICORN = (f"{FOLDER}/uvicorn", "--port", "{port}", "--lifespan", "off")
 
 
@@ -89,6 +98,8 @@ class Service:
         request: A path to request.
         stays: Numbers among them that no change of the command can remove.
         needs: Modules without which it cannot run.
+        limit: Bytes that its cgroup may use, which is made for it; ``{cgroup}`` is its folder.
+        quick: Whether it is looked at wherever the tests run, and not in the grid alone.
     """
 
     name: str
@@ -99,6 +110,8 @@ class Service:
     request: str | None = None
     stays: frozenset[str] = frozenset()
     needs: tuple[str, ...] = ("gunicorn",)
+    limit: int = 0
+    quick: bool = True
 
 
 def ill(name: str, app: str, *command: str, expected: str, **more: object) -> Service:
@@ -151,10 +164,10 @@ ILL = (
     ill("a preloaded heap that is not frozen", HEAP + WSGI, *GUNICORN, "-w", "2", "--preload", "app:app",
         expected="MG401" if sys.version_info >= (3, 12) else "MG401 MG501", stays=frozenset({"MG401", "MG501"})),
     ill("such a heap with a guard", HEAP + WSGI + GUARD, *GUNICORN, "-w", "2", "--preload", "app:app",
-        expected="MG401" if sys.version_info >= (3, 12) else "MG401 MG501", stays=frozenset({"MG501"})),
+        expected="MG401 MG410" if sys.version_info >= (3, 12) else "MG401 MG410 MG501", stays=frozenset({"MG501"})),
     ill("a model in each forked worker", MODEL + WSGI, *GUNICORN, "-w", "2", "app:app", expected="MG402"),
     ill("a model in each forked worker, with a guard", MODEL + WSGI + GUARD, *GUNICORN, "-w", "2", "app:app",
-        expected="MG402"),
+        expected="MG402 MG410"),
     ill("a guard beside max_requests", WSGI + GUARD, *GUNICORN, "--max-requests", "500", "app:app", expected="MG403"),
     ill("a model in each spawned worker", MODEL + ASGI, *UVICORN, "--workers", "2", "app:app", expected="MG404",
         needs=("uvicorn",)),
@@ -166,6 +179,21 @@ ILL = (
     ill("a load longer than the timeout", SLOW_LOAD + WSGI, *GUNICORN, "--timeout", "2", "app:app", expected="MG409"),
     ill("gunicorn --reload", WSGI, *GUNICORN, "--reload", "app:app", expected="MG408"),
     ill("uvicorn --reload", ASGI, *UVICORN, "--reload", "app:app", expected="MG408", needs=("uvicorn",)),
+    ill("a misspelt name", WSGI, *GUNICORN, "app:app", expected="MG108", environ={"MALLOC_TRIM_THRESHOLD": "131072"}),
+    ill("= for : in MALLOC_CONF", WSGI, *GUNICORN, "app:app", expected="MG109", quick=False,
+        environ={"LD_PRELOAD": JEMALLOC, "MALLOC_CONF": "narenas=2"}),
+    ill("threads as a word", WSGI, *GUNICORN, "app:app", expected="MG109", environ={"OMP_NUM_THREADS": "two"},
+        quick=False),
+    ill("32 threads", WSGI, *GUNICORN, "--threads", "32", "app:app", expected="MG110", quick=False),
+    ill("debug checks of Python's allocator", WSGI, *GUNICORN, "app:app", expected="MG504", quick=False,
+        environ={"PYTHONMALLOC": "debug"}),
+    ill("prefork=True without the hook", WSGI + GUARD, *GUNICORN, "-w", "2", "app:app", expected="MG410"),
+    ill("prefork=True under uvicorn", GUARD + ASGI, *UVICORN, "--workers", "2", "app:app", expected="MG410",
+        needs=("uvicorn",), stays=frozenset({"MG410"}), quick=False),
+    ill("a loop of kills", "held = bytearray(b'x') * 400_000_000\n" + WSGI, *LIMITED, *GUNICORN, "-w", "2", "app:app",
+        expected="MG304", limit=300_000_000, stays=frozenset({"MG304"})),
+    ill("close to the limit", "held = bytearray(b'x') * 300_000_000\n" + WSGI, *LIMITED, *GUNICORN, "app:app",
+        expected="MG305", limit=350_000_000, stays=frozenset({"MG305"}), quick=False),
 )  # fmt: skip
 
 OURS = ("-c", "python:modelguard.frameworks.gunicorn")
@@ -192,4 +220,16 @@ HEALTHY = (
          "app:app", needs=("gunicorn", "fastapi")),
     well("metric files of this run", WSGI, *GUNICORN, "app:app", environ={"PROMETHEUS_MULTIPROC_DIR": "{folder}"}),
     well("small workers", WSGI, *GUNICORN, "-w", "2", "app:app"),
+    well("32 threads with two arenas", WSGI, *GUNICORN, "--threads", "32", "app:app", quick=False,
+         environ={"MALLOC_ARENA_MAX": "2"}),
+    well("names of its own", WSGI, *GUNICORN, "app:app", quick=False, environ={
+        "APP_NUM_THREADS": "4", "NM_NUM_THREADS": "4", "PYTHONPATH_OLD": "/x", "PYTHONPATH2": "/x",
+        "MALLOC_CHECK_": "0", "OMP_PLACES": "cores", "MODELS_FREEZE": "1"}),
+    well("threads for each level", WSGI, *GUNICORN, "app:app", environ={"OMP_NUM_THREADS": "2,1"}, quick=False),
+    well("small objects by malloc", WSGI, *GUNICORN, "app:app", environ={"PYTHONMALLOC": "malloc"}, quick=False),
+    well("the preset for forks", WSGI, FOLDER + "/modelguard", "run", "--preset", "prefork", "--", *GUNICORN,
+         "app:app", quick=False),
+    well("the preset for little memory, with jemalloc", WSGI, FOLDER + "/modelguard", "run", "--preset", "low-memory",
+         "--allocator", "jemalloc", "--", *GUNICORN, "app:app", quick=False),
+    well("file cache up to the limit", FILE + WSGI, *LIMITED, *GUNICORN, "app:app", limit=200_000_000, quick=False),
 )  # fmt: skip

@@ -12,16 +12,29 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import pytest
 from examples import _driver
 from examples._driver import Answer, ServerFailed, read
 
-__all__ = ["Answer", "Clients", "Server", "ServerFailed", "alive", "read", "run_python", "wait_until", "write_app"]
+__all__ = [
+    "Answer",
+    "Clients",
+    "Server",
+    "ServerFailed",
+    "alive",
+    "cgroup",
+    "read",
+    "run_python",
+    "wait_until",
+    "write_app",
+]
 
 #: Seconds that a test waits for what should come at once, and on a busy machine may take long.
 PATIENCE = 60.0
@@ -33,6 +46,27 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = PATI
     while not condition():
         assert time.monotonic() < deadline, f"waited for {seconds:.0f} s: {what}"
         time.sleep(0.05)
+
+
+@contextmanager
+def cgroup(limit: int) -> Iterator[str]:
+    """A cgroup of this size, of whichever version manages memory here."""
+    tops = {Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes", Path("/sys/fs/cgroup"): "memory.max"}
+    for top, name in tops.items() if limit else ():
+        folder = top / f"modelguard-{os.getpid()}"
+        with suppress(OSError):
+            folder.mkdir()
+            try:
+                (folder / name).write_text(str(limit))
+                yield str(folder)
+            finally:
+                members = folder / "cgroup.procs"
+                wait_until(lambda members=members: not members.read_text(), "its processes to end")
+                folder.rmdir()
+            return
+    if limit:
+        pytest.skip("no cgroup can be made here")
+    yield ""
 
 
 def alive(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""``doctor --pid --inside`` and ``diagnose --pid`` at processes that run. Python 3.14 and later."""
+"""``doctor --pid --inside`` and ``diagnose --pid`` at processes that run: from outside, by socket, and by script."""
 
 from __future__ import annotations
 
@@ -14,31 +14,37 @@ import pytest
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.skipif(not hasattr(sys, "remote_exec"), reason="sys.remote_exec came with Python 3.14"),
     pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc"),
 ]
+by_script = pytest.mark.skipif(not hasattr(sys, "remote_exec"), reason="sys.remote_exec came with Python 3.14")
 
 SERVICE = """
-import time
+import socket, sys, time
 from modelguard import TTL, guard
 kept = []
 nlp = guard(dict, reload_on=TTL("1d"), name="nlp")
 @nlp
 def call(model):
     kept.append([0] * 1000)
+if "listen" in sys.argv:
+    from modelguard import control
+    control.listen()
+sockets = []
 print("ready", flush=True)
 while True:
     for _ in range(20):
         call()
-    time.sleep(0.005)
+    if len(sockets) < 400:
+        sockets.append(socket.socket())
+    time.sleep(0.02)
 """
 
 
 @contextmanager
-def service(folder: Path, program: str = SERVICE, **environ: str) -> Iterator[int]:
+def service(folder: Path, program: str = SERVICE, *words: str, **environ: str) -> Iterator[int]:
     (folder / "service.py").write_text(program)
     process = subprocess.Popen(
-        [sys.executable, "service.py"], cwd=folder, stdout=subprocess.PIPE, env={**os.environ, **environ}
+        [sys.executable, "service.py", *words], cwd=folder, stdout=subprocess.PIPE, env={**os.environ, **environ}
     )
     try:
         assert process.stdout is not None
@@ -59,9 +65,13 @@ def refused(done: subprocess.CompletedProcess[str]) -> bool:
     return "does not let this process trace it" in done.stderr
 
 
-def test_a_running_service_is_asked(tmp_path: Path) -> None:
+WAYS = ["listen", pytest.param("", marks=by_script)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_running_service_is_asked(tmp_path: Path, way: str) -> None:
     """Nothing but the variables that it has set itself stays unknown."""
-    with service(tmp_path) as pid:
+    with service(tmp_path, SERVICE, way) as pid:
         done = modelguard("doctor", "--pid", str(pid), "--inside", "--json")
     if refused(done):
         pytest.skip("no right to trace processes here")
@@ -71,18 +81,46 @@ def test_a_running_service_is_asked(tmp_path: Path) -> None:
     ]
 
 
-def test_a_running_service_is_diagnosed(tmp_path: Path) -> None:
-    """Its growth is per call on its guard, and Python's objects are named by type."""
-    with service(tmp_path) as pid:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_running_service_is_diagnosed(tmp_path: Path, way: str) -> None:
+    """Its growth is per call on its guard, and the list that holds it is named, without what imports leave behind."""
+    with service(tmp_path, SERVICE, way) as pid:
         done = modelguard("diagnose", "--pid", str(pid), "--time", "8s", "--json")
-    if refused(done):
-        pytest.skip("no right to trace processes here")
     assert 1 == done.returncode, done.stderr
     report = json.loads(done.stdout)
-    assert ("calls", "python objects") == (report["measured"]["per"], report["causes"][0]["name"])
-    assert "builtins.list" in report["causes"][0]["seen"]
+    if not report["causes"]:
+        pytest.skip("no right to trace processes here")
+    cause = report["causes"][0]
+    assert ("calls", "python objects") == (report["measured"]["per"], cause["name"])
+    assert "held by __main__.kept (list, +" in cause["seen"]
+    assert cause["fix"].startswith("Give __main__.kept a bound")
+    assert "descriptor" not in cause["seen"]
 
 
+def test_a_service_is_watched_from_outside(tmp_path: Path) -> None:
+    """Its growth is judged by time; the report says what grew, what it has not looked at, and how to get that."""
+    with service(tmp_path, PYTHON_DISABLE_REMOTE_DEBUG="1") as pid:
+        done = modelguard("diagnose", "--pid", str(pid), "--time", "6s")
+    assert 1 == done.returncode, done.stdout + done.stderr
+    assert "Not looked at: its Python objects, what holds them, and its calls, because " in done.stdout
+    assert "call modelguard.control.listen() where its application is made" in done.stdout
+    assert "Where private memory grew: " in done.stdout
+    assert "more open files in " in done.stdout
+    assert "unexplained" not in done.stdout
+
+
+def test_a_process_that_is_not_python() -> None:
+    """It is watched from outside, and nobody is told to call something in it."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            done = modelguard("diagnose", "--pid", str(process.pid), "--time", "1s")
+        finally:
+            process.kill()
+    assert 0 == done.returncode, done.stdout + done.stderr
+    assert "because it runs no Python." in done.stdout
+
+
+@by_script
 def test_a_service_that_forbids_it(tmp_path: Path) -> None:
     """PYTHON_DISABLE_REMOTE_DEBUG is respected, and the error says so."""
     with service(tmp_path, PYTHON_DISABLE_REMOTE_DEBUG="1") as pid:
@@ -91,6 +129,7 @@ def test_a_service_that_forbids_it(tmp_path: Path) -> None:
     assert "its Python does not allow that" in done.stderr or refused(done)
 
 
+@by_script
 def test_a_service_whose_main_thread_is_away(tmp_path: Path) -> None:
     """It sleeps in a library: after ten seconds the error says so."""
     with service(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(1000)") as pid:

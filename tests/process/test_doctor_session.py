@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -158,3 +160,33 @@ def test_the_tracker_of_multiprocessing_is_not_asked(tmp_path: Path) -> None:
         wait_until(lambda: list(session.folder.glob("*.ready")), "the probe")
         assert {session.process.pid} == set(session.answers())
         assert {f"{session.process.pid}.ready"} == {path.name for path in session.folder.glob("*.ready")}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_to_the_doctor_ends_what_it_has_started(tmp_path: Path, number: signal.Signals) -> None:
+    """Its port is free then, and the doctor's status tells the signal; SIGINT is answered in a line."""
+    words = python(tmp_path, LISTEN + "open('port', 'w').write(str(s.getsockname()[1]))\nsum(range(10**12))\n")
+    command = [sys.executable, "-m", "modelguard", "doctor", "--", *words]
+    # A shell may have started the tests with SIGINT ignored, which this process then would pass on.
+    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    doctor = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, **default)  # type: ignore[call-overload]
+    wait_until(lambda: (tmp_path / "port").exists() and (tmp_path / "port").read_text() != "", "the service")
+    port = int((tmp_path / "port").read_text())
+    doctor.send_signal(number)
+    _, said = doctor.communicate(timeout=60)
+    assert (2 if number == signal.SIGINT else -number) == doctor.returncode, said
+    wait_until(lambda: _is_free(port), "the port to be free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_command_that_does_not_serve_is_not_without_faults(tmp_path: Path) -> None:
+    """The status is 2 and the last line says why."""
+    words = python(tmp_path, "import time\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "modelguard", "doctor", "--wait", "2", "--ignore", "MG302", "--", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert 2 == done.returncode, done.stderr
+    assert "It did not serve" in done.stdout.splitlines()[-1]

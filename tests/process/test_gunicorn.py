@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -333,3 +335,14 @@ def test_an_application_that_has_batched_functions_alone(kind: str, tmp_path: Pa
     with running(tmp_path, *KINDS[kind], app=BATCHED) as server:
         assert ["batched", "True"] == server.words()[1:]
         assert "modelguard: prepared a process without guards" in server.log
+
+
+@pytest.mark.timeout(90)
+def test_an_asgi_application_on_a_wsgi_worker_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Without our hook gunicorn would answer each request with status 500 and a TypeError in its log."""
+    (tmp_path / "app.py").write_text("async def app(scope, receive, send):\n    pass\n")
+    words = ["-c", "python:modelguard.frameworks.gunicorn", "--bind", "127.0.0.1:0", "app:app"]
+    command = [sys.executable, "-m", "gunicorn", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert 1 == done.returncode
+    assert "worker_class='sync': speaks WSGI only" in done.stderr

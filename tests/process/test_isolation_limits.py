@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.process import isolated_functions as functions
-from tests.process.harness import run_python, wait_until
+from tests.process.harness import cgroup, run_python, wait_until
 
 from modelguard.errors import CircuitOpen, DeadlineExceeded, LoadFailed
 
@@ -189,3 +189,29 @@ def test_a_mold_that_cannot_fork_is_replaced(tmp_path: Path, monkeypatch: pytest
         wait_until(lambda: forks.status().mold not in (first, None), "the next mold")
         assert first != forks()
     wait_until(no_children, "the end of all molds")
+
+
+def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_named(tmp_path: Path) -> None:
+    """The error says who has sent SIGKILL if the cgroup has counted it, and not if somebody else has."""
+    (tmp_path / "filler.py").write_text(
+        "import os, signal\n"
+        "from modelguard import isolate\n"
+        "@isolate(workers=1)\n"
+        "def fill(size):\n"
+        "    return len(bytearray(b'x') * size) if size else os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    program = """
+        open("CGROUP/cgroup.procs", "w").write(str(os.getpid()))
+        from filler import fill
+        said = []
+        for size in (0, 400_000_000, 0):
+            try:
+                fill(size)
+            except ModelGuardError as error:
+                said.append(str(error).partition("the call: ")[2])
+        fill.close()
+        print(json.dumps(said))
+    """
+    with cgroup(250_000_000) as made:
+        said = run(tmp_path, program.replace("CGROUP", made))
+    assert ["SIGKILL", "SIGKILL, by the kernel's OOM killer, probably", "SIGKILL"] == said

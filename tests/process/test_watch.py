@@ -58,7 +58,7 @@ print(json.dumps([first, second, nlp.status().growth is None]))
 
 
 def test_a_process_that_grows_and_its_child() -> None:
-    """Both name Python's objects by type; the child starts with nothing known, and a stop forgets."""
+    """Both name the list that holds what grows; the child starts with nothing known, and a stop forgets."""
     # Python warns of a fork beside threads, as the one that watches.
     command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=220)
@@ -67,7 +67,7 @@ def test_a_process_that_grows_and_its_child() -> None:
     both: list[dict[str, Any]] = [first, second]
     for one in both:
         assert ("python objects", True) == (one["cause"], one["pid"])
-        assert "builtins.list" in one["seen"]
+        assert "held by __main__.kept (list, +" in one["seen"]
     assert first["status"]
     assert second["forgotten"]
     assert forgotten

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from modelguard.cli import _completion, _ctl, _diagnose, _docs, _doctor, _presets, _run, _top
+from modelguard.cli import _completion, _ctl, _diagnose, _docs, _doctor, _output, _presets, _run, _top
 
 __all__ = ["main"]
 
@@ -20,8 +20,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the command's name. Default: those of this process.
 
     Returns:
-        The exit status: 0 for success, 1 if the command has failed, 2 if it could not run.
+        The exit status: 0 for success, 1 if the command has failed, 2 if it could not run, or its output could not be
+        written. A reader that has closed the pipe, as head does, changes nothing.
     """
+    with _output.safely():
+        status = _status(argv)
+        lost = _output.why_lost()
+        if lost is None or isinstance(lost, BrokenPipeError):
+            return status
+        print(f"modelguard: the output could not be written: {lost.strerror}", file=sys.stderr)  # noqa: T201
+    return USAGE
+
+
+def _status(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="modelguard", description="Keep a model inside a web service from exhausting the machine's memory."
     )

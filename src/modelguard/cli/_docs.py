@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -39,11 +38,7 @@ def run(options: argparse.Namespace) -> int:
     except InvalidOption as error:
         print(f"modelguard docs: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
-    try:
-        sys.stdout.buffer.write(text.encode())  # the pages are UTF-8, independent of the terminal's locale
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has closed the pipe, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.buffer.write(text.encode())  # the pages are UTF-8, independent of the terminal's locale
     return 0
 
 

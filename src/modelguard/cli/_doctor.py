@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from modelguard.errors import InvalidOption, ModelGuardError
@@ -41,12 +40,14 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description="Examine this environment, a running process with all its descendants, or a command: it is "
         "started, examined from outside and inside once it serves, and stopped. Each finding says what was seen, why "
         "it matters and how to fix it. Secrets are never printed.",
-        epilog="exit status: 0 no faults (there may be notes), 1 faults, 2 the examination failed, 127 there is no "
-        "such command",
+        epilog="exit status: 0 no faults (there may be notes), 1 faults, 2 the examination failed or the command did "
+        "not serve, 126 it cannot be executed, 127 there is no such command",
     )
     parser.add_argument("--pid", metavar="PID", help="a running process; for gunicorn, the master")
     parser.add_argument(
-        "--inside", action="store_true", help="also ask the process itself; needs Python 3.14 and the right to trace it"
+        "--inside",
+        action="store_true",
+        help="also ask the process itself: it has called modelguard.control.listen(), or runs on Python 3.14",
     )
     parser.add_argument("--request", metavar="URL", help="a path or address to request while the command is examined")
     parser.add_argument("--count", metavar="N", help="the number of requests, default: 100")
@@ -83,18 +84,13 @@ def run(options: argparse.Namespace) -> int:
         return _fail(error, USAGE)
     except KeyboardInterrupt:
         return _say("interrupted; the command was stopped", USAGE)
-    try:
-        if options.json:
-            print(as_json(report))  # noqa: T201 - the output of the command
-        else:
-            _show(report, sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has closed the pipe, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:  # such as a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _say(f"the report could not be written: {error.strerror}", USAGE)
-    return 0 if report.ok else FAULTS
+    if options.json:
+        print(as_json(report))  # noqa: T201 - the output of the command
+    else:
+        _show(report, sys.stdout)
+    if report.faults:
+        return FAULTS
+    return 0 if report.served else USAGE
 
 
 def _gather(options: argparse.Namespace) -> Facts:
@@ -152,8 +148,7 @@ def _fail(error: ModelGuardError, status: int) -> int:
 
 
 def _say(line: str, status: int) -> int:
-    with suppress(OSError):
-        print(f"modelguard doctor: {line}", file=sys.stderr)  # noqa: T201
+    print(f"modelguard doctor: {line}", file=sys.stderr)  # noqa: T201
     return status
 
 

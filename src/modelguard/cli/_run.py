@@ -62,9 +62,12 @@ def run(options: argparse.Namespace) -> int:
     try:
         preset = _preset(options)
         plan = _launcher.plan(command, preset=preset, allocator=options.allocator)
-        for note in plan.notes or _note_on_nothing_set(options):
+        nothing = _note_on_nothing_set(options)
+        for note in plan.notes or nothing:
             _say(note)
         if not options.print:
+            if not nothing:
+                _say(plan.in_force)
             _launcher.become(plan)
     except CannotRun as error:
         _say(str(error))

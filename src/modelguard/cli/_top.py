@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from modelguard.cli import _output
 from modelguard.cli._pid import process_id
 from modelguard.errors import InvalidOption, ModelGuardError
 
@@ -55,8 +56,6 @@ def run(options: argparse.Namespace) -> int:
         return _fail(str(error))
     except (ProcessLookupError, PermissionError) as error:
         return _fail(str(error.strerror))
-    except BrokenPipeError:  # the reader has closed the pipe, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:  # the usual end
         pass
     return 0
@@ -106,7 +105,7 @@ def _repeat(
     read: Callable[[], list[TreeReport]], show: Callable[[list[TreeReport]], None], interval: float | None
 ) -> None:
     show(read())
-    while interval is not None:
+    while interval is not None and not _output.is_lost():
         time.sleep(interval)
         show(read())
 

@@ -12,7 +12,7 @@ from modelguard.control import _messages
 from modelguard.environment import _proc
 from modelguard.environment._peer import peer
 
-__all__ = ["Answered", "Request", "Unreachable", "ask", "listening_below", "runs"]
+__all__ = ["Answered", "Request", "Unreachable", "ask", "inspect", "listening_below", "runs"]
 
 #: Seconds in which a process must have answered, beside those that the command itself may take.
 _PATIENCE = 10.0
@@ -85,6 +85,29 @@ def ask(pid: int, request: Request) -> Answered:
     return Answered(pid, answer.get("error"), tuple(answer.get("guards", ())))
 
 
+def inspect(pid: int) -> socket.socket:
+    """Have a process answer questions about itself, as ``modelguard.diagnosis._inside`` does.
+
+    Returns:
+        The connection for questions and answers, one line each.
+
+    Raises:
+        Unreachable: The process takes no commands, or has another modelguard.
+    """
+    connected = _connect(pid)
+    try:
+        _messages.send(connected, {"command": _messages.INSPECT})
+        said = _messages.receive(connected, _messages.LONGEST_ANSWER, _PATIENCE)
+    except (OSError, _messages.Malformed) as error:
+        connected.close()
+        raise Unreachable(f"process {pid} did not answer: {str(error) or 'it hung up'}") from None
+    theirs = said.get("version", "older")
+    if theirs != _messages.version():  # what is asked and answered may differ
+        connected.close()
+        raise Unreachable(f"its modelguard is {theirs}, and this is {_messages.version()}")
+    return connected
+
+
 def _connect(pid: int) -> socket.socket:
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -113,7 +136,7 @@ def listening_below(pid: int) -> list[int]:
     """
     known = _proc.processes()
     if pid not in known:
-        raise ProcessLookupError(3, f"there is no process {pid}")
+        raise ProcessLookupError(3, f"process {pid} {_proc.absence(pid)}")
     found = []
     for process in _proc.descendants(pid, known):
         with suppress(Unreachable, OSError):

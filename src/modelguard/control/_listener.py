@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 from modelguard.control import _commands, _messages
@@ -158,13 +159,32 @@ class _Listener:
     def _serve(self, connected: socket.socket) -> None:
         with connected, contextlib.suppress(OSError):  # the client has gone
             try:
-                answer = _answer(_messages.receive(connected, _messages.LONGEST_REQUEST, _PATIENCE))
+                request = _messages.receive(connected, _messages.LONGEST_REQUEST, _PATIENCE)
+                if request == {"command": _messages.INSPECT}:
+                    _inspected(connected)
+                    return
+                answer = _answer(request)
             except _messages.Malformed:
                 answer = {"error": "the request is not one line of JSON"}
             finally:
                 self._slots.release()
             connected.settimeout(_PATIENCE)
             _messages.send(connected, {"pid": os.getpid(), **answer})
+
+
+def _inspected(connected: socket.socket) -> None:
+    """Answer questions about this process until the other end has gone.
+
+    By the script that is put into a process without modelguard: importing the package would take 10 MB here.
+    """
+    folder = Path(__file__).parents[1] / "diagnosis"
+    script: dict[str, Any] = {"__name__": "modelguard.diagnosis._inside"}
+    exec(compile((folder / "_inside.py").read_bytes(), folder / "_inside.py", "exec"), script)  # noqa: S102 - our own
+    sources = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in script["SCRIPTS"]}
+    connected.settimeout(_PATIENCE)
+    _messages.send(connected, {"pid": os.getpid(), "version": _messages.version()})
+    connected.settimeout(None)
+    script["answer"](connected, sources)
 
 
 def _answer(request: Any) -> dict[str, Any]:

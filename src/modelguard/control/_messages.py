@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Malformed", "address", "receive", "send"]
+__all__ = ["Malformed", "address", "receive", "send", "version"]
 
 #: The longest request, in bytes.
 LONGEST_REQUEST = 4096
 #: The longest answer, in bytes: the status of a few thousand guards.
 LONGEST_ANSWER = 4 * 2**20
+
+#: The command after which the connection is one for questions about the process.
+INSPECT = "inspect"
 
 _CHUNK = 65_536
 
@@ -32,6 +36,11 @@ def address(pid: int) -> str:
     with suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - a link of the kernel's
     return f"\0modelguard-control/{namespace}/{pid}"
+
+
+def version() -> str:
+    """The version of modelguard, without an import of the package that is above this one."""
+    return str(sys.modules["modelguard"].__version__)
 
 
 def send(connected: socket.socket, content: object) -> None:

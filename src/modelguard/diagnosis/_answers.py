@@ -60,7 +60,8 @@ def _config(name: object) -> str:
 def _guard(given: Mapping[str, Any]) -> Guarded:
     policy = given.get("policy")
     loaded = float(given.get("load_seconds") or 0)
-    return Guarded(str(given.get("name", "?")), None if policy is None else str(policy), loaded)
+    unshared = bool(given.get("unshared"))
+    return Guarded(str(given.get("name", "?")), None if policy is None else str(policy), loaded, unshared)
 
 
 def _variable(name: str, value: str, moment: str, where: str) -> Variable:

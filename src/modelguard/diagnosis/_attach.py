@@ -1,4 +1,4 @@
-"""Asks a running process about itself: CPython 3.14 and later run a script in another process (``sys.remote_exec``)."""
+"""Asks a running process about itself: through its control socket, or by a script that CPython 3.14 runs in it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from modelguard.control import _client
 from modelguard.diagnosis._facts import Interpreter
 from modelguard.environment import _proc
 from modelguard.errors import InvalidOption, NotSupported
 
-__all__ = ["Inside", "attached", "require_attachable"]
+__all__ = ["Inside", "attached", "inside_of", "require_attachable"]
 
 _FIRST = (3, 14)
 #: Seconds until the process has to run the script, and until it has to answer.
 _PATIENCE, _ANSWER = 10.0, 30.0
-_SCRIPTS = ("_probe", "_census")
+#: What is put into the process: the first starts it.
+_SCRIPTS = ("_inside", "_probe", "_census", "_holders")
 _OPTION = "--pid"
 
 
@@ -37,7 +39,7 @@ class Inside:
         """Ask it.
 
         Args:
-            question: ``"describe"``, ``"look"``, ``"uses"`` or ``"trim"``.
+            question: ``"describe"``, ``"look"``, ``"held"`` and a number of calls, ``"uses"`` or ``"trim"``.
 
         Raises:
             InvalidOption: It has ended, or does not answer.
@@ -53,6 +55,31 @@ class Inside:
             raise InvalidOption(_OPTION, self.pid, why=why, fix="Try again, or look from outside.")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+@contextmanager
+def inside_of(pid: int, interpreter: Interpreter | None) -> Iterator[Inside]:
+    """Talk to a process: through its control socket, or else by a script that is put into it.
+
+    The socket needs no right to trace the process, and the two may run different versions of Python.
+
+    Args:
+        pid: The process.
+        interpreter: Its Python; None if it has none.
+
+    Raises:
+        InvalidOption: There is no such process, it is no Python, belongs to another user, or does not answer.
+        NotSupported: It has no control socket, and no script can be put into it.
+    """
+    try:
+        connection = _client.inspect(pid)
+    except _client.Unreachable:
+        require_attachable(pid, interpreter)
+        with attached(pid) as inside:
+            yield inside
+    else:
+        with _talk(pid, connection) as inside:
+            yield inside
 
 
 def require_attachable(
@@ -78,7 +105,10 @@ def require_attachable(
     """
     mine, text = (os.geteuid() if user is None else user), ".".join(map(str, version))
     if version < _FIRST:
-        reason = f"it requires Python 3.14, and this is {text}"
+        reason = (
+            f"process {pid} has not called modelguard.control.listen(), and without that it requires Python 3.14 "
+            f"(this is {text})"
+        )
         raise NotSupported("looking inside a running process", reason=reason)
     owner = _proc.if_readable(_proc.owner, pid, root)
     if owner is None:
@@ -122,16 +152,25 @@ def attached(pid: int, *, run: Callable[[int, str], None] | None = None) -> Iter
             except TimeoutError:
                 why = f"has run no Python code in its main thread for {_PATIENCE:g} seconds"
                 raise InvalidOption(_OPTION, pid, why=why, fix="Send it a request, and try again.") from None
-        connection.settimeout(_ANSWER)
-        with connection, connection.makefile("r", encoding="utf-8") as answers:
-            yield Inside(pid, connection, answers)
+        with _talk(pid, connection) as inside:
+            yield inside
+
+
+@contextmanager
+def _talk(pid: int, connection: socket.socket) -> Iterator[Inside]:
+    connection.settimeout(_ANSWER)
+    with connection, connection.makefile("r", encoding="utf-8") as answers:
+        yield Inside(pid, connection, answers)
 
 
 def _script(address: str) -> str:
-    """The script, with all that it needs."""
+    """The script, with all that it needs. Its names are those of this package, whose own objects are no finding."""
     here = Path(__file__)
     sources = {name: here.with_name(f"{name}.py").read_text(encoding="utf-8") for name in _SCRIPTS}
-    return f"{here.with_name('_inside.py').read_text(encoding='utf-8')}\nbegin({address!r}, {sources!r})\n"
+    return (
+        f"sources = {sources!r}\nnames = {{'__name__': 'modelguard.diagnosis._inside'}}\n"
+        f"exec(sources['_inside'], names)\nnames['begin']({address!r}, sources)\n"
+    )
 
 
 def _give(pid: int, *paths: Path) -> None:

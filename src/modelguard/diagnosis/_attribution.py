@@ -42,7 +42,8 @@ _FIXES: dict[CauseName, str] = {
     # Emptying it later gives nothing back (tokenizers 0.23).
     "tokenizer caches": "Make the model with a smaller cache (cache_capacity), or reload it by a guard's policy.",
     "arrow pool": "Call pyarrow.default_memory_pool().release_unused() after large batches.",
-    "onnx runtime": "Set SessionOptions.enable_cpu_mem_arena = False.",
+    # Without the arena alone it grows twice as much, and kSameAsRequested changes nothing (onnxruntime 1.32).
+    "onnx runtime": "Set SessionOptions.enable_mem_pattern = False, and leave enable_cpu_mem_arena as it is.",
     "tensorflow": "Give tf.function an input_signature, so that it is traced once.",
     "cuda cache": "Set PYTORCH_ALLOC_CONF=expandable_segments:True.",
     "mappings": "Close what is mapped: mmap.close().",
@@ -90,6 +91,8 @@ def _fix(name: CauseName, measured: Measured) -> str:
     """What to do, at the holder where there is one."""
     if name == "native memory" and measured.native:
         return _LINES_OF_NATIVE
+    if name == "python objects" and not measured.traced and not measured.held:
+        return "modelguard diagnose MODULE:FUNCTION finds the lines that allocate them."
     first = measured.held[:1] if name in {"python objects", "native memory"} else ()
     return next((held.fix for held in (*first, *_about(name, measured)) if held.fix), _FIXES[name])
 
@@ -210,8 +213,7 @@ def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     python = _python(measured, calls)
     if python > 0:
         places = [f"allocated at {_places(measured.traced)}"] if measured.traced else []
-        name: CauseName = "tracebacks" if measured.held and measured.held[0].errors else "python objects"
-        yield name, python, "; ".join([*_holders(measured.held), *places])
+        yield _named(measured.held), python, "; ".join([*_holders(measured.held), *places])
     yield from _native(measured, calls, python)
 
 
@@ -240,6 +242,8 @@ def _live(measured: Measured, calls: int) -> Iterator[tuple[CauseName, float, st
     more = measured.more("blocks")
     if measured.compiled > _COMPILED and "torch" in measured.libraries:
         yield "onednn plans", _PLAN * measured.compiled, _compiled(measured)
+    elif measured.held:
+        yield from _held(measured.held)
     elif more >= _BLOCKS * calls:
         most = _kinds(measured.types) or "of types that the collector does not track"
         yield "python objects", measured.growth, f"{more:,} more blocks of Python's memory; {most}"
@@ -253,7 +257,12 @@ def _live(measured: Measured, calls: int) -> Iterator[tuple[CauseName, float, st
 
 def _held(held: Sequence[Held]) -> Iterator[tuple[CauseName, float, str]]:
     if held:
-        yield "python objects", sum(each.size for each in held), "; ".join(_holders(held))
+        yield _named(held), sum(each.size for each in held), "; ".join(_holders(held))
+
+
+def _named(held: Sequence[Held]) -> CauseName:
+    """Whether these are exceptions with their frames."""
+    return "tracebacks" if held and held[0].errors else "python objects"
 
 
 def _kinds(types: Mapping[str, int]) -> str:

@@ -148,6 +148,13 @@ class _Walk:
 #: comparable.
 _SPACES, _PROGRAM = {id(dict), id(program.CellType)}, {id(program.ModuleType), id(type)}
 
+#: Types of what a program consists of, by id.
+_IMPORTED = frozenset(map(id, (
+    type, program.FunctionType, program.BuiltinFunctionType, program.ModuleType, program.GetSetDescriptorType,
+    program.MemberDescriptorType, program.WrapperDescriptorType, program.MethodDescriptorType,
+    program.ClassMethodDescriptorType, staticmethod, classmethod, property,
+)))  # fmt: skip
+
 #: Of types whose objects the collector may not list.
 _UNLISTED = {id(kind): kind.__len__ for kind in (dict, bytearray, array.array)}
 
@@ -199,12 +206,12 @@ def count() -> dict[str, int]:
 
 
 def types() -> dict[str, int]:
-    """The numbers of objects by type, of those types that have many."""
+    """The numbers of objects by type, of those types that have many, without what each import adds."""
     walk, found = _Walk(gc.get_objects()), Counter[int]()
     for _, keys in walk:
         found.update(keys)
     known = walk.kinds  # a walk in a closure is among its own objects: they would stay
-    kinds = ((known[key].of, number) for key, number in found.items() if number > _MANY)
+    kinds = ((known[key].of, number) for key, number in found.items() if number > _MANY and key not in _IMPORTED)
     return {f"{kind.__module__}.{kind.__qualname__}": number for kind, number in kinds}
 
 

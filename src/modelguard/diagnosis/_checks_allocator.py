@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from modelguard.diagnosis._facts import Facts, Variable
 from modelguard.diagnosis._findings import Check, Evidence, Level, Remedy
+from modelguard.environment import _capacities
 from modelguard.environment._allocator_kinds import Problem, ProblemKind, kind_of
 
 __all__ = ["CHECKS"]
@@ -16,6 +17,8 @@ _RUN = "Set it before the program starts (shell, unit file, image), or use 'mode
 #: Variables other than LD_PRELOAD that are read only when a program starts.
 _AT_EXEC = ("MALLOC_ARENA_MAX", "MALLOC_CONF", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "PYTHONMALLOC")
 
+#: From this number of threads on, freed memory that stays in arenas counts: 8 for each CPU may be made.
+_MANY_THREADS = 16
 
 #: Those that only glibc's allocator reads.
 _GLIBC = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
@@ -81,6 +84,40 @@ def _other_allocators_settings(facts: Facts) -> Evidence | None:
     names = tuple(dict.fromkeys(variable.name for variable in set_for_glibc))
     seen = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} set, but malloc is served by {file}"
     return Evidence((seen,), f"Remove {' and '.join(names)}.", "note", Remedy(unset=names))
+
+
+def _misspelt(facts: Facts) -> Evidence | None:
+    if not facts.misspelt:
+        return None
+    seen = tuple(f"{each.where} has {each.name}, which nothing reads; {each.meant} is read" for each in facts.misspelt)
+    settings = tuple(f"{each.meant}={each.value}" for each in facts.misspelt if each.value)
+    fix = f"Write {', '.join(each.meant for each in facts.misspelt)}, or remove the variable."
+    return Evidence(seen, fix, remedy=Remedy(environ=settings, unset=tuple(each.name for each in facts.misspelt)))
+
+
+def _not_understood(facts: Facts) -> Evidence | None:
+    wrong = [
+        (each, why)
+        for each in facts.variables
+        if (why := _capacities.why_not_understood(each.name, each.value)) is not None
+    ]
+    if not wrong:
+        return None
+    seen = tuple(f"{variable.where} sets {variable.name}={variable.value}: {why}" for variable, why in wrong)
+    names = tuple(dict.fromkeys(variable.name for variable, _ in wrong))
+    return Evidence(seen, f"Correct the value, or remove {' and '.join(names)}.", remedy=Remedy(unset=names))
+
+
+def _arenas(facts: Facts) -> Evidence | None:
+    """Threads that answer requests allocate at the same time; those of thread pools for operations hardly do."""
+    server, tunables = facts.server, facts.last("GLIBC_TUNABLES")
+    limited = facts.named("MALLOC_ARENA_MAX") or (tunables and "glibc.malloc.arena_max=" in tunables.value)
+    if server is None or server.threads < _MANY_THREADS or limited:
+        return None
+    if any(kind_of(process.inside.malloc or "") != "glibc" for process in facts.serving if process.inside):
+        return None
+    seen = f"{server.kind} answers on {server.threads} threads in each process, and nothing limits glibc's arenas"
+    return Evidence((seen,), "Set MALLOC_ARENA_MAX=2.", "note", Remedy(environ=("MALLOC_ARENA_MAX=2",)))
 
 
 def _set_late(facts: Facts, names: Iterable[str]) -> list[Variable]:
@@ -168,5 +205,24 @@ CHECKS = (
         "Settings of glibc's allocator are left over",
         "Only glibc's own allocator reads these variables. Since another one was preloaded, they have no effect.",
         _other_allocators_settings,
+    ),
+    Check(
+        "MG108",
+        "A variable's name is misspelt",
+        "Nothing reads it, and nothing says so: the service runs as if it were not set.",
+        _misspelt,
+    ),
+    Check(
+        "MG109",
+        "A variable's value is not understood by what reads it",
+        "Its reader prints a warning, which servers often hide, and uses its default instead: as if it were not set.",
+        _not_understood,
+    ),
+    Check(
+        "MG110",
+        "Many threads, and no limit of glibc's arenas",
+        "glibc makes up to 8 arenas for each CPU, so that threads do not wait for each other. Each arena keeps what "
+        "was freed in it, so a service whose threads take turns grows to a multiple of what it uses.",
+        _arenas,
     ),
 )

@@ -52,6 +52,14 @@ def _huge_pages(facts: Facts) -> Evidence | None:
     return Evidence((seen,), f"Remove {setting.name}.", remedy=Remedy(unset=(setting.name,)))
 
 
+def _debug_allocator(facts: Facts) -> Evidence | None:
+    setting = facts.last("PYTHONMALLOC")
+    if setting is None or setting.moment != "exec" or not setting.value.endswith("debug"):
+        return None
+    seen = f"{setting.where} sets {setting.name}={setting.value}"
+    return Evidence((seen,), f"Remove {setting.name}.", remedy=Remedy(unset=(setting.name,)))
+
+
 CHECKS = (
     Check(
         "MG501",
@@ -74,5 +82,12 @@ CHECKS = (
         "A page that a worker writes to must be copied. If no huge page is free at that moment, the kernel ends the "
         "worker with SIGBUS.",
         _huge_pages,
+    ),
+    Check(
+        "MG504",
+        "Python's allocator runs with its debug checks",
+        "It adds 24 to 32 bytes to every block, fills blocks when they are made and freed, and checks them: more "
+        "memory and time for every object. It is meant to find faults of extensions.",
+        _debug_allocator,
     ),
 )

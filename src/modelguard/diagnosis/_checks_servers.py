@@ -142,6 +142,24 @@ def _loads_too_long(facts: Facts) -> Evidence | None:
     return Evidence(seen, f"Add {' '.join(options)}.", "fault" if silent else "note", remedy=Remedy(options=options))
 
 
+def _unshared(facts: Facts) -> Evidence | None:
+    server = facts.server
+    guards = [guard for process in facts.serving if process.inside for guard in process.inside.guards if guard.unshared]
+    if server is None or server.workers <= 1 or not guards:
+        return None
+    seen = (
+        f"the guard {guards[0].name!r} has prefork=True, and nothing has prepared its model to be shared",
+        f"{server.kind} runs {server.workers} workers",
+    )
+    if not server.forks:
+        fix = f"{server.kind} forks no workers, so there is nothing to share: use gunicorn {' '.join(_OURS)}."
+        return Evidence(seen, fix)
+    fix = (
+        f"Use gunicorn {' '.join(_OURS)}; in a configuration of your own: from modelguard.frameworks.gunicorn import *"
+    )
+    return Evidence(seen, fix, remedy=Remedy(options=_OURS) if _may_use_ours(facts) else None)
+
+
 def _may_use_ours(facts: Facts) -> bool:
     """Whether our configuration can take the place of the service's: it has none, and it has a guard to share."""
     guarded = any(process.inside and process.inside.guards for process in facts.processes)
@@ -220,5 +238,12 @@ CHECKS = (
         "life, and gunicorn kills it after the timeout, with its load; the next worker begins the same load. A worker "
         "that is stopped is killed after graceful_timeout, with the calls that wait.",
         _loads_too_long,
+    ),
+    Check(
+        "MG410",
+        "prefork=True has no effect under this server",
+        "A model is shared only if the process that forks the workers has loaded and prepared it before. Without that "
+        "each worker loads its own.",
+        _unshared,
     ),
 )

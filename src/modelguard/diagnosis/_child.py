@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from modelguard.environment import _proc
+
 __all__ = ["End", "Progress", "Said", "command", "follow"]
 
 _PAUSE = 0.1
+#: Seconds in which a process writes down where it stands.
+_ANSWER = 1.0
+#: Looks at which it runs on, with its stack written down: so it has not crashed.
+_STUCK = 5
+_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
+#: Where the driven program enters the code of the user.
+_CALLED = re.compile(r'_target\.py", line \d+ in (?:_call|_awaited|next_input|load)\b')
+_PACKAGE = Path(__file__).parents[1]
 
 Progress = Callable[[Mapping[str, Any]], None]
 
@@ -34,11 +46,15 @@ class Said:
         lines: Its lines.
         end: How it ended.
         status: The exit status of its process; None if it was ended from here.
+        stack: Where it stood when it did not return, crashed or was interrupted: the call first, as ``app.py:3 in f``.
+        seconds: How long it ran.
     """
 
     lines: tuple[Mapping[str, Any], ...]
     end: End
     status: int | None = None
+    stack: tuple[str, ...] = ()
+    seconds: float = 0.0
 
     def last(self, name: str) -> Any:
         """The latest value of this name; None if there is none."""
@@ -73,9 +89,11 @@ def follow(
     """
     with tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
         answer, given = Path(folder, "answer"), Path(folder, "config")
-        answer.touch()
+        stack = Path(folder, "stack")
+        for file in (answer, stack):
+            file.touch()
         # In a file: the words of a command are limited to 128 kB each.
-        given.write_text(json.dumps({**config, "answer": str(answer)}), encoding="utf-8")
+        given.write_text(json.dumps({**config, "answer": str(answer), "stack": str(stack)}), encoding="utf-8")
         process = subprocess.Popen(  # noqa: S603 - this very Python, and a module of this package
             [*words, str(given)],
             env=dict(environ),
@@ -85,12 +103,53 @@ def follow(
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        began = time.monotonic()
         try:
-            return _follow(process, answer, progress, silence, limit)
+            said = _follow(process, answer, progress, silence, limit)
+            if said.end in ("interrupted", "silent") and not stack.stat().st_size:
+                _ask(process, stack)
+            seconds = time.monotonic() - began
+            return dataclasses.replace(said, stack=_frames(stack.read_text(encoding="utf-8"), cwd), seconds=seconds)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
+
+
+def _ask(process: subprocess.Popen[bytes], stack: Path) -> None:
+    """Let it write down where it stands; faulthandler's handler needs no lock of the interpreter."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGRTMIN + 9)
+    until = time.monotonic() + _ANSWER
+    while not stack.stat().st_size and process.poll() is None and time.monotonic() < until:
+        time.sleep(_PAUSE / 2)
+    time.sleep(_PAUSE / 2)  # the rest of it
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it and all that it has started, also what has left its group."""
+    started = [each.pid for each in _proc.descendants(process.pid, _proc.processes())]
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in started:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _frames(text: str, cwd: Path) -> tuple[str, ...]:
+    """The frames above those of this package, from what faulthandler has written: the thread that calls comes last."""
+    *_, last = re.split(r"^(?:Current thread|Thread|Stack) .*$", text, flags=re.MULTILINE)
+    if str(_PACKAGE) in last and not _CALLED.search(last):
+        return ()  # it was reading, and not in a call
+    found: list[str] = []
+    for file, line, name in _FRAME.findall(last):
+        path = Path(file)
+        if path.is_relative_to(_PACKAGE):
+            if found:
+                break
+            continue
+        shown = path.relative_to(cwd) if path.is_relative_to(cwd) else path
+        found.append(f"{shown}:{line} in {name}")
+    return tuple(found)
 
 
 def _follow(
@@ -98,6 +157,7 @@ def _follow(
 ) -> Said:
     lines: list[Mapping[str, Any]] = []
     began = heard = time.monotonic()
+    stuck, stack = 0, answer.with_name("stack")
     try:
         while True:
             ended = process.poll() is not None
@@ -112,7 +172,8 @@ def _follow(
                 return Said(tuple(lines), "done", process.returncode)
             if ended:
                 return Said(tuple(lines), "exited", process.returncode)
-            if now > heard + silence:
+            stuck += bool(stack.stat().st_size)  # once: it may also be crashing
+            if now > heard + silence or stuck > _STUCK:
                 return Said(tuple(lines), "silent")
             if limit is not None and now > began + limit:
                 return Said(tuple(lines), "late")

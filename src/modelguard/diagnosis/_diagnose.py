@@ -16,6 +16,7 @@ from modelguard.diagnosis import _child, _redact
 from modelguard.diagnosis._attribution import attribute
 from modelguard.diagnosis._candidates import Declared
 from modelguard.diagnosis._child import Progress, Said
+from modelguard.diagnosis._counts import Growing
 from modelguard.diagnosis._growth import GrowthReport, Measured, steps_of
 from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._trials import try_remedies
@@ -27,13 +28,15 @@ __all__ = ["SECONDS", "diagnose", "read_inputs"]
 #: Seconds that a function is driven and tested, unless told otherwise.
 SECONDS = 30.0
 
-#: Seconds without a word after which a call is taken to hang: loading a model and the slowest reading take less.
-_SILENCE = 120.0
+#: Seconds that an import and a call may take at most, and how many times as long as all calls are to take.
+_SILENCE, _MOST_TIMES = 120.0, 3
 
 _NAME = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 #: Fewer calls decide nothing: there are 24 readings.
 _FEWEST_CALLS = 48
 _DAY = 86_400
+#: Calls of a stack that are shown.
+_FRAMES = 4
 
 
 def diagnose(
@@ -68,7 +71,8 @@ def diagnose(
         environ: The variables of the process.
         cwd: The folder in which the module is looked for. Default: the current one.
         progress: Called with each line that the process says.
-        silence: Seconds after which a call that does not return ends the diagnosis.
+        silence: Seconds after which an import or a call that does not return ends the diagnosis; a call at the latest
+            after three times ``seconds``.
 
     Raises:
         InvalidOption: A name, a file, a number or a time is not valid, or the function cannot be imported or called.
@@ -90,18 +94,19 @@ def diagnose(
         raise NotSupported("modelguard diagnose", reason="there is no /proc")
     config = {"target": target, "generate": generate, "inputs": read_inputs(inputs), "load": load}
     where, variables = cwd or Path.cwd(), dict(environ)
+    patience = min(silence, _MOST_TIMES * seconds)
     said = _child.follow(
         _child.command("_driven"),
-        {**config, "seconds": seconds, "calls": calls},
+        {**config, "seconds": seconds, "calls": calls, "patience": patience, "loading": max(silence, patience)},
         variables,
         where,
         progress=progress,
-        silence=silence,
+        silence=silence + max(silence, patience),
     )
-    report = _report(target, said, _Asked(seconds, calls, silence))
+    report = _report(target, said, _Asked(seconds, calls, patience, inputs, generate))
     measured = dataclasses.replace(report.measured, inputs=len(config["inputs"] or ()))
     report = dataclasses.replace(report, measured=measured)
-    if report.verdict != "grows" or not trial_seconds or said.end == "interrupted":
+    if measured.judged.verdict != "grows" or not trial_seconds or said.end == "interrupted":
         return report
     trials = try_remedies(
         config,
@@ -147,7 +152,9 @@ class _Asked(NamedTuple):
 
     seconds: float
     calls: int | None
-    silence: float
+    patience: float
+    inputs: str | None
+    generate: str | None
 
     def longer(self, factor: float) -> str:
         """The option for so many times as long."""
@@ -161,26 +168,60 @@ def _report(target: str, said: Said, asked: _Asked) -> GrowthReport:
         message = _redact.redact(said.last("message"), os.environ)
         why = f"could not be driven: {error}" + (f": {message}" if message else "")
         raise InvalidOption("MODULE:FUNCTION", target, why=why, fix=_fix(said))
+    if said.end not in ("done", "interrupted") and not _was_imported(said):
+        raise InvalidOption("MODULE:FUNCTION", target, why=f"could not be driven: {_importing(said)}", fix=_fix(said))
     measured = _measured(said)
     judged = measured.judged
-    verdict, unknown = judged.verdict, _ended(said, asked.silence)
+    verdict, unknown = judged.verdict, _ended(said, asked)
     unknown += steps_of(judged)
-    if verdict == "undecided":
+    if verdict == "undecided" and not measured.growing:
         unknown.append(f"{judged.reason}; it needs {_needed(said, judged, len(measured.private), asked)}")
     if measured.failures:
         errors = ", ".join(measured.errors)
         unknown.append(f"{measured.failures:,} of {measured.calls[-1]:,} calls failed ({errors})")
-        if verdict == "steady" and measured.failures == measured.calls[-1]:
+        unknown.append(_to_see(target, measured, asked))
+        if measured.failures == measured.calls[-1] and verdict != "grows":
             verdict = "undecided"
+            unknown = [one for one in unknown if not one.startswith(judged.reason or "\n")]
             unknown.append("no call succeeded, so nothing is known about those that do")
     causes, rest = attribute(measured) if verdict == "grows" else ((), 0.0)
+    if measured.growing:
+        verdict = "grows"
     return GrowthReport(target, verdict, causes, rest, measured, tuple(unknown))
 
 
 def _fix(said: Said) -> str:
-    if any(line.get("phase") == "warm-up" for line in said.lines):
+    if _was_imported(said):
         return "Check --inputs or --generate."
     return "Check the name and the inputs, and that python -c 'import MODULE' works in this folder."
+
+
+def _was_imported(said: Said) -> bool:
+    return any(line.get("phase") == "warm-up" for line in said.lines)
+
+
+def _importing(said: Said) -> str:
+    """How the import of the function has ended."""
+    if said.end == "silent":
+        return f"its import has not returned for {said.seconds:.0f} seconds{_where(said)}"
+    return f"its process ended with status {said.status} while it was imported"
+
+
+def _where(said: Said) -> str:
+    """Where a process stood, as the end of a sentence: the innermost calls."""
+    return f"; it stands in {', called from '.join(said.stack[:_FRAMES])}" if said.stack else ""
+
+
+def _to_see(target: str, measured: Measured, asked: _Asked) -> str:
+    """How to see the message of an error. It may hold personal data, so no report has it."""
+    module, _, name = target.partition(":")
+    given = "with no argument"
+    if asked.inputs or asked.generate:
+        given = f"with input {measured.failed:,} of {asked.inputs or asked.generate}"
+    return (
+        f"messages may hold personal data and are not shown: to see one, call {name} {given} yourself, as in "
+        f"python -c 'import {module}; {module}.{name}(...)'"
+    )
 
 
 def _measured(said: Said) -> Measured:
@@ -192,22 +233,30 @@ def _measured(said: Said) -> Measured:
         found["private"] = [line["private"] for line in drive]
         found["judged_from"] = drive[-1]["judged_from"] if drive else 0
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    fields["growing"] = tuple(Growing(**each) for each in fields.get("growing", ()))
     fields["held"] = tuple(Held(**each) for each in fields.get("held", ()))
     return Measured(**fields)
 
 
-def _ended(said: Said, silence: float) -> list[str]:
-    if said.end == "exited":
-        return [f"the process ended with status {said.status} before the diagnosis did"]
+def _ended(said: Said, asked: _Asked) -> list[str]:
     if said.end == "silent":
-        return [f"a call has not returned for {silence:g} seconds, and was ended"]
-    return ["it was interrupted"] if said.end == "interrupted" else []
+        return [f"a call has not returned for {asked.patience:g} seconds, and was ended{_where(said)}"]
+    if said.end == "exited":
+        return [f"the process ended with status {said.status} before the diagnosis did{_where(said)}"]
+    if said.end == "interrupted":
+        return [f"it was interrupted after {said.seconds:.0f} seconds{_where(said)}"]
+    return []
 
 
 def _needed(said: Said, judged: Judgement, count: int, asked: _Asked) -> str:
     """What it needs to be decided."""
-    if said.end in ("exited", "silent"):
+    if said.end == "silent":
+        longer = _units.format_seconds(math.ceil(2 * asked.patience))
+        return f"calls that return; if they are only slow, {longer} or more for --time"
+    if said.end == "exited":
         return "calls that return"
+    if said.end == "interrupted":
+        return f"more time than the {said.seconds:.0f} seconds that it had"
     if count < FEWEST:
-        asked = _Asked(asked.seconds, None, asked.silence)  # readings take time, however many calls they have
-    return asked.longer(1.0 if said.end == "interrupted" else judged.more)
+        asked = asked._replace(calls=None)  # readings take time, however many calls they have
+    return asked.longer(judged.more)

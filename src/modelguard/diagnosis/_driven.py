@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelguard.diagnosis import _census, _holders, _target
 from modelguard.diagnosis._compiled import compiled
+from modelguard.diagnosis._counts import Counts
 from modelguard.diagnosis._lines import kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
 from modelguard.environment import _allocator, _memory, _python_objects
@@ -80,16 +82,38 @@ class _Pace(NamedTuple):
 def _drive(config: dict[str, Any], say: Say) -> None:
     say(phase="import")
     began = time.monotonic()
+    patience = _target.Patience(float(config["patience"]), Path(config["stack"]).open("a", encoding="utf-8"))  # noqa: SIM115
+    patience.begin(config["loading"])
     function = _target.load(config["target"])
     if config["load"]:
         function = guard(_target.load(config["load"]), reload_on=None)(function)
-    target = Target(function, _target.inputs(config, function))
+    counts = Counts()
+    target = Target(function, _target.inputs(config, function), patience=patience, look=lambda: _look(counts))
+    patience.end()
+    try:
+        _measure(config | {"imported": time.monotonic() - began}, say, function, target, counts)
+    except _target.Exhausted:
+        if counts.judged:  # only the tests are missing
+            say(done=True)
+        else:
+            say(measured=_alone(target) | {"growing": counts.exhausted(target.calls)}, done=True)
+
+
+def _look(counts: Counts) -> None:
+    if counts.too_many():
+        raise _target.Exhausted
+
+
+def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, counts: Counts) -> None:
     seconds = float(config["seconds"])
     pace = _Pace(seconds, config.get("calls"), time.monotonic() + _MOST_TIMES * seconds)
-    imported = time.monotonic() - began
     say(phase="warm-up")
     size = _warm_up(target, pace)
+    if target.failures == target.calls:
+        say(measured=_alone(target), done=True)
+        return
     target.forget()
+    counts.begin()
     gc.collect()
     before, sizes = _census.count(), _census.cache_sizes()
     pools = _emptied(_census.pools())
@@ -97,16 +121,17 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     free = _fallen(lambda: None)  # what calls always leave behind, without any growth
     target.run(size, pace.part(_WARM).until)
     target.forget()
+    counts.begin()
     code = compiled()
     _in_use()  # what it imports is no growth
     moment = _moment()
     _trim()  # what this look has left
     in_use = _in_use()
-    measured = _readings(target, pace, say)
+    measured = _readings(target, pace, say, counts)
     measured["trimmed"] = max(0, _fallen(lambda: None) - free)
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
     measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
-    measured |= {"imported": imported, "guarded": isinstance(owner_of(function), ModelGuard)}
+    measured |= {"imported": config["imported"], "guarded": isinstance(owner_of(function), ModelGuard)}
     measured |= {"zones": _has_zones(), "importable": _is_importable(function)}
     say(measured=measured)
     say(phase="tests")
@@ -121,6 +146,18 @@ def _drive(config: dict[str, Any], say: Say) -> None:
     if _census.switch_off_caches():
         measured["uncached"] = _rate(target, pace, _REPEATED / 2, None)
     say(measured=measured, done=True)
+
+
+def _alone(target: Target) -> dict[str, Any]:
+    """What is known of a function where memory says nothing: no call has succeeded, or it was ended before."""
+    errors = list(target.errors)[:_MOST_ERRORS]
+    return {
+        "calls": [target.calls],
+        "private": [0],
+        "failures": target.failures,
+        "errors": errors,
+        "failed": target.failed,
+    }
 
 
 def _moment() -> _census.Moment | None:
@@ -149,12 +186,12 @@ def _owners() -> dict[str, list[str]]:
 class _Readings:
     """Readings of private memory between calls, that of workers included."""
 
-    def __init__(self, target: Target, pace: _Pace, say: Say) -> None:
+    def __init__(self, target: Target, pace: _Pace, say: Say, counts: Counts) -> None:
         self.calls: list[int] = []
         self.private: list[int] = []
         self.workers: list[int] = []
         self.judged_from = 0
-        self._target, self._pace, self._say = target, pace, say
+        self._target, self._pace, self._say, self._counts = target, pace, say, counts
 
     def drive(self, times: int = 1, *, collect: bool = False) -> None:
         """Call, and read 24 times or so, or some times as often; only these readings are judged."""
@@ -180,6 +217,7 @@ class _Readings:
             gc.collect()
         self.workers.append(_target.held_by_workers())
         self.calls.append(self._target.calls)
+        self._counts.read(self._target.calls)
         self.private.append(_memory.private(fresh=True) + self.workers[-1])
         self._say(
             phase="drive",
@@ -190,12 +228,12 @@ class _Readings:
         )
 
 
-def _readings(target: Target, pace: _Pace, say: Say) -> dict[str, Any]:
+def _readings(target: Target, pace: _Pace, say: Say, counts: Counts) -> dict[str, Any]:
     """Drive it until it is decided, or for three times as long.
 
     The second time garbage is collected before each reading: the collector's own sawtooth most often hides the rest.
     """
-    began, readings = time.monotonic(), _Readings(target, pace, say)
+    began, readings = time.monotonic(), _Readings(target, pace, say, counts)
     readings.drive()
     if readings.verdict() == "undecided":
         readings.drive(_AGAIN, collect=True)
@@ -205,6 +243,8 @@ def _readings(target: Target, pace: _Pace, say: Say) -> dict[str, Any]:
         "judged_from": readings.judged_from,
         "in_workers": readings.workers[-1] - readings.workers[0],
         "failures": target.failures,
+        "failed": target.failed,
+        "growing": counts.growing(readings.judged_from),
         "seconds": time.monotonic() - began,
     }
 

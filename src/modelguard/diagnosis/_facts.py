@@ -11,7 +11,7 @@ from typing import Literal
 from modelguard.environment import _capacities
 from modelguard.environment._allocator_kinds import Problem
 from modelguard.environment._cpus import Cpus
-from modelguard.environment._limits import Limit
+from modelguard.environment._limits import Limit, Strain
 
 __all__ = [
     "CAPS",
@@ -20,6 +20,7 @@ __all__ = [
     "Inside",
     "Interpreter",
     "Machine",
+    "Misspelt",
     "Moment",
     "Role",
     "Server",
@@ -56,6 +57,23 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True)
+class Misspelt:
+    """An environment variable that nothing reads, because its name is misspelt.
+
+    Attributes:
+        name: Its name.
+        meant: The name that is read.
+        value: Its value, if that is a number; otherwise empty.
+        where: The place that sets it, as text for users.
+    """
+
+    name: str
+    meant: str
+    value: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """The resources that the service may use.
 
@@ -63,11 +81,13 @@ class Machine:
         cpus: How many CPUs it may keep busy; None if unknown.
         limit: Its memory limit; None if a limit could not be seen (not Linux, or no ``/proc``).
         swapped: Bytes in swap on the whole machine; None if unknown.
+        strain: How short of memory its cgroup is. For a command that was started, only what was killed since counts.
     """
 
     cpus: Cpus | None = None
     limit: Limit | None = None
     swapped: int | None = None
+    strain: Strain | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +119,13 @@ class Guarded:
         name: Its name.
         policy: The policy that replaces its model, as text; None if it has none.
         load_seconds: How long the load of its model took; 0 if none is loaded.
+        unshared: Whether it was made with ``prefork=True``, and nothing has prepared the process for that.
     """
 
     name: str
     policy: str | None = None
     load_seconds: float = 0.0
+    unshared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +246,8 @@ class Facts:
         stale_metrics: Names of files in ``PROMETHEUS_MULTIPROC_DIR`` whose process does not exist.
         unknown: What could not be determined, in sentences.
         words: The command that starts the service, with secrets hidden; empty if unknown.
+        misspelt: Variables whose names are misspelt.
+        served: Whether it served when it was examined. Only a command can be seen not to.
     """
 
     subject: str
@@ -236,6 +260,8 @@ class Facts:
     stale_metrics: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    misspelt: tuple[Misspelt, ...] = ()
+    served: bool = True
 
     def named(self, *names: str) -> tuple[Variable, ...]:
         """The variables of these names, in the order in which they are set."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from modelguard.diagnosis._attach import attached, require_attachable
+from modelguard.diagnosis._attach import inside_of
 from modelguard.diagnosis._facts import Facts
 from modelguard.diagnosis._facts_process import (
     above,
@@ -23,17 +23,18 @@ __all__ = ["facts_from_inside"]
 
 
 def facts_from_inside(pid: str | int) -> Facts:
-    """Look at a process and everything that it has started, and ask those that run the same Python as this process.
+    """Look at a process and everything that it has started, and ask those that can be asked.
 
-    CPython 3.14 and later only. A short script runs in each of them, in a thread of its own.
+    They have called ``modelguard.control.listen()``, or run the same CPython as this process, 3.14 or later: a short
+    script then runs in each of them, in a thread of its own.
 
     Args:
         pid: The id of the process.
 
     Raises:
         InvalidOption: It is not a process id, the process does not exist, belongs to another user, or does not answer.
-        NotSupported: This Python is older than 3.14, the process runs another one, or in a container, or this process
-            has no right to trace it.
+        NotSupported: It has no control socket, and this Python is older than 3.14, the process runs another one, or in
+            a container, or this process has no right to trace it.
     """
     number = process_number(pid)
     if not _proc.is_mounted():
@@ -52,6 +53,5 @@ def facts_from_inside(pid: str | int) -> Facts:
 
 
 def _describe(pid: int) -> dict[str, Any]:
-    require_attachable(pid, interpreter_of(pid))
-    with attached(pid) as inside:
+    with inside_of(pid, interpreter_of(pid)) as inside:
         return inside.ask("describe")

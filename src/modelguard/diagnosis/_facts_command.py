@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from modelguard.diagnosis._facts_process import Answers, facts_of_tree
 from modelguard.diagnosis._requests import Driven
 from modelguard.diagnosis._session import ANSWER, Session, started
 from modelguard.environment import _proc
+from modelguard.environment._limits import Strain
 from modelguard.errors import InvalidOption, NotSupported
 
 __all__ = ["PATIENCE", "REQUESTS", "facts_of_command"]
@@ -55,17 +57,21 @@ def facts_of_command(
     if not _proc.is_mounted():
         raise NotSupported("modelguard doctor -- COMMAND", reason="there is no /proc")
     with started(words, environ, cwd or Path.cwd()) as session:
+        began = time.monotonic()
         took = session.wait(patience)
+        waited = time.monotonic() - began
         before = session.private()
         driven = _requests.drive(request, count, session.listening()) if request is not None else None
         session.require_running()
         answers = session.answers()
         facts = _examine(session, answers, f"the command: {_redact.redact_command(words, environ)}")
+        strain = replace(facts.machine.strain or Strain(), killed=session.killed())
     if driven is not None:
         facts = replace(facts, processes=tuple(_with_growth(process, before) for process in facts.processes))
-    unknown = (*_unknown(took, patience, driven, answers, facts), *facts.unknown)
+    unknown = (*_unknown(took, waited, driven, answers, facts), *facts.unknown)
     shown = tuple(_redact.redacted_words(words, environ))
-    return replace(facts, unknown=unknown, words=shown)
+    machine = replace(facts.machine, strain=strain)
+    return replace(facts, machine=machine, unknown=unknown, words=shown, served=took is not None)
 
 
 def _with_growth(process: ServiceProcess, before: Mapping[int, int]) -> ServiceProcess:
@@ -85,12 +91,10 @@ def _examine(session: Session, answers: Answers, subject: str) -> Facts:
         raise
 
 
-def _unknown(
-    took: float | None, patience: float, driven: Driven | None, answers: Answers, facts: Facts
-) -> Iterator[str]:
+def _unknown(took: float | None, waited: float, driven: Driven | None, answers: Answers, facts: Facts) -> Iterator[str]:
     if took is None:
         yield (
-            f"it did not serve within {patience:g} seconds (it listens on no port, or still computes), so it was "
+            f"it did not serve within {waited:.0f} seconds (it listens on no port, or still computes), so it was "
             "examined as it was then"
         )
     if driven is not None and driven.failed:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from modelguard.diagnosis._facts import Facts, Interpreter, Machine
-from modelguard.diagnosis._variables import known_variables
+from modelguard.diagnosis._variables import known_variables, misspelt_variables
 from modelguard.environment import _allocator, _cpus, _limits, _proc
 from modelguard.environment._allocator_kinds import Problem
 from modelguard.errors import NotSupported
@@ -33,6 +33,7 @@ def facts_of_machine(environ: Mapping[str, str] = os.environ, *, root: Path = _p
         known_variables(environ, "this environment"),
         python,
         _problems(),
+        misspelt=tuple(misspelt_variables(environ, "this environment")),
     )
 
 
@@ -48,10 +49,12 @@ def machine(root: Path, pid: int | None = None) -> Machine:
     """
     if not _proc.is_mounted(root):
         return Machine(cpus=_cpus.available_cpus(root=root))
+    limit = _limits.memory_limit(pid, root=root)
     return Machine(
         cpus=_cpus.available_cpus(pid, root=root),
-        limit=_limits.memory_limit(pid, root=root),
+        limit=limit,
         swapped=_swapped(root),
+        strain=_limits.strain(limit, pid, root=root),
     )
 
 

@@ -15,7 +15,7 @@ from modelguard.diagnosis._compiled import compiled_in
 from modelguard.diagnosis._facts import Facts, Interpreter, Role, Server, ServiceProcess, Variable
 from modelguard.diagnosis._facts_machine import machine
 from modelguard.diagnosis._patch_level import patch_level
-from modelguard.diagnosis._variables import known_variables
+from modelguard.diagnosis._variables import known_variables, misspelt_variables
 from modelguard.environment import _memory, _proc, _remote
 from modelguard.environment._mappings import MemoryMapping
 from modelguard.errors import InvalidOption, NotSupported
@@ -59,21 +59,21 @@ def facts_of_process(pid: str | int, *, root: Path = _proc.ROOT) -> Facts:
         NotSupported: There is no ``/proc``, or it hides what has to be read.
     """
     number = process_number(pid)
-    with readable(number):
+    with readable(number, root):
         return _facts(number, root)
 
 
 @contextmanager
-def readable(pid: int) -> Iterator[None]:
+def readable(pid: int, root: Path = _proc.ROOT) -> Iterator[None]:
     """Turn the kernel's errors into one that says what to do.
 
     Raises:
-        InvalidOption: There is no such process, or it belongs to another user.
+        InvalidOption: There is no such process, it is a kernel thread, or it belongs to another user.
     """
     try:
         yield
     except ProcessLookupError:
-        raise InvalidOption(_ARGUMENT, pid, why="does not exist", fix=_FIX) from None
+        raise InvalidOption(_ARGUMENT, pid, why=_proc.absence(pid, root), fix=_FIX) from None
     except PermissionError:
         why = "belongs to another user, or /proc is hidden from this user"
         raise InvalidOption(_ARGUMENT, pid, why=why, fix="Run modelguard doctor as its owner, or as root.") from None
@@ -115,16 +115,18 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
     environ = _proc.if_readable(_proc.environment, pid, root) or {}
     processes = tuple(_tree(pid, root, answers))
     unknown = () if environ else (f"process {pid} has overwritten the environment that it was started with",)
+    where = f"the environment that process {pid} was started with"
     return Facts(
         subject,
         machine(root, pid),
-        (*known_variables(environ, f"the environment that process {pid} was started with"), *_set_later(processes)),
+        (*known_variables(environ, where), *_set_later(processes)),
         _with_patch(_interpreter(_proc.maps(pid, root)), pid, root),
         seen.problems,
         _server(_words(pid, root), processes, answers),
         processes,
         tuple(_stale_metrics(environ, root)),
         unknown=unknown,
+        misspelt=tuple(misspelt_variables(environ, where)),
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modelguard import _units
+from modelguard.diagnosis._counts import Growing
 from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._trial_results import Trials
 from modelguard.facts.growth import Judgement, Verdict, judge
@@ -37,7 +38,8 @@ class Measured:
         judged_from: The first reading that is judged: those before it left it undecided.
         in_workers: How much of its growth is in these workers.
         failures: How many calls raised.
-        errors: The names of their exceptions.
+        errors: The names of their exceptions, each with the line that it came from.
+        failed: The number of the first input that failed, counted from 1.
         trimmed: What a trim of the allocator gave back at the end.
         collected: What a full garbage collection gave back after that.
         garbage: How many objects it freed.
@@ -62,6 +64,7 @@ class Measured:
         libraries: Which of the libraries with causes of their own are loaded.
         held: The containers that have grown, and what holds them; the heaviest first.
         owners: What the memory of libraries belongs to, such as a pipeline: the ways to it, by the cause.
+        growing: Open files, threads and child processes of which there are more with the calls.
         seconds: How long the calls of the readings took.
         imported: Seconds that the import of the function took.
         guarded: Whether a guard lends the function its model.
@@ -79,6 +82,7 @@ class Measured:
     in_workers: int = 0
     failures: int = 0
     errors: tuple[str, ...] = ()
+    failed: int = 0
     trimmed: int = 0
     collected: int = 0
     garbage: int = 0
@@ -102,6 +106,7 @@ class Measured:
     libraries: tuple[str, ...] = ()
     held: tuple[Held, ...] = ()
     owners: dict[str, list[str]] = field(default_factory=dict)
+    growing: tuple[Growing, ...] = ()
     seconds: float = 0.0
     imported: float = 0.0
     guarded: bool = False
@@ -160,13 +165,14 @@ class GrowthReport:
 
     Attributes:
         subject: What was driven.
-        verdict: Whether it grows with its calls.
+        verdict: Whether its memory grows with its calls, or what ``measured.growing`` names.
         causes: The causes, the largest share first.
         unexplained: The share that no cause explains.
         measured: The measurements.
         unknown: What could not be determined, in sentences.
         trials: The remedies that were tried; None if none were.
         about: When, with what and of how many inputs it was made, as the command shows it.
+        seen: Of a running process: what was looked at and what was not, and what that showed, in sentences.
     """
 
     subject: str
@@ -177,6 +183,7 @@ class GrowthReport:
     unknown: tuple[str, ...] = ()
     trials: Trials | None = None
     about: dict[str, str] = field(default_factory=dict)
+    seen: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""

@@ -40,12 +40,14 @@ def as_html(report: GrowthReport) -> str:
     """Write a report as one page without any other file."""
     subject = words(report.subject)
     held = _figures.chains(report.measured)
+    chains = f"<h2>What holds it</h2>{held}" if held else ""
+    found = [f"{each.told(report.measured.per)}: {each.seen}. {each.fix}" for each in report.measured.growing]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{subject}</title><style>{_STYLE}{_figures.STYLE}</style></head><body><h1>{subject}</h1>"
         f"<p>{words(verdict(report))}.</p>{_figures.readings(report.measured)}{_causes(report)}"
-        f"{_list('Notes', report.unknown)}{f'<h2>What holds it</h2>{held}' if held else ''}"
+        f"{_list('More with the calls', found)}{_list('Notes', (*report.seen, *report.unknown))}{chains}"
         f"{_remedies(report.trials)}{_about(report)}</body></html>\n"
     )
 

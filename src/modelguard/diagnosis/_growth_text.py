@@ -21,11 +21,18 @@ def as_text(report: GrowthReport) -> Iterator[str]:
         yield f"{cause.share:.0%} {cause.name}"
         yield f"  seen  {printable(cause.seen)}"
         yield f"  fix   {cause.fix}"
+    for each in measured.growing:
+        yield ""
+        yield each.told(measured.per)
+        yield f"  seen  {printable(each.seen)}"
+        yield f"  fix   {each.fix}"
     if report.causes:
         yield ""
         yield f"{report.unexplained:.0%} is unexplained."
     if measured.libraries:
         yield f"Loaded: {', '.join(measured.libraries)}."
+    for sentence in report.seen:
+        yield f"{printable(sentence[0].upper() + sentence[1:])}."
     for sentence in report.unknown:
         yield f"Note: {printable(sentence)}"
     if report.trials is not None:
@@ -38,6 +45,11 @@ def verdict(report: GrowthReport) -> str:
     measured = report.measured
     count = measured.calls[-1] if measured.calls else 0
     calls = f"{count:,} calls" if measured.per == "calls" else f"{count / 1000:.0f} seconds"
+    judged = measured.judged.verdict if measured.growing else report.verdict
+    if judged != "grows" and measured.growing:
+        names = " and ".join(each.name for each in measured.growing)
+        memory = "memory does not" if judged == "steady" else "of memory nothing is known"
+        return f"{names} grow with the calls; {memory}"
     if report.verdict == "undecided":
         return f"undecided after {calls}"
     moved = f"{format_bytes(max(0, measured.growth))} in {calls}"

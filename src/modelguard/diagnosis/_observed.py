@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from modelguard.diagnosis._census import Moment
 from modelguard.diagnosis._growth import Measured, Unit
+from modelguard.diagnosis._holders import Held
 from modelguard.facts.growth import Verdict, judge
 
 __all__ = ["Calls", "Look", "Observed"]
@@ -24,6 +26,7 @@ class Look:
         compiled: Written bytes of machine code that was compiled at run time.
         libraries: Which of the libraries with causes of their own are loaded.
         free: Bytes that the allocator holds and that are not in use; None if it does not say.
+        moment: The lengths of containers; None where another process keeps them.
     """
 
     census: Mapping[str, int] = field(default_factory=dict)
@@ -31,6 +34,7 @@ class Look:
     compiled: int = 0
     libraries: tuple[str, ...] = ()
     free: int | None = None
+    moment: Moment | None = None
 
 
 class Calls:
@@ -89,13 +93,18 @@ class Observed:
         """Private memory at the first reading."""
         return self._readings[0][1] if self._readings else 0
 
+    @property
+    def calls(self) -> int:
+        """The calls between the first reading and the last."""
+        return self._readings[-1][0] - self._readings[0][0] if self._readings else 0
+
     def verdict(self) -> Verdict:
         """Whether memory grows; undecided with few readings, and without calls."""
         if len(self._readings) < _READINGS or self._readings[-1][0] == self._readings[0][0]:
             return "undecided"
         return judge(*zip(*self._readings, strict=True)).verdict
 
-    def measured(self, first: Look, last: Look, trimmed: int, per: Unit) -> Measured:
+    def measured(self, first: Look, last: Look, trimmed: int, per: Unit, held: tuple[Held, ...] = ()) -> Measured:
         """What was measured between two looks.
 
         Args:
@@ -103,6 +112,7 @@ class Observed:
             last: Now.
             trimmed: Bytes that a trim has just given back.
             per: What the calls of the readings count.
+            held: The containers that have grown, and what holds them.
         """
         if first.free is not None and last.free is not None:
             trimmed = min(trimmed, max(0, last.free - first.free))  # some was free from the start
@@ -117,6 +127,7 @@ class Observed:
             compiled=last.compiled - first.compiled,
             libraries=last.libraries,
             trimmed=trimmed,
+            held=held,
             live=True,
             per=per,
         )

@@ -225,10 +225,13 @@ def _guards() -> dict[str, Any]:
     module = sys.modules.get("modelguard.lifecycle.model_guard")
     if module is None:
         return {"guards": []}
+    prepared = sys.modules.get("modelguard.sharing._prepared")
+    shares = prepared is not None and prepared.current() is not None
     return {
         "guards": [
             {
                 "name": guard.name,
+                "unshared": guard.prefork and not shares,
                 "policy": None if guard.reload_on is None else repr(guard.reload_on),
                 "load_seconds": guard.status().load_seconds,
             }

@@ -29,6 +29,7 @@ class DoctorReport:
         unknown: What could not be determined, in sentences.
         checks: The number of checks that were run.
         fix: The command with all fixes that a command can contain, in one line to paste; empty if there is none.
+        served: Whether the service served when it was examined. If it did not, most of it could not be seen.
     """
 
     subject: str
@@ -36,11 +37,12 @@ class DoctorReport:
     unknown: tuple[str, ...]
     checks: int
     fix: str = ""
+    served: bool = True
 
     @property
     def ok(self) -> bool:
-        """Whether there is no fault. Notes may be intended."""
-        return not self.faults
+        """Whether it served and there is no fault. Notes may be intended."""
+        return self.served and not self.faults
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -79,6 +81,7 @@ def examine(facts: Facts, checks: Iterable[Check] = CHECKS, *, ignore: Iterable[
         tuple(map(_printable, facts.unknown)),
         len(run),
         _printable(one_line(findings, facts.words, server)),
+        facts.served,
     )
 
 
@@ -87,6 +90,7 @@ def as_json(report: DoctorReport) -> str:
     content = {
         "subject": report.subject,
         "ok": report.ok,
+        "served": report.served,
         "findings": [asdict(finding) for finding in report.findings],
         "unknown": report.unknown,
         "fix": report.fix,
@@ -137,7 +141,8 @@ def _lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
 
 def _verdict(report: DoctorReport) -> str:
     faults, notes = len(report.faults), len(report.findings) - len(report.faults)
-    return f"{_count(faults, 'fault')} and {_count(notes, 'note')} by {report.checks} checks."
+    verdict = f"{_count(faults, 'fault')} and {_count(notes, 'note')} by {report.checks} checks."
+    return verdict if report.served else f"{verdict} It did not serve, so most of it could not be seen."
 
 
 def _count(number: int, word: str) -> str:

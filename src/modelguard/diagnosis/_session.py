@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,9 +19,10 @@ from typing import Any
 
 from modelguard.diagnosis import _redact
 from modelguard.diagnosis._variables import KNOWN
-from modelguard.environment import _memory, _proc
+from modelguard.environment import _limits, _memory, _proc
 from modelguard.environment._program import locate
 from modelguard.errors import InvalidOption
+from modelguard.isolation._processes import die_with_parent
 
 __all__ = ["ANSWER", "Session", "started"]
 
@@ -35,6 +37,12 @@ _AGAIN, _STOP = 10.0, 10.0
 
 #: A service is ready when it listens, and in ten looks in a row its processes have not been busy more than twice.
 _LOOKS, _BUSY, _PAUSE = 10, 2, 0.1
+
+#: A server of which the kernel has killed so many processes will not serve, however long one waits.
+_KILLED = 3
+
+#: What ends this process unless it is handled. A service must not outlive the doctor that started it.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 #: Messages of these errors name modules and syntax. Any other error's message may hold a secret.
 _HARMLESS = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"})
@@ -53,6 +61,7 @@ class Session:
         self.process = process
         self.folder = folder
         self._words = words
+        self._killed_before = {self._cgroups(None): _limits.oom_kills() or 0}
 
     def pids(self) -> list[int]:
         """The process and everything that it has started."""
@@ -76,14 +85,14 @@ class Session:
             patience: Seconds to wait.
 
         Returns:
-            The seconds that it took; None if it runs, but does not serve.
+            The seconds that it took; None if it runs, but does not serve, or the kernel kills its workers.
 
         Raises:
             InvalidOption: It has ended.
         """
         began = time.monotonic()
         looks: list[bool] = []
-        while time.monotonic() < began + patience:
+        while time.monotonic() < began + patience and self.killed() < _KILLED:
             self.require_running()
             looks = [*looks, any(self._busy())][-_LOOKS:]
             if self.listening() and len(looks) == _LOOKS and sum(looks) <= _BUSY:
@@ -93,6 +102,10 @@ class Session:
             time.sleep(_PAUSE)
         return None
 
+    @staticmethod
+    def _cgroups(pid: int | None) -> str:
+        return str(_proc.if_readable(_proc.cgroups, pid))
+
     def _has_loaded(self) -> bool:
         """Whether all of gunicorn's workers have loaded the app: they may be idle while they load."""
         answers = self.answers().values()
@@ -101,12 +114,20 @@ class Session:
         ]
         return sum(answer.get("booted") is True for answer in answers) >= max(wanted, default=0)
 
+    def killed(self) -> int:
+        """How many processes of its cgroup the kernel has killed for want of memory since the start."""
+        pid = self.process.pid if self.process.poll() is None else None  # it may have moved to a cgroup of its own
+        counted = _limits.oom_kills(pid) or 0
+        return max(0, counted - self._killed_before.setdefault(self._cgroups(pid), counted))
+
     def require_running(self) -> None:
         """Raise ``InvalidOption`` if it has ended."""
         status = self.process.poll()
         if status is None:
             return
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        if killed := self.killed():
+            how += f" (by the kernel's OOM killer, probably: {killed} process(es) of its cgroup were killed)"
         why = f"ended {how} before it served{self._last_error()}"
         fix = "Start it by itself to see what it prints."
         raise InvalidOption("command", _redact.redact_command(self._words, os.environ), why=why, fix=fix)
@@ -172,9 +193,19 @@ class Session:
         return f"; its last error is {name}" + (f": {_redact.redact(message, os.environ)}" if name in _HARMLESS else "")
 
 
+class _Ended(BaseException):
+    """A signal that ends this process has come."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 @contextmanager
 def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iterator[Session]:
-    """Start a command with the probe, and end it with all it has started.
+    """Start a command with the probe, and end it with all it has started, also if a signal ends this process.
+
+    Where this process is killed, the kernel sends SIGTERM to the command.
 
     Args:
         words: The command and its arguments.
@@ -185,28 +216,82 @@ def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iter
         CannotRun: It was not found, or cannot be executed.
     """
     program = locate(words[0], environ)
+    with _ending_signals(), _folder() as folder:
+        # From the start until it is in reach of the clean-up, no signal may come between.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        session = None
+        try:
+            session = Session(_popen(words, program, _with_probe(environ, folder), cwd, mask), folder, words)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            yield session
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+            try:
+                if session is not None:
+                    session.stop()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """The probe's folder, which is removed in the end."""
     folder = Path(tempfile.mkdtemp(prefix="modelguard-"))
     try:
         shutil.copyfile(_PROBE, folder / "sitecustomize.py")
         (folder / "names").write_text("\n".join([str(int(_signal())), *sorted(KNOWN)]), encoding="ascii")
-        with (folder / "output").open("wb") as output:
-            process = subprocess.Popen(  # noqa: S603 - the command that the user has given
-                [*words],
-                executable=program,
-                env=_with_probe(environ, folder),
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        session = Session(process, folder, words)
-        try:
-            yield session
-        finally:
-            session.stop()
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _ending_signals() -> Iterator[None]:
+    """Let signals that would end this process at once end it after the block has been left."""
+
+    def end(number: int, _: object) -> None:
+        raise _Ended(number)
+
+    if threading.current_thread() is not threading.main_thread():  # where Python handles no signals
+        yield
+        return
+    before = {each: signal.getsignal(each) for each in _ENDING}
+    handled = [each for each, handler in before.items() if handler is signal.SIG_DFL]
+    for each in handled:
+        signal.signal(each, end)
+    came = None
+    try:
+        yield
+    except _Ended as ended:
+        came = ended.number
+    finally:
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
+    if came is not None:
+        signal.raise_signal(came)
+
+
+def _popen(
+    words: Sequence[str], program: str, environ: Mapping[str, str], cwd: Path, mask: set[signal.Signals | int]
+) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+
+    def prepare() -> None:
+        die_with_parent(parent, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    with (Path(environ["MODELGUARD_PROBE"]) / "output").open("wb") as output:
+        return subprocess.Popen(  # noqa: S603 - the command that the user has given
+            [*words],
+            executable=program,
+            env=environ,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=prepare,  # noqa: PLW1509 - it takes no lock
+        )
 
 
 def _with_probe(environ: Mapping[str, str], folder: Path) -> dict[str, str]:

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import faulthandler
 import importlib
 import inspect
 import itertools
 import json
+import math
 import os
+import signal
 import sys
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from modelguard.environment import _memory
 from modelguard.errors import InvalidOption, ModelGuardError
 
-__all__ = ["Arguments", "Say", "Target", "held_by_workers", "inputs", "is_async", "load", "private_of", "run_program"]
+__all__ = [
+    "Arguments",
+    "Exhausted",
+    "Patience",
+    "Say",
+    "Target",
+    "held_by_workers",
+    "inputs",
+    "is_async",
+    "load",
+    "private_of",
+    "run_program",
+]
 
 Say = Callable[..., None]
 
@@ -29,8 +46,73 @@ _TOLD = (ImportError, AttributeError, NameError, SyntaxError, ValueError, TypeEr
 #: Seconds that a replacement of workers may take, and between two looks.
 _REPLACED, _PAUSE = 10.0, 0.01
 
+#: Seconds between two looks at how long a call takes.
+_LOOK = 0.25
+
 #: Positional arguments, and arguments by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Exhausted(BaseException):
+    """The function has used up what a process may have: no call is to catch it."""
+
+
+class Patience:
+    """Writes down where a call stands that does not return: the parent then ends the process, and all below it.
+
+    The C thread of faulthandler does it: it needs neither the interpreter's lock nor a signal.
+
+    Args:
+        seconds: How long a call may take. Default: as long as it likes.
+        stream: Gets the stack.
+    """
+
+    def __init__(self, seconds: float = math.inf, stream: IO[str] | None = None) -> None:
+        self._seconds, self._stream = seconds, stream
+        self._renewed = -math.inf
+        if stream is not None:
+            # A forked child has no such thread, and would wait for it at its end.
+            os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=self._again)
+
+    def begin(self, seconds: float | None = None) -> bool:
+        """It may take so long from now on; returns whether it was time to look."""
+        now = time.monotonic()
+        if self._stream is None or now < self._renewed + _LOOK:
+            return False
+        self._renewed = now
+        self._arm(seconds)
+        return True
+
+    def _arm(self, seconds: float | None = None) -> None:
+        faulthandler.dump_traceback_later(seconds or self._seconds + _LOOK, file=self._stream or sys.stderr)
+
+    def _again(self) -> None:
+        if self._renewed > 0:
+            self._arm()
+
+    def end(self) -> None:
+        """Nothing is waited for."""
+        self._renewed = -math.inf
+        faulthandler.cancel_dump_traceback_later()
+
+    def watch(self, loop: asyncio.AbstractEventLoop, coroutine: Any) -> asyncio.TimerHandle | None:
+        """The same for a coroutine that waits: its thread only shows the event loop."""
+        if self._stream is None:
+            return None
+        return loop.call_later(self._seconds, self._write, coroutine)
+
+    def _write(self, coroutine: Any) -> None:
+        self.end()
+        frames: list[str] = []
+        while coroutine is not None:
+            frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+            if frame is not None:
+                code = frame.f_code
+                frames.insert(0, f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n')
+            coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+        assert self._stream is not None  # noqa: S101 - watch() has looked
+        self._stream.write("Thread (most recent call first):\n" + "".join(frames))
+        self._stream.flush()
 
 
 class Target:
@@ -41,11 +123,14 @@ class Target:
         given: Its inputs, without end.
         asynchronous: Whether its calls have to be awaited. Default: if it is a coroutine function.
         around: Makes the context that each call runs in.
+        look: Called now and then, before a call.
+        patience: Tells of a call that does not return.
 
     Attributes:
         calls: How many calls were made.
         failures: How many of them raised.
-        errors: The names of their exceptions.
+        errors: The names of their exceptions, each with the line of the function's code that it came from.
+        failed: The number of the first input that failed, counted from 1; 0 if none did.
         seconds: How long each call took, if ``timed`` is set.
         timed: Whether to note how long each call takes.
     """
@@ -57,7 +142,11 @@ class Target:
         *,
         asynchronous: bool | None = None,
         around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+        patience: Patience | None = None,
+        look: Callable[[], object] = lambda: None,
     ) -> None:
+        self._look = look
+        self._patience = patience or Patience()
         self._function = function
         self._inputs = given
         self._around = around
@@ -67,7 +156,7 @@ class Target:
             asyncio.new_event_loop() if (is_async(function) if asynchronous is None else asynchronous) else None
         )
         self.calls = 0
-        self.failures = 0
+        self.failures = self.failed = 0
         self.errors: dict[str, None] = {}
         self.timed = False
         self.seconds: list[float] = []
@@ -92,6 +181,12 @@ class Target:
     def run(self, count: int, until: float, given: Callable[[], Arguments] | None = None) -> int:
         """Call it so many times, or until the time is up; returns how many calls were made."""
         take = given or self.next_input
+        try:
+            return self._run(count, until, take)
+        finally:
+            self._patience.end()
+
+    def _run(self, count: int, until: float, take: Callable[[], Arguments]) -> int:
         if self._loop is not None:
             return self._loop.run_until_complete(self._run_async(count, until, take))
         for done in range(count):
@@ -104,10 +199,19 @@ class Target:
         for done in range(count):
             item = take()
             with self._counted(), self._around():
-                await self._function(*item[0], **item[1])
+                await self._awaited(self._function(*item[0], **item[1]))
             if time.monotonic() > until:
                 return done + 1
         return count
+
+    async def _awaited(self, result: Awaitable[object]) -> None:
+        assert self._loop is not None  # noqa: S101 - it runs this
+        timer = self._patience.watch(self._loop, result)
+        try:
+            await result
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def _call(self, item: Arguments) -> None:
         with self._counted(), self._around():
@@ -118,21 +222,46 @@ class Target:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         self.calls += 1
+        if self._patience.begin():
+            self._look()
         began = time.perf_counter()
         try:
             yield
         except Exception as error:  # noqa: BLE001 - failures are counted
             self.failures += 1
-            self.errors[type(error).__name__] = None
+            self.failed = self.failed or self._taken
+            self.errors[_described(error)] = None
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                raise Exhausted from None
         if os.getpid() != self._pid:
             os._exit(0)  # a process that the function has forked, and that came back from the call
         if self.timed:
             self.seconds.append(time.perf_counter() - began)
 
 
+def _described(error: Exception) -> str:
+    """The type of an error and where it came from. Its message may hold personal data, and is not told."""
+    frames = traceback.extract_tb(error.__traceback__)
+    here = Path(__file__).parents[1]
+    own = [each for each in frames if not Path(each.filename).is_relative_to(here)]
+    near = [
+        each for each in own if Path(each.filename).is_relative_to(Path.cwd()) and "site-packages" not in each.filename
+    ]
+    if not own:
+        return type(error).__name__
+    last = (near or own)[-1]
+    return f"{type(error).__name__} at {_relative(last.filename)}:{last.lineno}"
+
+
+def _relative(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
 def run_program(program: Callable[[dict[str, Any], Say], None]) -> None:
     """Run a program on the configuration in the file of the first argument, and write what it says as lines of JSON."""
     config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    stack = Path(config["stack"]).open("a", encoding="utf-8")  # noqa: SIM115 - it is open to the end
     with Path(config["answer"]).open("a", encoding="utf-8") as stream:
 
         def say(**line: Any) -> None:
@@ -140,6 +269,8 @@ def run_program(program: Callable[[dict[str, Any], Say], None]) -> None:
             stream.flush()
 
         sys.path.insert(0, str(Path.cwd()))
+        faulthandler.enable(stack)
+        faulthandler.register(signal.SIGRTMIN + 9, file=stack)
         try:
             program(config, say)
         except Exception as error:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from modelguard import _units, telemetry
-from modelguard.diagnosis import _census
+from modelguard.diagnosis import _census, _holders
 from modelguard.diagnosis._attribution import attribute
 from modelguard.diagnosis._compiled import compiled
 from modelguard.diagnosis._growth import Measured, Unit
+from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._observed import Calls, Look, Observed
 from modelguard.environment import _allocator, _memory
 from modelguard.errors import InvalidOption, ModelGuardError
@@ -33,7 +34,16 @@ _SHORTEST = 0.05
 
 def _look() -> Look:
     libraries = tuple(name for name in _census.LIBRARIES if name in sys.modules)
-    return Look(_census.count(), _census.types(), compiled(), libraries, _free())
+    return Look(_census.count(), _census.types(), compiled(), libraries, _free(), _census.moment())
+
+
+def _held(first: Look, calls: int) -> tuple[Held, ...]:
+    """What holds what has become more. Nothing is collected here, so what has no way from a root may be garbage."""
+    return (
+        ()
+        if first.moment is None
+        else tuple(one for one in _holders.named(_census.grown(first.moment, calls)) if one.path)
+    )
 
 
 def _free() -> int | None:
@@ -57,6 +67,7 @@ class World:
         cpu: CPU seconds of the calling thread.
         private: Private memory in bytes.
         look: Takes a closer look.
+        held: Finds what holds that which has become more since a look, after so many calls.
         trim: Returns free memory to the system, and says how many bytes.
     """
 
@@ -64,6 +75,7 @@ class World:
     cpu: Callable[[], float] = time.thread_time
     private: Callable[[], int] = lambda: _memory.private(fresh=True)
     look: Callable[[], Look] = _look
+    held: Callable[[Look, int], tuple[Held, ...]] = _held
     trim: Callable[[], int] = _trim
 
 
@@ -132,8 +144,10 @@ class Watch:
 
     def _decide(self, first: Look) -> None:
         """Name the cause, and begin again: the next decision is about what comes then."""
+        unit = self._unit()
+        held = self._world.held(first, self._observed.calls if unit == "calls" else 0)
         last, trimmed = self._world.look(), self._world.trim()
-        measured = self._observed.measured(first, last, trimmed, self._unit())
+        measured = self._observed.measured(first, last, trimmed, unit, held)
         event = self._event(measured)
         if self.found is None or event.cause != self.found.cause:
             telemetry.emit(event)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from modelguard.environment import _preload, _proc
-from modelguard.environment._preload import Allocator
+from modelguard.environment import _capacities, _preload, _proc
+from modelguard.environment._allocator_kinds import Kind, kind_of
+from modelguard.environment._preload import PRELOAD, Allocator
 from modelguard.environment._program import NOT_EXECUTABLE, locate
 from modelguard.errors import CannotRun, InvalidOption
 
@@ -29,6 +31,9 @@ __all__ = ["Allocator", "Plan", "become", "inherited", "plan"]
 
 #: Python ignores both signals from its start (Py_InitializeFromConfig), and an exec would keep them ignored.
 _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFSZ")
+
+#: The readers of presets' variables that are allocators.
+_ALLOCATORS: dict[str, Kind] = {"glibc's malloc": "glibc", "jemalloc": "jemalloc"}
 
 _FIXES = {
     errno.ENOEXEC: "Give it a first line such as #!/bin/sh, or use a program that was built for this machine.",
@@ -47,6 +52,7 @@ class Plan:
         environ: Its whole environment.
         added: The variables that are missing from the caller's environment, or have another value there.
         notes: What the user should know, one sentence each.
+        kind: The allocator that serves ``malloc``, as far as the variables tell.
     """
 
     program: str
@@ -54,6 +60,14 @@ class Plan:
     environ: Mapping[str, str]
     added: Mapping[str, str]
     notes: tuple[str, ...]
+    kind: Kind = "glibc"
+
+    @property
+    def in_force(self) -> str:
+        """What is in force, in one line."""
+        settings = [f"{name}={value}" for name, value in self.added.items()]
+        allocator = "the C library" if self.kind == "glibc" else self.kind
+        return f"in force: {' '.join(settings) or 'nothing added'}; malloc is served by {allocator}"
 
     def __str__(self) -> str:
         """The plan as a shell command: ``env NAME=VALUE ... COMMAND``."""
@@ -91,10 +105,13 @@ def plan(
     _require_command(command)
     before = inherited() if environ is None else dict(environ)
     program = locate(command[0], before)
+    _require_usable(before)
     settings = preset.environment(before) if preset else {}
     preloading, notes = choose(allocator, program, before | settings, arguments=command[1:])
-    added = settings | preloading
-    return Plan(program, tuple(command), before | added, added, (*_kept(preset, before), *notes))
+    kind = _kind({**before, **settings, **preloading})
+    read = {name: value for name, value in settings.items() if _is_read(name, preset, kind)}
+    added = read | preloading
+    return Plan(program, tuple(command), before | added, added, (*_kept(preset, before), *notes), kind)
 
 
 def become(plan: Plan) -> NoReturn:
@@ -134,6 +151,27 @@ def inherited(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROO
         return dict(environ)
     kept = {name: value for name, value in environ.items() if name != "LC_CTYPE"}
     return kept | ({"LC_CTYPE": initial["LC_CTYPE"]} if "LC_CTYPE" in initial else {})
+
+
+def _kind(environ: Mapping[str, str]) -> Kind:
+    """The allocator that serves ``malloc``: the first that is preloaded, otherwise the C library's."""
+    for entry in re.split(r"[\s:]+", environ.get(PRELOAD, "")):
+        kind = kind_of(entry)
+        if kind is not None:
+            return kind
+    return "glibc"
+
+
+def _is_read(name: str, preset: Preset | None, kind: Kind) -> bool:
+    """Whether a preset's variable is one that this allocator reads, or that is no allocator's."""
+    reader = next(knob.reader for knob in (preset.knobs if preset else ()) if knob.name == name)
+    return reader not in _ALLOCATORS or _ALLOCATORS[reader] == kind
+
+
+def _require_usable(environ: Mapping[str, str]) -> None:
+    value = environ.get(_capacities.IDEEP)
+    if value is not None and (crash := _capacities.why_unusable(_capacities.IDEEP, value)) is not None:
+        raise InvalidOption(_capacities.IDEEP, value, why=crash, fix="Remove it, or set it to 1 or more, such as 256.")
 
 
 def _require_command(command: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from modelguard.environment import _cgroups, _proc
 
-__all__ = ["Limit", "memory_limit"]
+__all__ = ["Limit", "Strain", "memory_limit", "oom_kills", "strain"]
 
 #: Version 1 writes "no limit" as the largest number of whole pages that fits, which differs with the page size.
 _UNLIMITED = 2**62
@@ -41,6 +41,21 @@ class Limit:
     swap: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Strain:
+    """How short of memory the cgroup of a process is, and has been. A field is None if it could not be seen.
+
+    Attributes:
+        killed: How many of its processes the kernel has killed for want of memory.
+        held: The bytes, without file cache, that the cgroup with the smallest limit uses: the kernel cannot drop them.
+        peak: The most bytes that this cgroup has used, file cache included.
+    """
+
+    killed: int | None = None
+    held: int | None = None
+    peak: int | None = None
+
+
 def memory_limit(pid: int | None = None, *, root: Path = _proc.ROOT) -> Limit:
     """Find the memory limit of a process.
 
@@ -62,6 +77,45 @@ def memory_limit(pid: int | None = None, *, root: Path = _proc.ROOT) -> Limit:
     nearest = min(hard, key=lambda level: level.bytes or 0)
     headroom = _smallest(level.headroom for level in hard)
     return Limit(nearest.bytes, nearest.source, nearest.usage, high, headroom, swap)
+
+
+def oom_kills(pid: int | None = None, *, root: Path = _proc.ROOT) -> int | None:
+    """How many processes of a process's cgroup the kernel has killed for want of memory; None if it does not say.
+
+    In version 2 those of all cgroups below count too.
+
+    Args:
+        pid: The process. Default: this one.
+        root: The folder that holds ``proc`` and ``sys``.
+    """
+    for version, folders in _cgroups.folders(root, pid, "memory"):
+        counted = _statistics(folders[0] / ("memory.oom_control" if version == 1 else "memory.events"))
+        if "oom_kill" in counted:
+            return counted["oom_kill"]
+    return None
+
+
+def strain(limit: Limit, pid: int | None = None, *, root: Path = _proc.ROOT) -> Strain:
+    """Find how short of memory a process's cgroup is.
+
+    Args:
+        limit: The process's limit.
+        pid: The process. Default: this one.
+        root: The folder that holds ``proc`` and ``sys``.
+    """
+    killed = oom_kills(pid, root=root)
+    if limit.source is None:
+        return Strain(killed)
+    folder = (root / limit.source.lstrip("/")).parent
+    figures = _statistics(folder / "memory.stat")
+    used = _cgroups.number(folder / "memory.current")
+    if used is None:
+        used, peak = (_cgroups.number(folder / f"memory.{name}_in_bytes") for name in ("usage", "max_usage"))
+        droppable = figures.get("total_inactive_file", 0) + figures.get("total_active_file", 0)
+    else:
+        peak = _cgroups.number(folder / "memory.peak")
+        droppable = sum(figures.get(name, 0) for name in ("inactive_file", "active_file", "slab_reclaimable"))
+    return Strain(killed, None if used is None else max(0, used - droppable), peak)
 
 
 def _levels(root: Path, pid: int | None) -> Iterator[Limit]:

@@ -21,6 +21,7 @@ __all__ = [
     "MemoryLayout",
     "Mount",
     "ProcessStat",
+    "absence",
     "activity",
     "age",
     "cgroups",
@@ -167,6 +168,14 @@ def stat(pid: int, root: Path = ROOT) -> ProcessStat | None:
         alive=words[0] not in _EXITED,
         kernel=bool(number[9] & _KERNEL_THREAD),
     )
+
+
+def absence(pid: int, root: Path = ROOT) -> str:
+    """Why there is nothing to see of a process, as the end of a sentence that begins with it."""
+    found = if_readable(stat, pid, root)
+    if found is None:
+        return "does not exist"
+    return "is a kernel thread, which has no memory of its own" if found.kernel else "has ended"
 
 
 def activity(pid: int, root: Path = ROOT) -> Activity:

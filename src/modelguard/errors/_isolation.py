@@ -18,7 +18,8 @@ class WorkerCrashed(ModelGuardError, RuntimeError):
     Attributes:
         function: The isolated function's name.
         pid: The worker's process id.
-        cause: How it ended: the signal's name, such as ``"SIGSEGV"``, or ``"exit status 3"``.
+        cause: How it ended: the signal's name, such as ``"SIGSEGV"``, or ``"exit status 3"``. Behind ``"SIGKILL"``
+            stands a word on the kernel's OOM killer, if the cgroup has counted a kill.
     """
 
     def __init__(self, function: str, *, pid: int, cause: str) -> None:

@@ -29,6 +29,7 @@ hook here, call this one from yours::
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 import sys
@@ -62,6 +63,9 @@ _MESSAGE = 512
 
 #: Seconds that the fork of a worker waits for running loads.
 _LOAD_TIMEOUT = 60.0
+
+#: gunicorn's own worker classes without ASGI.
+_WSGI_ONLY = ("sync", "gthread", "gevent", "eventlet", "tornado")
 
 _options = PreforkOptions.read(os.environ)
 _master: _Master | None = None
@@ -102,6 +106,10 @@ def child_exit(server: Any, worker: Any) -> None:  # noqa: ARG001 - gunicorn's s
         _master.metric_files.worker_ended(worker.pid)
 
 
+def _is_asgi(app: Any) -> bool:
+    return inspect.iscoroutinefunction(app) or inspect.iscoroutinefunction(type(app).__call__)
+
+
 class _Master:
     """The process that loads, prepares and forks. It does all of this in gunicorn's main loop, between two forks."""
 
@@ -109,6 +117,10 @@ class _Master:
         if not server.cfg.preload_app:
             why = "must be True: otherwise each worker imports the application and loads its own model"
             raise InvalidOption("preload_app", False, why=why, fix="Leave it out, or set it to True.")  # noqa: FBT003
+        kind = server.cfg.worker_class_str
+        if kind in _WSGI_ONLY and _is_asgi(server.app.wsgi()):
+            why = "speaks WSGI only, and the application is an ASGI application: every request would fail"
+            raise InvalidOption("worker_class", kind, why=why, fix='Use "asgi", or "uvicorn_worker.UvicornWorker".')
         # The warm-up and the application's own start may each take this long.
         self.replacement = RollingReplacement(server, timeout=2 * _options.warm_timeout)
         self._server = server

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from modelguard.environment import _proc
+from modelguard.environment import _limits, _proc
 from modelguard.errors import NotSupported
 
 __all__ = [
@@ -46,14 +46,31 @@ _OOM_SCORE = 500
 _OOM_FILE = Path("/proc/self/oom_score_adj")
 
 
+#: How many of its cgroup's processes the kernel has killed that are accounted for. None before the first look.
+_oom_kills: int | None = None
+
+
+def _kernel_has_killed() -> bool:
+    """Whether the kernel has counted one more process of this cgroup that it has killed for want of memory."""
+    global _oom_kills
+    counted = _limits.oom_kills()
+    if counted is None or counted <= (_oom_kills or 0):
+        return False
+    _oom_kills = (_oom_kills or 0) + 1  # one process each: several may have been killed at once
+    return True
+
+
 def check_supported() -> None:
-    """Check that this system can isolate.
+    """Check that this system can isolate, and note how many processes the kernel had to kill here before.
 
     Raises:
         NotSupported: It is not Linux.
     """
     if not sys.platform.startswith("linux"):
         raise NotSupported("isolate", reason="it needs Linux (parent-death signals, descriptors over sockets, fork)")
+    global _oom_kills
+    if _oom_kills is None:
+        _oom_kills = _limits.oom_kills()
 
 
 def die_with_parent(parent: int, number: int) -> None:
@@ -142,6 +159,8 @@ def describe_exit(code: int) -> str:
     """Describe how a process ended: the signal's name for a negative code, else its exit status."""
     if code >= 0:
         return f"exit status {code}"
+    if -code == signal.SIGKILL and _kernel_has_killed():
+        return "SIGKILL, by the kernel's OOM killer, probably"
     try:
         return signal.Signals(-code).name
     except ValueError:

@@ -35,7 +35,7 @@ class Processes:
 
     def below(self, pid: int) -> list[int]:
         if pid == 404:
-            raise ProcessLookupError(3, "there is no process 404")
+            raise ProcessLookupError(3, "process 404 does not exist")
         return self.pids
 
     def ask(self, pid: int, request: Request) -> Answered:
@@ -169,7 +169,7 @@ def test_json(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["404", "status"], "there is no process 404"),
+        (["404", "status"], "process 404 does not exist"),
         (["zero", "status"], "PID='zero': must be a process id"),
         (["-1", "status"], "-1"),
         (["10", "reload", "--timeout", "soon"], "--timeout='soon'"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -90,15 +88,6 @@ def test_an_unknown_page_or_section(capsys: pytest.CaptureFixture[str], referenc
     assert "" == printed.out
     assert fix in printed.err
     assert 1 == len(printed.err.splitlines())
-
-
-def test_a_closed_pipe_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that stops early, such as head, causes no error."""
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        assert 0 == main(["docs", "faq"])
 
 
 def test_an_installation_without_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

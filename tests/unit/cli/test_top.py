@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import os
-import sys
 
 import pytest
 
@@ -303,16 +302,6 @@ def test_json_is_one_line_for_each_look(capsys: pytest.CaptureFixture[str]) -> N
     """Each look is one line of JSON."""
     assert 0 == run(str(os.getpid()), "--json")
     assert [10, 10, 10] == [json.loads(line)["trees"][0]["root"] for line in capsys.readouterr().out.splitlines()]
-
-
-@pytest.mark.usefixtures("looks")
-def test_a_closed_pipe_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that stops early, such as head, causes no error."""
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        assert 0 == run(str(os.getpid()), "--once")
 
 
 def found(monkeypatch: pytest.MonkeyPatch, *looks: list[int]) -> None:

@@ -35,7 +35,14 @@ def root(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("pid", "interpreter", "version", "user", "kind", "says"),
     [
-        (1, PYTHON, (3, 13), None, NotSupported, "it requires Python 3.14, and this is 3.13"),
+        (
+            1,
+            PYTHON,
+            (3, 13),
+            None,
+            NotSupported,
+            "has not called modelguard.control.listen(), and without that it requires Python 3.14 (this is 3.13)",
+        ),
         (3, PYTHON, VERSION, None, InvalidOption, "does not exist"),
         (1, PYTHON, VERSION, os.geteuid() + 1, InvalidOption, "belongs to another user"),
         (
@@ -141,6 +148,7 @@ def test_a_process_that_ends_meanwhile() -> None:
 
     def hang_up(_: int, script: str) -> None:
         text = Path(script).read_text(encoding="utf-8")
+        assert "for line in stream:" in text
         exec(text.replace("for line in stream:", "for line in ():"), {"__name__": "script"})
 
     with attached(os.getpid(), run=hang_up) as inside, pytest.raises(InvalidOption, match="has not answered"):

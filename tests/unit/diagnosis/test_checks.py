@@ -17,6 +17,7 @@ from modelguard.diagnosis._facts import (
     Inside,
     Interpreter,
     Machine,
+    Misspelt,
     Moment,
     Server,
     ServiceProcess,
@@ -24,7 +25,7 @@ from modelguard.diagnosis._facts import (
 )
 from modelguard.environment import _knobs
 from modelguard.environment._cpus import Cpus
-from modelguard.environment._limits import Limit
+from modelguard.environment._limits import Limit, Strain
 
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 MB = 10**6
@@ -247,6 +248,45 @@ def test_nothing_known() -> None:
             },
             id="huge pages",
         ),
+        pytest.param(
+            "MG108",
+            "fault",
+            {"misspelt": (Misspelt("MALLOC_ARENAS_MAX", "MALLOC_ARENA_MAX", "2", "somewhere"),)},
+            id="a misspelt name",
+        ),
+        pytest.param("MG109", "fault", {"variables": (variable("OMP_NUM_THREADS", "two"),)}, id="a word for a number"),
+        pytest.param("MG110", "note", {"server": replace(COPIES, workers=1, threads=32)}, id="32 threads"),
+        pytest.param("MG504", "fault", {"variables": (variable("PYTHONMALLOC", "debug"),)}, id="debug checks"),
+        pytest.param(
+            "MG304", "note", {"machine": replace(ROOMY, strain=Strain(killed=2))}, id="whose it was, is unknown"
+        ),
+        pytest.param(
+            "MG304",
+            "fault",
+            {"machine": replace(ROOMY, strain=Strain(killed=2)), "processes": (ServiceProcess(1),)},
+            id="killed for want of memory",
+        ),
+        pytest.param(
+            "MG304",
+            "fault",
+            {"machine": Machine(strain=Strain(killed=2)), "words": ("python", "app.py")},
+            id="killed while a command was examined",
+        ),
+        pytest.param(
+            "MG305",
+            "fault",
+            {"machine": replace(ROOMY, strain=Strain(held=950 * MB)), "processes": (ServiceProcess(1),)},
+            id="close to the limit",
+        ),
+        pytest.param(
+            "MG410",
+            "fault",
+            {
+                "server": COPIES,
+                "processes": forks(Inside(), inside=Inside(guards=(Guarded("nlp", unshared=True),))),
+            },
+            id="prefork=True without the hook",
+        ),
     ],
 )
 def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any]) -> None:
@@ -314,6 +354,31 @@ def test_what_is_wrong_is_found(number: str, level: str, fields: dict[str, Any])
                 "processes": (ServiceProcess(1, inside=Inside(asgi=True)),),
             },
             id="an ASGI worker",
+        ),
+        pytest.param(
+            {
+                "server": replace(COPIES, threads=32),
+                "variables": (variable("GLIBC_TUNABLES", "glibc.malloc.arena_max=2"),),
+            },
+            id="32 threads with two arenas",
+        ),
+        pytest.param(
+            {
+                "server": replace(COPIES, workers=1, threads=32),
+                "processes": (ServiceProcess(1, inside=Inside(malloc="/lib/libjemalloc.so.2")),),
+            },
+            id="32 threads with jemalloc",
+        ),
+        pytest.param({"variables": (variable("PYTHONMALLOC", "malloc"),)}, id="small objects by malloc"),
+        pytest.param(
+            {"machine": replace(ROOMY, strain=Strain(killed=0, held=800 * MB, peak=10**9))}, id="a peak of file cache"
+        ),
+        pytest.param(
+            {
+                "server": replace(COPIES, workers=1),
+                "processes": (ServiceProcess(1, inside=Inside(guards=(Guarded("nlp", unshared=True),))),),
+            },
+            id="one worker has nothing to share",
         ),
         pytest.param({"interpreter": Interpreter((3, 14), micro=5)}, id="3.14.5"),
         pytest.param({"interpreter": Interpreter((3, 14))}, id="3.14 of unknown patch"),

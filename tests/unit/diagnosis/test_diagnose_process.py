@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import pytest
 from modelguard.diagnosis import GrowthReport, diagnose_process
 from modelguard.diagnosis._attach import Inside
 from modelguard.diagnosis._diagnose_process import Watched
-from modelguard.errors import InvalidOption, NotSupported
+from modelguard.errors import InvalidOption
 
 MB = 10**6
 
@@ -38,7 +37,13 @@ class Process:
         return {}
 
 
-def watched(process: Process, growth: int, sleep: Callable[[int], None] = lambda _: None) -> GrowthReport:
+def watched(
+    process: Process,
+    growth: int,
+    sleep: Callable[[int], None] = lambda _: None,
+    *,
+    inside: bool = True,
+) -> GrowthReport:
     """The report on a process that grows by so much between two looks."""
     now, private = [0.0], [100 * MB]
 
@@ -47,7 +52,15 @@ def watched(process: Process, growth: int, sleep: Callable[[int], None] = lambda
         private[0] += growth
         sleep(int(now[0]))
 
-    watching = Watched(cast("Inside", process), lambda: now[0], wait, lambda _: None, private=lambda _: private[0])
+    watching = Watched(
+        process.pid,
+        cast("Inside", process) if inside else None,
+        lambda: now[0],
+        wait,
+        lambda _: None,
+        private=lambda _: private[0],
+        why="it runs no Python",
+    )
     return watching.report("process 7", 24.0)
 
 
@@ -91,11 +104,56 @@ def test_ctrl_c_keeps_what_there_is(at: int, verdict: str) -> None:
     assert "it was interrupted" in report.unknown
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="there it is supported")
-def test_an_older_python() -> None:
-    """The error names the version that it needs."""
-    with pytest.raises(NotSupported, match=r"requires Python 3\.14"):
-        diagnose_process(os.getpid())
+def test_the_holder_is_named() -> None:
+    """What a container holds explains so much of the growth as its entries weigh, and the fix names the container."""
+    held = {"path": "app.sessions", "kind": "dict", "more": 2400, "of": "str", "size": 18 * MB}
+    report = watched(Holding(held), MB)
+    first = report.causes[0]
+    assert ("python objects", 0.75) == (first.name, first.share)
+    assert "held by app.sessions (dict, +2,400 entries) -> str, 18 MB" == first.seen
+    assert first.fix.startswith("Give app.sessions a bound")
+
+
+def test_what_nobody_holds_is_not_named() -> None:
+    """Nothing was collected in the service, so what has no way from a root may be garbage."""
+    held = {"path": "", "kind": "dict", "more": 2400, "of": "str", "size": 18 * MB}
+    assert () == watched(Holding(held), MB).measured.held
+
+
+class Holding(Process):
+    """Holds something, and has no more threads than before."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        super().__init__()
+        self.held = held
+
+    def ask(self, question: str) -> dict[str, Any]:
+        if question.startswith("held"):
+            assert "held 2500" == question
+            return {"held": [self.held]}
+        return {} if question == "look" else super().ask(question)
+
+
+def test_from_outside_no_cause_is_named() -> None:
+    """The report says what was looked at, and what was not and why."""
+    report = watched(Process(), MB, inside=False)
+    assert ("grows", (), 1.0, "milliseconds") == (
+        report.verdict,
+        report.causes,
+        report.unexplained,
+        report.measured.per,
+    )
+    looked, missing, *_ = report.seen
+    assert looked.startswith("looked at: from outside, private memory by kind")
+    assert "not looked at: its Python objects, what holds them, and its calls, because it runs no Python" == missing
+
+
+def test_a_process_that_ends_meanwhile() -> None:
+    """The error says so: its readings would fall to nothing."""
+    process = Process()
+    process.pid = 2**22 + 1  # beyond the kernel's largest
+    with pytest.raises(InvalidOption, match="has ended meanwhile"):
+        watched(process, -100 * MB, inside=False)
 
 
 @pytest.mark.parametrize("options", [{"pid": "gunicorn"}, {"pid": -1}, {"pid": 1, "seconds": 0.5}])

@@ -51,3 +51,42 @@ def test_the_real_environment() -> None:
     report = examine(facts_of_machine())
     assert report.checks >= 18
     assert isinstance(this_interpreter(), Interpreter)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("MALLOC_TRIM_THRESHOLD", "MALLOC_TRIM_THRESHOLD_"),
+        ("MALLOC_ARENAS_MAX", "MALLOC_ARENA_MAX"),
+        ("OMP_NUM_THREAD", "OMP_NUM_THREADS"),
+        ("OPM_NUM_THREADS", "OMP_NUM_THREADS"),
+        ("MALOC_CONF", "MALLOC_CONF"),
+        ("PYTHONMALOC", "PYTHONMALLOC"),
+        ("MIMALLOC_PURGE_DELAYS", "MIMALLOC_PURGE_DELAY"),
+        ("ONEDNN_PRIMITIVE_CAHCE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"),
+        ("MODELGUARD_IMORTALIZE", "MODELGUARD_IMMORTALIZE"),
+        ("TCMALLOC_RELEASE_RATES", "TCMALLOC_RELEASE_RATE"),
+    ],
+)
+def test_misspelt_names(name: str, meant: str) -> None:
+    """They are found with the name that is meant, and their value is kept only if it is a number."""
+    for value, kept in (("64", "64"), ("a secret", "")):
+        (found,) = facts_of_machine({name: value}).misspelt
+        assert (name, meant, kept) == (found.name, found.meant, found.value)
+
+
+OTHERS = (
+    "APP_NUM_THREADS NM_NUM_THREADS MP_NUM_THREADS BLIS_NUM_THREADS PYTHONPATH2 PYTHONPATH_OLD MALLOC_CHECK_ "
+    "OMP_PLACES PYTHON_VERSION PYTHON_PIP_VERSION MODEL_CONF TORCH_HOME MKL_ROOT PATH HOME DNNL_VERBOSE PYTORCH_VERSION"
+)
+
+
+@pytest.mark.parametrize("name", OTHERS.split())
+def test_names_of_other_programs(name: str) -> None:
+    """They are nobody's mistake."""
+    assert () == facts_of_machine({name: "1"}).misspelt
+
+
+def test_a_misspelt_name_beside_the_right_one() -> None:
+    """It does no harm."""
+    assert () == facts_of_machine({"OMP_NUM_THREAD": "1", "OMP_NUM_THREADS": "1"}).misspelt

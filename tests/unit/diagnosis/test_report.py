@@ -70,7 +70,7 @@ def test_json() -> None:
         "page": "modelguard docs doctor#mg101",
         "remedy": None,
     }
-    assert {"subject": "it", "ok": False, "findings": [finding], "unknown": [], "fix": ""} == found
+    assert {"subject": "it", "ok": False, "findings": [finding], "unknown": [], "fix": "", "served": True} == found
 
 
 def test_the_fixes_are_one_line() -> None:

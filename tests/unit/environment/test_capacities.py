@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelguard.environment._capacities import IDEEP, ONEDNN, capacity, why_unusable
+from modelguard.environment._capacities import IDEEP, ONEDNN, capacity, why_not_understood, why_unusable
 
 #: Values on which torch's first convolution on CPU crashes.
 CRASHES = ["", "0", "00", "abc", "0x10", "-0", "+0", "0.5", "- 5", "4294967296", "\u0663"]
@@ -48,3 +48,45 @@ def test_values_of_the_other_cache(value: str, entries: int | None) -> None:
     """OneDNN ignores empty and long values, and may have no cache at all."""
     assert entries == capacity(ONEDNN, value)
     assert why_unusable(ONEDNN, value) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OMP_NUM_THREADS", "two"),
+        ("OMP_NUM_THREADS", "0"),
+        ("OMP_NUM_THREADS", "-1"),
+        ("OMP_NUM_THREADS", "2.5"),
+        ("MKL_NUM_THREADS", "all"),
+        ("MALLOC_ARENA_MAX", "two"),
+        ("MALLOC_TRIM_THRESHOLD_", "128K"),
+        ("MALLOC_CONF", "narenas=2"),
+        ("MALLOC_CONF", "narenas:2 dirty_decay_ms:0"),
+        ("MALLOC_CONF", "narenas:2, dirty_decay_ms:0"),
+        ("MALLOC_CONF", "narenas:2,"),
+        ("MALLOC_CONF", "background_thread:1"),
+        ("MALLOC_CONF", "dirty_decay:0"),
+    ],
+)
+def test_values_that_are_not_understood(name: str, value: str) -> None:
+    """They are as good as not set."""
+    assert why_not_understood(name, value) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OMP_NUM_THREADS", "4"),
+        ("OMP_NUM_THREADS", " 4, 2 "),
+        ("OMP_NUM_THREADS", ""),
+        ("MALLOC_ARENA_MAX", "2"),
+        ("MALLOC_TRIM_THRESHOLD_", "0x20000"),
+        ("MALLOC_CONF", "background_thread:false,dirty_decay_ms:1000,muzzy_decay_ms:0"),
+        ("MALLOC_CONF", "narenas:2,percpu_arena:percpu,lg_tcache_max:13,dirty_decay_ms:-1"),
+        ("MALLOC_CONF", "slab_sizes:1-4096:4,junk:alloc"),
+        ("PYTHONMALLOC", "anything"),
+    ],
+)
+def test_values_that_are_understood(name: str, value: str) -> None:
+    """They are left alone."""
+    assert why_not_understood(name, value) is None

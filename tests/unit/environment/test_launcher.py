@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from modelguard import presets
-from modelguard.environment import _launcher
+from modelguard.diagnosis import examine
+from modelguard.diagnosis._facts import Facts, Inside, Server, ServiceProcess
+from modelguard.diagnosis._variables import known_variables, misspelt_variables
+from modelguard.environment import _allocator_problems, _launcher
 from modelguard.errors import CannotRun, InvalidOption
 
 GLIBC = {"MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
@@ -54,6 +57,40 @@ def test_the_allocator_is_chosen_knowing_the_preset() -> None:
     preset = presets.get("low-memory")
     planned = plan("sh", preset=preset, choose=lambda wanted, program, environ, arguments: ({}, [*environ]))
     assert GLIBC <= set(planned.notes)
+
+
+LIBRARIES = {
+    "none": "",
+    "glibc": "",
+    **{kind: f"/usr/lib/lib{kind}.so.2" for kind in ("jemalloc", "mimalloc", "tcmalloc")},
+}
+
+
+@pytest.mark.parametrize("name", presets.names())
+@pytest.mark.parametrize("allocator", LIBRARIES)
+def test_the_doctor_finds_nothing_in_what_is_set_up(name: str, allocator: Any, tmp_path: Path) -> None:
+    """No variable of a preset is one that the chosen allocator does not read, and no name or value is wrong."""
+    file = LIBRARIES[allocator]
+    chosen = {"LD_PRELOAD": file} if file else {}
+    planned = plan("sh", preset=presets.get(name), environ={"PATH": "/bin"}, choose=lambda *_, **__: (chosen, []))
+    kind, serves = (allocator, file) if file else ("glibc", "/lib/libc.so.6")
+    seen = _allocator_problems.ProcessView({serves: 1}, planned.environ, (), tmp_path)
+    facts = Facts(
+        "a service",
+        variables=known_variables(planned.environ, "the environment"),
+        problems=tuple(_allocator_problems.problems(seen, planned.environ, kind, serves)),
+        server=Server("gunicorn", 1, forks=True, preload=True, worker_class="sync", threads=2),
+        processes=(ServiceProcess(1, torch=True, inside=Inside(malloc=serves)),),
+        misspelt=tuple(misspelt_variables(planned.environ, "the environment")),
+    )
+    assert () == examine(facts).findings
+    assert planned.in_force.endswith(f"served by {'the C library' if kind == 'glibc' else kind}")
+
+
+def test_a_value_that_crashes_torch_is_refused_without_a_preset() -> None:
+    """The command would die of SIGSEGV later."""
+    with pytest.raises(InvalidOption, match="LRU_CACHE_CAPACITY='abc': is read as 0"):
+        plan("sh", environ={"PATH": "/bin", "LRU_CACHE_CAPACITY": "abc"})
 
 
 def test_a_plan_as_a_line_for_a_shell() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from modelguard.environment import _limits
-from modelguard.environment._limits import Limit
+from modelguard.environment._limits import Limit, Strain
 
 GB = 10**9
 MB = 10**6
@@ -304,3 +304,28 @@ def test_the_real_machine_is_read() -> None:
     limit = _limits.memory_limit()
     assert (limit.bytes is None) == (limit.source is None)
     assert limit.source is None or Path(limit.source).is_file()
+
+
+def test_strain_in_version_2(machine: Machine) -> None:
+    """The kills of the process's own cgroup, and what the limited one holds without file cache."""
+    machine.process("0::/a/b", V2)
+    machine.v2("/sys/fs/cgroup/a", 500 * MB, current=490 * MB, inactive=300 * MB)
+    machine.write("/sys/fs/cgroup/a/memory.peak", 500 * MB)
+    machine.v2("/sys/fs/cgroup/a/b", "max", current=490 * MB)
+    machine.write("/sys/fs/cgroup/a/b/memory.events", "low 0\nhigh 0\nmax 812\noom 41\noom_kill 33\noom_group_kill 0")
+    assert Strain(33, 190 * MB - 9, 500 * MB) == _limits.strain(machine.limit(), root=machine.root)
+
+
+def test_strain_in_version_1(machine: Machine) -> None:
+    """The same from the files of version 1."""
+    machine.process("4:memory:/a", V1)
+    machine.v1("/sys/fs/cgroup/memory/a", 450 * MB, usage=449 * MB, inactive=9 * MB)
+    machine.write("/sys/fs/cgroup/memory/a/memory.max_usage_in_bytes", 450 * MB)
+    machine.write("/sys/fs/cgroup/memory/a/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 67")
+    machine.v1("/sys/fs/cgroup/memory", UNLIMITED_V1)
+    assert Strain(67, 440 * MB, 450 * MB) == _limits.strain(machine.limit(), root=machine.root)
+
+
+def test_strain_that_cannot_be_seen(machine: Machine) -> None:
+    """Nothing is claimed of a machine without cgroups."""
+    assert Strain() == _limits.strain(NOTHING, root=machine.root)

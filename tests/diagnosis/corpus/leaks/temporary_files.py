@@ -22,4 +22,4 @@ def inputs() -> Iterator[str]:
     return (f"the text of upload {number}" for number in count())
 
 
-EXPECTED = {"causes": ["file descriptors"], "holders": ["upload-"], "calls": 600}
+EXPECTED = {"causes": ["open files"], "holders": ["upload-", "files in /tmp"], "calls": 600}

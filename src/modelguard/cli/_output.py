@@ -1,0 +1,68 @@
+"""Standard output and standard error of the command, which may be closed, full, or a pipe that nobody reads.
+
+A command prints as if none of this could happen, and comes to its status. What could not be written is known here.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+__all__ = ["is_lost", "safely", "why_lost"]
+
+
+class _Descriptor(io.FileIO):
+    """A descriptor whose first failure is kept, and that takes everything after it without writing it."""
+
+    error: OSError | None = None
+
+    def write(self, data: object, /) -> int:
+        if self.error is None:
+            try:
+                return super().write(data) or 0  # type: ignore[arg-type]
+            except OSError as error:
+                self.error = error
+        return len(memoryview(data))  # type: ignore[arg-type]
+
+
+@contextmanager
+def safely() -> Iterator[None]:
+    """Print to what there is. Streams that a test or a program has put in place stay."""
+    # So that no file gets the number of a closed one, and is written to. A program that is executed finds it closed.
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - standard error
+        pass
+    os.close(number)
+    own = (sys.stdout, sys.stderr)
+    try:
+        if sys.stdout is sys.__stdout__:
+            sys.stdout = _stream(1, own[0])
+        if sys.stderr is sys.__stderr__:
+            sys.stderr = _stream(2, own[1])
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = own
+
+
+def _stream(number: int, own: TextIO | None) -> TextIO:
+    own_encoding = (own.encoding, own.errors) if own is not None else ("utf-8", "backslashreplace")
+    raw = _Descriptor(number, "w", closefd=False)
+    live = number == 2 or raw.isatty()  # noqa: PLR2004 - as above
+    return io.TextIOWrapper(io.BufferedWriter(raw), *own_encoding, line_buffering=live, write_through=live)
+
+
+def why_lost() -> OSError | None:
+    """Why something could not be written to standard output; None if everything was."""
+    sys.stdout.flush()
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return raw.error if isinstance(raw, _Descriptor) else None
+
+
+def is_lost() -> bool:
+    """Whether nobody reads any more what is printed."""
+    return why_lost() is not None
