@@ -49,8 +49,8 @@ _FIXES: dict[CauseName, str] = {
     "worker processes": "Replace workers in time: isolate(recycle_on=Uses(1000)), or the guard's reload_on. "
     "Diagnose the function below @isolate to learn what it keeps.",
     "python objects": "Look at the lines: they allocate what is never freed.",
-    "native memory": "A native library keeps it. With memray (pip install memray) a diagnosis names the lines that call "
-    "it. Until it is mended, a fresh process frees it: isolate(recycle_on=Uses(1000)).",
+    "native memory": "A native library keeps it. With memray (pip install memray) a diagnosis names the lines that "
+    "call it. Until it is mended, a fresh process frees it: isolate(recycle_on=Uses(1000)).",
 }
 _LINES_OF_NATIVE = (
     "Close or free what these lines make. Until then a fresh process frees it: isolate(recycle_on=Uses(1000))."

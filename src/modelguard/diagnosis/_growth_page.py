@@ -6,7 +6,7 @@ import html
 
 from modelguard._units import format_bytes
 from modelguard.diagnosis._growth import GrowthReport, Measured
-from modelguard.diagnosis._growth_text import advice, costs, mega, milliseconds, printable, times, verdict
+from modelguard.diagnosis._growth_text import advice, costs, left, milliseconds, printable, times, verdict
 from modelguard.diagnosis._trial_results import Trial, Trials
 
 __all__ = ["as_html"]
@@ -66,19 +66,18 @@ def _remedies(trials: Trials | None) -> str:
 
 def _row(one: Trial, best: str) -> str:
     mark = "*" if one.front else ""
-    stopped = f"<br><small>stopped: {html.escape(one.stopped)}</small>" if one.stopped else ""
+    why = f"stopped: {one.stopped}" if one.stopped else f"undecided: {one.undecided}" if one.undecided else ""
+    stopped = f"<br><small>{html.escape(why)}</small>" if why else ""
     kind = ' class="best"' if one.name == best else ""
     cpu, p99 = (f"{times(ratio)}<br><small>{milliseconds(each)}</small>" for ratio, each in costs(one))
-    numbers = "".join(
-        f'<td class="number">{cell}</td>' for cell in (mega(one.growth), cpu, p99, format_bytes(one.held))
-    )
+    numbers = "".join(f'<td class="number">{cell}</td>' for cell in (left(one), cpu, p99, format_bytes(one.held)))
     return f"<tr{kind}><td>{html.escape(one.name)}{mark}{stopped}</td>{numbers}<td>{one.rounds}</td></tr>"
 
 
 def _scatter(trials: Trials) -> str:
     """Each remedy by its CPU time and what is left of the growth."""
     assert trials.nothing is not None  # noqa: S101 - the caller has looked
-    every = (trials.nothing, *trials.tried)
+    every = (trials.nothing, *(one for one in trials.tried if not one.undecided))
     most = max(1.0, *(one.growth.median for one in every))
     low = min(one.cpu.median for one in every) * 0.95
     high = max(one.cpu.median for one in every) * 1.05

@@ -57,3 +57,33 @@ def tokenizer() -> Any:
 
 def tokens(text: str) -> None:
     tokenizer().encode(text)
+
+
+def rows() -> Iterator[int]:
+    """Ever larger batches."""
+    number = 0
+    while True:
+        number += 1
+        yield 8 * number
+
+
+@functools.lru_cache(maxsize=1)
+def session() -> Any:
+    import numpy
+    import onnx
+    import onnxruntime
+
+    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["y"]), onnx.helper.make_node("Relu", ["y"], ["z"])]
+    places = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 256]) for name in "xz"]
+    weights = onnx.numpy_helper.from_array(numpy.ones((256, 256), "float32"), "w")
+    graph = onnx.helper.make_graph(nodes, "graph", places[:1], places[1:], [weights])
+    made = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=9)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(made.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def arena(count: int) -> None:
+    import numpy
+
+    session().run(None, {"x": numpy.ones((count, 256), "float32")})
