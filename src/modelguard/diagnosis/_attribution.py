@@ -24,6 +24,8 @@ _NONE = 0.3
 _COMPILED = 2_000_000
 #: Of oneDNN's plans, code is at least a tenth: of convolutions it was 14 to 36 %.
 _PLAN = 10
+#: Of what is held outside of Python's memory: a smaller share is what malloc and libraries need beside it.
+_BESIDE = 0.5
 _LINES = 3
 
 _FIXES: dict[CauseName, str] = {
@@ -86,7 +88,7 @@ def _merged(causes: list[Cause]) -> Iterator[Cause]:
 
 
 def _fix(name: CauseName, measured: Measured) -> str:
-    if name == "python objects" and measured.held:
+    if (name == "python objects" and measured.held) or (name == "tracebacks" and _holds_errors(measured)):
         return _bounded(measured.held[0])
     if name == "native memory" and measured.native:
         return _LINES_OF_NATIVE
@@ -174,10 +176,14 @@ _BLOCKS = 0.5
 def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     """What is still held: what is counted, then Python's objects with what they hold, then native memory."""
     calls = max(1, measured.calls[-1] - measured.calls[0]) if measured.calls else 1
-    if measured.failing is not None and _only_failures(measured):
+    if _only_failures(measured) or _holds_errors(measured):
         names = ", ".join(measured.errors[:_LINES])
-        seen = f"only calls that fail ({names}) let it grow; {_counted_errors(measured)}"
-        yield "tracebacks", _of_failures(measured), "; ".join([seen, *_holders(measured.held)])
+        seen = [f"only calls that fail ({names}) let it grow"] if _only_failures(measured) else []
+        yield (
+            "tracebacks",
+            _of_failures(measured),
+            "; ".join([*seen, _counted_errors(measured), *_holders(measured.held)]),
+        )
         return
     for each in _COUNTED_LIVE if measured.live else _COUNTED:
         more = measured.more(each.counted)
@@ -210,12 +216,15 @@ def _of_failures(measured: Measured) -> float:
 
 def _python(measured: Measured, calls: int) -> float:
     """Bytes of Python's objects, or of the containers that were found with what they hold outside of its memory."""
+    return max(_allocated(measured, calls), sum(each.size for each in measured.held))
+
+
+def _allocated(measured: Measured, calls: int) -> float:
+    """Bytes that Python's allocators have given out."""
     if measured.small is None:
-        allocated = sum(measured.traced.values()) * calls
-    else:
-        tables = sum(each.table for each in measured.held)  # they grow too seldom to be traced
-        allocated = measured.small + measured.large * calls + tables
-    return max(allocated, sum(each.size for each in measured.held))
+        return sum(measured.traced.values()) * calls
+    tables = sum(each.table for each in measured.held)  # they grow too seldom to be traced
+    return measured.small + measured.large * calls + tables
 
 
 def _live(measured: Measured, calls: int) -> Iterator[tuple[CauseName, float, str]]:
@@ -262,6 +271,10 @@ def _compiled(measured: Measured) -> str:
     return f"{format_bytes(measured.compiled)} more machine code was compiled"
 
 
+def _holds_errors(measured: Measured) -> bool:
+    return bool(measured.held) and measured.held[0].errors
+
+
 def _only_failures(measured: Measured) -> bool:
     failing, succeeding = measured.failing or 0.0, measured.succeeding or 0.0
     return failing > 0 and succeeding < _NONE * failing and measured.more("caught errors") > 0
@@ -283,6 +296,8 @@ def _native(measured: Measured, calls: int, python: float) -> Iterator[tuple[Cau
     traced = sum(measured.native.values())
     if measured.given_out is not None:
         size = (measured.small or 0) + measured.given_out - python - named
+        if size < _BESIDE * (python - _allocated(measured, calls)):
+            return  # of tensors, malloc has more than their numbers
         seen = f"malloc has given out {format_bytes(max(0, measured.given_out))} more, of which Python's objects and "
         seen += f"what they hold are {format_bytes(round(max(0.0, python - (measured.small or 0))))}"
     else:

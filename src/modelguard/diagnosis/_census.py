@@ -134,7 +134,7 @@ def _shrink_arenas() -> None:
 
 def _smallest(given: Any) -> tuple[list[int], str]:
     """The shape, with 1 where it is free, and the type of an input of ONNX Runtime."""
-    kind = given.type.removeprefix("tensor(").removesuffix(")")
+    kind: str = given.type.removeprefix("tensor(").removesuffix(")")
     shape = [length if isinstance(length, int) else 1 for length in given.shape]
     return shape, {"float": "float32", "double": "float64"}.get(kind, kind)
 

@@ -69,13 +69,13 @@ def rows() -> Iterator[int]:
 
 @functools.lru_cache(maxsize=1)
 def session() -> Any:
-    import numpy
+    import numpy as np
     import onnx
     import onnxruntime
 
     nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["y"]), onnx.helper.make_node("Relu", ["y"], ["z"])]
     places = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 256]) for name in "xz"]
-    weights = onnx.numpy_helper.from_array(numpy.ones((256, 256), "float32"), "w")
+    weights = onnx.numpy_helper.from_array(np.ones((256, 256), "float32"), "w")
     graph = onnx.helper.make_graph(nodes, "graph", places[:1], places[1:], [weights])
     made = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=9)
     options = onnxruntime.SessionOptions()
@@ -84,6 +84,6 @@ def session() -> Any:
 
 
 def arena(count: int) -> None:
-    import numpy
+    import numpy as np
 
-    session().run(None, {"x": numpy.ones((count, 256), "float32")})
+    session().run(None, {"x": np.ones((count, 256), "float32")})

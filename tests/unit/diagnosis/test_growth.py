@@ -80,6 +80,24 @@ def test_held_tensors_are_the_cause_and_no_library() -> None:
     assert "app.cache" in causes[0].fix
 
 
+def test_what_malloc_needs_beside_held_tensors_is_no_second_cause() -> None:
+    """It is unexplained: each tensor has more than its numbers. A leak that is as large as they are is one."""
+    held = Held("app.cache", "dict", 1000, "torch.Tensor", 78 * MB)
+    causes, rest = attribute(grown(held=(held,), small=MB, given_out=99 * MB))
+    assert ([("python objects", 0.78)], 0.22) == ([(cause.name, cause.share) for cause in causes], rest)
+    held = Held("app.cache", "dict", 1000, "torch.Tensor", 50 * MB)
+    causes, _ = attribute(grown(held=(held,), small=MB, given_out=99 * MB))
+    assert ["python objects", "native memory"] == [cause.name for cause in causes]
+
+
+def test_kept_exceptions_are_told_by_their_container() -> None:
+    """Even where memory that was free hides that only calls that fail let it grow."""
+    held = Held("app.errors", "list", 1000, "ValueError -> torch.Tensor", 95 * MB, errors=True)
+    causes, rest = attribute(grown(held=(held,), failing=0.0, succeeding=0.0, failures=500))
+    assert ([("tracebacks", 0.95)], 0.05) == ([(cause.name, cause.share) for cause in causes], rest)
+    assert "Keep no exceptions in app.errors" in causes[0].fix
+
+
 def test_rounding_of_small_objects_is_no_native_memory() -> None:
     """What pymalloc has given out counts, and not what was asked for; so do the tables of containers."""
     held = Held("app.kept", "list", 1000, "float", 60 * MB, table=20 * MB)
