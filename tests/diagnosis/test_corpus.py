@@ -110,10 +110,7 @@ def examined(target: str, inputs: str, record: Record, expected: str) -> GrowthR
 def test_a_leak_is_named(
     target: str, inputs: str, causes: list[str], library: str | None, record_property: Record
 ) -> None:
-    """The known causes explain most of the growth, little is left unexplained, and nothing else is accused.
-
-    But the allocator: what it retains beside a leak is measured, and not a guess.
-    """
+    """The known causes explain most of the growth, little is unexplained, and nothing but the allocator is accused too."""
     if library is not None and importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     report = examined(target, inputs, record_property, " and ".join(causes))
