@@ -110,7 +110,7 @@ def examined(target: str, inputs: str, record: Record, expected: str) -> GrowthR
 def test_a_leak_is_named(
     target: str, inputs: str, causes: list[str], library: str | None, record_property: Record
 ) -> None:
-    """The known causes explain most of the growth, little is unexplained, and nothing but the allocator is accused too."""
+    """The known causes explain the growth, and nothing but the allocator is accused beside them."""
     if library is not None and importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     report = examined(target, inputs, record_property, " and ".join(causes))
