@@ -22,8 +22,10 @@ _FEWEST_MORE = 4
 _NONE = 0.3
 #: Bytes of machine code that a service has compiled while it was watched, as the doctor's MG203 counts them.
 _COMPILED = 2_000_000
-#: Of oneDNN's plans, code is at least a tenth: of convolutions it was 14 to 36 %.
+#: Of oneDNN's plans, code is taken to be at least a tenth: of the convolutions that were measured it was 36 %.
 _PLAN = 10
+#: Of what is held outside of Python's memory: a smaller share is what malloc and libraries need beside it.
+_BESIDE = 0.5
 _LINES = 3
 
 _FIXES: dict[CauseName, str] = {
@@ -187,7 +189,7 @@ _BLOCKS = 0.5
 def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     """What is still held: what is counted, then Python's objects with what they hold, then native memory."""
     calls = _calls(measured)
-    if measured.failing is not None and _only_failures(measured):
+    if _only_failures(measured):
         names = ", ".join(measured.errors[:_LINES])
         seen = f"only calls that fail ({names}) let it grow; {_counted_errors(measured)}"
         yield "tracebacks", _of_failures(measured), "; ".join([seen, *_holders(measured.held)])
@@ -229,12 +231,15 @@ def _of_failures(measured: Measured) -> float:
 
 def _python(measured: Measured, calls: int) -> float:
     """Bytes of Python's objects, or of the containers that were found with what they hold outside of its memory."""
+    return max(_allocated(measured, calls), sum(each.size for each in measured.held))
+
+
+def _allocated(measured: Measured, calls: int) -> float:
+    """Bytes that Python's allocators have given out."""
     if measured.small is None:
-        allocated = sum(measured.traced.values()) * calls
-    else:
-        tables = sum(each.table for each in measured.held)  # they grow too seldom to be traced
-        allocated = measured.small + measured.large * calls + tables
-    return max(allocated, sum(each.size for each in measured.held))
+        return sum(measured.traced.values()) * calls
+    tables = sum(each.table for each in measured.held)  # they grow too seldom to be traced
+    return measured.small + measured.large * calls + tables
 
 
 def _live(measured: Measured, calls: int) -> Iterator[tuple[CauseName, float, str]]:
@@ -315,6 +320,8 @@ def _native(measured: Measured, calls: int, python: float) -> Iterator[tuple[Cau
     traced = sum(measured.native.values())
     if measured.given_out is not None:
         size = (measured.small or 0) + measured.given_out - python - named
+        if size < _BESIDE * (python - _allocated(measured, calls)):
+            return  # of tensors, malloc has more than their numbers
         seen = f"malloc has given out {format_bytes(max(0, measured.given_out))} more, of which Python's objects and "
         seen += f"what they hold are {format_bytes(round(max(0.0, python - (measured.small or 0))))}"
     else:

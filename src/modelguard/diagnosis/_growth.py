@@ -45,8 +45,8 @@ class Measured:
         garbage: How many objects it freed.
         freed: How many of them were of each type.
         cleared: What emptying each known cache gave back, by the cache.
-        small: By how much Python's small objects have grown after that, with what pymalloc rounds them up by; None if
-            that is not known.
+        small: By how much Python's small objects have grown after that, as pymalloc rounds them up; None if that is not
+            known.
         given_out: By how much what malloc has given out has grown after that; None if that is not known.
         traced: Bytes per call that Python's allocators have not freed, by line, from a second run.
         native: The same of native memory, if memray is installed.

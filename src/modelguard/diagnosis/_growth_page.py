@@ -8,7 +8,7 @@ from modelguard._units import format_bytes
 from modelguard.diagnosis import _figures
 from modelguard.diagnosis._figures import words
 from modelguard.diagnosis._growth import GrowthReport
-from modelguard.diagnosis._growth_text import advice, costs, mega, milliseconds, times, verdict
+from modelguard.diagnosis._growth_text import advice, costs, left, milliseconds, times, verdict
 from modelguard.diagnosis._trial_results import Trial, Trials
 
 __all__ = ["as_html"]
@@ -92,9 +92,10 @@ def _remedies(trials: Trials | None) -> str:
 
 def _trial(heads: Iterable[str], one: Trial, best: str) -> str:
     mark = "*" if one.front else ""
-    stopped = f"<br> <small>stopped: {words(one.stopped)}</small>" if one.stopped else ""
+    why = f"stopped: {one.stopped}" if one.stopped else f"undecided: {one.undecided}" if one.undecided else ""
+    stopped = f"<br> <small>{words(why)}</small>" if why else ""
     cpu, p99 = (f"{_broken(times(ratio))}<br> <small>{milliseconds(each)}</small>" for ratio, each in costs(one))
-    growth = _broken(mega(one.growth))
+    growth = _broken(left(one))
     cells = (words(one.name) + mark + stopped, growth, cpu, p99, format_bytes(one.held), str(one.rounds))
     return _row(heads, cells, numbers=True, kind="best" if one.name == best else "")
 

@@ -8,7 +8,7 @@ from modelguard._units import format_bytes
 from modelguard.diagnosis._growth import GrowthReport
 from modelguard.diagnosis._trial_results import Spread, Trial, Trials
 
-__all__ = ["advice", "as_text", "costs", "mega", "milliseconds", "printable", "times", "verdict"]
+__all__ = ["advice", "as_text", "costs", "left", "mega", "milliseconds", "printable", "times", "verdict"]
 
 
 def as_text(report: GrowthReport) -> Iterator[str]:
@@ -63,6 +63,9 @@ def verdict(report: GrowthReport) -> str:
 def advice(trials: Trials) -> str:
     """What the trials recommend, in a sentence."""
     best = next((one for one in trials.tried if one.name == trials.recommended), None)
+    undecided = ", ".join(one.name for one in trials.tried if one.undecided)
+    if best is None and undecided:
+        return f"Undecided, as the runs were too short: {undecided}. --try {trials.needed} is likely to be enough."
     if best is None:
         return "None of the remedies helps enough."
     costs = f"with which {mega(best.growth)} MB per 1,000 calls are left, at {times(best.cpu)} the CPU time"
@@ -74,6 +77,11 @@ def advice(trials: Trials) -> str:
 def mega(spread: Spread) -> str:
     """Bytes as megabytes: the median, and the lowest and the highest."""
     return _spread(Spread(*(value / 1e6 for value in spread)), "")
+
+
+def left(one: Trial) -> str:
+    """What is left of the growth, in MB per 1,000 calls."""
+    return "undecided" if one.undecided else mega(one.growth)
 
 
 def times(spread: Spread) -> str:
@@ -116,6 +124,8 @@ def _remedies(trials: Trials) -> Iterator[str]:
         for one in trials.tried:
             if one.stopped:
                 yield f"Stopped: {one.name}, because {printable(one.stopped)}"
+            elif one.undecided:
+                yield f"Undecided: {one.name}, because {printable(one.undecided)}; --try {trials.needed} may decide it"
     for line in trials.left_out:
         yield f"Not tried: {printable(line)}"
 
@@ -123,7 +133,7 @@ def _remedies(trials: Trials) -> Iterator[str]:
 def _row(one: Trial) -> tuple[str, ...]:
     name = f"{one.name}{' *' if one.front else ''}"
     cpu, p99 = (f"{times(ratio)} {milliseconds(each)}" for ratio, each in costs(one))
-    return name, mega(one.growth), cpu, p99, format_bytes(one.held), str(one.rounds)
+    return name, left(one), cpu, p99, format_bytes(one.held), str(one.rounds)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

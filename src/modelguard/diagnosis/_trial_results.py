@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Round", "Spread", "Trial", "Trials", "front", "recommend", "trial"]
+__all__ = ["SOLVES", "Round", "Spread", "Trial", "Trials", "front", "recommend", "trial"]
 
 #: A remedy that leaves at most this share of the growth solves the problem; one that leaves more than the second share
 #: does not help.
-_SOLVES, _HELPS = 0.2, 0.8
+SOLVES, _HELPS = 0.2, 0.8
 #: Smaller differences are noise: as shares of the growth without a remedy, and as multiples of CPU time and p99.
 _STEPS = 0.05, 0.05, 0.1
 
@@ -30,12 +30,14 @@ class Round(NamedTuple):
         cpu: CPU seconds per call, of all its processes.
         p99: Seconds that 99 of 100 calls did not exceed.
         held: Bytes of private memory at the end, of all its processes.
+        undecided: Why it cannot be told what memory grows by, in a sentence without a full stop; empty if it can.
     """
 
     growth: float
     cpu: float
     p99: float
     held: int
+    undecided: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Trial:
         cpu_seconds: CPU seconds per call.
         p99_seconds: Seconds that 99 of 100 calls did not exceed.
         stopped: Why no more rounds were run; empty if all were.
+        undecided: Why it cannot be told what memory grows by; empty if one of the rounds tells it.
         front: Whether it was not stopped, and no other is better in one of the three figures and as good in the others.
     """
 
@@ -66,6 +69,7 @@ class Trial:
     cpu_seconds: float = 0.0
     p99_seconds: float = 0.0
     stopped: str = ""
+    undecided: str = ""
     front: bool = False
 
 
@@ -79,6 +83,7 @@ class Trials:
         tried: The remedies.
         recommended: The name of the one to use; empty if none helps enough.
         left_out: Remedies that were not tried, each with the reason.
+        needed: The time for all trials that is likely to decide what is undecided, such as ``"4m"``; empty if all is.
         contains: Whether the leak has to be mended in the program, and remedies only contain it until then.
     """
 
@@ -87,6 +92,7 @@ class Trials:
     tried: tuple[Trial, ...] = ()
     recommended: str = ""
     left_out: tuple[str, ...] = ()
+    needed: str = ""
     contains: bool = False
 
 
@@ -99,26 +105,28 @@ def trial(name: str, lines: Sequence[str], rounds: Sequence[tuple[Round, Round]]
         rounds: Each run with the remedy, with the run without it of the same round. At least one.
         stopped: Why no more rounds were run.
     """
+    decided = [own for own, _ in rounds if not own.undecided]
     return Trial(
         name,
         tuple(lines),
         len(rounds),
-        _spread(1000 * own.growth for own, _ in rounds),
+        _spread(1000 * own.growth for own in decided or [own for own, _ in rounds]),
         _spread(own.cpu / max(nothing.cpu, 1e-9) for own, nothing in rounds),
         _spread(own.p99 / max(nothing.p99, 1e-9) for own, nothing in rounds),
         int(statistics.median(own.held for own, _ in rounds)),
         statistics.median(own.cpu for own, _ in rounds),
         statistics.median(own.p99 for own, _ in rounds),
         stopped,
+        "" if decided else rounds[-1][0].undecided,
     )
 
 
 def front(nothing: Trial, trials: Sequence[Trial]) -> set[str]:
     """The names of those on the Pareto front of growth, CPU time and latency; smaller differences do not count.
 
-    What was stopped is not on it, and keeps nothing off it: it is no remedy.
+    What was stopped or is undecided is not on it, and keeps nothing off it.
     """
-    figures = {one.name: _figures(nothing, one) for one in trials if not one.stopped}
+    figures = {one.name: _figures(nothing, one) for one in trials if not (one.stopped or one.undecided)}
     return {name for name, own in figures.items() if not any(_dominates(other, own) for other in figures.values())}
 
 
@@ -130,7 +138,7 @@ def recommend(nothing: Trial, trials: Sequence[Trial]) -> str:
     names = front(nothing, trials)
     on_front = [one for one in trials if one.name in names]
     base = nothing.growth.median
-    solving = [one for one in on_front if one.growth.median <= _SOLVES * base]
+    solving = [one for one in on_front if one.growth.median <= SOLVES * base]
     if solving:
         return min(solving, key=lambda one: _figures(nothing, one)[1]).name
     helping = [one for one in on_front if one.growth.median <= _HELPS * base]

@@ -13,7 +13,8 @@ from modelguard.diagnosis import _child, _trial_results
 from modelguard.diagnosis._candidates import AGAINST, Candidate, Declared, candidates
 from modelguard.diagnosis._child import Progress, Said
 from modelguard.diagnosis._growth import Cause, Measured
-from modelguard.diagnosis._trial_results import Round, Trials
+from modelguard.diagnosis._trial_results import SOLVES, Round, Trials
+from modelguard.facts.growth import LEAST, judge
 
 __all__ = ["try_remedies"]
 
@@ -21,18 +22,20 @@ _ROUNDS = 3
 #: Bytes by which memory is to grow in one run without a remedy: several times what it moves by without any leak, and
 #: not so much that it endangers the machine.
 _GROWTH, _MOST_GROWTH = 100_000_000, 150_000_000
-#: The share of that growth with which runs are long enough.
+#: The share of that growth with which runs are most often decided.
 _ENOUGH = 0.3
+#: How many times the time is likely to decide what long runs have left undecided.
+_MORE = 3
 #: Calls before the readings begin, as a share of the calls between them.
 _WARM = 0.2
 #: Of a run: the fewest calls, so that there is a p99, and the shortest and the longest time in seconds.
-_FEWEST_CALLS, _SHORTEST, _LONGEST = 48, 1.0, 30.0
+_FEWEST_CALLS, _SHORTEST, _LONGEST = 48, 1.0, 300.0
 #: How many times a run may take as long as the one without a remedy. Processes that start take long for themselves.
 _MOST_TIMES, _START = 3.0, 30.0
 #: A remedy that leaves more than this share of the growth in its first round is not tried again.
 _LOSER = 0.9
-#: A model, or a worker, is replaced this often in a run.
-_REPLACED = 3
+#: A model, or a worker, is replaced this often in a run: so many teeth tell whether what is below them grows.
+_REPLACED = 4
 #: Runs for which the time has to be enough: two rounds of eight.
 _RUNS = 16
 #: A remedy with which a larger share of the calls fails is none.
@@ -76,6 +79,7 @@ def try_remedies(
     Returns:
         The results; None if there is nothing to try, or if the function could not be run again.
     """
+    began = clock()
     calls = calls_of_a_run(measured, seconds)
     found, left_out = candidates(causes, measured, declared, environ, max(1, calls // _REPLACED))
     given = {**config, "calls": calls, "warm": int(_WARM * calls), "load": declared.load}
@@ -84,12 +88,14 @@ def try_remedies(
         words = _child.command("_tried")
         return follow(words, {**given, **own}, variables, cwd, progress=lambda _: None, silence=silence, limit=limit)
 
-    if found and (needed := seconds_needed(measured, calls)):
-        left_out.append(f"longer runs: with these, what a remedy leaves is overstated; --try {needed} is long enough")
     rounds = _Rounds(run, progress, clock)
     if found:
         rounds.run(Candidate(_NOTHING, "variables", (), environ, {}), found, seconds)
-    return rounds.results(calls, found, left_out, mends=any(cause.name in AGAINST for cause in causes))
+    trials = rounds.results(calls, found, left_out, mends=any(cause.name in AGAINST for cause in causes))
+    if trials is None or not any(one.undecided for one in trials.tried):
+        return trials
+    needed = seconds_needed(measured, calls, max(seconds, clock() - began))
+    return dataclasses.replace(trials, needed=_units.format_seconds(needed))
 
 
 def calls_of_a_run(measured: Measured, seconds: float) -> int:
@@ -101,13 +107,19 @@ def calls_of_a_run(measured: Measured, seconds: float) -> int:
     return int(max(_FEWEST_CALLS, min(wanted, longest / each)))
 
 
-def seconds_needed(measured: Measured, calls: int) -> str:
-    """The time that trials need so that memory grows by enough in each run; empty if these many calls are enough."""
-    wanted = _GROWTH / max(1.0, measured.per_call)
-    if calls >= _ENOUGH * wanted:
-        return ""
+def seconds_needed(measured: Measured, calls: int, seconds: float) -> float:
+    """The time that trials need so that memory grows by 30 MB in each run; if it has, several times as much.
+
+    Args:
+        measured: What was measured.
+        calls: Of each run that has been tried.
+        seconds: What these took.
+    """
+    wanted = _ENOUGH * _GROWTH / max(1.0, measured.per_call)
+    if calls >= wanted:
+        return _MORE * seconds
     each = measured.seconds / max(1, measured.calls[-1])
-    return _units.format_seconds(_RUNS * (measured.imported + min(_LONGEST, wanted * each)))
+    return max(_RUNS * (measured.imported + wanted * each), 2 * seconds)
 
 
 @dataclasses.dataclass
@@ -143,10 +155,12 @@ class _Rounds:
     def _one_round(self, number: int, nothing: Candidate, order: Sequence[Candidate]) -> None:
         began = self._clock()
         said = self._one(number, nothing, None)
-        if said.last("growth") is None:
+        if said.last("readings") is None:
             self._over = True
             return
-        base = _round(said)
+        base = _round(said, LEAST)
+        if not base.undecided and base.growth * said.lines[-1]["calls"] < LEAST:
+            base = base._replace(undecided="memory grows by less than 1 MB in so few calls")
         self._nothing.append(base)
         limit = _MOST_TIMES * (self._clock() - began) + _START
         for candidate in order:
@@ -166,11 +180,13 @@ class _Rounds:
         if said.end == "interrupted":
             return
         tried.stopped = _failure(said, nothing)
-        if said.last("growth") is None:
+        if said.last("readings") is None:
             return
-        own = _round(said)
+        own = _round(said, max(1.0, SOLVES * base.growth * said.lines[-1]["calls"]))
+        if base.undecided:
+            own = own._replace(undecided=f"without a remedy, {base.undecided}")
         tried.rounds.append((own, base))
-        grows = own.growth > _LOSER * base.growth and said.last("verdict") == "grows"
+        grows = own.growth > _LOSER * base.growth and not own.undecided
         if not tried.stopped and grows and own.cpu > _LOSER * base.cpu:
             tried.stopped = "it leaves the growth as it is"
 
@@ -202,9 +218,13 @@ def _too_late(took: float, number: int, seconds: float) -> bool:
     return took + took / number > seconds
 
 
-def _round(said: Said) -> Round:
+def _round(said: Said, least: float) -> Round:
+    """One run, in which growth by less than so many bytes does not count."""
     last = said.lines[-1]
-    return Round(float(last["growth"]), float(last["cpu"]), float(last["p99"]), int(last["held"]))
+    calls, private = last["readings"]
+    judged = judge(calls, private, least=least)
+    growth = max(0.0, judged.growth) / max(1, calls[-1] - calls[0])
+    return Round(growth, float(last["cpu"]), float(last["p99"]), int(last["held"]), judged.reason)
 
 
 def _failure(said: Said, nothing: Said) -> str:

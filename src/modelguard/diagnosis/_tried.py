@@ -16,7 +16,6 @@ from typing import Any
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._target import Say, Target
 from modelguard.environment import _proc
-from modelguard.facts.growth import judge
 from modelguard.isolation.isolate import Isolated, isolate
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.guard import guard
@@ -47,6 +46,7 @@ def _try(config: dict[str, Any], say: Say) -> None:
     gc.collect()
     target.forget()
     target.timed = True
+    _settle(function, until)
     size = max(1, config["calls"] // READINGS)
     calls, private, cpu = [0], [_private()], _cpu()
     say(phase="try")
@@ -58,8 +58,7 @@ def _try(config: dict[str, Any], say: Say) -> None:
     seconds = sorted(target.seconds)
     say(
         calls=target.calls,
-        growth=_growth(calls, private),
-        verdict=judge(calls, private).verdict,
+        readings=[calls, private],
         cpu=(_cpu() - cpu) / max(1, target.calls),
         p99=seconds[int(0.99 * (len(seconds) - 1))] if seconds else 0.0,
         held=private[-1],
@@ -81,18 +80,6 @@ def _settle(function: Any, until: float) -> None:
         if not due:
             return
         time.sleep(_PAUSE)
-
-
-def _growth(calls: list[int], private: list[int]) -> float:
-    """Bytes per call between the lowest readings of the first and the second half, so that a sawtooth is no growth.
-
-    Halves, because a tooth may be longer than the calls after which a worker is to be replaced: its successor loads
-    while calls go on.
-    """
-    half = max(1, len(private) // 2)
-    first = min(range(half), key=private.__getitem__)
-    last = min(range(len(private) - half, len(private)), key=private.__getitem__)
-    return max(0.0, (private[last] - private[first]) / max(1, calls[last] - calls[first]))
 
 
 # The remedies

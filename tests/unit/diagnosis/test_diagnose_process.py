@@ -106,13 +106,19 @@ def test_ctrl_c_keeps_what_there_is(at: int, verdict: str) -> None:
 
 def test_the_holder_is_named() -> None:
     """What a container holds explains so much of the growth as its entries weigh, and the fix names the container."""
-    fix = "Give app.sessions a bound."
-    held = {"path": "app.sessions", "kind": "dict", "more": 2400, "of": "str", "size": 18 * MB, "fix": fix}
+    held = {
+        "path": "app.sessions",
+        "kind": "dict",
+        "more": 2400,
+        "of": "str",
+        "size": 18 * MB,
+        "fix": "Give it a bound.",
+    }
     report = watched(Holding(held), MB)
     first = report.causes[0]
     assert ("python objects", 0.75) == (first.name, first.share)
     assert "held by app.sessions (dict, +2,400 entries) -> str, 18 MB" == first.seen
-    assert fix == first.fix
+    assert "Give it a bound." == first.fix
 
 
 def test_what_nobody_holds_is_not_named() -> None:

@@ -111,6 +111,16 @@ def test_what_is_counted_names_whose_it_is() -> None:
     assert "held by app.clients" in contexts.seen
 
 
+def test_what_malloc_needs_beside_held_tensors_is_no_second_cause() -> None:
+    """It is unexplained: each tensor has more than its numbers. A leak that is as large as they are is one."""
+    held = Held("app.cache", "dict", 1000, "torch.Tensor", 78 * MB)
+    causes, rest = attribute(grown(held=(held,), small=MB, given_out=99 * MB))
+    assert ([("python objects", 0.78)], 0.22) == ([(cause.name, cause.share) for cause in causes], rest)
+    held = Held("app.cache", "dict", 1000, "torch.Tensor", 50 * MB)
+    causes, _ = attribute(grown(held=(held,), small=MB, given_out=99 * MB))
+    assert ["python objects", "native memory"] == [cause.name for cause in causes]
+
+
 def test_rounding_of_small_objects_is_no_native_memory() -> None:
     """What pymalloc has given out counts, and not what was asked for; so do the tables of containers."""
     held = Held("app.kept", "list", 1000, "float", 60 * MB, table=20 * MB)

@@ -55,9 +55,11 @@ class Machine:
             "failures": 0,
             "errors": [],
             "whole": True,
-            "verdict": "grows",
         }
         line = {**plain, "calls": config["calls"], "done": True, **self.figures.get(config["act"], {})}
+        if (growth := line.pop("growth")) is not None:
+            at = [round(share * config["calls"] / 24) for share in range(25)]
+            line.setdefault("readings", [at, [5 * MB + growth * calls for calls in at]])
         end: End = line.pop("end", "done")
         return Said(({"phase": "try"},) if end != "done" else (line,), end, 3)
 
@@ -124,6 +126,35 @@ def test_a_remedy_that_fails(figures: Mapping[str, Any], says: str) -> None:
     assert says in "\n".join(_growth_text.as_text(GrowthReport("app:f", "grows", trials=trials)))
 
 
+def test_teeth_of_replaced_processes_are_no_growth() -> None:
+    """Four teeth on a floor that stays: what is left of the growth is nothing, however steep they are."""
+    teeth = [list(range(0, 1000, 40)), [50 * MB + 100_000 * (calls % 250) for calls in range(0, 1000, 40)]]
+    trials = Machine(isolate={"readings": teeth}).run(["tasks"], importable=True)
+    assert trials is not None
+    assert ("isolate", "", 0) == (trials.recommended, trials.tried[0].undecided, trials.tried[0].growth.median)
+
+
+def test_too_short_a_trial_is_undecided() -> None:
+    """It is neither stopped nor recommended, and the report says why, and which time is likely to be enough."""
+    peak = [list(range(0, 1000, 40)), [*[50 * MB] * 4, *(50 * MB + 100_000 * calls for calls in range(0, 840, 40))]]
+    peak[1][14:] = [size - 40 * MB for size in peak[1][14:]]  # one worker has been replaced, as it were
+    machine = Machine(isolate={"readings": peak})
+    trials = machine.run(["tasks"], importable=True, seconds=30)
+    assert trials is not None
+    assert ("", "", "1m30s") == (trials.recommended, trials.tried[0].stopped, trials.needed)
+    text = "\n".join(_growth_text.as_text(GrowthReport("app:f", "grows", trials=trials)))
+    assert "Undecided, as the runs were too short: isolate. --try 1m30s is likely to be enough." in text
+    assert "Undecided: isolate, because memory rises and falls too slowly" in text
+    assert "undecided: memory rises and falls" in _growth_page.as_html(GrowthReport("app:f", "grows", trials=trials))
+
+
+def test_without_growth_nothing_is_decided() -> None:
+    """Where the function itself has not grown by enough in so few calls, no remedy is judged by that."""
+    trials = Machine(variables={"growth": 1.0}).run(["tasks"], importable=True)
+    assert trials is not None
+    assert "without a remedy, memory grows by less than 1 MB in so few calls" == trials.tried[0].undecided
+
+
 def test_a_function_that_cannot_be_run_again() -> None:
     """Nothing is reported."""
     assert Machine(variables={"error": "OSError", "growth": None}).run(["tasks"], importable=True) is None
@@ -171,9 +202,9 @@ def test_calls_of_a_run() -> None:
 
 
 def test_runs_that_are_too_short_say_how_long_they_need() -> None:
-    """Where memory grows by less than 30 MB in a run, the report names the time that is enough."""
-    assert "" == seconds_needed(measured(), 1000)
-    assert "16s" == seconds_needed(measured(), 100)
+    """The time with which memory grows by 30 MB in each run, and several times as much if it has."""
+    assert pytest.approx(4.8) == seconds_needed(measured(), 100, 1.0)
+    assert 300 == seconds_needed(measured(), 1000, 100.0)
 
 
 REPORT = GrowthReport(
