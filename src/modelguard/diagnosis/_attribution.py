@@ -214,7 +214,7 @@ def _kept(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
         return
     python = _python(measured, calls)
     if python > 0:
-        places = [f"allocated at {_places(measured.traced)}"] if measured.traced else []
+        places = [f"allocated at {where}"] if (where := _places(measured.traced)) else []
         yield _named(measured.held), python, "; ".join([*_holders(measured.held), *places])
     yield from _native(measured, calls, python)
 
@@ -285,7 +285,8 @@ def _holders(held: Sequence[Held]) -> Iterator[str]:
 
 def _places(lines: Mapping[str, float]) -> str:
     """The lines that keep most."""
-    return ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in list(lines.items())[:_LINES])
+    most = [(place, size) for place, size in lines.items() if size >= 1][:_LINES]
+    return ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in most)
 
 
 def _counted_errors(measured: Measured) -> str:
