@@ -13,7 +13,6 @@ import gc
 import io
 import itertools
 import math
-import os
 import sys
 import threading
 import time
@@ -201,7 +200,6 @@ def count() -> dict[str, int]:
     found["spacy strings"] = sum(len(strings) for strings in _spacy_stores())
     found["metric series"] = _series()
     found["sqlite bytes"] = _sqlite_bytes()
-    found.update(_descriptors())
     return dict(found)
 
 
@@ -213,20 +211,6 @@ def types() -> dict[str, int]:
     known = walk.kinds  # a walk in a closure is among its own objects: they would stay
     kinds = ((known[key].of, number) for key, number in found.items() if number > _MANY and key not in _IMPORTED)
     return {f"{kind.__module__}.{kind.__qualname__}": number for kind, number in kinds}
-
-
-def _descriptors() -> Counter[str]:
-    """The numbers of open file descriptors, by what they are."""
-    found: Counter[str] = Counter()
-    with contextlib.suppress(OSError):
-        for each in os.listdir("/proc/self/fd"):  # noqa: PTH208 - no imports that the process may lack
-            with contextlib.suppress(OSError):
-                kind = os.readlink(f"/proc/self/fd/{each}").partition(":")[0]  # noqa: PTH115
-                found[f"open {_OPEN.get(kind, 'files' if kind.startswith('/') else 'others')}"] += 1
-    return found
-
-
-_OPEN = {"socket": "sockets", "pipe": "pipes"}
 
 
 def _sqlite_bytes() -> int:

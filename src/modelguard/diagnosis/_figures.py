@@ -54,7 +54,7 @@ STYLE = (
 
 #: Intervals between ticks at most: five labels have room on a telephone.
 _INTERVALS = 4
-#: What holds a smaller share of the growth is not drawn.
+#: What holds a smaller share of the growth is not drawn, unless it is a cause by its number, as connections are.
 _SEEN = 0.01
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _CALLS = ((1e6, "million calls"), (1.0, "calls"))
@@ -185,7 +185,7 @@ def _swatch(colour: str, text: str) -> str:
 
 def chains(measured: Measured) -> str:
     """For each container that has grown, the way to it from a name, and what its new entries are."""
-    return "".join(_chain(one) for one in measured.held if one.size >= _SEEN * measured.growth)
+    return "".join(_chain(one) for one in measured.held if one.about or one.size >= _SEEN * measured.growth)
 
 
 def _chain(one: Held) -> str:

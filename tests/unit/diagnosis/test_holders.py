@@ -305,13 +305,6 @@ def test_connections_weigh_what_sqlite_has(app: types.ModuleType) -> None:
     assert 100 * 10_000 < found.size
 
 
-def test_descriptors_are_counted_by_what_they_are(app: types.ModuleType) -> None:
-    """A socket is told from a file and a pipe."""
-    before = _census.count()
-    app.open_sockets(1)
-    assert 1 == _census.count()["open sockets"] - before.get("open sockets", 0)
-
-
 def test_a_buffer_is_a_container(app: types.ModuleType) -> None:
     """What is written to a stream in memory is held by it."""
     assert "held_app.stream" == grown_by(app, "write", 1000)[0].path
