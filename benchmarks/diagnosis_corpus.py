@@ -1,4 +1,4 @@
-"""What the diagnosis makes of the corpus: 40 programs that leak in a known way, and 25 that do not.
+"""What the diagnosis makes of the corpus: programs that leak in a known way, and programs that do not.
 
 ``tests/diagnosis/programs.py`` says what is right. Each program is diagnosed in fresh processes three times, by
 ``modelguard.diagnosis.diagnose``; in the last round beside two processes that do nothing but compute. Counted in each:

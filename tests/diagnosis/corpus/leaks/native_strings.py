@@ -24,4 +24,9 @@ def inputs() -> Iterator[bytes]:
     return (b"Document %d " % number * 300 for number in count(100_000))
 
 
-EXPECTED = {"causes": ["native memory"], "holders": ["strdup"], "calls": 4000}
+EXPECTED = {
+    "causes": ["native memory"],
+    "holders": ["strdup"],
+    "calls": 4000,
+    "open": "tracemalloc does not see malloc, and memray no function of the C library that ctypes calls",
+}
