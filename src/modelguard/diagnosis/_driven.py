@@ -298,11 +298,11 @@ def _in_use() -> dict[str, int]:
 def _given_back(pools: dict[str, int], sizes: dict[int, int]) -> dict[str, Any]:
     """What a collection and empty caches give back; of libraries' pools, what is more than at the start."""
     freed: list[int] = []
-    kinds = _census.types()
+    kinds = _census.look()[1]
     _trim()  # what was looked at since then
     found: dict[str, Any] = {"collected": _fallen(lambda: freed.append(gc.collect()))}
     found["garbage"] = freed[0]
-    left = _census.types()
+    left = _census.look()[1]
     found["freed"] = {kind: fewer for kind, number in kinds.items() if (fewer := number - left.get(kind, 0)) > _MANY}
     more = {name: size - pools.get(name, 0) for name, size in _emptied(_census.pools()).items()}
     found["cleared"] = _emptied(_census.caches(sizes)) | {name: size for name, size in more.items() if size > 0}

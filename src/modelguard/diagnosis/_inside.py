@@ -87,7 +87,8 @@ def _look(scripts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     loaded = [name for name in census["LIBRARIES"] if name in sys.modules]
     if "moment so far" not in census:
         census["moment so far"] = census["moment"]()
-    return {"census": census["count"](), "types": census["types"](), "libraries": loaded}
+    counted, types = census["look"]()
+    return {"census": counted, "types": types, "libraries": loaded}
 
 
 def _held(scripts: dict[str, dict[str, Any]], calls: str) -> dict[str, Any]:

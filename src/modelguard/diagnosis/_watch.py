@@ -34,7 +34,7 @@ _SHORTEST = 0.05
 
 def _look() -> Look:
     libraries = tuple(name for name in _census.LIBRARIES if name in sys.modules)
-    return Look(_census.count(), _census.types(), compiled(), libraries, _free(), _census.moment())
+    return Look(*_census.look(), compiled(), libraries, _free(), _census.moment())
 
 
 def _held(first: Look, calls: int) -> tuple[Held, ...]:

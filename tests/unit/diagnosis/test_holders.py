@@ -431,7 +431,7 @@ def test_what_entries_share_is_not_theirs(app: types.ModuleType) -> None:
 
 def test_a_look_keeps_nothing() -> None:
     """What is deleted after a look is gone at once, and not with the next collection."""
-    looks = (_census.types, _census.count, lambda: _census.grown(_census.moment(), 100))
+    looks = (_census.look, _census.count, lambda: _census.grown(_census.moment(), 100))
     gc.disable()
     try:
         for look in looks:
