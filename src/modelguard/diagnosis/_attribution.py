@@ -284,9 +284,10 @@ def _holders(held: Sequence[Held]) -> Iterator[str]:
 
 
 def _places(lines: Mapping[str, float]) -> str:
-    """The lines that keep most."""
-    most = [(place, size) for place, size in lines.items() if size >= 1][:_LINES]
-    return ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in most)
+    """The lines that keep most, one if it keeps nearly all."""
+    most = sorted(lines.items(), key=lambda line: -line[1])[:_LINES]
+    shown = [(place, size) for place, size in most if size >= max(1, _LEAST * most[0][1])]
+    return ", ".join(f"{place} ({format_bytes(int(size))} per call)" for place, size in shown)
 
 
 def _counted_errors(measured: Measured) -> str:

@@ -38,6 +38,11 @@ _MOST_TIMES = 3
 _AGAIN = 2
 #: Bytes. If it grows, and by so much, or if there is so much more, going on would only endanger the machine.
 _ENOUGH, _MOST = 200_000_000, 1_000_000_000
+#: Calls before which that is not enough: what holds few entries is not named.
+_ENOUGH_CALLS = 20
+#: Bytes by which memory may grow between two readings, and in each test after them: a function that keeps 20 MB per
+#: call is to have enough readings before it has grown by too much.
+_READ, _TESTED = _MOST // (2 * _READINGS), _ENOUGH // 2
 #: Readings without which a run goes on beyond its time.
 _ENOUGH_READINGS = 10
 #: Inputs that are looked at to find some of one shape, and calls of a run that is traced, at most.
@@ -66,14 +71,17 @@ class _Pace(NamedTuple):
         seconds: The time; with ``calls``, a third of the longest time.
         calls: The number of calls; None to go by time.
         latest: The moment at which readings end whatever is missing.
+        most: So many calls make up a part at most.
     """
 
     seconds: float
     calls: int | None
     latest: float
+    most: int = _UNCOUNTED
 
     def part(self, share: float, *, at_most: int = _UNCOUNTED) -> _Extent:
         """A share of the whole, from now on."""
+        at_most = min(at_most, self.most)
         if self.calls is not None:
             return _Extent(min(at_most, max(_FEWEST_CALLS, round(share * self.calls))), self.latest)
         return _Extent(at_most, time.monotonic() + share * self.seconds)
@@ -127,7 +135,9 @@ def _measure(config: dict[str, Any], say: Say, function: Any, target: Target, co
     moment = _moment()
     _trim()  # what this look has left
     in_use = _in_use()
-    measured = _readings(target, pace, say, counts)
+    measured = _readings(target, pace, size, say, counts)
+    grown = measured["private"][-1] - measured["private"][0]
+    pace = pace._replace(most=max(_FEWEST_CALLS, _calls_for(_TESTED, target.calls, grown)))
     measured["trimmed"] = max(0, _fallen(lambda: None) - free)
     measured |= {"errors": list(target.errors)[:_MOST_ERRORS], "before": before, "after": _census.count()}
     measured |= {"compiled": compiled() - code, "libraries": [n for n in _census.LIBRARIES if n in sys.modules]}
@@ -186,12 +196,12 @@ def _owners() -> dict[str, list[str]]:
 class _Readings:
     """Readings of private memory between calls, that of workers included."""
 
-    def __init__(self, target: Target, pace: _Pace, say: Say, counts: Counts) -> None:
+    def __init__(self, target: Target, pace: _Pace, size: int, say: Say, counts: Counts) -> None:
         self.calls: list[int] = []
         self.private: list[int] = []
         self.workers: list[int] = []
         self.judged_from = 0
-        self._target, self._pace, self._say, self._counts = target, pace, say, counts
+        self._target, self._pace, self._size, self._say, self._counts = target, pace, size, say, counts
 
     def drive(self, times: int = 1, *, collect: bool = False) -> None:
         """Call, and read 24 times or so, or some times as often; only these readings are judged."""
@@ -199,17 +209,24 @@ class _Readings:
         self._read(collect=collect)
         until = min(self._pace.latest, time.monotonic() + times * _DRIVE * self._pace.seconds)
         while not self._is_over(times, until):
-            self._target.run(*self._pace.part(_DRIVE / _READINGS))
+            self._target.run(*self._pace.part(_DRIVE / _READINGS, at_most=self._at_most()))
             self._read(collect=collect)
 
     def verdict(self) -> Verdict:
         return judge(self.calls[self.judged_from :], self.private[self.judged_from :]).verdict
 
+    def grown(self) -> int:
+        return self.private[-1] - self.private[0]
+
+    def _at_most(self) -> int:
+        """How many calls the next reading may have; the first one has what the warm-up has found."""
+        return _calls_for(_READ, self.calls[-1], self.grown()) if self.calls[-1] else self._size
+
     def _is_over(self, times: int, until: float) -> bool:
         count = len(self.calls) - self.judged_from
         enough = count > times * _READINGS if self._pace.calls is not None else time.monotonic() >= until
-        grown = self.private[-1] - self.private[0]
-        much = grown > _MOST or (grown > _ENOUGH and self.verdict() == "grows")
+        clear = self.grown() > _ENOUGH and self.calls[-1] >= _ENOUGH_CALLS and self.verdict() == "grows"
+        much = clear or self.grown() > _MOST
         return much or time.monotonic() >= self._pace.latest or (enough and count >= _ENOUGH_READINGS)
 
     def _read(self, *, collect: bool) -> None:
@@ -228,14 +245,19 @@ class _Readings:
         )
 
 
-def _readings(target: Target, pace: _Pace, say: Say, counts: Counts) -> dict[str, Any]:
+def _calls_for(size: int, calls: int, grown: int) -> int:
+    """In how many calls memory grows by so many bytes, if it has grown so much in so many calls."""
+    return max(1, size * calls // grown) if grown > 0 else _UNCOUNTED
+
+
+def _readings(target: Target, pace: _Pace, size: int, say: Say, counts: Counts) -> dict[str, Any]:
     """Drive it until it is decided, or for three times as long.
 
     The second time garbage is collected before each reading: the collector's own sawtooth most often hides the rest.
     """
-    began, readings = time.monotonic(), _Readings(target, pace, say, counts)
+    began, readings = time.monotonic(), _Readings(target, pace, size, say, counts)
     readings.drive()
-    if readings.verdict() == "undecided":
+    if readings.verdict() == "undecided" and readings.grown() <= _MOST:
         readings.drive(_AGAIN, collect=True)
     return {
         "calls": readings.calls,
@@ -261,17 +283,21 @@ def _is_importable(function: Any) -> bool:
 
 
 def _warm_up(target: Target, pace: _Pace) -> int:
-    """Call until the time is up; returns how many calls make up a reading."""
+    """Call until the time is up, or memory has grown by too much; returns how many calls make up a reading."""
+    part = pace.part(_WARM)
+    # The first calls may load a model, so they say nothing of the later ones.
+    first = count = target.run(_FEWEST_CALLS, part.until)
+    loaded = _memory.private(fresh=True)
+    while count < _FEWEST_CALLS or (count < part.calls and time.monotonic() < part.until):
+        count += target.run(min(_FEWEST_CALLS, part.calls - count), part.until)
+        if _memory.private() - loaded > _MOST:
+            break
+    most = _calls_for(_READ, count - first, _memory.private(fresh=True) - loaded)
     if pace.calls is not None:
-        target.run(*pace.part(_WARM))
-        return pace.part(_DRIVE / _READINGS).calls
-    count, until = 0, pace.part(_WARM).until
-    while count < _FEWEST_CALLS or time.monotonic() < until:
-        count += target.run(_FEWEST_CALLS, until)
-    # The first calls may have loaded a model, so they say nothing of the later ones.
+        return min(most, pace.part(_DRIVE / _READINGS).calls)
     share, began = _DRIVE / _READINGS * pace.seconds, time.monotonic()
-    count = target.run(_CALIBRATING, began + share)
-    return max(1, int(share * count / (time.monotonic() - began)))
+    count = target.run(min(most, _CALIBRATING), began + share)
+    return min(most, max(1, int(share * count / (time.monotonic() - began))))
 
 
 def _trim() -> None:

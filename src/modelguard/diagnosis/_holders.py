@@ -134,6 +134,8 @@ def _held(way: str, one: Any, more: int, weight: _Weight, link: Any = None) -> H
     if about:
         how = _FINISHED if state == "finished" else "give the wait a limit, asyncio.timeout(), or cancel them"
         fix = _FIXES[about].format(where=where, of=special, state=state, how=how)
+    elif (known := next((known for known in _STANDARD if way.endswith(known.ending)), None)) is not None:
+        way, fix = known.name or way, known.fix
     elif way.startswith("the lru_cache of"):
         about, fix = "unbounded cache", f"Give {way} a size: functools.lru_cache(maxsize=1024)."
     elif way.endswith((".queue", "._queue")):
@@ -284,6 +286,31 @@ def weight(one: Any) -> int:
 # What entries do
 
 
+class _Known(NamedTuple):
+    """A table of the standard library that nobody is to bound or to empty.
+
+    Attributes:
+        ending: How the way to it ends.
+        fix: What to do.
+        name: Its name, if others lead to it too.
+    """
+
+    ending: str
+    fix: str
+    name: str = ""
+
+
+_LOGGERS = "logging.Logger.manager.loggerDict"
+_ONE_LOGGER = "Make one logger per module: they are never freed. Ids belong into messages or extra=."
+_STANDARD = (
+    _Known(
+        "weakref.finalize._registry", "Each callback waits for an object that lives on: detach() it when its call ends."
+    ),
+    _Known("the event loop._scheduled", "Keep what call_later() returns, and cancel() it when its call ends."),
+    _Known(".__warningregistry__", "Leave ids out of the texts of warnings: each new text is kept."),
+    _Known(".loggerDict", _ONE_LOGGER, _LOGGERS),
+    _Known(".loggerMap", _ONE_LOGGER, _LOGGERS),
+)
 #: What to do about entries that are a cause themselves.
 _FIXES = {
     "tasks": "The tasks in {where} are {state}: {how}.",
@@ -447,7 +474,9 @@ def _variables() -> Iterator[tuple[int, tuple[str, str]]]:
         running: types.FrameType | None = frame
         while running is not None:
             code = running.f_code
-            own = str(running.f_globals.get("__name__")).startswith(("modelguard.diagnosis.", "modelguard_"))
+            # A program that is run by its name calls itself __main__.
+            spec = getattr(running.f_globals.get("__spec__"), "name", None)
+            own = str(spec or running.f_globals.get("__name__")).startswith(("modelguard.diagnosis.", "modelguard_"))
             if not own and code.co_name != "<module>":
                 where = f"of the running call {running.f_globals.get('__name__', '?')}.{code.co_qualname}"
                 yield from ((id(value), (variable, where)) for variable, value in list(running.f_locals.items()))
@@ -465,13 +494,18 @@ def _root(parent: Any, node: _Node) -> str | None:
         return name(parent) + (node.way if _is(node.one, dict) else f" -> {name(type(node.one))}{node.way}")
     if _is(parent, types.FunctionType):
         return _of_function(parent, node)
-    if _is(parent, threading.Thread):
-        return f"the thread {parent.name!r}{_dotted(_attribute(parent, node.one))}{node.way}"
+    if _is(parent, threading.Thread) or _is_loop(parent):
+        what = "the event loop" if _is_loop(parent) else f"the thread {parent.name!r}"
+        return f"{what}{_dotted(_attribute(parent, node.one))}{node.way}"
     if type(parent).__name__ == "_lru_cache_wrapper":
         return f"the lru_cache of {getattr(parent, '__module__', '?')}.{getattr(parent, '__qualname__', '?')}"
     if _is(parent, (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)):
         return f"the suspended call {parent.__qualname__}{node.way}"
     return None
+
+
+def _is_loop(one: Any) -> bool:
+    return any(name(kind) == "asyncio.base_events.BaseEventLoop" for kind in type(one).__mro__)
 
 
 def _of_function(function: types.FunctionType, node: _Node) -> str:

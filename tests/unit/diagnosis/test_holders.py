@@ -16,7 +16,7 @@ import pytest
 from modelguard.diagnosis import _census, _holders
 
 CODE = """
-import asyncio, collections, functools, io, mmap, socket, sqlite3, threading
+import asyncio, collections, functools, io, logging, mmap, socket, sqlite3, threading
 
 class Chat:
     sessions = {}
@@ -75,6 +75,17 @@ def keep_in_buffer(given):
 
 def keep_nested(given):
     nested["a"]["b"].append([given])
+
+loggers, __warningregistry__ = logging.Manager(logging.root), {}
+
+def set_timer(given):
+    loops[0].call_later(1000, bytes(400).count, b"")
+
+def make_logger(given):
+    loggers.getLogger(f"request-{given}")
+
+def warn(given):
+    __warningregistry__[f"{given} is slow", UserWarning, 1] = True
 
 def keep_recent(given):
     recent.append(str(given) * 50)
@@ -293,6 +304,25 @@ def test_what_entries_are_is_said_with_a_fix(
     assert said[1] in found.fix
     assert ("large (bytes)" in found.state) == (function == "keep_error")
     assert ("waiting for Event.wait" in found.state) == (function == "wait_in_task")
+
+
+@pytest.mark.parametrize(
+    ("function", "path", "said"),
+    [
+        ("set_timer", "the event loop._scheduled", "cancel() it"),
+        ("make_logger", "logging.Logger.manager.loggerDict", "one logger per module"),
+        ("warn", "held_app.__warningregistry__", "texts of warnings"),
+    ],
+)
+@pytest.mark.usefixtures("loop")
+def test_tables_of_the_standard_library_are_not_to_be_bounded(
+    app: types.ModuleType, function: str, path: str, said: str
+) -> None:
+    """Nobody can give them a bound: the fix says what to do in the program."""
+    found = grown_by(app, function)[0]
+    assert path == found.path
+    assert said in found.fix
+    assert "a bound" not in found.fix
 
 
 def test_connections_weigh_what_sqlite_has(app: types.ModuleType) -> None:
