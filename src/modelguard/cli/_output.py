@@ -44,7 +44,7 @@ def safely() -> Iterator[None]:
             sys.stderr = _stream(2, own[1])
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in {sys.stdout, sys.stderr} - {*own}:
             stream.flush()
         sys.stdout, sys.stderr = own
 

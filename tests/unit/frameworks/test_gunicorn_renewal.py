@@ -17,6 +17,7 @@ from modelguard.frameworks._prefork_options import PreforkOptions, generations
 
 class Settings:
     preload_app = True
+    worker_class_str = "asgi"
 
 
 class Server:

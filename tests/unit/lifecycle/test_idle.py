@@ -138,8 +138,8 @@ class TestIdle:
         idle = False
         number(guard)
         guard.check()
-        world.tick(11)
         idle = True
+        world.tick(11)
         guard.check()
         outcome(waiting[0])
         assert 2 == number(guard)
