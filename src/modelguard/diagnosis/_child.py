@@ -10,21 +10,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from modelguard.environment import _proc
-from modelguard.isolation._processes import die_with_parent
+from modelguard.isolation._processes import die_with_parent, ending_signals
 
-__all__ = ["ENDING", "End", "Progress", "Said", "command", "ending_signals", "follow"]
-
-#: What ends this process unless it is handled. What it has started must not outlive it.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+__all__ = ["End", "Progress", "Said", "command", "follow"]
 
 _PAUSE = 0.1
 #: Seconds in which a process writes down where it stands.
@@ -121,40 +117,6 @@ def follow(
             return dataclasses.replace(said, stack=_frames(stack.read_text(encoding="utf-8"), cwd), seconds=seconds)
         finally:
             _end(process)
-
-
-class _Ended(BaseException):
-    """A signal that ends this process has come."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextmanager
-def ending_signals() -> Iterator[None]:
-    """Let signals that would end this process at once end it after the block has been left."""
-
-    def end(number: int, _: object) -> None:
-        raise _Ended(number)
-
-    if threading.current_thread() is not threading.main_thread():  # where Python handles no signals
-        yield
-        return
-    before = {each: signal.getsignal(each) for each in ENDING}
-    handled = [each for each, handler in before.items() if handler is signal.SIG_DFL]
-    for each in handled:
-        signal.signal(each, end)
-    came = None
-    try:
-        yield
-    except _Ended as ended:
-        came = ended.number
-    finally:
-        for each in handled:
-            signal.signal(each, signal.SIG_DFL)
-    if came is not None:
-        signal.raise_signal(came)
 
 
 def _ask(process: subprocess.Popen[bytes], stack: Path) -> None:

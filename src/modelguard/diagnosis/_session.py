@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from modelguard.diagnosis import _redact
-from modelguard.diagnosis._child import ENDING, ending_signals
 from modelguard.diagnosis._variables import KNOWN
 from modelguard.environment import _limits, _memory, _proc
 from modelguard.environment._program import locate
 from modelguard.errors import InvalidOption
-from modelguard.isolation._processes import die_with_parent
+from modelguard.isolation._processes import ENDING, die_with_parent, ending_signals
 
 __all__ = ["ANSWER", "Session", "started"]
 
