@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -180,6 +181,25 @@ def test_ctrl_c_keeps_what_there_is(folder: Path) -> None:
         report = json.loads(process.communicate(timeout=60)[0])
     assert 3 == process.returncode
     assert any(re.match(r"it was interrupted after \d+ seconds", each) for each in report["unknown"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_ends_what_is_driven(folder: Path, number: signal.Signals) -> None:
+    """A runner that gives up sends SIGTERM: neither a call that hangs nor, unless it is killed, a child outlives it."""
+    program = [sys.executable, "-m", "modelguard", "diagnose", "app:hangs", "--time", "1h"]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, cwd=folder) as process:
+        wait_until(lambda: (folder / "started").exists() and (folder / "started").read_text() != "", "the call")
+        child = int((folder / "started").read_text())
+        found = _proc.descendants(process.pid, _proc.processes())
+        driven = [each.pid for each in found if each.pid not in (process.pid, child)]
+        process.send_signal(number)
+        assert -number == process.wait(60)
+    if number == signal.SIGKILL:
+        os.kill(child, signal.SIGKILL)
+    else:
+        driven.append(child)
+    assert driven
+    wait_until(lambda: all((each := _proc.stat(pid)) is None or not each.alive for pid in driven), "all to end")
 
 
 def test_ctrl_c_amid_the_readings(folder: Path) -> None:

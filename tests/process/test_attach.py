@@ -120,6 +120,13 @@ def test_a_process_that_is_not_python() -> None:
     assert "because it runs no Python." in done.stdout
 
 
+def test_no_such_process_from_inside() -> None:
+    """That is said, and not how a process could be asked."""
+    done = modelguard("doctor", "--pid", "4194305", "--inside")
+    assert (2, "") == (done.returncode, done.stdout)
+    assert "does not exist" in done.stderr
+
+
 @by_script
 def test_a_service_that_forbids_it(tmp_path: Path) -> None:
     """PYTHON_DISABLE_REMOTE_DEBUG is respected, and the error says so."""

@@ -178,6 +178,17 @@ def test_a_signal_to_the_doctor_ends_what_it_has_started(tmp_path: Path, number:
     wait_until(lambda: _is_free(port), "the port to be free")
 
 
+def test_a_daemon_is_ended(tmp_path: Path) -> None:
+    """A command that leaves a service behind, in a session of its own, has not served; the service is ended."""
+    daemon = "import os\nif os.fork():\n    os._exit(0)\nos.setsid()\nif os.fork():\n    os._exit(0)\n"
+    told = "open('port', 'w').write(str(s.getsockname()[1]))\n"
+    program = LISTEN + told + daemon + "time.sleep(100)\n"
+    with pytest.raises(InvalidOption, match="ended with status 0"):
+        facts_of_command(python(tmp_path, program), cwd=tmp_path)
+    port = int((tmp_path / "port").read_text())
+    wait_until(lambda: _is_free(port), "the port to be free")
+
+
 def _is_free(port: int) -> bool:
     with socket.socket() as caller:
         return caller.connect_ex(("127.0.0.1", port)) != 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 
 from modelguard.cli import _completion, _ctl, _diagnose, _docs, _doctor, _output, _presets, _run, _top
@@ -54,5 +55,12 @@ def _status(argv: Sequence[str] | None) -> int:
     if "run" not in options:
         parser.print_help(sys.stderr)
         return USAGE
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+    except KeyboardInterrupt:
+        print(f"modelguard {options.words[0]}: interrupted", file=sys.stderr)  # noqa: T201
+        return USAGE
+    except Exception:  # noqa: BLE001 - Python's own status for it is 1, by which commands say what they have found
+        traceback.print_exc()
+        return USAGE
     return status

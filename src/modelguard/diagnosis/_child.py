@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelguard.environment import _proc
+from modelguard.isolation._processes import die_with_parent, ending_signals
 
 __all__ = ["End", "Progress", "Said", "command", "follow"]
 
@@ -76,7 +77,9 @@ def follow(
     silence: float,
     limit: float | None = None,
 ) -> Said:
-    """Run a program, and kill it with all that it has started as soon as it is done.
+    """Run a program, and kill it with all that it has started as soon as it is done, or a signal ends this process.
+
+    Where this process is killed, the kernel kills the program.
 
     Args:
         words: The command, as :func:`command` makes it.
@@ -87,7 +90,8 @@ def follow(
         silence: Seconds without a line after which it is ended.
         limit: Seconds after which it is ended in any case. Default: none.
     """
-    with tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
+    parent = os.getpid()
+    with ending_signals(), tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
         answer, given = Path(folder, "answer"), Path(folder, "config")
         stack = Path(folder, "stack")
         for file in (answer, stack):
@@ -102,6 +106,7 @@ def follow(
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGKILL),  # noqa: PLW1509 - it takes no lock
         )
         began = time.monotonic()
         try:

@@ -39,6 +39,8 @@ def facts_from_inside(pid: str | int) -> Facts:
     number = process_number(pid)
     if not _proc.is_mounted():
         raise NotSupported("modelguard doctor --pid", reason="there is no /proc to read it from")
+    with readable(number):
+        _proc.maps(number)  # so that of no process that does not exist it is said how it could be asked
     answers: dict[int, Mapping[str, Any]] = {number: _describe(number)}
     unknown: list[str] = ["which variables it has set for itself since it started, cannot be asked"]
     for process in _proc.descendants(number, _proc.processes()):

@@ -76,7 +76,7 @@ def readable(pid: int, root: Path = _proc.ROOT) -> Iterator[None]:
         raise InvalidOption(_ARGUMENT, pid, why=_proc.absence(pid, root), fix=_FIX) from None
     except PermissionError:
         why = "belongs to another user, or /proc is hidden from this user"
-        raise InvalidOption(_ARGUMENT, pid, why=why, fix="Run modelguard doctor as its owner, or as root.") from None
+        raise InvalidOption(_ARGUMENT, pid, why=why, fix="Run this command as its owner, or as root.") from None
 
 
 def named_process(pid: int, root: Path = _proc.ROOT) -> str:

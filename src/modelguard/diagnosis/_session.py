@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from modelguard.diagnosis._variables import KNOWN
 from modelguard.environment import _limits, _memory, _proc
 from modelguard.environment._program import locate
 from modelguard.errors import InvalidOption
-from modelguard.isolation._processes import die_with_parent
+from modelguard.isolation._processes import ENDING, die_with_parent, ending_signals
 
 __all__ = ["ANSWER", "Session", "started"]
 
@@ -40,9 +39,6 @@ _LOOKS, _BUSY, _PAUSE = 10, 2, 0.1
 
 #: A server of which the kernel has killed so many processes will not serve, however long one waits.
 _KILLED = 3
-
-#: What ends this process unless it is handled. A service must not outlive the doctor that started it.
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 #: Messages of these errors name modules and syntax. Any other error's message may hold a secret.
 _HARMLESS = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"})
@@ -152,8 +148,8 @@ class Session:
         return {pid: _memory.private_of(pid) for pid in self.pids()}
 
     def stop(self) -> None:
-        """End it and everything that it has started."""
-        pids = self.pids()
+        """End it and everything that it has started, also what has left it and its session, as a daemon does."""
+        pids = {*self.pids(), *filter(self._is_ours, _proc.processes())}
         with suppress(ProcessLookupError):
             self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -193,14 +189,6 @@ class Session:
         return f"; its last error is {name}" + (f": {_redact.redact(message, os.environ)}" if name in _HARMLESS else "")
 
 
-class _Ended(BaseException):
-    """A signal that ends this process has come."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 @contextmanager
 def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iterator[Session]:
     """Start a command with the probe, and end it with all it has started, also if a signal ends this process.
@@ -216,16 +204,16 @@ def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iter
         CannotRun: It was not found, or cannot be executed.
     """
     program = locate(words[0], environ)
-    with _ending_signals(), _folder() as folder:
+    with ending_signals(), _folder() as folder:
         # From the start until it is in reach of the clean-up, no signal may come between.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         session = None
         try:
             session = Session(_popen(words, program, _with_probe(environ, folder), cwd, mask), folder, words)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             yield session
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             try:
                 if session is not None:
                     session.stop()
@@ -243,32 +231,6 @@ def _folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _ending_signals() -> Iterator[None]:
-    """Let signals that would end this process at once end it after the block has been left."""
-
-    def end(number: int, _: object) -> None:
-        raise _Ended(number)
-
-    if threading.current_thread() is not threading.main_thread():  # where Python handles no signals
-        yield
-        return
-    before = {each: signal.getsignal(each) for each in _ENDING}
-    handled = [each for each, handler in before.items() if handler is signal.SIG_DFL]
-    for each in handled:
-        signal.signal(each, end)
-    came = None
-    try:
-        yield
-    except _Ended as ended:
-        came = ended.number
-    finally:
-        for each in handled:
-            signal.signal(each, signal.SIG_DFL)
-    if came is not None:
-        signal.raise_signal(came)
 
 
 def _popen(

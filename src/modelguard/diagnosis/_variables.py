@@ -60,6 +60,8 @@ _READ = {
     "": "GLIBC_TUNABLES GRPC_ENABLE_FORK_SUPPORT LD_PRELOAD LRU_CACHE_CAPACITY NUMEXPR_MAX_THREADS NUMEXPR_NUM_THREADS "
     "PROMETHEUS_MULTIPROC_DIR TOKENIZERS_PARALLELISM TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT CUDA_MODULE_LOADING",
 }
+#: Names that other programs read: CMake, Spark, Gradle and the like.
+_OF_OTHERS = frozenset({"PYTHON_EXECUTABLE", "PYTHON_HOME", "PYTHON_PATH"})
 _NAMES = tuple(f"{family}{name}" for family, names in _READ.items() for name in names.split())
 
 #: The most letters that a misspelt name may differ by: two where a long name makes a coincidence unlikely.
@@ -79,7 +81,7 @@ def misspelt_variables(environ: Mapping[str, str], where: str) -> Iterator[Missp
 
     Only a value of digits is kept: of any other it is not known what it is.
     """
-    for name in sorted(environ.keys() - set(_NAMES)):
+    for name in sorted(environ.keys() - {*_NAMES, *_OF_OTHERS}):
         meant = _meant(name)
         if meant is not None and meant not in environ:
             value = environ[name]

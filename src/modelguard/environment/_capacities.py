@@ -26,8 +26,9 @@ _SWITCHES = (
     "prof_thread_active_init redzone retain stats_print tcache trust_madvise utrace xmalloc zero"
 )
 _OTHERS = (
-    "debug_double_free_max_scan dirty_decay_ms dss hpa_dehugification_threshold hpa_dirty_mult hpa_hugify_delay_ms "
-    "hpa_hugification_threshold hpa_min_purge_interval_ms hpa_sec_batch_fill_extra hpa_sec_bytes_after_flush "
+    "bin_shards debug_double_free_max_scan dirty_decay_ms dss hpa_dehugification_threshold hpa_dirty_mult "
+    "hpa_hugification_threshold hpa_hugification_threshold_ratio hpa_hugify_delay_ms hpa_min_purge_interval_ms "
+    "hpa_sec_batch_fill_extra hpa_sec_bytes_after_flush "
     "hpa_sec_max_alloc hpa_sec_max_bytes hpa_sec_nshards hpa_slab_max_alloc lg_chunk lg_dirty_mult "
     "lg_extent_max_active_fit lg_prof_interval lg_prof_sample lg_san_uaf_align lg_tcache_flush_large_div "
     "lg_tcache_flush_small_div lg_tcache_max lg_tcache_nslots_mul max_background_threads metadata_thp muzzy_decay_ms "
@@ -40,9 +41,10 @@ _YES_OR_NO = frozenset(_SWITCHES.split())
 _OPTIONS = _YES_OR_NO | frozenset(_OTHERS.split())
 
 #: OpenMP takes a number for each level of nested regions, and libgomp and libiomp5 allow blanks.
-_LEVELS = re.compile(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*")
+_LEVELS = re.compile(r"\s*\+?0*[1-9]\d*\s*(,\s*\+?0*[1-9]\d*\s*)*")
 _NUMBER = re.compile(r"\s*[+-]?\d+\s*")
-_SIZE = re.compile(r"\s*(0[xX][0-9a-fA-F]+|\d+)\s*")
+#: As C's strtoul reads it: -1 is the largest number, by which mallopt(3) switches trimming off.
+_SIZE = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|\d+)\s*")
 
 _SYNTAX = {
     "OMP_NUM_THREADS": (_LEVELS, "OpenMP takes a number of at least 1"),

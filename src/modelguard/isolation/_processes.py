@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,9 +16,11 @@ from modelguard.environment import _limits, _proc
 from modelguard.errors import NotSupported
 
 __all__ = [
+    "ENDING",
     "check_supported",
     "describe_exit",
     "die_with_parent",
+    "ending_signals",
     "kill_group",
     "may_step_forward",
     "oom_score",
@@ -31,6 +34,9 @@ __all__ = [
     "stay_back",
     "step_forward",
 ]
+
+#: What ends this process unless it is handled. What it has started must not outlive it.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _PR_SET_PDEATHSIG = 1
 _CAP_SYS_NICE = 23
@@ -85,6 +91,40 @@ def die_with_parent(parent: int, number: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+class _Ended(BaseException):
+    """A signal that ends this process has come."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def ending_signals() -> Iterator[None]:
+    """Let signals that would end this process at once end it after the block has been left."""
+
+    def end(number: int, _: object) -> None:
+        raise _Ended(number)
+
+    if threading.current_thread() is not threading.main_thread():  # where Python handles no signals
+        yield
+        return
+    before = {each: signal.getsignal(each) for each in ENDING}
+    handled = [each for each, handler in before.items() if handler is signal.SIG_DFL]
+    for each in handled:
+        signal.signal(each, end)
+    came = None
+    try:
+        yield
+    except _Ended as ended:
+        came = ended.number
+    finally:
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
+    if came is not None:
+        signal.raise_signal(came)
 
 
 def oom_score() -> int:

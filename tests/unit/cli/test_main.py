@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelguard.cli import main
+from modelguard.cli import _doctor, main
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,3 +24,17 @@ def test_a_command_that_does_not_exist() -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctro"])
     assert 2 == ended.value.code
+
+
+@pytest.mark.parametrize(("error", "says"), [(OSError("gone"), "OSError: gone"), (KeyboardInterrupt(), "interrupted")])
+def test_an_error_of_ours_is_no_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, says: str
+) -> None:
+    """Status 1 says that there are faults: whatever ends a command otherwise is 2, an interrupt in one line."""
+
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(_doctor, "_gather", fail)
+    assert 2 == main(["doctor"])
+    assert says in capsys.readouterr().err
