@@ -168,7 +168,7 @@ _COUNTED: tuple[_Counted, ...] = (
     _Counted("ssl contexts", "ssl contexts", 5e6),
     _Counted("tasks", "tasks", marks=("Task", "asyncio.")),
     _Counted("tensors with a graph", "autograd", marks=("Tensor",)),
-    _Counted("queued items", "queues", marks=("deque", "queue")),
+    _Counted("queued items", "queues", marks=("(deque",)),  # a set of queues is a container like others
     _Counted("spacy strings", "spacy strings", 2000),
     _Counted("mappings", "mappings", marks=("mmap",)),
     _Counted("connections", "connections", 3e6, ("Connection",)),  # SQLite caches 2 MB of pages for each

@@ -215,7 +215,7 @@ CHECKS = (
     Check(
         "MG109",
         "A variable's value is not understood by what reads it",
-        "Its reader prints a warning, which servers often hide, and uses its default instead: as if it were not set.",
+        "Its reader uses its default or a part of the value, and prints a warning at most, which servers often hide.",
         _not_understood,
     ),
     Check(

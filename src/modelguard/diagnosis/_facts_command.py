@@ -102,7 +102,7 @@ def _unknown(took: float | None, waited: float, driven: Driven | None, answers: 
     silent = [process.pid for process in facts.processes if process.role != "other" and process.pid not in answers]
     if silent:
         pids = ", ".join(map(str, silent))
-        busy = f"it was busy for {ANSWER:g} seconds"
+        busy = f"its main thread ran no Python for {ANSWER:g} seconds (it computes, or waits in a system call)"
         yield f"no answer from inside of {pids}: not a Python that reads PYTHONPATH, or {busy}"
     for pid, answer in answers.items():
         for failed in answer.get("failed", ()):

@@ -474,9 +474,7 @@ def _variables() -> Iterator[tuple[int, tuple[str, str]]]:
         running: types.FrameType | None = frame
         while running is not None:
             code = running.f_code
-            # A program that is run by its name calls itself __main__.
-            spec = getattr(running.f_globals.get("__spec__"), "name", None)
-            own = str(spec or running.f_globals.get("__name__")).startswith(("modelguard.diagnosis.", "modelguard_"))
+            own = _module(running.f_globals).startswith(("modelguard.diagnosis.", "modelguard_"))
             if not own and code.co_name != "<module>":
                 where = f"of the running call {running.f_globals.get('__name__', '?')}.{code.co_qualname}"
                 yield from ((id(value), (variable, where)) for variable, value in list(running.f_locals.items()))
@@ -504,12 +502,17 @@ def _root(parent: Any, node: _Node) -> str | None:
     return None
 
 
+def _module(namespace: dict[str, Any]) -> str:
+    """A module's name. A program that is run by its name calls itself ``__main__``."""
+    return str(getattr(namespace.get("__spec__"), "name", None) or namespace.get("__name__"))
+
+
 def _is_loop(one: Any) -> bool:
     return any(name(kind) == "asyncio.base_events.BaseEventLoop" for kind in type(one).__mro__)
 
 
 def _of_function(function: types.FunctionType, node: _Node) -> str:
-    where, way = f"{function.__module__}.{function.__qualname__}", node.way.removeprefix("[...]")
+    where, way = f"{_module(function.__globals__)}.{function.__qualname__}", node.way.removeprefix("[...]")
     if node.one is function.__closure__ or _is(node.one, types.CellType):
         return f"the closure of {where}{way}"
     if node.one is function.__defaults__ or node.one is function.__kwdefaults__:

@@ -88,6 +88,15 @@ def test_native_memory_that_objects_keep_is_named_with_them() -> None:
     assert "app.sessions (dict, +1,000 entries)" in causes[0].seen
 
 
+def test_many_queues_are_not_one_full_queue() -> None:
+    """A set of queues that are never removed is what holds the items: no bound of a queue would help."""
+    held = Held(
+        "app.subscribers", "set", 1000, "asyncio.queues.Queue -> collections.deque", 95 * MB, fix="Remove them."
+    )
+    causes, _ = attribute(grown(held=(held,), after={"queued items": 5000}))
+    assert [("python objects", "Remove them.")] == [(cause.name, cause.fix) for cause in causes]
+
+
 def test_few_objects_of_garbage_are_no_cycles() -> None:
     """Growth with the calls leaves garbage with the calls; its types are named."""
     assert () == attribute(grown(collected=50 * MB, garbage=2))[0]
