@@ -126,7 +126,14 @@ def _in_workers(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
 def _given_back(measured: Measured) -> Iterator[tuple[CauseName, float, str]]:
     """What was freed by an act that belongs to one cause: its size is measured."""
     if measured.trimmed > LEAST:  # less stays behind any list that has grown
-        yield "retention", measured.trimmed, f"a trim of the allocator gave {format_bytes(measured.trimmed)} back"
+        risen = measured.private[-1] - measured.private[0] if measured.private else 0
+        # Steps are no growth, as when a table doubles; what they left free is not blamed for more than its part.
+        part = min(1.0, measured.growth / max(1, risen))
+        yield (
+            "retention",
+            part * measured.trimmed,
+            f"a trim of the allocator gave {format_bytes(measured.trimmed)} back",
+        )
     if measured.garbage >= max(_FEWEST_MORE, _WITH_CALLS * _calls(measured)):
         most = f" ({_kinds(measured.freed)})" if measured.freed else ""
         garbage = f"{measured.garbage:,} objects{most}, which gave {format_bytes(measured.collected)} back"

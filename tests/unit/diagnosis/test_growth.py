@@ -97,6 +97,16 @@ def test_many_queues_are_not_one_full_queue() -> None:
     assert [("python objects", "Remove them.")] == [(cause.name, cause.fix) for cause in causes]
 
 
+def test_what_a_doubling_table_leaves_free_is_blamed_for_its_part_only() -> None:
+    """Of 20 MB, 10 came in a step, which is no growth: 5 MB that a trim gives back are a quarter of both."""
+    calls = tuple(range(0, 2500, 100))
+    private = tuple(100 * MB + number * MB * 10 // 24 + (10 * MB if number > 10 else 0) for number in range(25))
+    found = Measured(calls=calls, private=private, trimmed=5 * MB, traced={"a.py:1": 8_000.0}, judged_from=0)
+    assert [("python objects", 0.75), ("retention", 0.25)] == [
+        (cause.name, round(cause.share, 2)) for cause in attribute(found)[0]
+    ]
+
+
 def test_few_objects_of_garbage_are_no_cycles() -> None:
     """Growth with the calls leaves garbage with the calls; its types are named."""
     assert () == attribute(grown(collected=50 * MB, garbage=2))[0]
