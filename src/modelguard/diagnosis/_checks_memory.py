@@ -60,7 +60,7 @@ def _killed(facts: Facts) -> Evidence | None:
 
 def _near_limit(facts: Facts) -> Evidence | None:
     limit, strain = facts.machine.limit, facts.machine.strain
-    held = None if strain is None else strain.held
+    held = None if strain is None or strain.killed else strain.held  # after kills, MG304 says it
     if limit is None or limit.bytes is None or held is None or held < limit.bytes * _NEAR:
         return None
     seen = f"{format_bytes(held)} of the {format_bytes(limit.bytes)} of {limit.source} are held{_peak(facts)}"
