@@ -222,10 +222,18 @@ class _Run:
         late = self.rate(4)
         beyond_noise = len(self.readings) < FEWEST or (late.low > 0 and late.middle > self.least)
         if whole.low <= 0 or whole.middle <= self.least or not beyond_noise:
+            if self.returns_to_floor():
+                return self.verdict("steady", whole)
             return self.verdict(
                 "undecided", whole, "what memory grows by cannot be told from its noise", self.more(whole)
             )
         return self.going_on(whole, late)
+
+    def returns_to_floor(self) -> bool:
+        """Whether readings lie at the lowest one until the end, as under calls that take much and keep nothing."""
+        floor = min(one.size for one in self.readings) + self.least / 4
+        at = [place for place, one in enumerate(self.readings) if one.size < floor]
+        return len(at) >= _STAYS and at[0] < len(self.readings) // 2 and at[-1] >= self._at(6)
 
     def rises_beyond(self, low: _Reading) -> bool:
         """Whether the end lies above all that came before the first fall, by more than a reading late can tell."""

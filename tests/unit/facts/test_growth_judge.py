@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -88,3 +89,12 @@ def test_quiet_series_are_decided() -> None:
     for kind, verdict in (("line", "grows"), ("step", "steady"), ("flat", "steady")):
         found = [judge(one.calls, one.sizes).verdict for one in quiet if one.kind == kind]
         assert found.count(verdict) >= 0.9 * len(found), (kind, found)
+
+
+def test_memory_that_returns_to_its_lowest_until_the_end_is_steady() -> None:
+    """Calls that take much and keep nothing leave readings at the floor; a leak would raise it."""
+    random = Random(4)
+    sizes = [26e6 + (random.uniform(1e6, 16e6) if number % 9 else random.uniform(0, 1e5)) for number in range(48)]
+    assert "steady" == judge(range(48), sizes).verdict
+    leaking = [size + 120_000 * number for number, size in enumerate(sizes)]
+    assert "steady" != judge(range(48), leaking).verdict
