@@ -131,10 +131,13 @@ class _Walk:
         names = {key for key, kind in self.kinds.items() if kind.names}
         spaces = []
         for one, key in zip(chunk, keys, strict=True):
-            length = lengths[key](one) if key in lengths else 0
-            if length >= _FEWEST:
-                yield one, length
-            if key in names and length < _TABLE:
+            if key in lengths:
+                length = lengths[key](one)
+                if length >= _FEWEST:
+                    yield one, length
+                    if length >= _TABLE:
+                        continue
+            if key in names:
                 spaces.append(one)
         for at in range(0, len(spaces), _LISTED):
             for one in itertools.filterfalse(gc.is_tracked, gc.get_referents(*spaces[at : at + _LISTED])):
