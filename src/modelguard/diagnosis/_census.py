@@ -527,8 +527,7 @@ def _referred_graphs() -> list[Any]:
 
 
 def _unbounded() -> list[Any]:
-    found = [each for each in gc.get_objects() if type(each).__name__ == "_lru_cache_wrapper"]
-    return [cache for cache in found if cache.cache_info().maxsize is None]
+    return [cache for cache in _of_type("functools", "_lru_cache_wrapper") if cache.cache_info().maxsize is None]
 
 
 def pipelines() -> list[Any]:
