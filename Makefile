@@ -72,7 +72,7 @@ format: $(VENV)/.dev ## Format the code and mend what ruff can mend
 
 bench: $(VENV)/.bench ## Run every benchmark, peers beside us in the same run, and write docs/figures.md
 	$(BIN)/python -m benchmarks $(ARGS)
-	@[ ! -x .venv-3.13/bin/python ] || .venv-3.13/bin/python -m benchmarks sharing --out build/benchmarks/3.13 $(ARGS)
+	@[ ! -x .venv-3.13/bin/python ] || .venv-3.13/bin/python -m benchmarks sharing renewed_copies --out build/benchmarks/3.13 $(ARGS)
 	$(BIN)/python -m benchmarks --page docs/figures.md
 
 bench-quick: $(VENV)/.bench ## Run every benchmark with few rounds: shows that they run; no figures

@@ -52,6 +52,7 @@ OPTIONAL_IN_SECTIONS = OPTIONAL | {
     "moto",
     "onnx",
     "onnxruntime",
+    "sanic",
     "sentence_transformers",
     "sklearn",
     "xgboost",

@@ -92,7 +92,7 @@ OFFERED = {
     ],
     "modelguard.control": ["listen", "stop"],
     "modelguard.environment": ["Cpus", "Limit", "available_cpus", "memory_limit"],
-    "modelguard.memory": ["MemoryUsage", "PrivateMeter", "private", "usage"],
+    "modelguard.memory": ["MemoryUsage", "PrivateMeter", "Trimming", "private", "trim_every", "usage"],
     "modelguard.prefork": [
         "ForkReport",
         "Hazard",

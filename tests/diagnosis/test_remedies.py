@@ -58,7 +58,7 @@ def growth(report: GrowthReport) -> float:
 def test_what_a_model_keeps_goes_with_the_model(folder: Path, target: str, load: str | None) -> None:
     """A reload and worker processes stop it, for guarded functions, coroutines, and functions whose model is named."""
     inputs = str(folder / "texts.jsonl")
-    report = diagnose(f"app:{target}", inputs=inputs, calls=1500, seconds=60, trial_seconds=1, load=load, cwd=folder)
+    report = diagnose(f"app:{target}", inputs=inputs, calls=1500, seconds=60, trial_seconds=2, load=load, cwd=folder)
     tried = trials(report)
     for name in ("reload_on", "isolate"):
         assert "" == tried[name].stopped
@@ -104,7 +104,7 @@ def test_buckets_where_they_are_declared() -> None:
         generate="onednn_shapes:inputs",
         calls=480,
         seconds=60,
-        trial_seconds=1,
+        trial_seconds=3,
         bucketed=["x"],
         cwd=LEAKS,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tests.process.harness import Server, write_app
 CONFIG = "python:modelguard.frameworks.gunicorn"
 
 #: The model is a dictionary that knows its version, read from a file. `/` answers with worker, version, whether the
-#: model was made in the master, and whether the worker was warm; paths ask for more.
+#: model was made in another process, which all workers share, and whether the worker was warm; paths ask for more.
 APP = """
     import os, time
     from pathlib import Path
@@ -49,7 +50,7 @@ APP = """
             raise ValueError("asked for")
         if path == "/leak":
             HELD.append(b"x" * 5_000_000)
-        return f"{os.getpid()} {model['version']} {model['pid'] == PARENT} {os.getpid() in WARMED}"
+        return f"{os.getpid()} {model['version']} {model['pid'] != os.getpid()} {os.getpid() in WARMED}"
 
     def app(environ, start_response):
         try:
@@ -96,6 +97,15 @@ class Gunicorn(Server):
         """Wait until all workers are there; each has warmed up before it says so."""
         self.wait_until_serving()
         self.wait_until(lambda: self.log.count("Booting worker") >= self.size, "all workers")
+
+    def children(self) -> set[int]:
+        """The workers, without molds."""
+        booted = set(map(int, re.findall(r"Booting worker with pid: (\d+)", self.log)))
+        return super().children() & booted
+
+    def molds(self) -> set[int]:
+        """The processes that load the models and fork the workers."""
+        return super().children() - self.children()
 
     def replaced(self) -> int:
         """How many workers have been replaced because a policy was due."""

@@ -209,3 +209,16 @@ class Clients:
         if not self._keep_alive:
             client.close()
         return answer.text.split(" ")
+
+
+def molds() -> list[psutil.Process]:
+    """The child processes of this process that are molds or workers."""
+    return [child for child in psutil.Process().children(recursive=True) if is_mold(child)]
+
+
+def is_mold(process: psutil.Process) -> bool:
+    """Whether a process is a mold or a worker; one that has just ended is none."""
+    try:
+        return "mold" in process.cmdline()
+    except psutil.NoSuchProcess:  # or a zombie
+        return False

@@ -14,6 +14,8 @@ import pytest
 from tests.process.gunicorn_server import APP, Gunicorn, running
 from tests.process.harness import Clients, wait_until
 
+from modelguard import prefork
+
 pytest.importorskip("gunicorn")
 
 KINDS = {
@@ -89,18 +91,20 @@ def test_a_ttl_is_the_masters_to_keep(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_the_copies_of_a_renewed_model_are_announced(tmp_path: Path) -> None:
-    """Workers do not share objects that must stay mortal: a warning at the start says how many copies to expect."""
+    """Where objects must stay mortal, a warning at the start says how many copies to expect; elsewhere there is one."""
     app = APP.replace("range(1000)", "range(150_000)")
     with running(tmp_path, "-w", "2", app=app, policy="TTL('1h')") as server:
-        (line,) = [line for line in server.log.splitlines() if "copies of guard 'nlp'" in line]
-        assert "[WARNING]" in line
-        assert "up to 3 copies" in line
+        lines = [line for line in server.log.splitlines() if "copies of guard 'nlp'" in line]
+        assert (prefork.immortalize_unsupported() is not None) == len(lines)
+        assert all("[WARNING]" in line and "up to 3 copies" in line for line in lines)
 
 
 @pytest.mark.timeout(120)
-def test_no_worker_is_forked_in_the_middle_of_a_load(tmp_path: Path) -> None:
-    """A HUP that comes while the master loads is delayed, and its workers have the new weights; no request waits."""
-    with running(tmp_path, "-w", "2", policy="Modified(WEIGHTS, atomic=True)") as server:
+@pytest.mark.parametrize("where", ["a mold", "the master"])
+def test_no_worker_is_forked_in_the_middle_of_a_load(where: str, tmp_path: Path) -> None:
+    """A HUP that comes while the master loads is delayed; a mold forks meanwhile. Then all have the new weights."""
+    app = APP if where == "a mold" else APP.replace("warmup=warm,", "warmup=warm, validate=lambda new, old: True,")
+    with running(tmp_path, "-w", "2", app=app, policy="Modified(WEIGHTS, atomic=True)") as server:
         (tmp_path / "slow").touch()
         old = server.children()
         with Clients(server, count=2) as clients:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.process import isolated_functions as functions
-from tests.process.harness import wait_until
+from tests.process.harness import molds, wait_until
 
 from modelguard import Isolated, batched, deadline, telemetry
 from modelguard.errors import (
@@ -37,6 +37,7 @@ from modelguard.errors import (
     WouldDeadlock,
 )
 from modelguard.isolation import _molds
+from modelguard.testing import Clock
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -48,19 +49,6 @@ def using(function: Isolated[..., Any]) -> Iterator[Any]:
         wait_until(lambda: "starting" not in {one.state for one in function.status().workers}, "all workers")
         yield function
     wait_until(lambda: not molds(), "the end of all molds")
-
-
-def molds() -> list[psutil.Process]:
-    """The child processes of this process that are molds or workers."""
-    return [child for child in psutil.Process().children(recursive=True) if is_mold(child)]
-
-
-def is_mold(process: psutil.Process) -> bool:
-    """Whether a process is a mold or a worker; one that has just ended is none."""
-    try:
-        return "mold" in process.cmdline()
-    except psutil.NoSuchProcess:  # or a zombie
-        return False
 
 
 @pytest.fixture
@@ -185,6 +173,19 @@ class TestDoors:
                 return await asyncio.gather(*(where.aio(0.1) for _ in range(6)))
 
             assert 6 == len(asyncio.run(main()))
+
+    def test_a_test_that_moves_the_clock_takes_no_time_from_them(self, modelguard_clock: Clock) -> None:
+        """Processes live in real time: a call waits for its worker as long as before, with a deadline too."""
+        with using(functions.where) as where:
+            modelguard_clock.advance("1h")
+
+            async def main() -> list[tuple[int, int]]:
+                with deadline("1m"):
+                    return await asyncio.gather(*(where.aio(0.1) for _ in range(6)))
+
+            assert 6 == len(asyncio.run(main()))
+            with pytest.raises(DeadlineExceeded), deadline("150ms"):
+                asyncio.run(main())
 
     def test_a_call_on_the_event_loop_is_refused(self) -> None:
         """It would block the loop; the message names the door that does not."""

@@ -648,7 +648,7 @@ def join(line: socket.socket, identity: dict[str, str]) -> tuple[str, ...]:
     import struct
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    body = pickle.dumps(("join", b"token", identity), 5)
+    body = pickle.dumps(("join", b"token", identity, {}), 5)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))]
     line.sendmsg([struct.pack("<QIHH", len(body), 0, 1, 0) + body], rights)
     answer = line.recv(65536)

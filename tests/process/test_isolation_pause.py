@@ -221,7 +221,7 @@ class TestHost:
             first = one.call()[1]
             two.run("app.predict.unload()")
             wait_until(lambda: one.status("state") == "idle", "the broker's word")
-            assert [] == molds(folder)
+            wait_until(lambda: not molds(folder), "the end of its process")
             assert not psutil.pid_exists(first) or not alive(first)
             assert first != one.call()[1]
             assert 2 == len((folder / "loads").read_text().splitlines())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,30 @@ def test_psutil_is_not_imported_where_proc_tells() -> None:
     """Reading memory on Linux costs no import."""
     script = "import sys; from modelguard import memory; memory.private(); memory.usage(); "
     assert "False" == run(script + "print('psutil' in sys.modules)").strip()
+
+
+SHORT = """
+import resource
+from modelguard import guard
+from modelguard.errors import LoadFailed
+
+def load():
+    parts = []
+    while True:
+        parts.append(bytearray(20_000_000))
+
+nlp = guard(load, reload_on=None)
+resource.setrlimit(resource.RLIMIT_AS, (1_000_000_000, 1_000_000_000))
+try:
+    nlp.load()
+except LoadFailed as error:
+    print(error.reason)
+"""
+
+
+def test_a_load_without_memory_says_what_it_had_and_what_limits_it() -> None:
+    """Where ``malloc`` fails in a load, the error says what the load took, what is free, and which limit it met."""
+    said = run(SHORT)
+    assert (took := re.search(r"MemoryError: the load had taken ([0-9.]+) MB; this process has", said)), said
+    assert 300 < float(took[1]) < 1000
+    assert said.endswith("is free; 1 GB is the most that ulimit -v allows it to map\n"), said

@@ -127,7 +127,8 @@ def test_polite_callers_are_always_served(padded: bool) -> None:  # noqa: FBT001
     assert {*courtesy.counts} <= {"result", "ValueError", "CancelledError"}, courtesy.counts
     assert POLITE * CALLS == courtesy.counts.total()
     assert sum(made) == crowd.counts.total()
-    assert crowd.counts["QueueFull"], crowd.counts
+    refused = crowd.counts["QueueFull"] + crowd.counts["DeadlineUnreachable"]  # which, the machine's speed decides
+    assert refused, crowd.counts
     f.close()
     status = f.status()
     assert (0, 0) == (status.waiting, status.running)

@@ -64,6 +64,7 @@ def test_leaks_are_found_under_every_allocator(
     assert expected == done.lines[-len(expected) :]
 
 
+@pytest.mark.timeout(400)  # 320 reloads, each with a collection of all that the other tests have imported
 def test_our_own_calls_leave_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """A guarded call and a reload leave nothing behind, however many there are."""
     caplog.set_level(logging.WARNING, logger="modelguard")  # pytest keeps what is logged

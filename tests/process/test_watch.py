@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(480),
     pytest.mark.skipif(sys.platform != "linux", reason="private memory is read from /proc"),
 ]
 
@@ -61,7 +61,7 @@ def test_a_process_that_grows_and_its_child() -> None:
     """Both name the list that holds what grows; the child starts with nothing known, and a stop forgets."""
     # Python warns of a fork beside threads, as the one that watches.
     command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=220)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=460)
     assert "" == done.stderr
     first, second, forgotten = json.loads(done.stdout)
     both: list[dict[str, Any]] = [first, second]

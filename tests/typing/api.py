@@ -427,6 +427,7 @@ assert_type(lengths.status().run.p99, float)
 
 async def batches_later() -> None:
     assert_type(await lengths.aio("a", timeout=0.5), int)
+    assert_type(await lengths.amap(["a", "b"], timeout=0.5), list[int])
     async with lengths as open_until_the_end:
         assert_type(open_until_the_end, Batched[str, int])
 
@@ -576,12 +577,45 @@ def isolated(model: Model, text: str) -> list[str]:
 
 
 assert_type(isolated("a"), list[str])
-assert_type(isolated.submit("a"), Future[Any])
+assert_type(isolated.submit("a"), Future[list[str]])
 assert_type(isolated.ready, bool)
 assert_type(isolated.status().paused, bool)
 assert_type(isolated.pause(), None)
 assert_type(isolated.resume(), None)
 assert_type(isolated.unload("5s"), None)
+
+
+async def isolated_awaits() -> None:
+    assert_type(await isolated.aio("a"), list[str])
+    assert_type(await isolated_coroutine("a"), bytes)
+    assert_type(await isolated_coroutine.aio("a"), bytes)
+    assert_type(isolated_coroutine.submit("a"), Future[bytes])
+    assert_type(await named("a", limit=3), list[str])
+    assert_type(await named.aio("a"), list[str])
+    assert_type(named.submit("a"), Future[list[str]])
+    assert_type(await named_as_mypy_wants_it.aio("a"), list[str])
+
+
+@isolate()
+@model
+async def isolated_coroutine(model: Model, text: str) -> bytes:
+    return text.encode()
+
+
+# A stub: its signature is what callers see.
+
+
+@isolate(target="pipeline:entities", workers=2, timeout="10s")
+async def named(text: str, limit: int = 10) -> list[str]: ...  # type: ignore[empty-body]
+
+
+@isolate(target="pipeline:words")
+def named_as_mypy_wants_it(text: str) -> list[str]:
+    raise NotImplementedError
+
+
+assert_type(named_as_mypy_wants_it("a"), list[str])
+assert_type(named_as_mypy_wants_it.submit("a"), Future[list[str]])
 
 
 class Isolating:

@@ -22,19 +22,12 @@ FIX = "Children start threads of their own. To compile without threads, set TORC
 #: Of the threads that serve the pool of compiling processes (``torch._inductor.compile_worker``).
 _NAMES = ("InductorSubproc", "subproc_worker_timer")
 
-#: The module of the thread that the compiler's progress bar starts, although it shows nothing.
-_PROGRESS = "tqdm._monitor"
-
 
 def threads() -> list[threading.Thread]:
     """The compiler's threads that run in this process."""
     pool = AsyncCompile.pool
     compiling: Any = pool()._threads if pool.cache_info().currsize else ()  # noqa: SLF001 - nothing else names them
-    return [
-        thread
-        for thread in threading.enumerate()
-        if thread in compiling or thread.name in _NAMES or type(thread).__module__ == _PROGRESS
-    ]
+    return [thread for thread in threading.enumerate() if thread in compiling or thread.name in _NAMES]
 
 
 def renew_in_child() -> None:

@@ -145,7 +145,7 @@ def summary(tree: TreeReport) -> str:
         f"{who} {format_bytes(tree.pss)}: {copies}.",
         f"Private: {format_bytes(tree.uss)}. RSS adds up to {format_bytes(tree.rss)}: it counts shared pages N times.",
     ]
-    lines += map(printable, _versions(tree) + _pauses(tree))
+    lines += map(printable, _versions(tree) + _pauses(tree) + _unused_imports(tree))
     swap = sum(process.swap for process in tree.processes)
     if swap:
         lines.append(f"In swap: {format_bytes(swap)}.")
@@ -175,6 +175,20 @@ def _pauses(tree: TreeReport) -> list[str]:
             paused.setdefault(guard, []).append(process.pid)
     shown = (f"{guard} in {', '.join(map(str, pids))}" for guard, pids in paused.items())
     return [f"Paused: {'; '.join(shown)}."] if paused else []
+
+
+def _unused_imports(tree: TreeReport) -> list[str]:
+    """What the owners of isolated functions may have imported for nothing."""
+    molds = {
+        one.pid: one.parent for one in tree.processes if process_name(one.command).startswith(("isolated ", "broker "))
+    }
+    return [
+        f"Process {one.pid} holds {format_bytes(one.private)} of its own, with {', '.join(one.libraries)}; the models "
+        "of its isolated functions are in others. Unless it uses these libraries itself, name the functions instead of "
+        "importing them: @isolate(target=...)."
+        for one in tree.processes
+        if one.libraries and one.pid in molds.values() and one.pid not in molds
+    ]
 
 
 def as_dict(trees: Sequence[TreeReport]) -> dict[str, Any]:

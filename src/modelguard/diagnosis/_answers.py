@@ -17,6 +17,7 @@ def inside(answer: Mapping[str, Any]) -> Inside:
     return Inside(
         version=(version[0], version[1], version[2]),
         free_threaded=bool(answer.get("free_threaded")),
+        gil_for=None if (gil_for := answer.get("gil_for")) is None else tuple(map(str, gil_for)),
         huge_pages=bool(answer.get("huge_pages")),
         malloc=answer.get("malloc"),
         frozen=int(answer.get("frozen", 0)),

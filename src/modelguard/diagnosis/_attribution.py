@@ -30,7 +30,7 @@ _LINES = 3
 
 _FIXES: dict[CauseName, str] = {
     "unbounded cache": "Give the cache a size: functools.lru_cache(maxsize=1024).",
-    "retention": "The allocator keeps free memory: modelguard run --allocator auto, or guard(..., trim_every='30s').",
+    "retention": "The allocator keeps free memory: modelguard run --allocator auto, or memory.trim_every('30s').",
     "cycles": "Break the reference cycle, or let the collector run: do not disable it.",
     "tracebacks": "Do not keep exceptions, or drop their frames: error.with_traceback(None).",
     "tasks": "Let no task wait for ever: asyncio.timeout(), or cancel it. Remove those that are done.",

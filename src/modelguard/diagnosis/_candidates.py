@@ -152,8 +152,8 @@ def _variables(environ: Mapping[str, str], preset: str | None = None, allocator:
 
 def _in_process(kind: Kind, measured: Measured, declared: Declared, environ: Mapping[str, str], uses: int) -> Candidate:
     if kind == "trim":
-        line = f'guard(load, reload_on=None, trim_every="{_TRIM}")'
-        return Candidate("trim_every", "trim", (line,), environ, {"trim_every": _TRIM})
+        lines = ("from modelguard import memory", f'memory.trim_every("{_TRIM}")')
+        return Candidate("trim_every", "trim", lines, environ, {"trim_every": _TRIM})
     if kind == "zones":
         line = '@zoned(guard(load, reload_on=IndexGrowth("16 MB")))'
         lines = ("from modelguard.adapters.spacy import IndexGrowth, zoned", line)

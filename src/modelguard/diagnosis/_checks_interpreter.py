@@ -60,6 +60,17 @@ def _debug_allocator(facts: Facts) -> Evidence | None:
     return Evidence((seen,), f"Remove {setting.name}.", remedy=Remedy(unset=(setting.name,)))
 
 
+def _gil_switched_on(facts: Facts) -> Evidence | None:
+    found = [process for process in facts.serving if process.inside and process.inside.gil_for is not None]
+    if not found or found[0].inside is None:
+        return None
+    names = ", ".join(found[0].inside.gil_for or ())
+    seen = f"process {found[0].pid} is free-threaded, and has switched the GIL on to load {names or 'an extension'}"
+    what = names or "the extension that Python's RuntimeWarning names at its import"
+    fix = f"Use a release of {what} that supports Python without the GIL, or the ordinary build of Python."
+    return Evidence((seen,), fix)
+
+
 CHECKS = (
     Check(
         "MG501",
@@ -89,5 +100,12 @@ CHECKS = (
         "It adds 24 to 32 bytes to every block, fills blocks when they are made and freed, and checks them: more "
         "memory and time for every object. It is meant to find faults of extensions.",
         _debug_allocator,
+    ),
+    Check(
+        "MG505",
+        "An extension has switched the GIL back on",
+        "A Python without the GIL switches it on when it imports an extension module that does not say that it needs "
+        "none. From then on one thread runs at a time, and what the build costs in speed and memory buys nothing.",
+        _gil_switched_on,
     ),
 )

@@ -160,6 +160,24 @@ def _unshared(facts: Facts) -> Evidence | None:
     return Evidence(seen, fix, remedy=Remedy(options=_OURS) if _may_use_ours(facts) else None)
 
 
+def _unused_imports(facts: Facts) -> Evidence | None:
+    owners = [one for one in facts.processes if one.isolates and one.libraries and not _has_models(one)]
+    seen = (
+        f"process {one.pid} has imported {', '.join(one.libraries)} and holds {format_bytes(one.private)} of its own; "
+        "the models of its isolated functions are in other processes"
+        for one in owners
+    )
+    fix = (
+        "Unless it uses these libraries itself, move the isolated functions to a module that it does not import, and "
+        "name them there: @isolate(target='module:function')."
+    )
+    return Evidence(tuple(seen), fix, "note") if owners else None
+
+
+def _has_models(process: ServiceProcess) -> bool:
+    return process.inside is not None and any(guard.load_seconds for guard in process.inside.guards)
+
+
 def _may_use_ours(facts: Facts) -> bool:
     """Whether our configuration can take the place of the service's: it has none, and it has a guard to share."""
     guarded = any(process.inside and process.inside.guards for process in facts.processes)
@@ -245,5 +263,12 @@ CHECKS = (
         "A model is shared only if the process that forks the workers has loaded and prepared it before. Without that "
         "each worker loads its own.",
         _unshared,
+    ),
+    Check(
+        "MG411",
+        "A process imports libraries that it does not use",
+        "An isolated function's model is in a mold, which imports the libraries for itself. A server that imports them "
+        "too, because the function stands in its own modules, holds them once more.",
+        _unused_imports,
     ),
 )

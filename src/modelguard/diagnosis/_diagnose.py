@@ -17,7 +17,7 @@ from modelguard.diagnosis._attribution import attribute
 from modelguard.diagnosis._candidates import Declared
 from modelguard.diagnosis._child import Progress, Said
 from modelguard.diagnosis._counts import Growing
-from modelguard.diagnosis._growth import GrowthReport, Measured, steps_of
+from modelguard.diagnosis._growth import GrowthReport, Measured, notes_on
 from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._trials import try_remedies
 from modelguard.errors import InvalidOption, NotSupported
@@ -173,7 +173,7 @@ def _report(target: str, said: Said, asked: _Asked) -> GrowthReport:
     measured = _measured(said)
     judged = measured.judged
     verdict, unknown = judged.verdict, _ended(said, asked)
-    unknown += steps_of(judged)
+    unknown += notes_on(judged)
     if verdict == "undecided" and not measured.growing:
         unknown.append(f"{judged.reason}; it needs {_needed(said, judged, len(measured.private), asked)}")
     if measured.failures:

@@ -17,7 +17,7 @@ from modelguard.diagnosis._child import Progress
 from modelguard.diagnosis._compiled import compiled
 from modelguard.diagnosis._counts import Counts, Growing
 from modelguard.diagnosis._facts_process import interpreter_of, named_process, process_number, readable
-from modelguard.diagnosis._growth import GrowthReport, steps_of
+from modelguard.diagnosis._growth import GrowthReport, notes_on
 from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._observed import Calls, Look, Observed
 from modelguard.environment import _memory, _proc
@@ -138,7 +138,7 @@ class Watched:
         measured = observed.measured(first, last, trimmed, "calls" if calls.known else "milliseconds", held)
         measured = replace(measured, growing=tuple(Growing(**each) for each in counts.growing(0)))
         judged = measured.judged
-        self._unknown.extend(steps_of(judged, measured.per))
+        self._unknown.extend(notes_on(judged, measured.per))
         if not measured.calls[-1] and len(measured.calls) >= FEWEST:
             self._unknown.append("no call has ended meanwhile; send it requests")
         elif judged.verdict == "undecided":

@@ -135,6 +135,8 @@ class Inside:
     Attributes:
         version: Its Python, such as ``(3, 14, 2)``.
         free_threaded: Whether that is a build without the GIL.
+        gil_for: The module for which such a build has switched the GIL on; empty if it does not say which; None if the
+            GIL is as it was chosen.
         huge_pages: Whether it was built so that Python's small objects are kept in huge pages.
         malloc: The file that serves ``malloc``; None if unknown.
         frozen: The number of objects that its garbage collector ignores, because of ``gc.freeze``.
@@ -148,6 +150,7 @@ class Inside:
 
     version: tuple[int, int, int] = (0, 0, 0)
     free_threaded: bool = False
+    gil_for: tuple[str, ...] | None = None
     huge_pages: bool = False
     malloc: str | None = None
     frozen: int = 0
@@ -172,6 +175,8 @@ class ServiceProcess:
         swap: Bytes in swap.
         threads: Its number of threads.
         torch: Whether torch's libraries are mapped.
+        libraries: Libraries that compute models, as far as their compiled parts are mapped.
+        isolates: Whether it has started molds, in which the models of its isolated functions are.
         cuda: Whether it holds an NVIDIA device.
         compiled: Written bytes of machine code that libraries have compiled at run time, as oneDNN does for each shape.
         grown: Bytes by which ``private`` grew during the requests; None if there were none.
@@ -185,6 +190,8 @@ class ServiceProcess:
     swap: int = 0
     threads: int = 1
     torch: bool = False
+    libraries: tuple[str, ...] = ()
+    isolates: bool = False
     cuda: bool = False
     compiled: int = 0
     grown: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from modelguard.diagnosis._facts_machine import machine
 from modelguard.diagnosis._patch_level import patch_level
 from modelguard.diagnosis._variables import known_variables, misspelt_variables
 from modelguard.environment import _memory, _proc, _remote
-from modelguard.environment._mappings import MemoryMapping
+from modelguard.environment._mappings import MemoryMapping, model_libraries
 from modelguard.errors import InvalidOption, NotSupported
 
 __all__ = [
@@ -182,11 +182,14 @@ def _from_outside(words: Sequence[str]) -> Server | None:
 def _tree(pid: int, root: Path, answers: Answers) -> Iterator[ServiceProcess]:
     """The process and everything that it has started. What ends meanwhile is left out."""
     main = _words(pid, root)
-    yield _process(pid, "main", root, answers)
-    for process in _proc.descendants(pid, _proc.processes(root)):
-        if process.pid != pid:
+    found = [(one, _words(one.pid, root)) for one in _proc.descendants(pid, _proc.processes(root))]
+    molds = {one.pid: one.parent for one, words in found if any("modelguard.isolation._" in word for word in words)}
+    owners = set(molds.values()) - molds.keys()
+    yield _process(pid, "main", root, answers, owners)
+    for one, words in found:
+        if one.pid != pid:
             with suppress(OSError):
-                yield _process(process.pid, _role(_words(process.pid, root), main), root, answers)
+                yield _process(one.pid, _role(words, main), root, answers, owners)
 
 
 def _role(words: Sequence[str], main: Sequence[str]) -> Role:
@@ -200,7 +203,7 @@ def _is_gunicorn_worker(words: Sequence[str]) -> bool:
     return bool(words) and words[0].startswith("gunicorn: worker")
 
 
-def _process(pid: int, role: Role, root: Path, answers: Answers) -> ServiceProcess:
+def _process(pid: int, role: Role, root: Path, answers: Answers, owners: Container[int]) -> ServiceProcess:
     usage = _memory.usage(pid, root=root)
     mappings = _proc.if_readable(_proc.smaps, pid, root) or _proc.if_readable(_proc.maps, pid, root) or []
     status = _proc.if_readable(_proc.status, pid, root) or {}
@@ -213,6 +216,8 @@ def _process(pid: int, role: Role, root: Path, answers: Answers) -> ServiceProce
         swap=swap,
         threads=int(status.get("Threads", "1")),
         torch=any(_TORCH.search(mapping.name) for mapping in mappings),
+        libraries=model_libraries(mappings),
+        isolates=pid in owners,
         cuda=any(mapping.name.startswith("/dev/nvidia") for mapping in mappings),
         compiled=compiled_in(mappings),
         inside=_answers.inside(answers[pid]) if pid in answers else None,

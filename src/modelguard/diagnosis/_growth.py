@@ -7,7 +7,7 @@ from modelguard import _units
 from modelguard.diagnosis._counts import Growing
 from modelguard.diagnosis._holders import Held
 from modelguard.diagnosis._trial_results import Trials
-from modelguard.facts.growth import Judgement, Verdict, judge
+from modelguard.facts.growth import LEAST, Judgement, Verdict, judge
 
 __all__ = [
     "Cause",
@@ -16,10 +16,13 @@ __all__ = [
     "Measured",
     "Unit",
     "Verdict",
-    "steps_of",
+    "notes_on",
 ]
 
 Unit = Literal["calls", "milliseconds"]
+
+#: Bytes in a run by which memory has risen for certain, so that it is said though it does not count.
+_SLIGHT = LEAST / 3
 
 CauseName = Literal[
     "unbounded cache", "retention", "cycles", "tracebacks", "tasks", "queues", "threads", "ssl contexts",
@@ -192,10 +195,14 @@ class GrowthReport:
         return asdict(self)
 
 
-def steps_of(judged: Judgement, per: Unit = "calls") -> list[str]:
-    """The steps in which memory rose, each in a sentence."""
-    return [
+def notes_on(judged: Judgement, per: Unit = "calls") -> list[str]:
+    """The steps in which memory rose, and a rise that is too small to count, each in a sentence."""
+    notes = [
         f"memory rose by {_units.format_bytes(round(step.size))} in one step, after "
         + (f"{step.calls:,.0f} calls" if per == "calls" else f"{step.calls / 1000:.0f} seconds")
         for step in judged.steps
     ]
+    if judged.verdict == "steady" and judged.low > _SLIGHT:
+        rose, run = _units.format_bytes(round(judged.growth)), "as many calls" if per == "calls" else "as long"
+        notes.append(f"memory rose evenly, by {rose}, which is too little to count; three times {run} would tell")
+    return notes

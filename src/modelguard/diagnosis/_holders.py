@@ -308,6 +308,7 @@ _STANDARD = (
     ),
     _Known("the event loop._scheduled", "Keep what call_later() returns, and cancel() it when its call ends."),
     _Known(".__warningregistry__", "Leave ids out of the texts of warnings: each new text is kept."),
+    _Known("._work_queue", "An executor's queue has no bound: submit no more than it works off, with a semaphore."),
     _Known(".loggerDict", _ONE_LOGGER, _LOGGERS),
     _Known(".loggerMap", _ONE_LOGGER, _LOGGERS),
 )

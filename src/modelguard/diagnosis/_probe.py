@@ -112,9 +112,21 @@ def _python() -> dict[str, Any]:
         "version": sys.version_info[:3],
         "implementation": sys.implementation.name,
         "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+        "gil_for": _gil_for(),
         "huge_pages": bool(sysconfig.get_config_var("PYMALLOC_USE_HUGEPAGES")),
         "malloc": malloc_file(),
     }
+
+
+def _gil_for() -> list[str] | None:
+    """The module for which a Python without the GIL has switched it on, if it says so; None if it has not."""
+    if "t" not in sys.abiflags or not sys._is_gil_enabled() or sys.flags.gil:  # type: ignore[attr-defined,unused-ignore]  # noqa: SLF001
+        return None
+    # It warns once, and Python keeps what was warned of beside the code that has warned: here, the import itself.
+    warned = vars(sys.modules["_frozen_importlib"]).get("__warningregistry__") or {}
+    said = " ".join(str(key[0]) for key in warned if isinstance(key, tuple))
+    _, found, after = said.partition("(GIL) has been enabled to load module '")
+    return [after.partition("'")[0]] if found else []
 
 
 def malloc_file() -> str | None:

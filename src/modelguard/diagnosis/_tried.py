@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from modelguard import memory
 from modelguard.diagnosis import _census, _target
 from modelguard.diagnosis._target import Say, Target
 from modelguard.environment import _proc
@@ -92,9 +93,8 @@ def _with_remedy(plain: Callable[..., Any], config: dict[str, Any]) -> tuple[Cal
     act, options = config["act"], config["options"]
     function = _guarded(plain, config, None) if config["load"] else plain
     if act == "trim":
-        # One guard with it is enough for the whole process, if calls run on it.
-        trimming = guard(_Nothing, reload_on=None, trim_every=options["trim_every"])
-        return function, trimming.lease
+        memory.trim_every(options["trim_every"])
+        return function, contextlib.nullcontext
     if act == "zones":
         return function, _Zones()
     if act == "reload":
@@ -106,10 +106,6 @@ def _with_remedy(plain: Callable[..., Any], config: dict[str, Any]) -> tuple[Cal
 
         return bucketed(*options["bucketed"], cut=None)(function), contextlib.nullcontext
     return function, contextlib.nullcontext
-
-
-class _Nothing:
-    """The model of a guard that only trims."""
 
 
 class _Zones:

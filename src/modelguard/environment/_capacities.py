@@ -40,11 +40,13 @@ _OTHERS = (
 _YES_OR_NO = frozenset(_SWITCHES.split())
 _OPTIONS = _YES_OR_NO | frozenset(_OTHERS.split())
 
+_NUMBERS = re.compile(r"lg_\w+|\w+_ms|max_background_threads|mutex_max_spin|narenas|oversize_threshold|tcache_max")
+
 #: OpenMP takes a number for each level of nested regions, and libgomp and libiomp5 allow blanks.
 _LEVELS = re.compile(r"\s*\+?0*[1-9]\d*\s*(,\s*\+?0*[1-9]\d*\s*)*")
 _NUMBER = re.compile(r"\s*[+-]?\d+\s*")
-#: As C's strtoul reads it: -1 is the largest number, by which mallopt(3) switches trimming off.
-_SIZE = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|\d+)\s*")
+#: As C's strtoul reads it: -1 is the largest number, by which mallopt(3) switches trimming off, and 08 is no octal one.
+_SIZE = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9]\d*)\s*")
 
 _SYNTAX = {
     "OMP_NUM_THREADS": (_LEVELS, "OpenMP takes a number of at least 1"),
@@ -102,4 +104,6 @@ def _why_not_jemallocs(pair: str) -> str | None:
         return f"jemalloc has no option {option!r}"
     if option in _YES_OR_NO and option != "junk" and value not in ("true", "false"):
         return f"{option} must be true or false"
+    if _NUMBERS.fullmatch(option) and not (_SIZE.fullmatch(value) or (option, value) == ("narenas", "default")):
+        return f"{option} must be a number"
     return None

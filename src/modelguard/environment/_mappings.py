@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["DELETED", "MemoryMapping", "mapped_files", "parse_mappings"]
+__all__ = ["DELETED", "MODEL_LIBRARIES", "MemoryMapping", "mapped_files", "model_libraries", "parse_mappings"]
+
+_LIBRARIES = """
+ctranslate2 flair gensim jax keras lightgbm onnxruntime paddle sentence_transformers sklearn spacy stanza tensorflow
+torch transformers vllm xgboost
+"""
+#: Packages that compute models, and take tens to hundreds of megabytes for their import alone.
+MODEL_LIBRARIES = frozenset(_LIBRARIES.split())
 
 #: The kernel appends this to the name of a file that was removed or replaced since it was mapped.
 DELETED = " (deleted)"
@@ -67,6 +74,12 @@ def mapped_files(mappings: Iterable[MemoryMapping]) -> dict[str, int]:
         if mapping.name.startswith("/"):
             files.setdefault(mapping.name, mapping.start)
     return files
+
+
+def model_libraries(mappings: Iterable[MemoryMapping]) -> tuple[str, ...]:
+    """The packages of :data:`MODEL_LIBRARIES` of which compiled parts are mapped."""
+    folders = (name.split("/")[1:-1] for name in mapped_files(mappings) if ".so" in name)
+    return tuple(sorted({word for words in folders for word in words} & MODEL_LIBRARIES))
 
 
 def _add_figure(mapping: MemoryMapping, line: str) -> None:

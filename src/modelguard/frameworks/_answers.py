@@ -25,6 +25,7 @@ from modelguard.isolation import _registry as _isolated
 from modelguard.lifecycle.model_guard import guards
 from modelguard.serving import _registry
 from modelguard.serving.deadlines import check_key, check_priority
+from modelguard.telemetry import logger
 
 #: The status that nginx logs for a client that has disconnected; no client gets it.
 CLIENT_GONE = 499
@@ -40,6 +41,9 @@ _DETAILS: dict[int, str] = {
     HTTPStatus.TOO_MANY_REQUESTS: "Too many of your requests are waiting. Try again later.",
     CLIENT_GONE: "The client has closed the connection.",
 }
+
+#: The names of what has kept a probe from success, and was asked for its state.
+_asked: set[str] = set()
 
 #: The errors that are turned into responses, for frameworks that need a handler for each.
 ANSWERED = (Overloaded, LoadFailed, GuardClosed, DeadlineExceeded, ItemTooHeavy, CallerGone)
@@ -159,8 +163,9 @@ class WebOptions:
         checked = _all_of_process() if self.guards is None else self.guards
         missing = [guard.name for guard in checked if not guard.ready]
         content: dict[str, Any] = {"status": "not ready" if missing else "ready"}
-        if self.detail and missing:
+        if missing:
             content["waiting_for"] = missing
+            _tell_of_unused(checked)
         versions = {
             guard.name: version for guard in checked if (version := getattr(guard, "version", None)) is not None
         }
@@ -250,6 +255,20 @@ def json_answer(
 
 def _title(status: int) -> str:
     return "Client Closed Request" if status == CLIENT_GONE else HTTPStatus(status).phrase
+
+
+def _tell_of_unused(checked: Iterable[Any]) -> None:
+    """Log once what keeps the probe from success, and will for ever if nobody uses it."""
+    for one in checked:
+        if one.ready or one.name in _asked:
+            continue
+        _asked.add(one.name)  # what was used once counts as used
+        if hasattr(one, "status") and getattr(one.status(), "state", None) == "new":
+            logger.warning(
+                "readyz: not ready, because nothing has called or loaded %s yet; load it when the service starts, or "
+                "give the middleware guards=[...] without it",
+                one.name,
+            )
 
 
 def _all_of_process() -> tuple[Ready, ...]:

@@ -27,24 +27,27 @@ class MetricFiles:
 
     Args:
         environment: Where the folder's variable is.
+
+    Attributes:
+        ended: The processes whose files may be free.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         folder = environment.get(_FOLDER)
         self._folder = None if folder is None else Path(folder)
-        self._ended: list[int] = []
+        self.ended: list[int] = []
 
     def worker_ended(self, pid: int) -> None:
         """In the parent: a worker has ended. Its live gauges are removed, its counts go to a worker to come."""
         if self._folder is None or "prometheus_client" not in sys.modules:
             return
         importlib.import_module("prometheus_client.multiprocess").mark_process_dead(pid, str(self._folder))
-        still_there = [each for each in self._ended if each != pid and any(map(Path.exists, self._files(each)))]
-        self._ended = [*still_there, pid]
+        still_there = [each for each in self.ended if each != pid and any(map(Path.exists, self._files(each)))]
+        self.ended = [*still_there, pid]
 
     def worker_started(self, pid: int) -> None:
         """In the parent: a process id is used again, and its files with it."""
-        self._ended = [each for each in self._ended if each != pid]
+        self.ended = [each for each in self.ended if each != pid]
 
     def take_over(self) -> None:
         """In a new worker, before its first metric: go on with the files of a worker that has ended.
@@ -56,7 +59,7 @@ class MetricFiles:
         own = self._files(os.getpid())
         if any(map(Path.exists, own)):  # this worker counts already, or had the same process id as one that has ended
             return
-        for pid in self._ended:
+        for pid in self.ended:
             taken = [self._take(theirs, mine) for theirs, mine in zip(self._files(pid), own, strict=True)]
             if any(taken):
                 return

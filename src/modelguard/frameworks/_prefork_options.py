@@ -67,14 +67,15 @@ class PreforkOptions:
             warm_timeout=_units.seconds(timeout, "MODELGUARD_WARM_TIMEOUT"),
         )
 
-    def prepare(self, chosen: Sequence[ModelGuard[Any]]) -> prefork.ForkReport:
-        """Prepare this process to be forked, also if it has no guards."""
+    def prepare(self, chosen: Sequence[ModelGuard[Any]], *, renewed_here: bool = True) -> prefork.ForkReport:
+        """Prepare this process to be forked, also if it has no guards; ``renewed_here`` as in ``prepare_chosen``."""
         return prepare_chosen(
             tuple(chosen),
             freeze=self.freeze,
             immortalize=self.immortalize,
             on_hazard=self.on_hazard,
             warm_timeout=self.warm_timeout,
+            renewed_here=renewed_here,
         )
 
 

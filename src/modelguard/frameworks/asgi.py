@@ -7,13 +7,15 @@
     app.add_middleware(ModelGuardMiddleware, deadline="2s")    # Starlette, FastAPI
     app = ModelGuardMiddleware(app, deadline="2s")             # any other application that lets errors propagate
 
-Starlette answers errors itself before it raises them again; its error page is replaced. ``exception_handlers()`` is for
-applications without the middleware.
+Starlette answers errors itself before it raises them again; its error page is replaced. Sanic answers them and raises
+none; put the middleware around the Sanic application itself, which then gets handlers for modelguard's errors.
+``exception_handlers()`` is for applications without the middleware.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar, cast
@@ -140,6 +142,7 @@ class ModelGuardMiddleware:
             fair_by=fair_by,
             priority=priority,
         )
+        _answer_inside_sanic(app, self._options)
         self._timeout_header = _header_name(timeout_header)
         self._key_header = _header_name(fair_by if isinstance(fair_by, str) else None)
 
@@ -205,6 +208,21 @@ class ModelGuardMiddleware:
                 await end.refuse(answer)
         finally:
             client.answered()
+
+
+def _answer_inside_sanic(app: Any, options: WebOptions) -> None:
+    """Have a Sanic application give modelguard's answers: it answers every error itself, and raises none."""
+    if not any(kind.__module__ == "sanic.app" for kind in type(app).__mro__):
+        return
+    respond: Any = importlib.import_module("sanic.response").HTTPResponse
+
+    def handle(_request: object, error: Exception) -> Any:
+        answer = options.answer(error)
+        return None if answer is None else respond(answer.body, answer.status, dict(answer.headers))
+
+    for kind in (*ANSWERED, ExceptionGroup):
+        if (kind, None) not in app.error_handler.cached_handlers:  # else the application has a handler of its own
+            app.error_handler.add(kind, handle)
 
 
 def _header_name(name: str | None) -> bytes | None:

@@ -3,8 +3,11 @@
 The master imports the application, loads the models of its guards and prepares them to be shared (see
 :mod:`modelguard.prefork`); workers are warm before their first request. If a policy of a worker is due (``Uses``,
 ``Errors``, ``MemoryGrowth``, ``MemoryLimit``), the worker is replaced by a new one, forked from the master's unused
-copy of the model. ``TTL``, ``Modified`` and ``Changed`` mean new weights: the master loads and prepares them, then all
-workers are replaced, one at a time. A new worker serves before the old one ends, so no request is lost and none waits.
+copy of the model. A new worker serves before the old one ends, so no request is lost and none waits.
+
+``TTL``, ``Modified`` and ``Changed`` mean new weights. If a shared guard has one of them, the master loads no model:
+on Linux it forks a process that does, a mold, from which workers are forked. New weights, or ``reload()`` in any of
+these processes, make a new mold, then all workers are replaced, one at a time, and the old mold ends with its memory.
 
 This applies to the guards made with ``prefork=True``; if there is none, to all guards that the application makes on
 import. An application that has batched or isolated functions or pools alone is only prepared to be forked.
@@ -29,6 +32,7 @@ hook here, call this one from yours::
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import signal
@@ -37,8 +41,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from modelguard import _units, prefork, telemetry
-from modelguard.errors import ForkHazard, InvalidOption, ModelGuardError
+from modelguard.errors import ForkHazard, GuardClosed, InvalidOption, ModelGuardError
 from modelguard.frameworks._asgi_leaving import leave_politely
+from modelguard.frameworks._gunicorn_molds import Molds, needed
 from modelguard.frameworks._metric_files import MetricFiles
 from modelguard.frameworks._prefork_options import PreforkOptions, generations, guards_to_share, log_report
 from modelguard.frameworks._rolling import RollingReplacement
@@ -111,7 +116,7 @@ def _is_asgi(app: Any) -> bool:
 
 
 class _Master:
-    """The process that loads, prepares and forks. It does all of this in gunicorn's main loop, between two forks."""
+    """The process that loads, prepares and forks, or has molds do it, in gunicorn's main loop, between two forks."""
 
     def __init__(self, server: Any) -> None:
         if not server.cfg.preload_app:
@@ -130,6 +135,7 @@ class _Master:
         self._requests, self._send_requests = os.pipe()
         self._pid = os.getpid()
         self.metric_files = MetricFiles(os.environ)
+        self._molds: Molds | None = None
 
     def start(self) -> None:
         """Prepare the models, and hook into gunicorn's main loop."""
@@ -138,23 +144,39 @@ class _Master:
         os.register_at_fork(after_in_child=self._after_fork)  # before that of prepare(), which warms the worker up
         _ticker.TICKER.stop()
         telemetry.add_hook(self._log)
-        for guard in self._guards:
-            guard.recycle_in_children(self._request_replacement, takes_calls=False)
-        self._prepare()
-        server = self._server
+        server, with_molds = self._server, needed(self._guards)
+        for number, guard in enumerate(self._guards):
+            renew = functools.partial(self._request, 0, str(number)) if with_molds else None
+            guard.engine.recycle_in_children(self._request_replacement, takes_calls=False, renew=renew)
         # gunicorn has no hook that is called regularly, but calls this at least once a second.
         self._manage_workers, server.manage_workers = server.manage_workers, self._manage
         self._spawn_worker, server.spawn_worker = server.spawn_worker, self._spawn
+        if not with_molds:
+            self._prepare()
+            return
+        self._molds = Molds(
+            server,
+            self._guards,
+            _options,
+            self.metric_files,
+            make_worker=self._spawn_worker,
+            before_worker=self._before_worker,
+        )
+        self._molds.start()
 
     def _log(self, event: telemetry.Event) -> None:
         """Write failed loads to gunicorn's error log; other events are logged by the usual logger."""
         if isinstance(event, telemetry.LoadErrored):
-            self._server.log.error("modelguard: %s: %s", event.guard, telemetry.describe(event))
+            kept = "" if event.current is None else "; workers keep the old ones"
+            self._server.log.error("modelguard: %s: %s%s", event.guard, telemetry.describe(event), kept)
 
     def _request_replacement(self, reasons: tuple[Reason, ...]) -> None:
         """In a worker, from any thread: request its replacement."""
-        why = _units.printable(", ".join(map(str, reasons)))  # each line is a request
-        text = f"{os.getpid()} {why}"[: _MESSAGE // 4]  # a character takes up to four bytes
+        self._request(os.getpid(), ", ".join(map(str, reasons)))
+
+    def _request(self, pid: int, why: str) -> None:
+        """In a worker: request the replacement of this process or, with 0, new weights for the guard of this number."""
+        text = f"{pid} {_units.printable(why)}"[: _MESSAGE // 4]  # a line; a character takes up to four bytes
         os.write(self._send_requests, text.encode(errors="replace") + b"\n")
         self._wake()
 
@@ -179,17 +201,23 @@ class _Master:
             while words := os.read(self._requests, _MESSAGE * 128):
                 for line in words.decode().splitlines():
                     pid, why = line.split(" ", 1)
-                    self.replacement.request(int(pid), why)
+                    if int(pid):
+                        self.replacement.request(int(pid), why)
+                    else:
+                        with contextlib.suppress(GuardClosed):
+                            self._guards[int(why)].reload(wait=False)
 
     def _manage(self) -> None:
         self._read_requests()
         for guard in self._guards:
             self._check(guard)
-        busy = _loads.loading() is not None
-        if not busy:
+        if self._molds is not None:
             self._renew()
-        self.replacement.step(may_fork=not busy)
-        if not busy and not self.replacement.surplus:
+            may_fork = self._molds.may_fork
+        elif may_fork := _loads.loading() is None:
+            self._renew()
+        self.replacement.step(may_fork=may_fork)
+        if may_fork and not self.replacement.surplus:
             self._manage_workers()
 
     def _check(self, guard: ModelGuard[Any]) -> None:
@@ -200,15 +228,21 @@ class _Master:
 
     def _spawn(self) -> int:
         """Fork, but not while another thread loads: locks that it holds would stay locked in the worker."""
-        _loads.wait_for_loads(_LOAD_TIMEOUT)
-        self._renew()
-        self._forks_worker = True
-        try:
-            pid: int = self._spawn_worker()
-        finally:
-            self._forks_worker = False
+        if self._molds is not None:
+            pid = self._molds.spawn()
+        else:
+            _loads.wait_for_loads(_LOAD_TIMEOUT)
+            self._renew()
+            self._before_worker()
+            try:
+                pid = int(self._spawn_worker())
+            finally:
+                self._forks_worker = False
         self.metric_files.worker_started(pid)
         return pid
+
+    def _before_worker(self) -> None:
+        self._forks_worker = True
 
     def _after_fork(self) -> None:
         """In a worker: let a signal end it, until gunicorn installs the handlers of workers.
@@ -216,13 +250,17 @@ class _Master:
         The master's handlers note the signal for a main loop that the worker does not run. And take metric files over:
         the warm-up, which follows, may count already.
         """
-        if self._forks_worker and os.getppid() == self._pid:
+        if self._forks_worker:
+            self._forks_worker = False  # for what the worker forks
             self.metric_files.take_over()
             for number in (*_signals.ENDING, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
 
     def _renew(self) -> None:
         """Share the weights that were loaded since the last preparation, and replace all workers."""
+        if self._molds is not None:
+            self._replace(self._molds.step())
+            return
         if generations(self._guards) == self._prepared or not all(guard.ready for guard in self._guards):
             return
         stale = list(self._server.WORKERS)
@@ -232,6 +270,9 @@ class _Master:
             self._prepared = generations(self._guards)  # once for each load
             self._server.log.exception("modelguard: the new weights cannot be shared; workers keep the old ones")
             return
+        self._replace(stale)
+
+    def _replace(self, stale: list[int]) -> None:
         for pid in stale:
             self.replacement.request(pid, "there are new weights")
 

@@ -147,6 +147,7 @@ class _Broker:
         self._orders = orders
         self._folder = Folder(Path(orders.folder))
         self._molds = MoldGuard(orders.options, orders.source, orders.origin, paused=orders.paused)
+        self._molds.code = orders.code
         self.scope = _Scope(orders.options, self._molds)
         self.engine = self._molds.guard.engine
         self.supervisor = supervisor()
@@ -159,6 +160,7 @@ class _Broker:
         streams = "generator" in orders.options.kind  # whose timeout counts for each step
         self._may_keep = None if timeout is None or streams else timeout + _OVERTIME
         self._looking = self._following = False
+        self._look_at = math.inf
         self._last_left = -math.inf
         self._left = threading.Event()
         self._listening = self._folder.listen(orders.socket)
@@ -206,11 +208,11 @@ class _Broker:
         self._connections.add(connection)
         self.supervisor.watch(accepted.fileno(), connection.heed)
 
-    def join(self, connection: Connection, token: bytes, identity: Identity) -> None:
+    def join(self, connection: Connection, token: bytes, identity: Identity, code: _code.Files) -> None:
         """Take a client, if it is one of the same code."""
         reports = socket.socket(fileno=connection.channel.take_fd())
         different = [word for word, value in self._orders.identity.items() if identity.get(word) != value]
-        path = None if self._molds.code is None else _code.changed(self._molds.code)
+        path = None if self._molds.code is None else _code.changed(self._molds.code, code)
         if different or path is not None:
             reports.close()
             if different:
@@ -295,21 +297,26 @@ class _Broker:
             self._holders.clear()
         self._holders[worker.pid] = connection.token
         if self._may_keep is not None and not self._looking:
-            self._looking = True
-            self.supervisor.later(_LOOK, self._look)
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self._looking, self._look_at = True, time.monotonic() + _LOOK
+        self.supervisor.later(_LOOK, self._look)
 
     def _look(self) -> None:
-        """Take workers back from clients that keep them for too long."""
+        """Take workers back from clients that keep them for too long, not counting the time when this was stopped."""
         assert self._may_keep is not None  # noqa: S101 - for the checkers
-        limit = time.monotonic() - self._may_keep
+        now = time.monotonic()
+        stopped = now - self._look_at if now > self._look_at + _LOOK else 0.0
         holding = [one for one in self._connections if one.granted_at is not None]
         for connection in holding:
-            if connection.granted_at is not None and connection.granted_at < limit:
+            connection.granted_at = (connection.granted_at or now) + stopped
+            if connection.granted_at < now - self._may_keep:
                 logger.warning("%s: process %d keeps a worker for too long", self._orders.options.name, connection.pid)
                 connection.end()
-        self._looking = bool(holding)
+        self._looking = False
         if holding:
-            self.supervisor.later(_LOOK, self._look)
+            self._look_again()
 
     def waits(self) -> None:
         """A call waits for a worker. If its mold is replaced, neither is to wait for the other."""

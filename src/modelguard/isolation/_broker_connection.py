@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from modelguard.errors import ModelGuardError, Reloading
 from modelguard.isolation._channel import Channel, Unreadable
+from modelguard.isolation._code import Files
 from modelguard.isolation._host_messages import Answer, Identity, Request, packed
 from modelguard.isolation._molds import Mold
 from modelguard.isolation._process_scope import ProcessScope
@@ -49,7 +50,7 @@ class BrokerOfConnection(Protocol):
         """Its thread."""
         ...
 
-    def join(self, connection: Connection, token: bytes, identity: Identity) -> None:
+    def join(self, connection: Connection, token: bytes, identity: Identity, code: Files) -> None:
         """A process wants to be a client."""
         ...
 
@@ -192,9 +193,9 @@ class Connection:
 
     # Membership
 
-    def _join(self, token: bytes, identity: Identity) -> None:
+    def _join(self, token: bytes, identity: Identity, code: Files) -> None:
         self.token = token
-        self._broker.join(self, token, identity)
+        self._broker.join(self, token, identity, code)
 
     def _call(self, token: bytes) -> None:
         self._broker.admit(self, token)

@@ -121,6 +121,7 @@ class Caller:
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._max_bytes = options.max_transfer
         self._tries = 2 if options.retry else 1
+        self._loads = _pickling.loads if options.stub is None else _pickling.loads_here
         self._scope = scope
         self._key_of = key_of
         self._thread = _Thread()
@@ -370,7 +371,7 @@ class Caller:
                 limit = max(_LEAST, min(limit, limits.until - time.monotonic()))
             channel.set_timeout(0.0 if limit == math.inf else limit)
             channel.send_pickled(*content)
-            kind, value, worn = channel.receive()
+            kind, value, worn = channel.receive(self._loads)
         except ConnectionError:  # at its end the message, or a part of it, was still in its socket
             raise _NeverRead(taken.lose("crashed", blame=False)) from None
         except BlockingIOError:

@@ -37,12 +37,16 @@ SHARED_FROM = 256 * 1024
 
 #: Bytes read at a time, which holds most messages; and the room for descriptors that may come with them.
 _CHUNK = 65_536
-_MOST_FDS = 8
+_MOST_FDS = 32
 _FDS_SPACE = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
 
 #: How everything is sent: without a wait in the kernel, whose limit a signal restarts, and so that the end of the other
 #: side is an error. By SIGPIPE it would end a program that has set the default.
 AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)
+
+#: Seconds after the end of its time at which a wait must have ended. If it ends later, this process has not run, as
+#: when a machine was stopped or a container frozen; and the other one probably has not either.
+_STOPPED = 1.0
 
 #: Milliseconds of one wait. The kernel takes at most 2**31 - 1.
 _LONGEST_WAIT = 1e9
@@ -69,7 +73,8 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def wait(connected: socket.socket, event: int, until: float) -> None:
     """Wait until a socket can be read or written, or its other end is gone.
 
-    The deadline is absolute. ``SO_RCVTIMEO`` would count from the start again after each signal.
+    The deadline is absolute. ``SO_RCVTIMEO`` would count from the start again after each signal. If this process was
+    stopped meanwhile, the other side gets its time anew, once: it has not failed.
 
     Args:
         connected: The socket.
@@ -84,9 +89,14 @@ def wait(connected: socket.socket, event: int, until: float) -> None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     poll = select.poll()
     poll.register(connected, event)
+    patience, excused = max(0.0, until - time.monotonic()), False
     while not poll.poll(min(max(0.0, until - time.monotonic()) * 1000, _LONGEST_WAIT)):
-        if time.monotonic() >= until:
+        now = time.monotonic()
+        if now < until:
+            continue
+        if excused or now < until + _STOPPED:
             raise BlockingIOError(errno.EAGAIN, "the time is over")
+        until, excused = now + min(patience, now - until), True
 
 
 def send(connected: socket.socket, content: bytes | memoryview, until: float, rights: Sequence[Any] = ()) -> int:
@@ -191,8 +201,11 @@ class Channel:
 
     # Receiving
 
-    def receive(self) -> Any:
+    def receive(self, loads: _pickling.Loads = _pickling.loads) -> Any:
         """Wait for the next message. Its descriptors are taken with :meth:`take_fd`, in their order.
+
+        Args:
+            loads: How it is unpickled.
 
         Raises:
             EOFError: The other side has closed the channel, or has died.
@@ -210,26 +223,26 @@ class Channel:
         self._rest = data[end:] if len(data) > end else b""
         if not parts and not fds:  # most messages
             try:
-                return _pickling.loads(memoryview(data)[_HEADER.size : end], ())
+                return loads(memoryview(data)[_HEADER.size : end], ())
             except Exception as error:
                 raise Unreadable(f"{type(error).__name__}: {error}") from error
         if len(self._fds) < fds:
             raise Unreadable("no file descriptor is free to receive it")
         try:
-            return self._rebuilt(data, end, parts, shared=bool(shared))
+            return self._rebuilt(data, end, parts, loads, shared=bool(shared))
         except Exception as error:
             raise Unreadable(f"{type(error).__name__}: {error}") from error
 
-    def _rebuilt(self, data: bytes, end: int, parts: int, *, shared: bool) -> Any:
+    def _rebuilt(self, data: bytes, end: int, parts: int, loads: _pickling.Loads, *, shared: bool) -> Any:
         if not parts:
-            return _pickling.loads(memoryview(data)[_HEADER.size : end], ())
+            return loads(memoryview(data)[_HEADER.size : end], ())
         sizes = [_SIZE.unpack_from(data, _HEADER.size + _SIZE.size * n)[0] for n in range(parts)]
         pieces: list[Any]
         if shared:
             pieces = _mapped(self._fds.popleft(), sizes)
         else:
             pieces = _sliced(memoryview(data)[_HEADER.size + _SIZE.size * parts : end], sizes)
-        return _pickling.loads(pieces[0], pieces[1:])
+        return loads(pieces[0], pieces[1:])
 
     def take_fd(self) -> int:
         """The next descriptor that came with the messages so far."""

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from modelguard.errors import DeadlineExceeded, GuardClosed, QueueFull
 from modelguard.isolation._channel import Channel
+from modelguard.serving import deadlines
 from modelguard.serving._shared_threads import SharedThread, SharedWatch
 from modelguard.telemetry import Reason, WorkerEndCause
 
@@ -295,10 +296,12 @@ class Claims:
         """A claim waits."""
         self._waiting[claim] = None
         # A thread looks at the time by itself.
-        if claim.until < self._watch.due and not isinstance(claim, ThreadClaim):
-            with self._lock:
-                if claim.until < self._watch.due:
-                    self._watch.schedule(claim.until)
+        if isinstance(claim, ThreadClaim) or claim.until + deadlines.ahead() >= self._watch.due:
+            return
+        with self._lock:
+            at = claim.until + deadlines.ahead()
+            if at < self._watch.due:
+                self._watch.schedule(at)
 
     def remove(self, claim: Claim) -> None:
         """It waits no more."""
@@ -322,10 +325,14 @@ class Claims:
             if not isinstance(claim, ThreadClaim):
                 claim.refuse(GuardClosed(self.name))
 
+    # Processes live in real time, while a test moves the clock of the watch.
+
     def _next(self, now: float) -> float:
-        return min((claim.until for claim in self if claim.until > now), default=math.inf)
+        ahead = deadlines.ahead()
+        return min((claim.until for claim in self if claim.until > now - ahead), default=math.inf) + ahead
 
     def _expire(self, now: float) -> None:
+        now -= deadlines.ahead()
         for claim in self:
             claim.expire(now)
 

@@ -6,10 +6,13 @@ import os
 import sys
 import sysconfig
 
-__all__ = ["Files", "changed", "check_unchanged", "files"]
+__all__ = ["Files", "changed", "check_unchanged", "files", "imported", "note_imported"]
 
 #: Path to size in bytes and time of change in nanoseconds.
 Files = dict[str, tuple[int, int]]
+
+#: Files of this process's modules, as they were soon after their import.
+imported: Files = {}
 
 
 def files() -> Files:
@@ -32,9 +35,21 @@ def files() -> Files:
     return found
 
 
-def changed(known: Files) -> str | None:
-    """The first of these files that is not as it was; None if there is none."""
-    return next((path for path, stamp in known.items() if _stamp(path) != stamp), None)
+def note_imported() -> None:
+    """Add the modules that have been imported since to :data:`imported`."""
+    for path, stamp in files().items():
+        imported.setdefault(path, stamp)
+
+
+def changed(known: Files, now: Files | None = None) -> str | None:
+    """The first of these files that is not as it was; None if there is none.
+
+    Args:
+        known: How they were.
+        now: How they are, as far as that is not to be read from the disk.
+    """
+    now = now or {}
+    return next((path for path, was in known.items() if (now.get(path) or _stamp(path)) != was), None)
 
 
 def check_unchanged(known: Files | None) -> None:
@@ -45,7 +60,7 @@ def check_unchanged(known: Files | None) -> None:
     """
     path = None if known is None else changed(known)
     if path is not None:
-        raise RuntimeError(f"{path} has changed since the mold that serves now was loaded; restart the server")
+        raise RuntimeError(f"{path} has changed since this server imported it; restart the server")
 
 
 def _stamp(path: str) -> tuple[int, int] | None:

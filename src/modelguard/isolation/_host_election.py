@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from modelguard.errors import LoadFailed
-from modelguard.isolation import _broker_launch
+from modelguard.isolation import _broker_launch, _code
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._host_client import Membership
 from modelguard.isolation._host_identity import NAME, identity_of, orders_for, prefix_of
@@ -143,7 +143,7 @@ class _Election:
         try:
             channel.set_timeout(self._patience)
             with theirs:
-                channel.send(("join", token, self._identity), [theirs.fileno()])
+                channel.send(("join", token, self._identity, _code.imported), [theirs.fileno()])
             answer, *details = channel.receive()
             if answer == "welcome":
                 found = Membership(folder, name, channel, reports, token=token, pid=details[0], on_pause=self._on_pause)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from modelguard.errors import InvalidOption
-from modelguard.isolation import _news, _target
+from modelguard.isolation import _code, _news, _target
 from modelguard.isolation._host_messages import BrokerOrders, Identity
 from modelguard.isolation._instructions import Origin
 from modelguard.isolation._options import IsolationOptions
@@ -21,7 +21,7 @@ from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle.policies import Changed
 
-__all__ = ["NAME", "check_shareable", "identity_of", "orders_for", "prefix_of"]
+__all__ = ["NAME", "check_shareable", "for_broker", "identity_of", "orders_for", "prefix_of"]
 
 #: Characters of the digest in a name.
 _DIGEST = 24
@@ -33,14 +33,19 @@ NAME = re.compile(rf"[0-9a-f]{{{_DIGEST}}}\.[0-9]+")
 _places: dict[_target.Reference, tuple[str, str]] = {}
 
 
-def check_shareable(source: GuardOptions[Any]) -> None:
-    """Check that the broker, which does not import the application, can decide when a mold is replaced.
+def check_shareable(source: GuardOptions[Any], option: str = "scope", value: str = "host") -> None:
+    """Check that a broker, or an owner, that does not import the application can decide when a mold is replaced.
+
+    Args:
+        source: Of the guard.
+        option: Of ``isolate``, because of which it is not imported.
+        value: Of that option.
 
     Raises:
         InvalidOption: A policy that asks for new weights is a class of the application's own, or has a function of its
             own; or the guard keeps its previous model.
     """
-    if source.keep_previous:
+    if source.keep_previous and option == "scope":
         why = "cannot be used with keep_previous=True: the broker keeps no previous mold"
         raise InvalidOption("scope", "host", why=why, fix="Leave keep_previous out, or write scope='process'.")
     renewing = subset(source.reload_on, renews=True, unloads=True)
@@ -48,11 +53,11 @@ def check_shareable(source: GuardOptions[Any]) -> None:
         if isinstance(part, Changed):
             why = "cannot be used with Changed, whose probe is a function of your own"
             fix = "Use TTL or Modified, or call reload() when it is time."
-            raise InvalidOption("scope", "host", why=why, fix=fix)
+            raise InvalidOption(option, value, why=why, fix=fix)
         if type(part).__module__.partition(".")[0] != "modelguard":
             why = f"cannot be used with {type(part).__qualname__}, which asks for new models and is a class of your own"
             fix = "Use TTL or Modified, or call reload() when it is time."
-            raise InvalidOption("scope", "host", why=why, fix=fix)
+            raise InvalidOption(option, value, why=why, fix=fix)
 
 
 def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identity:
@@ -64,13 +69,14 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
     module, name = options.function
     if options.function not in _places:
         _places[options.function] = os.getcwd(), repr(sys.path)  # noqa: PTH109 - as text
+        _code.note_imported()
     folder, path = _places[options.function]
     return {
         "function": f"{module}.{name}",
         "file": str(getattr(sys.modules.get(module), "__file__", None)),
         "version": str(options.version),
         "options": repr(_without_code(options)),
-        "guard": repr(replace(_for_broker(source), load=str)),  # whose repr is the same in each process
+        "guard": repr(replace(for_broker(source), load=str)),  # whose repr is the same in each process
         "arguments": repr(sys.argv) if module == "__main__" else "",
         "working directory": folder,
         "sys.path": path,
@@ -101,8 +107,9 @@ def orders_for(
         folder=str(folder.absolute()),
         socket=socket,
         identity=identity,
+        code=_code.imported,
         options=_without_code(options),
-        source=_for_broker(source),
+        source=for_broker(source),
         origin=Origin(_target.preparation(), _news.levels()),
         paused=paused,
     )
@@ -121,7 +128,8 @@ def _without_code(options: IsolationOptions) -> IsolationOptions:
     return replace(options, breaker=replace(options.breaker, ignore=(), reload=None))
 
 
-def _for_broker(source: GuardOptions[Any]) -> GuardOptions[Any]:
+def for_broker(source: GuardOptions[Any]) -> GuardOptions[Any]:
+    """The options of a guard without what would need the application's modules."""
     return replace(
         source,
         family=None,
@@ -135,4 +143,4 @@ def _for_broker(source: GuardOptions[Any]) -> GuardOptions[Any]:
 
 
 def _never_called() -> Never:
-    raise AssertionError("a broker loads no model")
+    raise AssertionError("it has no model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from modelguard.isolation._code import Files
 from modelguard.isolation._instructions import Origin
 from modelguard.isolation._molds import RemoteTraceback
 from modelguard.isolation._options import IsolationOptions
@@ -14,7 +15,8 @@ __all__ = ["REPORT", "STATE", "Answer", "BrokerOrders", "Identity", "Refusal", "
 
 #: What a client asks on one of its connections:
 #:
-#: * ``join`` (token, identity; with a socket for reports): become a client. The connection stands for the process.
+#: * ``join`` (token, identity, code; with a socket for reports): become a client. The connection stands for the
+#:   process.
 #: * ``call`` (token): this connection is for calls of that client.
 #: * ``take`` (), ``withdraw`` (), ``release`` (worn), ``lose`` (cause, blame): one worker.
 #: * ``load`` (), ``reload`` (wait), ``unload`` (), ``pause`` (whether to pause or to resume), ``status`` ().
@@ -30,8 +32,8 @@ Request = Literal[
 #: * ``ended`` (how) to ``lose``, ``done`` (value) to the others, ``failed`` (error, cause, text) to all of them.
 Answer = Literal["welcome", "unwelcome", "loading", "waiting", "granted", "withdrawn", "ended", "done", "failed"]
 
-#: Why a broker does not take a client. ``identity``: the names are equal by accident; ``code``: a file has changed
-#: since its mold was loaded.
+#: Why a broker does not take a client. ``identity``: the names are equal by accident; ``code``: a file is not as
+#: it was for the process that has started it, or for its mold.
 Refusal = Literal["identity", "code"]
 
 #: How a message on a client's socket for reports starts: with what follows.
@@ -50,6 +52,7 @@ class BrokerOrders:
         folder: Where it listens.
         socket: The socket's name there.
         identity: What its clients must have in common.
+        code: The files of that process's modules, which its molds must find unchanged.
         options: Of the isolated function.
         source: Of the guard that lends the model in the molds.
         origin: What the molds resemble.
@@ -60,6 +63,7 @@ class BrokerOrders:
     folder: str
     socket: str
     identity: Identity
+    code: Files
     options: IsolationOptions
     source: GuardOptions[Any]
     origin: Origin

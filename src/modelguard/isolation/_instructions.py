@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypedDict
 
 from modelguard.isolation._code import Files
-from modelguard.isolation._target import Reference
+from modelguard.isolation._target import Reference, Stub
 
 __all__ = ["Instructions", "Origin"]
 
@@ -17,6 +17,7 @@ class Instructions(TypedDict):
         owner: Its process id.
         preparation: How to resemble it.
         function: Where the function is.
+        stub: What stands for it in the owner, if that does not import it.
         key: Of the pool's model that it loads; None if its function has no pool.
         levels: Of the owner's loggers.
         name: The isolated function's name.
@@ -30,6 +31,7 @@ class Instructions(TypedDict):
     owner: int
     preparation: dict[str, Any]
     function: Reference
+    stub: Stub | None
     key: Any
     levels: dict[str, int]
     name: str

@@ -8,9 +8,9 @@ import math
 import time
 import weakref
 from asyncio import get_running_loop
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from modelguard import _public, _units
 from modelguard._entered import Entered
@@ -32,12 +32,13 @@ from modelguard.serving._shared_threads import SharedThread
 __all__ = ["Isolated"]
 
 P = ParamSpec("P")
-R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)  # pyright knows a coroutine function by a type of its own
+T = TypeVar("T")
 
 _NO_ITEM = object()
 
 
-class Isolated(Entered, Generic[P, R]):
+class Isolated(Entered, Generic[P, R_co]):
     """A function that runs in worker processes. Made by :func:`isolate`; see there for the options.
 
     ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future. A
@@ -46,7 +47,7 @@ class Isolated(Entered, Generic[P, R]):
     last one if there are several at once.
     """
 
-    def __init__(self, function: Callable[P, R], options: IsolationOptions, source: Source | PoolSource) -> None:
+    def __init__(self, function: Callable[P, R_co], options: IsolationOptions, source: Source | PoolSource) -> None:
         functools.update_wrapper(self, function)
         super().__init__()
         self._options = options
@@ -66,7 +67,7 @@ class Isolated(Entered, Generic[P, R]):
 
     # Calls
 
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Compute the function in a worker. Blocks, unless it is a coroutine function.
 
         Raises:
@@ -98,7 +99,11 @@ class Isolated(Entered, Generic[P, R]):
             result = self._stream((args, kwargs))
         return result  # type: ignore[no-any-return]
 
-    async def aio(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+    @overload
+    async def aio(self: Isolated[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    async def aio(self, /, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    async def aio(self, /, *args: Any, **kwargs: Any) -> Any:
         """Compute one call without blocking the event loop. Arguments and errors are those of a call.
 
         Cancelling the task answers it at once, and takes the call out of the queue; one that a worker has begun runs to
@@ -106,7 +111,11 @@ class Isolated(Entered, Generic[P, R]):
         """
         return await self._await((args, kwargs))
 
-    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[Any]:
+    @overload
+    def submit(self: Isolated[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+    @overload
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[R_co]: ...
+    def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Begin one call and return at once. Arguments and errors are those of a call.
 
         Cancelling the future takes the call out of the queue; one that a worker has begun runs to its end.
@@ -184,7 +193,7 @@ class Isolated(Entered, Generic[P, R]):
         return self._options.kind
 
     @property
-    def isolated_function(self) -> Callable[P, R]:
+    def isolated_function(self) -> Callable[P, R_co]:
         """What runs in the workers: the function below ``@isolate``."""
         return self._source.function
 
@@ -386,8 +395,8 @@ def _scope_of(options: IsolationOptions, source: Source | PoolSource, *, paused:
 
 
 def _limits() -> Limits:
-    scope = deadlines.current_scope.get()
-    return Limits(time.monotonic(), math.inf if scope is None else scope.nearest_deadline)
+    now, left = time.monotonic(), deadlines.left()
+    return Limits(now, math.inf if left is None else now + left)
 
 
 _public.set_module(globals(), "modelguard")

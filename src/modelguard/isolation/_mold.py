@@ -19,10 +19,12 @@ from types import FrameType
 from typing import NoReturn
 
 from modelguard import prefork
+from modelguard._function_kinds import FunctionKind
 from modelguard.errors import LoadFailed
 from modelguard.isolation import _code, _guardian, _news, _processes, _role, _target
 from modelguard.isolation._channel import Channel
 from modelguard.isolation._instructions import Instructions
+from modelguard.isolation._source import Source, source_of_stub
 from modelguard.isolation._worker import Serving, flush_output, leave, portable
 from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle.runtime import Runtime
@@ -51,15 +53,17 @@ def main(control: int, news: int) -> NoReturn:
     _processes.die_with_parent(instructions["owner"], signal.SIGKILL)
     reporter = _news.Reporter(socket.socket(fileno=news))
     started = time.monotonic()
+    place = _processes.place()
     try:
-        with _processes.standing_back() if instructions["beside_calls"] else nullcontext():
-            mold = _Mold(channel, instructions, reporter)
+        with _processes.coming_last() if instructions["beside_calls"] else nullcontext():
+            mold = _Mold(channel, instructions, reporter, place)
     except BaseException as error:  # noqa: BLE001 - whatever an import or a loader raises is the load's failure
         text = "".join(traceback.format_exception(error))
         if type(error) is LoadFailed and error.__cause__ is not None:
             error = error.__cause__  # the owner's guard makes a LoadFailed of it
+        plain = instructions["shared"] or instructions["stub"] is not None
         with suppress(OSError):
-            channel.send(("failed", portable(error, instructions["name"], plain=instructions["shared"]), text))
+            channel.send(("failed", portable(error, instructions["name"], plain=plain), text))
         leave(1)
     files = _code.files() if instructions["shared"] else None
     channel.send(("ready", time.monotonic() - started, files, mold.version))
@@ -79,34 +83,39 @@ class _Mold:
         control: The channel to the owner.
         instructions: What the owner sent.
         reporter: Sends records and events.
+        place: That of this process, and of its workers while they have calls.
 
     Raises:
         BaseException: The function was not found, or its model could not be loaded, or cannot be forked.
     """
 
-    def __init__(self, control: Channel, instructions: Instructions, reporter: _news.Reporter) -> None:
+    def __init__(
+        self, control: Channel, instructions: Instructions, reporter: _news.Reporter, place: _processes.Place
+    ) -> None:
         self._control = control
         self._owner = instructions["owner"]
         self._max_bytes = instructions["max_bytes"]
         self._name = instructions["name"]
-        self._oom_score, self._priority = _processes.oom_score(), _processes.priority()
+        self._stub = instructions["stub"]
+        self._place = place
         self._children: dict[int, int] = {}
         self._worn: tuple[Reason, ...] = ()
         # prepare() has looked for threads by its own, better means.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         reporter.install(instructions["levels"])
         _role.enter("importing")
-        _target.become_like(instructions["preparation"])
-        isolated = _target.find(instructions["function"], lambda found: hasattr(found, "isolated_function"))
+        _target.become_like(instructions["preparation"], main=self._stub is None)
+        below, source = self._find(instructions)
         reporter.take_over()  # from what the imported modules have set up
         _code.check_unchanged(instructions["code"])
-        self._kind = isolated.function_kind
-        self._function, self._guard = isolated.source_for(instructions["key"])
-        _role.enter("mold", isolated.isolated_function, self._function)
+        self._function, self._guard = source
+        _role.enter("mold", below, self._function)
         engine = self._guard.engine
-        start_thread = _start_behind_others if instructions["beside_calls"] else THREADS.start
+        start_thread = functools.partial(_start_behind_others, place) if instructions["beside_calls"] else THREADS.start
         # No ticks: workers ask the policies themselves. No probes: the owner asks them.
         engine.move_to(Runtime(ticks=False, probes=False, in_mold=True, start_thread=start_thread))
+        if self._stub is not None:
+            self._report_options(":".join(instructions["function"]), shared=instructions["shared"])
         if instructions["forks"]:
             self._guard.recycle_in_children(self._wear, takes_calls=False)
             # A mold lives for one generation and ends with everything in it, so no policy argues against it.
@@ -114,6 +123,28 @@ class _Mold:
         else:
             engine.recycle_here(self._wear, renews=False)
             self._guard.load()
+
+    def _find(self, instructions: Instructions) -> tuple[object, Source]:
+        """What is isolated here, below ``@isolate``, and what runs in the workers."""
+        where = instructions["function"]
+        if self._stub is not None:
+            self._kind: FunctionKind = self._stub.kind
+            source = source_of_stub(where, self._stub, self._name, "fork" if instructions["forks"] else "spawn")
+            return source.function, source
+        isolated = _target.find(where, lambda found: hasattr(found, "isolated_function"))
+        self._kind = isolated.function_kind
+        return isolated.isolated_function, isolated.source_for(instructions["key"])
+
+    def _report_options(self, target: str, *, shared: bool) -> None:
+        """Tell the owner what its guard's author has chosen, and how its source is before the load."""
+        from modelguard.isolation import _host_identity  # which most molds do not need
+
+        engine = self._guard.engine
+        options = engine.guard.options
+        _host_identity.check_shareable(options, "target", target)
+        if shared:
+            _host_identity.check_shareable(options)
+        self._control.send(("found", _host_identity.for_broker(options), engine.checks.readings.before_load().files))
 
     @property
     def version(self) -> str | None:
@@ -234,7 +265,7 @@ class _Mold:
                 end.close()
             prefork.in_child()
             self._work(fd)
-            _processes.stay_back()  # to give back the memory takes a while
+            _processes.stay_back(self._place.priority)  # to give back the memory takes a while
             leave(0)
         except BaseException:  # noqa: BLE001 - above this are frames of the mold, which must not run here
             traceback.print_exc()
@@ -260,7 +291,7 @@ class _Mold:
         channel.close()
         self._control, self._owner = control, os.getppid()
         self._children, self._worn = {}, ()
-        _processes.set_oom_score(self._oom_score)
+        _processes.set_oom_score(self._place.oom_score)
         _role.enter("mold")
         control.send(("ready", time.monotonic() - started))
         self.serve()
@@ -278,7 +309,7 @@ class _Mold:
 
     def _work(self, fd: int) -> None:
         _processes.prefer_as_oom_victim()
-        _processes.step_forward(self._priority)
+        _processes.step_forward(self._place.priority)
         _role.enter("worker")
         channel = Channel(socket.socket(fileno=fd))
         Serving(
@@ -289,13 +320,14 @@ class _Mold:
             worn=lambda: self._worn,
             between_calls=None if self._guard.engine.guard.options.reload_on is None else self._guard.check,
             max_bytes=self._max_bytes,
+            plain=self._stub is not None,
             become_mold=functools.partial(self._take_over, channel),
         ).run()
 
 
-def _start_behind_others(work: Callable[[], None], name: str) -> None:
+def _start_behind_others(place: _processes.Place, work: Callable[[], None], name: str) -> None:
     def behind_others() -> None:
-        _processes.stay_back()
+        _processes.stay_back(place.priority)
         work()
 
     THREADS.start(behind_others, name)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelguard import telemetry
@@ -100,7 +101,14 @@ class MoldGuard:
             returning=nullcontext,
             ticks=retries,
         )
-        mine: GuardOptions[Mold] = replace(
+        self.guard: ModelGuard[Mold] = ModelGuard(self._made_of(source), world)
+        self.guard.engine.state.set_paused(paused=paused)
+        self.guard.engine.guard.shown_pause.show(paused=paused)
+        hide(self.guard)
+
+    def _made_of(self, source: GuardOptions[Any]) -> GuardOptions[Mold]:
+        """The options for molds that follow from those for the model in them."""
+        return replace(
             source,
             load=self._load,
             reload_on=subset(source.reload_on, renews=True, unloads=True),
@@ -111,13 +119,9 @@ class MoldGuard:
             defer=0.0,  # the load is in another process, and stalls no call
             trim_schedule=None,
             prefork=False,
-            name=options.name,
+            name=self._options.name,
             workers=_Workers(self),
         )
-        self.guard: ModelGuard[Mold] = ModelGuard(mine, world)
-        self.guard.engine.state.set_paused(paused=paused)
-        self.guard.engine.guard.shown_pause.show(paused=paused)
-        hide(self.guard)
 
     @property
     def current(self) -> Mold | None:
@@ -241,6 +245,7 @@ class MoldGuard:
                 "owner": os.getpid(),
                 "preparation": origin.preparation,
                 "function": self._options.function,
+                "stub": self._options.stub,
                 "key": self._key,
                 "levels": origin.levels,
                 "name": self._options.name,
@@ -259,7 +264,14 @@ class MoldGuard:
         )
         number = self.guard.engine.state.generations + 1
         kind = Mold if self._options.start == "fork" else SpawnedWorkers
-        mold = kind(options, generation=number, supervisor=supervisor(), on_death=self._died, is_paused=self._is_paused)
+        mold = kind(
+            options,
+            generation=number,
+            supervisor=supervisor(),
+            on_death=self._died,
+            is_paused=self._is_paused,
+            follow=self._follow,
+        )
         try:
             mold.load()
         except ModelRejected as error:
@@ -287,6 +299,14 @@ class MoldGuard:
         ]
 
     # In the supervisor's thread
+
+    def _follow(self, mold: Mold, source: GuardOptions[Any], files: Mapping[Path, Any]) -> None:
+        """Go by the options of the guard that a mold has found where a stub has sent it."""
+        self._source = source
+        self.guard.engine.follow(self._made_of(source), files)
+        if source.load_timeout is not None:
+            loading = weakref.ref(mold)
+            supervisor().later(source.load_timeout + _MARGIN, lambda: _end_late_load(loading))
 
     def _died(self, mold: Mold) -> None:
         lived = time.monotonic() - mold.born
@@ -327,6 +347,12 @@ class _Workers:
         molds = self._molds()
         if molds is not None:
             molds.end_workers(reasons)
+
+
+def _end_late_load(loading: weakref.ref[Mold]) -> None:
+    mold = loading()
+    if mold is not None:
+        mold.end_late_load()
 
 
 def _share(pid: int) -> int:

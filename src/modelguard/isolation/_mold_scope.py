@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -146,13 +147,13 @@ class MoldScope:
 
     Args:
         options: Of the function.
-        wait_timeout: Seconds that a call waits for the next mold at most.
+        wait_timeout: Tells how many seconds a call waits for the next mold at most.
 
     Attributes:
         claims: The calls that wait.
     """
 
-    def __init__(self, options: IsolationOptions, wait_timeout: float) -> None:
+    def __init__(self, options: IsolationOptions, wait_timeout: Callable[[], float]) -> None:
         self._name = options.name
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._wait_timeout = wait_timeout
@@ -246,7 +247,7 @@ class MoldScope:
         claim.place = _Stranded(loan.generation)
         loan.end(failed=False)
         since = time.monotonic()
-        claim.wait(self.claims, since + self._wait_timeout, partial(self._reloading, since))
+        claim.wait(self.claims, since + self._wait_timeout(), partial(self._reloading, since))
         self._look_soon()
 
     def _too_late(self, arrived: float) -> DeadlineExceeded:

@@ -7,10 +7,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
@@ -25,6 +26,7 @@ from modelguard.isolation._refork import FormerMold, Promotion
 from modelguard.isolation._roster import Roster
 from modelguard.isolation._supervisor import Supervisor
 from modelguard.isolation._worker_process import Worker
+from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle.backoff import Backoff
 from modelguard.serving.breaker import Breaker
 from modelguard.telemetry import logger
@@ -41,6 +43,9 @@ _END = 5.0
 _POLL = 0.01
 
 _molds: WeakRegistry[Mold] = WeakRegistry()
+
+#: Goes by the options of a guard that a mold has found.
+Follow = Callable[["Mold", GuardOptions[Any], Mapping[Path, Any]], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,8 @@ class Mold:
         supervisor: Watches it.
         on_death: Called, in the supervisor's thread, if it ends without having been asked to, or gives no workers.
         is_paused: Whether its function is paused.
+        follow: Called, in the supervisor's thread, with this, with the options of the guard that was found for a stub,
+            and with what the guard's source was before the load.
 
     Attributes:
         options: What it was made with.
@@ -86,6 +93,7 @@ class Mold:
         supervisor: Supervisor,
         on_death: Callable[[Mold], object],
         is_paused: Callable[[], bool],
+        follow: Follow,
     ) -> None:
         self.born = time.monotonic()
         self.died: float | None = None
@@ -94,6 +102,7 @@ class Mold:
         self.options = options
         self._supervisor = supervisor
         self._on_death = on_death
+        self._follow: Follow | None = follow
         self._loaded: Future[None] = Future()
         self._launched: Launched | None = None
         self._promotion: Promotion | None = None
@@ -300,11 +309,23 @@ class Mold:
         if what == "ready":
             _, self.code, self.version = details
             self.roster.settle()
+        elif what == "found":
+            self._found(*details)
         elif what == "failed":
             error, text = details
             self._fail(with_remote_traceback(error, text))
         else:
             self._heed_worker(control, what, *details)
+
+    def _found(self, options: GuardOptions[Any], files: Mapping[Path, Any]) -> None:
+        follow, self._follow = self._follow, None  # of spawned workers, the first of a load speaks for all
+        if follow is not None and not self._loaded.done():
+            follow(self, options, files)
+
+    def end_late_load(self) -> None:
+        """Its load takes too long."""
+        if not self._loaded.done():
+            self._fail(TimeoutError("the load did not end within load_timeout"))
 
     def _heed_worker(self, control: Channel, what: str, number: int, *details: Any) -> None:
         worker = self._running[number]

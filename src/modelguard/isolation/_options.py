@@ -10,17 +10,18 @@ from typing import Any, Literal, get_args
 from modelguard import _units
 from modelguard._function_kinds import FunctionKind, kind_of
 from modelguard.errors import InvalidOption
-from modelguard.isolation._target import Reference, check_importable, reference
+from modelguard.isolation._target import Reference, Stub, check_importable, reference
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._options import check_policy
 from modelguard.lifecycle._policy import Policy, subset
 from modelguard.lifecycle._pool_leases import PooledFunction
 from modelguard.lifecycle._wrappers import owner_of
 from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.policies import Changed
 from modelguard.lifecycle.replicas import ModelReplicas
 from modelguard.serving.breaker import Breaker
 
-__all__ = ["IsolationOptions", "ScopeName", "StartMethod", "check_function", "parse"]
+__all__ = ["IsolationOptions", "ScopeName", "StartMethod", "check_function", "check_source", "check_stub", "parse"]
 
 #: How workers come into being: forked from a mold, or each as a fresh interpreter.
 StartMethod = Literal["fork", "spawn"]
@@ -36,6 +37,7 @@ class IsolationOptions:
 
     name: str
     function: Reference
+    stub: Stub | None
     kind: FunctionKind
     workers: int
     timeout: float | None
@@ -51,6 +53,7 @@ class IsolationOptions:
 
 def parse(
     function: Callable[..., Any],
+    target: tuple[Reference, Stub] | None,
     *,
     workers: int,
     timeout: _units.Duration | None,
@@ -88,12 +91,14 @@ def parse(
     if scope == "host" and isinstance(owner_of(function), PooledFunction):
         why = "cannot hold the molds of a pool's keys, which its budget ends"
         raise InvalidOption("scope", scope, why=why, fix="Leave it out, or give each model a guard of its own.")
-    where, kind = reference(function), kind_of(inspect.unwrap(function))
+    where, stub = (reference(function), None) if target is None else target
+    kind = kind_of(inspect.unwrap(function)) if stub is None else stub.kind
     if refork_after is not None:
         _check_refork(refork_after, start, kind)
     return IsolationOptions(
-        name=".".join(where) if name is None else name,
+        name=".".join(reference(function)) if name is None else name,
         function=where,
+        stub=stub,
         kind=kind,
         workers=_units.whole_number(workers, "workers"),
         timeout=None if timeout is None else _units.seconds(timeout, "timeout"),
@@ -123,15 +128,48 @@ def check_function(function: Any, recycle_on: Policy | None, start: StartMethod)
     """Check that a function can be isolated.
 
     Raises:
-        InvalidOption: It cannot be imported by name, is batched or isolated already, ``recycle_on`` does not fit it, or
-            ``start="spawn"`` has no mold to keep.
+        InvalidOption: It cannot be imported by name, or :func:`check_source` refuses it.
+    """
+    check_importable(function)
+    check_source(function, owner_of(function), recycle_on, start)
+
+
+def check_stub(function: Any, recycle_on: Policy | None, start: StartMethod) -> None:
+    """Check that a function can stand for another one.
+
+    Raises:
+        InvalidOption: It is a method, has a guard, or ``recycle_on`` is no policy that a process without its module can
+            read.
+    """
+    check_importable(function, stub=True)
+    if owner_of(function) is not None:
+        why = "stands for another one by target=, and takes no model"
+        raise InvalidOption("function", function, why=why, fix="Decorate the function that target= names.")
+    check_source(function, None, recycle_on, start)
+    foreign = () if recycle_on is None else recycle_on.parts()
+    for part in foreign:
+        if isinstance(part, Changed) or type(part).__module__.partition(".")[0] != "modelguard":
+            why = "is of this program's own code, which the module of target= does not know"
+            raise InvalidOption("recycle_on", part, why=why, fix="Give the function in that module a guard with it.")
+
+
+def check_source(function: Any, owner: object, recycle_on: Policy | None, start: StartMethod) -> None:
+    """Check that a function fits what isolates it.
+
+    Args:
+        function: The function.
+        owner: Its guard, its pool or its replicas; None if it has none.
+        recycle_on: The option.
+        start: The option.
+
+    Raises:
+        InvalidOption: It is batched or isolated already, ``recycle_on`` does not fit it, or ``start="spawn"`` has no
+            mold to keep.
     """
     if hasattr(function, "aio") and hasattr(function, "submit"):
         why = "is batched or isolated already"
         fix = "Put @batched(...) above @isolate(...), which belongs above the guard's decorator."
         raise InvalidOption("function", function, why=why, fix=fix)
-    check_importable(function)
-    owner = owner_of(function)
     if isinstance(owner, ModelReplicas):
         why = "takes its model from replicas, and a worker runs one call at a time"
         raise InvalidOption("function", function, why=why, fix="Decorate it with a guard, and give workers=.")

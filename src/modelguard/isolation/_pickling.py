@@ -6,16 +6,19 @@ import copyreg
 import io
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Buffers", "Content", "dumps", "loads", "loads_plain", "size"]
+__all__ = ["Buffers", "Content", "Loads", "dumps", "loads", "loads_here", "loads_plain", "size"]
 
 #: Readable memory: the content of arrays, in the order in which the pickle refers to them.
 Buffers = list[memoryview]
 
 #: A pickle, and the buffers that it refers to.
 Content = tuple[bytes, Buffers]
+
+#: Undoes :func:`dumps`.
+Loads = Callable[[Any, Sequence[Any]], Any]
 
 _PROTOCOL = 5
 
@@ -64,12 +67,31 @@ def loads_plain(body: bytes, buffers: Sequence[Any]) -> Any:
     return _Plain(io.BytesIO(body), buffers=buffers).load()
 
 
+def loads_here(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
+    """:func:`loads` for a process that is to import no libraries because of what it receives.
+
+    Raises:
+        UnpicklingError: It needs one that this process has not imported.
+    """
+    return _Here(io.BytesIO(body), buffers=buffers).load()
+
+
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = module.partition(".")[0] in {"modelguard", *sys.stdlib_module_names}
         if not known or module == __name__:  # which rebuilds tensors
             raise pickle.UnpicklingError(f"needs {module}")
         return super().find_class(module, name)
+
+
+class _Here(_Plain):
+    def find_class(self, module: str, name: str) -> Any:
+        if ("torch" if module == __name__ else module) in sys.modules:
+            return pickle.Unpickler.find_class(self, module, name)
+        try:
+            return super().find_class(module, name)
+        except pickle.UnpicklingError as error:
+            raise pickle.UnpicklingError(f"{error}, which is not imported here: return plain values") from None
 
 
 def size(content: Content) -> int:

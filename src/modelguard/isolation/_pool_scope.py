@@ -59,7 +59,7 @@ class PoolScope(MoldScope):
     """
 
     def __init__(self, options: IsolationOptions, source: PoolSource, *, paused: bool = False) -> None:
-        super().__init__(options, source.pooled.options.wait_timeout)
+        super().__init__(options, lambda: source.pooled.options.wait_timeout)
         self._options = options
         self._source = source
         self._guards: WeakRegistry[MoldGuard] = WeakRegistry()
@@ -88,7 +88,7 @@ class PoolScope(MoldScope):
         future, own = self._pool.fetch(claim.key)
         if not again:
             # Who begins a load waits for as long as that takes.
-            claim.until = math.inf if own else time.monotonic() + self._wait_timeout
+            claim.until = math.inf if own else time.monotonic() + self._wait_timeout()
         claim.place = _Fetching()
         claim.wait(self.claims, claim.until, partial(self._pool.why_full, claim.key))
         future.add_done_callback(partial(self._fetched, claim, own))

@@ -70,7 +70,7 @@ class ProcessScope(MoldScope):
     def __init__(self, options: IsolationOptions, molds: MoldGuard) -> None:
         self._molds = molds
         self._engine = molds.guard.engine
-        super().__init__(options, self._engine.guard.options.wait_timeout)
+        super().__init__(options, lambda: self._engine.guard.options.wait_timeout)
 
     def _lend(self, key: Any) -> Loan | None:
         del key

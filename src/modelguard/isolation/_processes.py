@@ -11,21 +11,23 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from modelguard.environment import _limits, _proc
 from modelguard.errors import NotSupported
 
 __all__ = [
     "ENDING",
+    "Place",
     "check_supported",
+    "coming_last",
     "describe_exit",
     "die_with_parent",
     "ending_signals",
     "kill_group",
     "may_step_forward",
-    "oom_score",
+    "place",
     "prefer_as_oom_victim",
-    "priority",
     "reap",
     "reap_group",
     "send_kill",
@@ -49,6 +51,9 @@ _LOWEST = 19
 #: A worker's ``oom_score_adj``, in thousandths of all memory: when memory runs out, the kernel kills a worker and
 #: neither the mold nor the server.
 _OOM_SCORE = 500
+
+#: That of a mold that loads beside calls, which have the old model: sooner than any worker.
+_OOM_SCORE_OF_LOADS = 1000
 _OOM_FILE = Path("/proc/self/oom_score_adj")
 
 
@@ -127,15 +132,28 @@ def ending_signals() -> Iterator[None]:
         signal.raise_signal(came)
 
 
-def oom_score() -> int:
-    """What was added to this process's place among those that the kernel kills when memory runs out."""
+class Place(NamedTuple):
+    """Whose turn this process is.
+
+    Attributes:
+        oom_score: What was added to its place among those that the kernel kills when memory runs out.
+        priority: The nice value of its thread.
+    """
+
+    oom_score: int
+    priority: int
+
+
+def place() -> Place:
+    """That of this process and this thread."""
+    score = 0
     with suppress(OSError, ValueError):
-        return int(_OOM_FILE.read_text(encoding="ascii"))
-    return 0
+        score = int(_OOM_FILE.read_text(encoding="ascii"))
+    return Place(score, os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def set_oom_score(score: int) -> None:
-    """Set what :func:`oom_score` returns, if this process may."""
+    """Set :attr:`Place.oom_score`, if this process may."""
     with suppress(OSError):
         _OOM_FILE.write_text(str(score), encoding="ascii")
 
@@ -145,22 +163,21 @@ def prefer_as_oom_victim() -> None:
     set_oom_score(_OOM_SCORE)
 
 
-def stay_back() -> None:
-    """Let this thread, and those that it starts, run after other work where there is not enough CPU time."""
+def stay_back(before: int) -> None:
+    """Let this thread, and those that it starts, run after other work where there is not enough CPU time.
+
+    Args:
+        before: Its nice value while it does not, so that who has stood back already does so no further.
+    """
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + _NICE, _LOWEST))
+        os.setpriority(os.PRIO_PROCESS, 0, min(before + _NICE, _LOWEST))
 
 
 def may_step_forward() -> bool:
     """Whether this process can take back :func:`stay_back`."""
     capabilities = int(_proc.status().get("CapEff", "0").split()[0], 16)
-    room = resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - priority()
+    room = resource.getrlimit(resource.RLIMIT_NICE)[0] >= _LOWEST + 1 - place().priority
     return bool(capabilities >> _CAP_SYS_NICE & 1) or room
-
-
-def priority() -> int:
-    """This thread's nice value."""
-    return os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def step_forward(before: int) -> None:
@@ -175,12 +192,24 @@ def standing_back() -> Iterator[None]:
     if not may_step_forward():
         yield
         return
-    before = priority()
-    stay_back()
+    before = place().priority
+    stay_back(before)
     try:
         yield
     finally:
         step_forward(before)
+
+
+@contextmanager
+def coming_last() -> Iterator[None]:
+    """:func:`standing_back` while a model loads beside calls, which must not pay with a worker if memory runs out."""
+    before = place().oom_score
+    set_oom_score(_OOM_SCORE_OF_LOADS)
+    try:
+        with standing_back():
+            yield
+    finally:
+        set_oom_score(before)
 
 
 def send_kill(pidfd: int) -> None:

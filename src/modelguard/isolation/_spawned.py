@@ -99,6 +99,8 @@ class SpawnedWorkers(Mold):
                 what, *details = launched.control.receive()
                 if what == "failed":
                     self._not_loaded(*details)
+                elif what == "found":
+                    self._found(*details)
                 elif what == "ready":
                     _, self.code, self.version = details
                 if not launched.control.has_unread:

@@ -61,6 +61,7 @@ class Serving:
         worn: Why this worker asks for its replacement; empty if it does not. Read before each answer.
         between_calls: Runs after an answer, when nobody waits, twenty times a second at most.
         max_bytes: The largest answer.
+        plain: Whether errors are to need no modules but Python's and modelguard's.
         become_mold: Makes a mold of this process. Returns if that is not possible, and then calls go on.
     """
 
@@ -74,6 +75,7 @@ class Serving:
         worn: Callable[[], tuple[Reason, ...]],
         between_calls: Callable[[], object] | None,
         max_bytes: int,
+        plain: bool,
         become_mold: Callable[[int], object],
     ) -> None:
         self._name = name
@@ -83,6 +85,7 @@ class Serving:
         self._worn = worn
         self._between_calls = between_calls
         self._max_bytes = max_bytes
+        self._plain = plain
         self._become_mold = become_mold
         self._pid = os.getpid()
         self._look_again = 0.0
@@ -190,7 +193,8 @@ class Serving:
 
     def _fail(self, error: BaseException, raised: BaseException | None) -> None:
         text = None if raised is None else "".join(traceback.format_exception(raised))
-        content = _pickling.dumps((int(AnswerKind.ERROR), (portable(error, self._name), text), self._worn()))
+        sent = portable(error, self._name, plain=self._plain)
+        content = _pickling.dumps((int(AnswerKind.ERROR), (sent, text), self._worn()))
         size = _pickling.size(content)
         if size > self._max_bytes:
             why = f"; the error takes {size:,} bytes, and max_transfer is {self._max_bytes:,}"

@@ -9,8 +9,9 @@ from modelguard import _public, _units
 from modelguard.errors import InvalidOption
 from modelguard.isolation import _processes
 from modelguard.isolation._isolated import Isolated
-from modelguard.isolation._options import ScopeName, StartMethod, check_function, parse
-from modelguard.isolation._source import source_of
+from modelguard.isolation._options import ScopeName, StartMethod, check_function, check_stub, parse
+from modelguard.isolation._source import source_of, warn_of_other_loaders
+from modelguard.isolation._target import stub_of
 from modelguard.lifecycle.policies import Policy
 from modelguard.serving.breaker import Breaker
 
@@ -28,6 +29,7 @@ class Decorator(Protocol):
 
 def isolate(
     *others: Never,
+    target: str | None = None,
     workers: int = 2,
     timeout: _units.Duration | None = 60.0,
     start: StartMethod = "fork",
@@ -60,6 +62,9 @@ def isolate(
 
     Args:
         others: None; every option is passed by keyword.
+        target: ``"module:function"``: what runs, if this process is not to import it. The decorated function gives its
+            name and signature to callers, and has ``...`` for a body; the mold imports the module, and takes the model
+            and its policies from the guard that it finds there. Default: the decorated function.
         workers: How many calls run at a time, each in a worker process. One more worker is kept ready, which takes the
             place of one that is replaced or has died; with ``start="spawn"`` only while one is replaced.
         timeout: The longest that a call may run in a worker, after which the worker is killed and the call gets
@@ -88,7 +93,8 @@ def isolate(
 
     Raises:
         InvalidOption: An option is invalid, or the function cannot be imported by name: it is a lambda, a method, or
-            defined inside another function or in a notebook.
+            defined inside another function or in a notebook. Or there is no module of ``target``, or the decorated
+            function has a body; whether it fits that one is seen by the first load, as a ``LoadFailed``.
         NotSupported: This is not Linux.
     """
     if others:
@@ -97,9 +103,14 @@ def isolate(
 
     def decorate(function: Callable[P, R], /) -> Isolated[P, R]:
         _processes.check_supported()
-        check_function(function, recycle_on, start)
+        if target is None:
+            check_function(function, recycle_on, start)
+            warn_of_other_loaders(function)
+        else:
+            check_stub(function, recycle_on, start)
         options = parse(
             function,
+            None if target is None else stub_of(function, target, recycle_on),
             workers=workers,
             timeout=timeout,
             start=start,
@@ -112,7 +123,7 @@ def isolate(
             version=version,
             name=name,
         )
-        return Isolated(function, options, source_of(function, options, recycle_on))
+        return Isolated(function, options, source_of(function, options.name, options.kind, recycle_on))
 
     return decorate
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from modelguard import telemetry
 from modelguard.lifecycle import _inline
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._evaluator import Due, Evaluator
+from modelguard.lifecycle._fingerprints import Fingerprint
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._load_job import LoadJob
-from modelguard.lifecycle._policy import subset
+from modelguard.lifecycle._policy import Policy, subset
 from modelguard.lifecycle._postponing import Postponing
 from modelguard.lifecycle._readings import Readings
 from modelguard.lifecycle._recycling import Ask, Recycling
@@ -57,13 +59,12 @@ class Checks(Generic[M]):
         interval = self._evaluator.interval
         if self._guard.state.postponed is not None:
             interval = self._postponing.interval
-        return interval if self._trimmer is None else min(interval, self._trimmer.interval)
+        return interval if self._trimmer is None else min(interval, self._trimmer.check_interval())
 
     def check(self) -> bool:
         """Ask the policies now, and trim if it is time; true if a reload was started."""
-        current = self._guard.state.current
-        if self._trimmer is not None and current is not None:
-            self._trimmer.check((current.number, current.uses))
+        if self._trimmer is not None and self._guard.state.current is not None:
+            self._trimmer.tick()
         return self.ask(sample=True)
 
     def tick(self) -> None:
@@ -148,9 +149,14 @@ class Checks(Generic[M]):
         if changed:
             telemetry.emit((telemetry.GuardPaused if paused else telemetry.GuardResumed)(guard=guard.name))
 
-    def recycle_in_children(self, ask: Ask, *, takes_calls: bool) -> None:
+    @property
+    def renew(self) -> Callable[[], object] | None:
+        """What asks another process for new weights, instead of a reload in this one."""
+        return self._recycling.renew
+
+    def recycle_in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None) -> None:
         """Have children that are forked from now on ask for a fresh process instead of reloading."""
-        self._recycling.in_children(ask, takes_calls=takes_calls)
+        self._recycling.in_children(ask, takes_calls=takes_calls, renew=renew)
         self._evaluator.decide_by(self._recycling.policy)
 
     def recycle_here(self, ask: Ask, *, renews: bool) -> None:
@@ -158,6 +164,11 @@ class Checks(Generic[M]):
         self._recycling.in_this_process(ask)
         if not renews:
             self._evaluator.decide_by(subset(self._guard.options.reload_on, renews=False))
+
+    def follow(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None]) -> None:
+        """Ask another policy from the end of the load on that is under way; ``files`` were so before it."""
+        self._evaluator.decide_by(policy)
+        self.readings.follow(policy, files)
 
     def after_load(self) -> None:
         """Set the policies' alarm for a generation that was just installed. Never raises."""

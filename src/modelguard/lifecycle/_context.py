@@ -19,7 +19,7 @@ class GuardContext(Generic[M]):
     """One guard, as loading, evaluating and releasing see it.
 
     Attributes:
-        options: Set once.
+        options: Set once, but for the guard of molds (:meth:`~modelguard.lifecycle._engine.Engine.follow`).
         state: Changed by its own methods only.
         recorded: The calls that a reload repeats; None without ``replay``.
         shown: The version that ``modelguard top`` reads of this process.

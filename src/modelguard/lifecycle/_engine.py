@@ -7,8 +7,9 @@ does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, insta
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelguard import _own_thread, _units
@@ -16,6 +17,7 @@ from modelguard._weak_registry import WeakRegistry
 from modelguard.errors import WouldDeadlock
 from modelguard.lifecycle import _at_exit, _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
 from modelguard.lifecycle._engine_loads import EngineLoads
+from modelguard.lifecycle._fingerprints import Fingerprint
 from modelguard.lifecycle._generation import Generation
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle._recycling import Ask
@@ -64,6 +66,16 @@ class Engine(EngineLoads[M]):
     def move_to(self, runtime: Runtime) -> None:
         """Use another runtime from now on. For tests, which move a guard to their clock and back."""
         self.guard.runtime = runtime
+
+    def follow(self, options: GuardOptions[M], files: Mapping[Path, Fingerprint | None]) -> None:
+        """Go by other options from now on. For the guard of molds, whose load under way has found them.
+
+        Args:
+            options: The options.
+            files: What the paths were that their policy watches, before that load read them.
+        """
+        self.guard.options = options
+        self.checks.follow(options.reload_on, files)
 
     # Calls
 
@@ -306,10 +318,10 @@ class Engine(EngineLoads[M]):
         """Whether a part of the policy asks for new weights (``TTL``, ``Modified``, ``Changed``)."""
         return subset(self.guard.options.reload_on, renews=True) is not None
 
-    def recycle_in_children(self, ask: Ask, *, takes_calls: bool) -> None:
+    def recycle_in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None = None) -> None:
         """Have children that are forked from now on ask for a fresh process instead of reloading."""
         self.state.raise_if_closed()
-        self.checks.recycle_in_children(ask, takes_calls=takes_calls)
+        self.checks.recycle_in_children(ask, takes_calls=takes_calls, renew=renew)
 
     def recycle_here(self, ask: Ask, *, renews: bool = True) -> None:
         """Ask for a fresh process instead of reloading, from now on; without ``renews`` not for new weights."""

@@ -58,6 +58,12 @@ class EngineLoads(Generic[M]):
 
     def _request_reload(self) -> Future[Outcome]:
         self._check_keep()
+        if (renew := self.checks.renew) is not None:
+            self.state.raise_if_closed()
+            renew()
+            asked: Future[Outcome] = Future()
+            asked.set_result(None)  # whoever waits for more would wait for the end of this process
+            return asked
         with self.state.lock:
             request, job = self.state.request((Reason("requested", "requested"),), urgent=True)
             future = self.state.wait_for_request(request)

@@ -111,10 +111,18 @@ def private_folder() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime:
         return Path(runtime, "modelguard")
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    return Path(_temporary(), f"modelguard-{user}")
+
+
+def _temporary() -> str:
+    """The temp folder, also while it is full: ``gettempdir()`` is another one then, where the others do not meet."""
+    for place in (*map(os.environ.get, ("TMPDIR", "TEMP", "TMP")), "/tmp"):  # noqa: S108 - the folder in it is private
+        if place and os.access(place, os.W_OK | os.X_OK):
+            return place
     import tempfile
 
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    return Path(tempfile.gettempdir(), f"modelguard-{user}")
+    return tempfile.gettempdir()
 
 
 HOST_LOCK = HostLock(private_folder)

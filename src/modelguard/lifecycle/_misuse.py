@@ -152,8 +152,11 @@ def check_not_routed(function: Any) -> None:
 
 
 def in_use(references: int) -> bool:
-    """Whether somebody else refers to a function that a decorator's ``__call__`` got, by ``sys.getrefcount`` there."""
-    return references > _FRESH
+    """Whether somebody else may refer to a function that a decorator's ``__call__`` got, by ``sys.getrefcount`` there.
+
+    Without the GIL the count does not tell: references on the interpreter's stack are not in it.
+    """
+    return references > _FRESH or "t" in sys.abiflags
 
 
 class _CountReferences:

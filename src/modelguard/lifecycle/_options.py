@@ -40,6 +40,9 @@ class TrimSchedule:
     seconds: float = math.inf
     growth: float = math.inf
 
+    def __str__(self) -> str:
+        return _units.format_seconds(self.seconds) if self.growth == math.inf else _units.format_bytes(int(self.growth))
+
     @classmethod
     def parse(cls, value: _units.Duration) -> TrimSchedule:
         """Read ``trim_every``: a size if it is text that ends in a B, as in ``"100 MB"``, else a duration."""

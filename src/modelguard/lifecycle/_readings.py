@@ -104,17 +104,25 @@ class Readings:
 
     def __init__(self, guard: GuardContext[Any]) -> None:
         self._guard = guard
-        policy = guard.options.reload_on
+        self._watch(guard.options.reload_on)
+        self._told: set[Path] = set()  # of which paths it was logged that not all is watched
+        self._probes = Probes(guard.name, guard.options.reload_on)
+        self._at_load: dict[Path, Fingerprint | None] = {}
+        self._before: dict[Path, Fingerprint | None] = {}  # the load that is under way
+        self._idle_since = guard.runtime.clock()
+        self.start(None)
+
+    def _watch(self, policy: Policy | None) -> None:
         self._reads_memory = policy is not None and policy.reads_memory
         self._reads_gpu = policy is not None and policy.reads_gpu
         parts = policy.parts() if policy is not None else ()
         self._paths = tuple({part.path for part in parts if isinstance(part, Modified)})
-        self._told: set[Path] = set()  # of which paths it was logged that not all is watched
-        self._probes = Probes(guard.name, policy)
-        self._at_load: dict[Path, Fingerprint | None] = {}
-        self._idle_since = guard.runtime.clock()
-        self._limit = guard.runtime.limit() if self._reads_memory else None
-        self.start(None)
+        self._limit = self._guard.runtime.limit() if self._reads_memory else None
+
+    def follow(self, policy: Policy | None, files: Mapping[Path, Fingerprint | None]) -> None:
+        """Read what another policy needs, which has no probes; ``files`` were so before the load that is under way."""
+        self._watch(policy)
+        self._before.update(files)
 
     def start(self, generation: Generation[Any] | None) -> None:
         """Start with no readings, for ``generation``."""
@@ -143,6 +151,7 @@ class Readings:
             if path not in self._told and not is_whole(files):
                 self._told.add(path)
                 logger.warning("%s: only the first %d files of %s are watched", self._guard.name, MAX_ENTRIES, path)
+        self._before = found
         return AtLoad(found, answers)
 
     def loaded(self, generation: Generation[Any], at_load: AtLoad, *, replaced: bool = False) -> None:

@@ -27,6 +27,7 @@ class Recycling:
     def __init__(self, guard: GuardContext[Any]) -> None:
         self._guard = guard
         self._ask: Ask | None = None
+        self._renew: Callable[[], object] | None = None
         self._shares = False  # the model with a parent that loads new weights
         self.here = False
         self.takes_calls = True
@@ -36,9 +37,9 @@ class Recycling:
         self._lock = threading.Lock()
         self._asked = 0  # the latest generation for which it was asked
 
-    def in_children(self, ask: Ask, *, takes_calls: bool) -> None:
-        """Children that are forked from now on call ``ask``."""
-        self._ask = ask
+    def in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None) -> None:
+        """Children that are forked from now on call ``ask``, and ``renew`` instead of a reload, if it is given."""
+        self._ask, self._renew = ask, renew
         self.takes_calls = takes_calls
 
     def in_this_process(self, ask: Ask) -> None:
@@ -51,6 +52,11 @@ class Recycling:
         self.here = self._shares = self._ask is not None
         self.takes_calls = True
         self._start()
+
+    @property
+    def renew(self) -> Callable[[], object] | None:
+        """What asks the parent for new weights, instead of a reload in this process; None where that is not so."""
+        return self._renew if self._shares else None
 
     @property
     def policy(self) -> Policy | None:

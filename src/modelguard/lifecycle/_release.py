@@ -115,7 +115,7 @@ def _release(
     error = unload(guard, model)
     adapter = _adapters.find(model)
     watch = _watch(model)
-    immortal = sys.getrefcount(model) >= IMMORTAL
+    immortal = _is_immortal(model)
     del model
 
     collected = False
@@ -213,6 +213,12 @@ def _return_memory(adapter: _adapters.Adapter, runtime: Runtime) -> tuple[Trim, 
     adapter.released()
     runtime.gpu.empty_cache()
     return runtime.try_trim(), runtime.private()
+
+
+def _is_immortal(model: object) -> bool:
+    # Without the GIL, functions, classes and modules have counts as high, and are released all the same.
+    known: Callable[[object], bool] | None = getattr(sys, "_is_immortal", None)  # since 3.14
+    return sys.getrefcount(model) >= IMMORTAL if known is None else known(model)
 
 
 def _watch(model: object) -> weakref.ref[Any] | None:

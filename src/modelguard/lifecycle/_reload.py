@@ -55,6 +55,15 @@ def _fruitless_reloads(old: Generation[Any] | None, job: LoadJob) -> int:
     return 1 if old.served else old.fruitless_reloads + 1
 
 
+def _ulimits() -> list[tuple[str, int]]:
+    """Limits of this process at which ``malloc`` fails while memory is free: their ``ulimit`` option, and bytes."""
+    import resource  # here: few loads run out of memory
+
+    named = {"ulimit -v allows it to map": resource.RLIMIT_AS, "ulimit -d allows it as data": resource.RLIMIT_DATA}
+    found = [(what, resource.getrlimit(which)[0]) for what, which in named.items()]
+    return [(what, most) for what, most in found if most != resource.RLIM_INFINITY]
+
+
 class Reload(Generic[M]):
     """The work behind one job. Runs in a background thread.
 
@@ -270,6 +279,7 @@ class Reload(Generic[M]):
                 host_lock=lock,
             )
         )
+        before = guard.runtime.private()
         try:
             return _loading.make(guard, self._job, self._discard)
         except _loading.Late:
@@ -279,10 +289,23 @@ class Reload(Generic[M]):
             free_after(guard.runtime.gpu, rejection.__cause__ or rejection)
             self.fail(ModelRejected, str(rejection), rejection.__cause__)
         except BaseException as error:  # noqa: BLE001 - whatever a loader raises is the load's failure
+            shortage = self._shortage(before) if isinstance(error, MemoryError) else ""  # while the load still holds it
             free_after(guard.runtime.gpu, error)  # who waits keeps the error, and would keep half a model
             cause = named(guard.name, guard.runtime.gpu, error)
-            self.fail(LoadFailed, f"{type(cause).__name__}: {cause}", cause)
+            said = "; ".join(filter(None, (str(cause), shortage)))
+            self.fail(LoadFailed, f"{type(cause).__name__}: {said}", cause)
         return None
+
+    def _shortage(self, before: int) -> str:
+        """What a load that ran out of memory had taken, and what was left."""
+        runtime = self._guard.runtime
+        private, room = runtime.private(), runtime.headroom()
+        free = "an unknown amount" if room is None else _units.format_bytes(room)
+        limits = "".join(f"; {_units.format_bytes(most)} is the most that {what}" for what, most in _ulimits())
+        return (
+            f"the load had taken {_units.format_bytes(max(0, private - before))}; this process has "
+            f"{_units.format_bytes(private)} of private memory, and {free} is free{limits}"
+        )
 
     def _emit_finished(self, loaded: _loading.Made[M], swap: Swap, waited: float) -> None:
         gpu = use_of(self._guard.runtime.gpu)

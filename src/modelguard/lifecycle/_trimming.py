@@ -1,79 +1,108 @@
-"""``trim_every``: return freed memory to the system while calls run, and not only at a release."""
+"""``trim_every``: return freed memory to the system while the process works, and not only at a release."""
 
 from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Protocol, Self
 
-from modelguard import telemetry
-from modelguard.lifecycle._context import GuardContext
+from modelguard import _units, telemetry
+from modelguard.errors import InvalidOption
+from modelguard.lifecycle import _fork, _ticker, runtime
+from modelguard.lifecycle._options import TrimSchedule
 from modelguard.lifecycle._readings import pause_after
+from modelguard.lifecycle.runtime import Runtime
 
-if TYPE_CHECKING:
-    from modelguard.lifecycle._options import TrimSchedule
+__all__ = ["Trimmer", "Trimming", "running", "trim_every"]
+
+#: Seconds of processor time in which little can be freed. A waiting worker of gunicorn takes 4 ms in 30 s, ticker
+#: included; uvicorn's, whose event loop wakes ten times a second, 60.
+_IDLE = 0.01
+#: Seconds until an idle process is looked at again, where growth is what is waited for.
+_PAUSE = 1.0
+#: The name of a process in events.
+_PROCESS = "process"
+
+
+class _Owner(Protocol):
+    """What trims: a guard, or the process.
+
+    Attributes:
+        runtime: A test may replace it.
+    """
+
+    runtime: Runtime
+
+    @property
+    def name(self) -> str:
+        """For the events."""
+        ...
 
 
 class Trimmer:
-    """Trims for one guard, in the ticker's thread, so that no call waits for it."""
+    """Trims for one owner, in the ticker's thread, so that no call waits for it."""
 
-    def __init__(self, schedule: TrimSchedule, guard: GuardContext[Any]) -> None:
+    fork_rank = 0
+
+    def __init__(self, schedule: TrimSchedule, owner: _Owner) -> None:
         self._schedule = schedule
-        self._guard = guard
+        self._owner = owner
+        self._pause = schedule.seconds if schedule.growth == math.inf else _PAUSE
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
         """Start anew: the readings are of the parent's memory, and a thread of the parent may have held the lock."""
         self._busy = threading.Lock()
-        self._uses = (0, 0)
+        self._cpu = -math.inf
         self._floor: int | None = None
-        self._next = self._guard.runtime.clock() + (
-            self._schedule.seconds if self._schedule.growth == math.inf else pause_after(0)
-        )
+        self._next = self._owner.runtime.clock() + self._pause
 
-    @property
-    def interval(self) -> float:
-        """Seconds until the next check is useful."""
-        return max(0.0, self._next - self._guard.runtime.clock())
+    def before_fork(self) -> None:
+        """Nothing: the child makes a lock of its own."""
 
-    def check(self, uses: tuple[int, int]) -> None:
-        """Trim if it is time and there were calls since the last time.
+    def after_fork_in_parent(self) -> None:
+        """Nothing."""
 
-        Args:
-            uses: The current generation's number, and how many calls have ended on it; an idle process frees nothing.
-        """
-        if self._guard.runtime.clock() < self._next or not self._busy.acquire(blocking=False):
+    def check_interval(self) -> float:
+        """Seconds until the next tick is useful."""
+        return max(0.0, self._next - self._owner.runtime.clock())
+
+    def tick(self) -> None:
+        """Trim if it is time and the process has worked since the last time: an idle one frees nothing."""
+        runtime = self._owner.runtime
+        now = runtime.clock()
+        if now < self._next or not self._busy.acquire(blocking=False):
             return
         try:
-            if self._schedule.growth < math.inf:
-                self._check_growth(uses)
-            else:
-                self._next = self._guard.runtime.clock() + self._schedule.seconds
-                if uses != self._uses:
-                    self._trim(uses)
+            self._next = now + self._pause
+            if runtime.cpu() - self._cpu < _IDLE:
+                return
+            if self._schedule.growth == math.inf or self._has_grown():
+                self._trim()
+            self._cpu = runtime.cpu()
         finally:
             self._busy.release()
 
-    def _check_growth(self, uses: tuple[int, int]) -> None:
-        started = self._guard.runtime.clock()
+    def _has_grown(self) -> bool:
+        runtime = self._owner.runtime
+        started = runtime.clock()
         held = self._slack()
-        now = self._guard.runtime.clock()
+        now = runtime.clock()
         self._next = now + pause_after(now - started)
-        if self._floor is not None:
-            self._floor = min(self._floor, held)
-        # The first time too: only a trim shows how much is in use, and growth counts from there.
-        if uses != self._uses and (self._floor is None or held - self._floor >= self._schedule.growth):
-            self._trim(uses)
+        if self._floor is None:  # only a trim shows how much is in use, and growth counts from there
+            return True
+        self._floor = min(self._floor, held)
+        return held - self._floor >= self._schedule.growth
 
     def _slack(self) -> int:
         """Bytes that are held but not in use, and those that malloc does not know about: growth here can be returned.
 
         Private memory alone does not work: the memory that a long call uses now would count as the floor.
         """
-        return self._guard.runtime.private() - (self._guard.runtime.in_use() or 0)
+        return self._owner.runtime.private() - (self._owner.runtime.in_use() or 0)
 
-    def _trim(self, uses: tuple[int, int]) -> None:
-        runtime = self._guard.runtime
+    def _trim(self) -> None:
+        runtime = self._owner.runtime
         before, in_use = runtime.private(), runtime.in_use() or 0
         started = runtime.clock()
         trim = runtime.try_trim()
@@ -81,10 +110,10 @@ class Trimmer:
         after = runtime.private()
         # Calls go on meanwhile. What they free during the trim must not count as the floor, or it would never be
         # returned; so of the two figures the one that gives the lower floor counts.
-        self._uses, self._floor = uses, after - max(in_use, runtime.in_use() or 0)
+        self._floor = after - max(in_use, runtime.in_use() or 0)
         telemetry.emit(
             telemetry.MemoryTrimmed(
-                guard=self._guard.name,
+                guard=self._owner.name,
                 bytes_before=before,
                 bytes_after=after,
                 trimmed_by=trim.allocator,
@@ -94,3 +123,71 @@ class Trimmer:
                 held=runtime.held(),
             )
         )
+
+
+class Trimming:
+    """What :func:`trim_every` has started, until :meth:`stop` or the end of a ``with`` block."""
+
+    def __init__(self, schedule: TrimSchedule, world: Runtime) -> None:
+        self.name = _PROCESS
+        self.schedule = schedule
+        self.runtime = world
+        self.trimmer = Trimmer(schedule, self)
+
+    def stop(self) -> None:
+        """Trim no more. Further calls have no effect. A process that was forked before goes on."""
+        _ticker.TICKER.remove(self.trimmer)
+        if _running.get(self.name) is self:
+            del _running[self.name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"Trimming({str(self.schedule)!r}, {'runs' if running() is self else 'stopped'})"
+
+
+_running: dict[str, Trimming] = {}
+
+
+def running() -> Trimming | None:
+    """What trims this process now, guards left aside."""
+    return _running.get(_PROCESS)
+
+
+def trim_every(every: _units.Duration) -> Trimming:
+    """Return freed memory to the system again and again, in this process and in those that are forked from it.
+
+    It is done in a background thread, and only if the process has worked since the last time. Each time emits
+    ``MemoryTrimmed``, whose ``guard`` is ``"process"``. A process has one interval: a second call with the same one
+    returns what the first has returned.
+
+    Args:
+        every: An interval, such as ``"30s"`` or seconds; or a size such as ``"100 MB"`` (text that ends in B): then
+            memory is returned each time the process has grown by so much of what can be returned.
+
+    Returns:
+        Its ``stop()`` ends it, as does the end of a ``with`` block.
+
+    Raises:
+        InvalidOption: It is neither a duration nor a size, or another one is in force.
+        NotSupported: The allocator in force is not known, or this is not Linux.
+    """
+    world = runtime.default()
+    world.check_trim()
+    made = Trimming(TrimSchedule.parse(every), world)
+    found = _running.setdefault(made.name, made)  # one step: two threads may get here at once
+    if found.schedule != made.schedule:
+        fix = "Call it once in a process, or stop() what the first call returned."
+        raise InvalidOption("trim_every", every, why=f"this process is trimmed every {found.schedule} already", fix=fix)
+    if found is made and world.ticks:
+        _fork.register(made.trimmer)
+        try:
+            _ticker.TICKER.add(made.trimmer)
+        except RuntimeError:  # the system gives no thread
+            made.stop()
+            raise
+    return found

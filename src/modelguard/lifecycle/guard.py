@@ -180,10 +180,9 @@ def guard(
             that protect memory too. What waits is in ``status().postponed`` and in the event ``ReloadPostponed``.
             :meth:`ModelGuard.reload` and :meth:`ModelGuard.unload` do not wait. Default: 0, no bound.
         backoff: How failed loads are retried. Default: ``Backoff("1s", "1m")``.
-        trim_every: Return freed memory to the system while calls run: at this interval (``"30s"``), or each time the
-            process has grown by this much (``"100 MB"``: text that ends in B is a size). It is done in the background
-            and for the whole process, so one guard with it is enough, and only if there were calls since the last
-            time. Each time emits ``MemoryTrimmed``. Default: only when a generation is released.
+        trim_every: :func:`modelguard.memory.trim_every` with this interval (``"30s"``) or size (``"100 MB"``), as long
+            as the guard has a model. It is for the whole process, so one guard with it is enough. Default: memory is
+            returned only when a generation is released.
         keep_previous: Keep the model that a reload has replaced, for :meth:`ModelGuard.rollback`, until the next reload
             has succeeded. Costs the memory of a second model all the time, and of a third one during a load. Nothing is
             kept where memory is short: after ``drain_first``, and after a reload because of ``MemoryGrowth``,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from typing import Any
 
 from modelguard import _own_thread
 from modelguard._wakeup import Wakeup
 from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, WouldDeadlock
-from modelguard.serving import _inline, _registry
+from modelguard.serving import _inline, _registry, deadlines
 from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._events import BatchEvents
 from modelguard.serving._execution import BatchCallable, BatchFunction
@@ -29,8 +28,6 @@ from modelguard.serving.status import BatchStatus
 from modelguard.telemetry import logger
 
 __all__ = ["Batcher"]
-
-_clock = time.monotonic  # at every call, where each look-up counts
 
 
 class Batcher:
@@ -112,7 +109,7 @@ class Batcher:
         with self._lock:
             if self._queue.closed:
                 raise GuardClosed(self.name)
-            now = _clock()
+            now = deadlines.clock()
             self._options = self._options.changed(changes)
             self._take_limits(self._options.limits)
             self._queue.configure(self._limits, now)
@@ -142,7 +139,7 @@ class Batcher:
         queue, threads, wakeup = self._queue, self._threads, None
         try:
             with self._lock:
-                queue.admit(request, _clock())
+                queue.admit(request, deadlines.clock())
                 if threads.idle:
                     wakeup = threads.idle.pop()
                 elif threads.count < threads.most:
@@ -162,6 +159,37 @@ class Batcher:
         if scope is not None and scope.web_request is not None:
             scope.web_request.add(QueuedCall(request, self.cancel))
 
+    def bound(self, request: Request, timeout: float | None) -> None:
+        """Set when a request has to be answered, and for whom it is, before :meth:`put_together`."""
+        self._apply_bounds(request, timeout, current_scope.get())
+
+    def put_together(self, requests: list[Request]) -> None:
+        """:meth:`put` for several requests with their bounds: all of them are queued, or none."""
+        if _inline.open_blocks or (_own_thread.open_blocks and _own_thread.required()):
+            for request in requests:
+                self._compute_inline(request)
+            return
+        try:
+            with self._lock:
+                self._queue.admit_together(requests, deadlines.clock())
+                wakeup = self._threads.find() if requests else None
+                nearest = min((request.deadline for request in requests), default=math.inf)
+                if nearest < self._watch.due:
+                    self._watch.schedule(nearest)
+            if wakeup is not None:
+                wakeup.set()
+            self._locked.settle()
+        except ModelGuardError:
+            self._report_refusals()
+            raise
+        except BaseException:  # as in put
+            self._withdraw(*requests)
+            raise
+        scope = current_scope.get()
+        if scope is not None and scope.web_request is not None:
+            for request in requests:
+                scope.web_request.add(QueuedCall(request, self.cancel))
+
     def put_plain(self, request: Request) -> None:
         """:meth:`put` for a request on an event loop, without keyword arguments and timeout; mostly without the lock.
 
@@ -176,7 +204,7 @@ class Batcher:
             self.put(request)
             return
         try:
-            request.arrived = _clock()
+            request.arrived = deadlines.clock()
             queue.inbox.append(request)
             # Read again, after the request was queued: a thread looks for work after it has written these.
             if threads.idle or threads.count < threads.most or queue.closed:
@@ -201,14 +229,14 @@ class Batcher:
         if closed:
             raise GuardClosed(self.name)
 
-    def _withdraw(self, request: Request) -> None:
+    def _withdraw(self, *requests: Request) -> None:
         """Undo an admission that an exception interrupted."""
         with self._lock:
-            self._queue.withdraw(request)
+            self._queue.withdraw(*requests)
         self._threads.wake_all()
 
     def _apply_bounds(self, request: Request, timeout: float | None, scope: Scope | None) -> None:
-        deadline = _clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
+        deadline = deadlines.clock() + min(self._limits.deadline, math.inf if timeout is None else timeout)
         if scope is not None:
             deadline = min(deadline, scope.nearest_deadline)
             self._refuse_own_call(scope)
@@ -268,7 +296,7 @@ class Batcher:
     # What the threads that compute do
 
     def _take(self) -> Work:
-        found = self._queue.next_batch(_clock())
+        found = self._queue.next_batch(deadlines.clock())
         if isinstance(found, Batch) and self._watch.due == math.inf and self._limits.hang_after != math.inf:
             self._watch.schedule(found.started + self._limits.hang_after)
         return found
@@ -277,11 +305,11 @@ class Batcher:
         enclosing: frozenset[object] = frozenset({self})
         if self._nested:
             enclosing = enclosing.union(*(request.enclosing for request in batch.requests))
-        started = _clock()
+        started = deadlines.clock()
         token = current_scope.set(Scope(enclosing=enclosing))
         computed = self._runner.batch(batch.requests, batch.extras, self._answer)
         current_scope.reset(token)  # what follows is outside of the batch function: callbacks of futures may call again
-        now = _clock()
+        now = deadlines.clock()
         seconds = now - started - computed.stalled
         queue = self._queue
         with self._lock:
@@ -333,6 +361,18 @@ class Batcher:
                     self._breaker.reload.reload(wait=False)
         except Exception:  # noqa: BLE001 - neither a closed guard nor an observer may end this thread
             logger.exception("modelguard: %s() goes on", self.name)
+
+    def check_time(self) -> None:
+        """Do what has become due because a test has moved the clock."""
+        with self._lock:
+            now = deadlines.clock()
+            self._check_time(now)
+            if self._watch.due < math.inf:  # it waits for a time that was
+                self._watch.schedule(now)
+            idle = self._threads.take_idle()
+        for wakeup in idle:  # they may be waiting for a batch to become due
+            wakeup.set()
+        self._after_check(now)
 
     def _report_refusals(self) -> None:
         """Have refusals reported within a second, also if no batch ends. Not by this thread: it may be a caller's."""
@@ -405,7 +445,7 @@ class Batcher:
         if self._locked.deferred:
             self._locked.settle()
         with self._lock:
-            return self._queue.status(_clock())
+            return self._queue.status(deadlines.clock())
 
     def __repr__(self) -> str:
         return f"<Batcher {self.name!r}>"

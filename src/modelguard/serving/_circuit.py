@@ -21,17 +21,21 @@ class QueueCircuit:
     Args:
         name: The batched function's name, for errors.
         circuit: The circuit; None without a breaker.
+
+    Attributes:
+        joining: Whether requests are being admitted that belong to one that has passed.
     """
 
     def __init__(self, name: str, circuit: Circuit | None) -> None:
         self._name = name
         self._circuit = circuit
         self._probe: Request | None = None
+        self.joining = False
 
     def refusal(self, now: float) -> CircuitOpen | None:
         """The error for a request that must not pass now; None if it may."""
         circuit = self._circuit
-        if circuit is None or circuit.state == "closed":  # the usual case, without a call
+        if circuit is None or circuit.state == "closed" or self.joining:  # the usual case, without a call
             return None
         pause = circuit.retry_after(now)
         if pause is None:
@@ -40,7 +44,7 @@ class QueueCircuit:
 
     def admitted(self, request: Request) -> None:
         """Note that a request waits. It is the probe if the circuit is open."""
-        if self._circuit is not None and self._circuit.state != "closed":
+        if self._circuit is not None and self._circuit.state != "closed" and not self.joining:
             self._probe = request  # first: an exception may interrupt this at any point, and forget() has to know it
             self._circuit.admitted()
 

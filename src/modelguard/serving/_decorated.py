@@ -60,6 +60,8 @@ class Decorated(Entered):
         priority: int,
         extras: dict[str, Any],
         others: tuple[object, ...] = (),
+        *,
+        put: Callable[[Request, float | None], object] | None = None,
     ) -> None:
         if others:
             raise self._arguments.wrong_count(1 + len(others))
@@ -70,7 +72,7 @@ class Decorated(Entered):
             self._arguments.fill_in(request, extras)
         if self._on_callers_loop and request.loop is None:
             request.home = self._callers_loop()
-        self._batcher.put(request, None if timeout is None else _units.seconds(timeout, "timeout", zero=True))
+        (put or self._batcher.put)(request, None if timeout is None else _units.seconds(timeout, "timeout", zero=True))
 
     def _callers_loop(self) -> asyncio.AbstractEventLoop:
         try:

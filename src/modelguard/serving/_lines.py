@@ -29,9 +29,10 @@ class Line:
         weight: The weight of what waits; 0 if nothing is weighed.
         due: When its next batch has to start; infinity while it is empty.
         nearest: No request has a deadline before this.
+        waited_until: What came by then has waited for a full batch, which went without it.
     """
 
-    __slots__ = ("due", "group", "nearest", "requests", "waiting", "weight")
+    __slots__ = ("due", "group", "nearest", "requests", "waited_until", "waiting", "weight")
 
     def __init__(self, group: Group | None) -> None:
         self.group = group
@@ -40,6 +41,7 @@ class Line:
         self.weight = 0.0
         self.due = math.inf
         self.nearest = math.inf
+        self.waited_until = -math.inf
 
     def oldest(self) -> Request | None:
         """The first request that waits. What is done in front of it is removed."""
@@ -163,6 +165,8 @@ class Lines:
 
     def taken(self, line: Line, requests: list[Request]) -> None:
         """These requests, a batch, were taken out of their line."""
+        if line.requests and len(requests) < self.full_size <= line.waiting:
+            line.waited_until = line.requests[-1].arrived
         line.waiting -= len(requests)
         if self.fairness is not None:
             self.fairness.taken(requests)
@@ -263,7 +267,8 @@ class Lines:
     def _due(self, line: Line, oldest: Request) -> float:
         """When a batch has to start: at once if it is full, else ``max_wait`` after the oldest request came."""
         limits = self._limits
-        if line.waiting >= self.full_size or line.weight >= limits.max_weight:
+        full = line.waiting >= self.full_size or line.weight >= limits.max_weight
+        if full or oldest.arrived <= line.waited_until:
             return oldest.arrived
         wait = min(limits.max_wait, self._former_wait) if oldest.arrived <= self._changed else limits.max_wait
         due = oldest.arrived + wait

@@ -148,16 +148,37 @@ class BatchQueue:
         if self.may_refuse:
             self._queue_circuit.admitted(request)
 
-    def withdraw(self, request: Request) -> None:
-        """Undo an admission that an exception interrupted at any point: count again what is really there."""
+    def admit_together(self, requests: list[Request], now: float) -> None:
+        """Queue several requests, all of them or none. They take the place of no other. Raises what :meth:`admit` does.
+
+        The circuit looks at the first one alone: when it lets one request through, that may be one of many items.
+        """
         self.take_in()
-        self._abandoned += request.state == "running"
-        request.state = "done"
-        self._expiry.settle([request])
+        self.expire(now)
+        if not self.closed and self.waiting + len(requests) > self._max_queue:
+            raise self._admission.queue_full(self.waiting, now)
+        try:
+            for request in requests:
+                self.admit(request, now)
+                self._queue_circuit.joining = True
+        except ModelGuardError:
+            self.withdraw(*requests)
+            raise
+        finally:
+            self._queue_circuit.joining = False
+
+    def withdraw(self, *requests: Request) -> None:
+        """Undo admissions that an exception interrupted at any point: count again what is really there."""
+        self.take_in()
+        for request in requests:
+            self._abandoned += request.state == "running"
+            request.state = "done"
+        self._expiry.settle(list(requests))
         self._lines.sweep()
         self.waiting = sum(line.waiting for line in self._lines)
         self._stale = 0
-        self._queue_circuit.forget(request)
+        for request in requests:
+            self._queue_circuit.forget(request)
 
     # Out
 

@@ -33,6 +33,9 @@ class Registered(Protocol):
     def after_fork_in_child(self) -> None:
         """Start again with an empty queue."""
 
+    def check_time(self) -> None:
+        """Do what has become due because a test has moved the clock."""
+
 
 #: Used without a lock: a finalizer may run at any point of :func:`live`, in its thread, and end the last request of a
 #: closed batcher, which is discarded then.

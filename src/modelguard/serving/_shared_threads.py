@@ -11,14 +11,13 @@ import heapq
 import itertools
 import math
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from modelguard._wakeup import Wakeup
-from modelguard.serving import _registry
+from modelguard.serving import _registry, deadlines
 
 __all__ = ["SharedThread", "SharedWatch", "renew_in_child"]
 
@@ -132,7 +131,7 @@ class SharedWatch:
         SharedThread(self._look, self._name).start()
 
     def _look(self) -> None:
-        now = time.monotonic()
+        now = deadlines.clock()
         with self._lock:
             if self.due > now:  # it was checked before, and there is another entry for what is due next
                 return
@@ -170,13 +169,13 @@ class _Timer:
                 thread = threading.Thread(target=self._run, args=(wakeup,), name="modelguard-deadlines", daemon=True)
                 thread.start()
                 self._wakeup = wakeup
-            elif self._heap[0][0] >= at:
+            elif self._heap[0][0] >= at or at <= deadlines.clock():  # a clock that was moved makes others due, too
                 self._wakeup.set()
 
     def _run(self, wakeup: Wakeup) -> None:
         woken = True
         while True:
-            now = time.monotonic()
+            now = deadlines.clock()
             with self._lock:
                 due = self._pop(now)
                 pause = self._heap[0][0] - now if self._heap else math.inf
@@ -200,7 +199,7 @@ class _Timer:
                 watch.begin()
             except RuntimeError:  # no thread can be started now
                 with self._lock:
-                    heapq.heappush(self._heap, (time.monotonic() + 1.0, next(self._number), reference))
+                    heapq.heappush(self._heap, (deadlines.clock() + 1.0, next(self._number), reference))
 
 
 _timer = _Timer()

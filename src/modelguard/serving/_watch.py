@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 from collections.abc import Callable
 
 from modelguard._wakeup import Wakeup
+from modelguard.serving import deadlines
 from modelguard.telemetry import logger
 
 __all__ = ["Watch"]
@@ -66,7 +66,7 @@ class Watch:
     def _keep_time(self, wakeup: Wakeup) -> None:
         woken = True
         while True:
-            now = time.monotonic()
+            now = deadlines.clock()
             with self._lock:
                 due = self.due = self._check(now)
                 ends = due == math.inf and not woken

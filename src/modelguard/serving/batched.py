@@ -13,7 +13,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, TypeAlias, TypeVar, overload
 
 from modelguard import _units
-from modelguard.errors import GuardClosed, InvalidOption, Overloaded
+from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, Overloaded
 from modelguard.serving import _trio
 from modelguard.serving._decorated import Decorated
 from modelguard.serving._function_options import LoopChoice, check_function_options
@@ -39,9 +39,10 @@ _NO_ITEM: Any = object()
 class Batched(Decorated, Generic[X, Y]):
     """A function of one item that is computed in batches. Made by :func:`batched`; see there for the options.
 
-    ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future, and
-    ``f.map(xs)`` keeps the batches full. Extra keyword arguments go to the batch function; items with different keyword
-    arguments do not share a batch. In a class it is a method, with a queue for each instance.
+    ``f(x)`` blocks the thread, ``await f.aio(x)`` does not block the event loop, ``f.submit(x)`` returns a future,
+    ``f.map(xs)`` keeps the batches full, and ``await f.amap(xs)`` takes all items of a request or none. Extra keyword
+    arguments go to the batch function; items with different keyword arguments do not share a batch. In a class it is a
+    method, with a queue for each instance.
 
     It is a context manager, for ``with`` and ``async with``, and closes on exit. Entering it again reopens it.
     """
@@ -166,8 +167,60 @@ class Batched(Decorated, Generic[X, Y]):
         if others:
             raise self._arguments.wrong_count(1 + len(others))
         self._arguments.check_items(items)
-        self._refuse_on_loop("map() would block", "await f.aio(item) for each item")
+        self._refuse_on_loop("map() would block", "await f.amap(items)")
         return self._map(items, {"timeout": timeout, "priority": priority, **extras})
+
+    async def amap(
+        self,
+        items: Iterable[X],
+        /,
+        *others: Never,
+        timeout: _units.Duration | None = None,
+        priority: int = 0,
+        **extras: Any,
+    ) -> list[Y]:
+        """Compute the items of one request, and return their results in order. Does not block the event loop.
+
+        All of them are queued, or none: a request with ten texts is refused at once if there is room for nine, or if
+        the tenth answer would be late. They take the place of nobody who waits. The first error ends the call, and
+        what of it still waits is dropped. It works on asyncio and on Trio.
+
+        Args:
+            items: The items, at most ``max_queue``.
+            others: None; everything else is passed by keyword.
+            timeout: For all of them together, as for a call.
+            priority: As for a call.
+            extras: Further keyword arguments of the batch function.
+
+        Raises:
+            QueueFull, QuotaExceeded, DeadlineUnreachable, CircuitOpen: Refused, all of them.
+            ItemRefused: ``items`` is a text, or has more items than ``max_queue``.
+            Exception: What an item failed with, as for a call.
+        """
+        self._arguments.check_items(items)
+        listed = list(items)
+        if len(listed) > (most := self.limits.max_queue):
+            why = f"{len(listed)} items never fit into a queue of max_queue={most}; pass fewer at a time"
+            raise ItemRefused(self.name, why=why)
+        try:
+            loop = get_running_loop()
+            requests: list[Any] = [LoopRequest(item, loop) for item in listed]
+        except RuntimeError:
+            requests = [_trio.TrioRequest(item) for item in listed]
+        for request in requests:
+            self._put(request, timeout, priority, extras, others, put=self._batcher.bound)
+        self._batcher.put_together(requests)
+        try:
+            if requests and requests[0].loop is None:
+                return [await request.wait() for request in requests]
+            return list(await asyncio.gather(*(request.future for request in requests)))
+        except BaseException:
+            for request in requests:
+                self._batcher.cancel(request)  # nothing for those that have their answers
+            raise
+        finally:
+            request = None
+            del requests  # as above
 
     if not TYPE_CHECKING:  # as above
 

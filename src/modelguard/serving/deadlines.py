@@ -20,6 +20,8 @@ __all__ = [
     "Call",
     "Scope",
     "WebRequest",
+    "advance",
+    "ahead",
     "caller",
     "check_key",
     "check_priority",
@@ -33,6 +35,23 @@ __all__ = [
 _HIGHEST = 1000
 #: A web request with more calls than this forgets those that have their answers.
 _MANY_CALLS = 64
+
+
+#: What tells the time for everything batched; in tests, :func:`advance` replaces it.
+clock: Callable[[], float] = time.monotonic
+_ahead = 0.0
+
+
+def advance(seconds: float) -> None:
+    """Let time pass for everything batched in this process, for tests. It stays ahead: no clock goes back."""
+    global clock, _ahead
+    moved = _ahead = _ahead + seconds
+    clock = lambda: time.monotonic() + moved  # noqa: E731 - unmoved, it costs nothing but the call of the builtin
+
+
+def ahead() -> float:
+    """By how many seconds a test has moved the clock: what lives in real time adds it to share a timer."""
+    return _ahead
 
 
 class Call(Protocol):
@@ -60,7 +79,7 @@ class WebRequest:
 
     def __init__(self, timeout: float | None = None, on_first_call: Callable[[], object] | None = None) -> None:
         self._lock = threading.Lock()
-        self._deadline = math.inf if timeout is None else time.monotonic() + timeout
+        self._deadline = math.inf if timeout is None else clock() + timeout
         self._on_first_call = on_first_call
         self._calls: list[Call] = []
         self._answered = False
@@ -148,7 +167,7 @@ class Bound(ContextDecorator):
 
     def __enter__(self) -> None:
         outer = current_scope.get() or _UNBOUNDED
-        until = min(outer.deadline, time.monotonic() + self._timeout)
+        until = min(outer.deadline, clock() + self._timeout)
         self._tokens.append(current_scope.set(replace(outer, deadline=until)))
 
     def __exit__(self, *exc_info: object) -> None:
@@ -268,4 +287,4 @@ def left() -> float | None:
     scope = current_scope.get()
     if scope is None or scope.nearest_deadline == math.inf:
         return None
-    return scope.nearest_deadline - time.monotonic()
+    return scope.nearest_deadline - clock()

@@ -17,8 +17,9 @@ from typing import Literal, Protocol
 
 from modelguard.environment import _openmp, _proc, _self
 from modelguard.lifecycle import _adapters
+from modelguard.sharing import _owners
 
-__all__ = ["OUR_THREADS", "ForkingProcess", "Hazard", "HazardKind", "ThisProcess", "find_hazards"]
+__all__ = ["OUR_THREADS", "ForkingProcess", "Hazard", "HazardKind", "ThisProcess", "end_threads", "find_hazards"]
 
 HazardKind = Literal[
     "python thread",
@@ -59,8 +60,8 @@ class Hazard:
         owner: What it belongs to: a thread, a module, a library or a guard.
         seen: The evidence.
         fix: What to do about it, or what was done.
-        severity: ``"fixed"``: :func:`modelguard.prefork.in_child` repairs it in each child. ``"warning"``: it may be
-            harmless, which modelguard cannot know. ``"fatal"``: no child would work.
+        severity: ``"fixed"``: :func:`modelguard.prefork.in_child` or its owner repairs it in each child, or it was
+            ended. ``"warning"``: it may be harmless, which modelguard cannot know. ``"fatal"``: no child would work.
     """
 
     kind: HazardKind
@@ -156,8 +157,7 @@ def _fatal(process: ForkingProcess) -> Iterable[Hazard]:
 def _python_threads(process: ForkingProcess) -> Iterable[Hazard]:
     for name, where in process.python_threads():
         if not name.startswith(OUR_THREADS):
-            seen = f"thread {name!r} is running; a child does not have it, and a lock that it holds stays locked"
-            yield Hazard("python thread", where, seen, "Start it in each worker, after the fork.", "warning")
+            yield _python_thread(name, where)
     for name in process.event_loops_elsewhere():
         seen = f"thread {name!r} runs an event loop; a child has its sockets and its queue, but nothing that runs it"
         yield Hazard("event loop", "asyncio", seen, "Prepare before the loop starts.", "warning")
@@ -168,6 +168,31 @@ def _python_threads(process: ForkingProcess) -> Iterable[Hazard]:
             "from the main thread find there, such as the pool of an earlier inference"
         )
         yield Hazard("python thread", f"thread {caller!r}", seen, "Call prepare() in the thread that forks.", "warning")
+
+
+def _python_thread(name: str, where: str) -> Hazard:
+    owner = _owners.owner_of(where)
+    seen = f"thread {name!r} is running; a child does not have it"
+    if owner is not None and _owners.restarts(owner):
+        return Hazard("python thread", owner.name, seen, "It starts it again in each child by itself.", "fixed")
+    seen += ", and a lock that it holds stays locked"
+    if owner is None:
+        return Hazard("python thread", where, seen, "Start it in each worker, after the fork.", "warning")
+    return Hazard("python thread", owner.name, seen, owner.remedy, "warning")
+
+
+def end_threads() -> tuple[Hazard, ...]:
+    """End the threads that their libraries start again when they are needed."""
+    return tuple(
+        Hazard(
+            "python thread",
+            owner.name,
+            f"thread {name!r} was running",
+            f"Ended. To do without: {owner.remedy}",
+            "fixed",
+        )
+        for name, owner in _owners.end()
+    )
 
 
 def _native(process: ForkingProcess) -> Iterable[Hazard]:
@@ -192,15 +217,17 @@ def _native(process: ForkingProcess) -> Iterable[Hazard]:
 
 
 def _descriptors(process: ForkingProcess) -> Iterable[Hazard]:
+    perhaps = "".join(f" {owner.name}: {owner.remedy}." for owner in _owners.connected())
     for peer in process.connections():
         seen = "a connection is open; all workers would read and write the same one, and mix up their messages"
-        yield Hazard("connection", peer, seen, "Open it in each worker, after the fork.", "warning")
+        fix = f"Open it in each worker, after the fork.{perhaps}"
+        yield Hazard("connection", peer, seen, fix, "warning")
     has_loop = process.runs_event_loop() or any(process.event_loops_elsewhere())
     queues = 0 if has_loop else process.event_queues()  # the queue of a loop that is named already says nothing new
     if queues:
         seen = f"{queues} open; what a child adds to one or removes from it, it changes for its parent too"
         fix = "Create event loops and their clients in each worker, after the fork; close those of the parent."
-        yield Hazard("event queue", "epoll", seen, fix, "warning")
+        yield Hazard("event queue", "epoll", seen, fix + perhaps, "warning")
 
 
 class ThisProcess:
@@ -210,7 +237,7 @@ class ThisProcess:
         """Every thread except a compiler's, the calling one and the main one: a server may fork from the main one."""
         ours = [threading.current_thread(), threading.main_thread()]
         ours += (thread for compiler in _adapters.compilers() for thread in compiler.threads())
-        return [(thread.name, _origin(thread)) for thread in threading.enumerate() if thread not in ours]
+        return [(thread.name, _owners.origin(thread)) for thread in threading.enumerate() if thread not in ours]
 
     def compiler_threads(self) -> Iterable[tuple[str, list[str], str]]:
         """Those of the compilers that have an adapter."""
@@ -298,11 +325,3 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _origin(thread: threading.Thread) -> str:
-    target = getattr(thread, "_target", None)
-    if target is None:
-        kind = type(thread)
-        return f"{kind.__module__}.{kind.__qualname__}"
-    return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', repr(target))}"

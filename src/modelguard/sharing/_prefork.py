@@ -107,8 +107,9 @@ def prepare(
             supports it and the models take at least 16 MB, and not for guards with ``TTL``, ``Modified`` or
             ``Changed``, whose old models this process could never free; children then copy the objects that they
             read, which the hazard ``"copies"`` tells. True: always, or raise ``NotSupported``.
-        on_hazard: ``"fix"``: refuse what no child could survive, let children repair what they can, and warn about the
-            rest. ``"refuse"``: refuse every hazard. ``"warn"``: warn about all and repair nothing.
+        on_hazard: ``"fix"``: refuse what no child could survive, let children repair what they can, end threads that
+            their library starts again, and warn about the rest. ``"refuse"``: refuse every hazard. ``"warn"``: warn
+            about all and repair nothing.
         warm_timeout: How long a warm-up may take in the trial child before it counts as hung, and how long to wait for
             a running reload.
 
@@ -137,8 +138,19 @@ def prepare_chosen(
     immortalize: Immortalize,
     on_hazard: OnHazard,
     warm_timeout: float,
+    renewed_here: bool = True,
 ) -> ForkReport:
-    """:func:`prepare` for exactly these guards, or for a process without any. ``warm_timeout`` is in seconds."""
+    """:func:`prepare` for exactly these guards, or for a process without any.
+
+    Args:
+        chosen: The guards.
+        freeze: As there.
+        immortalize: As there.
+        on_hazard: As there.
+        warm_timeout: Seconds.
+        renewed_here: Whether this process loads new weights itself. One that ends with its models may make them
+            immortal whatever their policies.
+    """
     started = time.monotonic()
     process = _hazards.ThisProcess()
     if process.runs_event_loop():
@@ -152,13 +164,15 @@ def prepare_chosen(
     generations = tuple(guard.status().generation for guard in chosen)
     again = _check_order(chosen, generations)
     THREADS.end_idle()
-    found = (*_hazards.find_hazards(process), *(_copies(chosen) if immortalize == "auto" else ()))
+    ended = _hazards.end_threads() if on_hazard == "fix" else ()
+    copied = _copies(chosen, renewed_here=renewed_here) if immortalize == "auto" else ()
+    found = (*_hazards.find_hazards(process), *copied, *ended)
     _enforce(on_hazard, found)
     state = Prepared(os.getpid(), chosen, generations, found, fixes=on_hazard != "warn")
     _compile_for_children(state)
     tried, failed = _try_and_install(state, warm_timeout, on_hazard)
     collected, frozen = _freeze(again=again) if freeze else (0, 0)
-    made, why = _immortalize(chosen, immortalize)
+    made, why = _immortalize(chosen, immortalize, renewed_here=renewed_here)
     return ForkReport(
         guards=tuple(guard.name for guard in chosen),
         hazards=(*failed, *found),
@@ -187,16 +201,19 @@ def prepare_again(guard: ModelGuard[Any], *, trial: float = 30.0) -> None:
     assert state is not None  # noqa: S101 - its parent was prepared
     _wait_for_loads(trial)
     THREADS.end_idle()
+    _hazards.end_threads()
     found = _hazards.find_hazards()
     known = {(hazard.kind, hazard.owner) for hazard in state.hazards}
-    worse = (hazard for hazard in found if hazard.kind != "compiler threads")  # a call may have compiled
+    ours = (("compiler threads", "fixed"), ("python thread", "fixed"))  # a call may have compiled, or sent a report
+    worse = (hazard for hazard in found if (hazard.kind, hazard.severity) not in ours)
     new = tuple(hazard for hazard in worse if (hazard.kind, hazard.owner) not in known or hazard.severity == "fatal")
     if new:
         raise ForkUnsafe(new)
     generations = (guard.status().generation,)
     _try_and_install(Prepared(os.getpid(), (guard,), generations, found, fixes=True), trial, "fix")
     _freeze(again=False)  # what was frozen before stays so: a look at it would copy its pages
-    _immortalize((guard,), _immortal.immortalize_unsupported() is None)  # as in the mold that loaded the model
+    unsupported = _immortal.immortalize_unsupported()
+    _immortalize((guard,), unsupported is None, renewed_here=False)  # as in the mold that loaded the model
 
 
 def _check_options(freeze: object, immortalize: object, on_hazard: object) -> None:
@@ -330,12 +347,14 @@ def _freeze(*, again: bool) -> tuple[int, int]:
     return collected, gc.get_freeze_count()
 
 
-def _immortalize(chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize) -> tuple[ImmortalReport | None, str | None]:
+def _immortalize(
+    chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize, *, renewed_here: bool
+) -> tuple[ImmortalReport | None, str | None]:
     if wanted is False:
         return None, "not asked for"
     why = None
     if wanted == "auto":
-        chosen, why = _worth_it(chosen)
+        chosen, why = _worth_it(chosen, renewed_here=renewed_here)
     if not chosen:
         return None, why
     made = _immortal.immortalize(*_models(chosen))
@@ -344,12 +363,14 @@ def _immortalize(chosen: tuple[ModelGuard[Any], ...], wanted: Immortalize) -> tu
     return made, why
 
 
-def _worth_it(chosen: tuple[ModelGuard[Any], ...]) -> tuple[tuple[ModelGuard[Any], ...], str | None]:
+def _worth_it(
+    chosen: tuple[ModelGuard[Any], ...], *, renewed_here: bool
+) -> tuple[tuple[ModelGuard[Any], ...], str | None]:
     """The guards whose models should become immortal, and why others should not."""
     why = _immortal.immortalize_unsupported()
     if why is not None:
         return (), why
-    kept = tuple(guard for guard in chosen if not guard.engine.renews_weights)
+    kept = tuple(guard for guard in chosen if not (renewed_here and guard.engine.renews_weights))
     renewed = ", ".join(guard.name for guard in chosen if guard not in kept)
     why = f"{renewed}: {_RENEWED}" if renewed else None
     if kept and (size := _size(kept)) < _IMMORTALIZE_FROM:
@@ -358,12 +379,12 @@ def _worth_it(chosen: tuple[ModelGuard[Any], ...]) -> tuple[tuple[ModelGuard[Any
     return kept, why
 
 
-def _copies(chosen: tuple[ModelGuard[Any], ...]) -> tuple[Hazard, ...]:
+def _copies(chosen: tuple[ModelGuard[Any], ...], *, renewed_here: bool) -> tuple[Hazard, ...]:
     """The guards whose objects are not made immortal although each child will copy much of them as it reads them."""
     unsupported = _immortal.immortalize_unsupported()
     found = []
     for guard in chosen:
-        why = unsupported or (_RENEWED if guard.engine.renews_weights else None)
+        why = unsupported or (_RENEWED if renewed_here and guard.engine.renews_weights else None)
         # Of an array or another large object, a reader writes to the first page alone.
         if (
             why

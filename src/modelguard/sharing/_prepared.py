@@ -12,7 +12,7 @@ from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.sharing import _hazards, _loads, _restore, _signals
 from modelguard.sharing._hazards import Hazard
 
-__all__ = ["Prepared", "current", "in_child", "install", "trying"]
+__all__ = ["Prepared", "current", "forking_twice", "in_child", "install", "trying"]
 
 #: Seconds that any fork of a prepared process waits for running loads. Short, because the forking thread may hold the
 #: lease that a release waits for.
@@ -35,6 +35,8 @@ class Prepared:
 _current: Prepared | None = None
 _signal_mask = threading.local()  # of the thread that forks
 _trying = False
+_twice = False
+_forker = 0  # the process that forked last; its child cannot ask for its parent, which may have ended
 _first = threading.Lock()  # taken by the first preparation, and never released
 
 
@@ -60,6 +62,17 @@ def trying() -> Iterator[None]:
         yield
     finally:
         _trying = False
+
+
+@contextmanager
+def forking_twice() -> Iterator[None]:
+    """In the block, a child only forks the worker and ends: the worker repairs itself, as it would without it."""
+    global _twice
+    _twice = True
+    try:
+        yield
+    finally:
+        _twice = False
 
 
 def in_child() -> None:
@@ -88,6 +101,8 @@ def in_child() -> None:
 
 def _before_fork() -> None:
     """Wait for loads in other threads, and hold back signals until the child can act on them."""
+    global _forker
+    _forker = os.getpid()
     if _current is None or os.getpid() != _current.pid:
         return
     if not threading.current_thread().name.startswith(_hazards.OUR_THREADS):  # a loader may fork at any time
@@ -103,8 +118,13 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork() -> None:
+    global _twice
     prepared = _current
-    if prepared is None or os.getppid() != prepared.pid:  # the children of a worker are not ours
+    if prepared is None or _forker != prepared.pid:  # the children of a worker are not ours
+        _after_fork_in_parent()
+        return
+    if _twice:
+        _twice, prepared.pid = False, os.getpid()
         _after_fork_in_parent()
         return
     if _trying:

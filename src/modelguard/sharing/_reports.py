@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from modelguard import _units
 from modelguard.environment import _memory, _proc, _remote, _shown_guards
 from modelguard.environment._allocator_kinds import Kind
+from modelguard.environment._mappings import model_libraries
 from modelguard.environment._proc import ProcessStat
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.sharing import _places
@@ -50,6 +51,7 @@ class ProcessReport:
         rss: All its pages in memory, shared or not: misleading if processes share memory.
         versions: The versions of its models, by the names of their guards, as far as their loaders gave any.
         paused: The names of its guards that are paused.
+        libraries: Libraries that compute models, as far as their compiled parts are mapped.
     """
 
     pid: int
@@ -69,6 +71,7 @@ class ProcessReport:
     rss: int
     versions: Mapping[str, str] = field(default_factory=dict)
     paused: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,7 @@ class TreeWatch:
             rss=_places.total(mappings, "Rss"),
             versions=_shown_guards.versions_in(mappings),
             paused=_shown_guards.paused_in(mappings),
+            libraries=model_libraries(mappings),
         )
 
     def _forget_all_but(self, kept: set[tuple[int, int, _proc.MemoryLayout]]) -> None:

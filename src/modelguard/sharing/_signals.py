@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 
-__all__ = ["ENDING", "block", "default_actions", "end_with_parent", "restore_mask"]
+__all__ = ["ENDING", "adopt_orphans", "block", "default_actions", "end_with_parent", "restore_mask"]
 
 #: The signals that ask a process to end.
 ENDING = frozenset(
@@ -26,7 +26,7 @@ ENDING = frozenset(
 _ACTION_SIZE = 512
 _DEFAULT, _IGNORE = 0, 1  # SIG_DFL and SIG_IGN; the structure begins with them or with a function's address
 
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 
 
 @cache
@@ -72,6 +72,16 @@ def end_with_parent(parent: int) -> None:
         _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
+
+
+@contextlib.contextmanager
+def adopt_orphans() -> Iterator[None]:
+    """In the block, children of this process's children become its own when their parent ends (Linux only)."""
+    _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _libc().prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def _action(number: int) -> bytes | None:

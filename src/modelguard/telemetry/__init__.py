@@ -10,7 +10,7 @@ from modelguard.telemetry._logger import logger
 from modelguard.telemetry.reasons import Reason, ReasonKind
 
 if TYPE_CHECKING:
-    from modelguard.telemetry._logging import describe
+    from modelguard.telemetry._logging import describe, level_of
     from modelguard.telemetry.events import (
         BatchErrored,
         BatchFinished,
@@ -96,6 +96,7 @@ __all__ = [
     "describe",
     "emit",
     "import_events",
+    "level_of",
     "listening",
     "logger",
     "set_hooks",
@@ -106,5 +107,5 @@ def __getattr__(name: str) -> Any:
     # Making a dozen dataclasses takes 7 ms, too long for an import of modelguard: the first event imports them.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "_logging" if name == "describe" else "events"
+    module = "_logging" if name in ("describe", "level_of") else "events"
     return getattr(importlib.import_module(f"modelguard.telemetry.{module}"), name)

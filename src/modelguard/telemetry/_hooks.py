@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING
 
@@ -27,18 +28,29 @@ if hasattr(os, "register_at_fork"):  # held during a fork, so that no thread has
 _hooks: tuple[Hook, ...] | None = None  # None: the defaults, chosen at the first event
 
 
-def add_hook(hook: Hook) -> Callable[[], None]:
-    """Call ``hook`` with every event from now on, in addition to the existing hooks.
+def add_hook(hook: Hook, *, level: int | str = logging.DEBUG) -> Callable[[], None]:
+    """Call ``hook`` with the events from now on, in addition to the existing hooks.
 
     Hooks run in the thread in which the event happens, but never while a guard holds its lock. They should be fast.
+
+    Args:
+        hook: A function of one event.
+        level: The lowest level of the events that it gets, as :func:`level_of` gives them: ``"INFO"`` leaves out
+            ``BatchFinished``, which comes with every batch. Default: every event.
 
     Returns:
         A callable that removes the hook again.
 
     Raises:
-        InvalidOption: ``hook`` cannot be called, or is the function that makes a hook.
+        InvalidOption: ``hook`` cannot be called, or is the function that makes a hook; ``level`` is no level.
     """
     _check(hook)
+    least = logging.getLevelNamesMapping().get(level) if isinstance(level, str) else level
+    if not isinstance(least, int) or isinstance(least, bool):
+        fix = 'Write level="INFO", "WARNING" or "DEBUG".'
+        raise InvalidOption("level", level, why="is not a level of logging", fix=fix)
+    if least > logging.DEBUG:
+        hook = _AtLevel(hook, least)
     global _hooks
     with _lock:
         _hooks = (*_current(), hook)
@@ -74,6 +86,34 @@ def set_hooks(hooks: Iterable[Hook] | None) -> None:
         _check(hook)
     with _lock:
         _hooks = chosen
+
+
+class _AtLevel:
+    """A hook that gets the events of a level and above."""
+
+    def __init__(self, hook: Hook, level: int) -> None:
+        self._hook = hook
+        self._level = level
+
+    def __call__(self, event: Event) -> None:
+        from modelguard.telemetry._logging import level_of
+
+        if level_of(event) >= self._level:
+            self._hook(event)
+
+    def __repr__(self) -> str:
+        return repr(self._hook)
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """In the block, no hook receives an event: another process reports what happens here."""
+    global _hooks
+    before, _hooks = _hooks, ()
+    try:
+        yield
+    finally:
+        _hooks = before
 
 
 def emit(event: Event) -> None:

@@ -50,8 +50,13 @@ _ENDED: dict[events.WorkerEndCause, str] = {
 }
 
 
-def log_event(event: events.Event) -> None:
-    """Log one event: at WARNING if it needs attention, otherwise at INFO; frequent events at DEBUG."""
+def level_of(event: events.Event) -> int:
+    """The level of an event, as a number of ``logging``.
+
+    WARNING if it needs attention, DEBUG for ``BatchFinished``, which comes with every batch, and INFO for all others.
+    """
+    if isinstance(event, events.BatchFinished):
+        return logging.DEBUG
     stays = isinstance(event, events.GenerationReleased) and (event.alive or event.immortal)
     failed = isinstance(event, events.WorkerEnded) and event.cause in {"crashed", "timeout"}
     unreachable = isinstance(event, events.BatchSizeChosen) and not event.reachable
@@ -59,9 +64,12 @@ def log_event(event: events.Event) -> None:
     needs_attention = (
         isinstance(event, _WARNINGS) or stays or failed or unreachable or unproven or _leaves_memory(event)
     )
-    level = logging.WARNING if needs_attention else logging.INFO
-    if isinstance(event, events.BatchFinished):
-        level = logging.DEBUG
+    return logging.WARNING if needs_attention else logging.INFO
+
+
+def log_event(event: events.Event) -> None:
+    """Log one event at its level."""
+    level = level_of(event)
     if logger.isEnabledFor(level):
         fields = {f"modelguard_{name}": value for name, value in dataclasses.asdict(event).items()}
         logger.log(level, "%s: %s", event.guard, describe(event), extra=fields)

@@ -12,12 +12,13 @@ from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import runtime
+from modelguard.lifecycle import _trimming, runtime
 from modelguard.lifecycle._engine import Engine, engines
 from modelguard.lifecycle._host_lock import Held, HostLock
-from modelguard.lifecycle._pool_engine import PoolEngine, pool_engines
-from modelguard.lifecycle._ticker import TICKER
+from modelguard.lifecycle._pool_engine import pool_engines
+from modelguard.lifecycle._ticker import TICKER, Ticked
 from modelguard.lifecycle.model_guard import ModelGuard, guard_of, guards
+from modelguard.serving import _registry, deadlines
 from modelguard.testing._gpu import OneGpu
 from modelguard.testing._loader import any_held
 
@@ -41,8 +42,8 @@ class Clock:
     wait, which is half.
 
     Policies, ``defer``, backoffs, ``trim_every`` and the ``ttl`` and ``idle`` of pools use this clock. Timeouts of
-    callers stay in real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout``, the
-    timeouts of leases, and everything in ``batched``.
+    callers stay in real time, because threads actually wait: ``wait_timeout``, ``load_timeout``, ``drain_timeout`` and
+    the timeouts of leases. For everything in ``batched`` real time goes on, and :meth:`advance` adds to it.
     """
 
     # A misspelt attribute is an error, and does not go unnoticed.
@@ -78,6 +79,7 @@ class Clock:
         self._runtime = runtime.Runtime(
             clock=self._clock,
             wall_clock=lambda: self._wall_at_zero + self._clock(),
+            cpu=self._clock,
             sleep=self._sleep,
             private=lambda: self._memory,
             headroom=lambda: self._headroom,
@@ -159,6 +161,8 @@ class Clock:
     def advance(self, duration: _units.Duration) -> None:
         """Let time pass, evaluate the policies meanwhile, like a service's ticker, and finish the due reloads.
 
+        Then deadlines of batched calls expire, batches that are due begin, and those that overstay count as hung.
+
         A due reload waits for a pause between calls, up to the guard's ``defer``. This time passes too: up to five more
         seconds for each reload, unless the guard has ``defer=0``.
 
@@ -176,6 +180,9 @@ class Clock:
         while (left := end - self._clock()) > 0:
             self._sleep(min(max(self._interval(), least), left))
             self._evaluate()
+        deadlines.advance(seconds)
+        for batcher in _registry.live():
+            batcher.check_time()
 
     def settle(self) -> None:
         """Wait until the reloads that calls have started (because of ``Uses`` or ``Errors``) have ended.
@@ -222,6 +229,9 @@ class Clock:
         """End the test: wait for its threads, and move guards that outlive the test to real time."""
         self._installed.close()
         self.settle()
+        trimming = _trimming.running()
+        if trimming is not None and trimming.runtime is self._runtime:
+            trimming.stop()
         ahead = self._clock() - time.monotonic()
         real = runtime.Runtime(clock=lambda: time.monotonic() + ahead)
         outliving = [guard.engine for guard in guards() if guard.engine.guard.runtime is self._runtime]
@@ -244,8 +254,11 @@ class Clock:
         """The engines of guards with this clock; pooled models are left out, since a ticker does not check them."""
         return [guard.engine for guard in guards() if guard.engine.guard.runtime is self._runtime]
 
-    def _pools(self) -> list[PoolEngine[Any, Any]]:
-        return [pool for pool in pool_engines() if pool.runtime is self._runtime]
+    def _others(self) -> list[Ticked]:
+        """What else the ticker would check: pools, and ``memory.trim_every``."""
+        trimming = _trimming.running()
+        own = [trimming.trimmer] if trimming is not None and trimming.runtime is self._runtime else []
+        return [*own, *(pool for pool in pool_engines() if pool.runtime is self._runtime)]
 
     def _evaluate(self) -> None:
         self._probed = True
@@ -253,13 +266,13 @@ class Clock:
             self._probed = False
             for engine in self._engines():
                 engine.check()
-            for pool in self._pools():
-                pool.tick()
+            for other in self._others():
+                other.tick()
             self.settle()
 
     def _interval(self) -> float:
         engines = min((engine.check_interval() for engine in self._engines()), default=math.inf)
-        return min((pool.check_interval() for pool in self._pools()), default=engines)
+        return min((other.check_interval() for other in self._others()), default=engines)
 
     def _running(self) -> list[threading.Thread]:
         with self._lock:

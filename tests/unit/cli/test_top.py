@@ -124,6 +124,24 @@ def test_paused_guards_are_shown() -> None:
     assert [(), ("ner", "nlp"), ("nlp",)] == [one["paused"] for one in as_json]
 
 
+def test_an_owner_that_holds_the_libraries_of_its_molds_is_named() -> None:
+    """With what it holds and the remedy; a mold, and a process without such a library, are not."""
+    mold = ("python", "-c", "from modelguard.isolation._mold import main; main(3, 4)", "mold", "pipeline.entities")
+    processes = (
+        dataclasses.replace(PROCESS, private=386_000_000, libraries=("spacy", "torch")),
+        dataclasses.replace(PROCESS, pid=11, parent=10, command=mold, libraries=("spacy", "torch")),
+        dataclasses.replace(PROCESS, pid=12, parent=11, command=mold, libraries=("spacy", "torch")),
+    )
+    told = (
+        "\nProcess 10 holds 386 MB of its own, with spacy, torch; the models of its isolated functions are in others."
+    )
+    text = shown([TreeReport(processes)])
+    assert told in text
+    assert 1 == text.count("@isolate(target=...)")
+    assert "target=" not in shown([TreeReport((dataclasses.replace(processes[0], libraries=()), *processes[1:]))])
+    assert "target=" not in shown([TreeReport((processes[0], dataclasses.replace(PROCESS, pid=11, parent=10)))])
+
+
 def test_several_trees_are_apart() -> None:
     """Each tree has its own table and totals."""
     assert 2 == shown([tree(), tree()]).count("3 processes use")

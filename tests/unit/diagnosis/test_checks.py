@@ -82,6 +82,17 @@ def test_a_service_that_is_right() -> None:
     assert {} == found(right)
 
 
+def test_an_owner_that_may_use_its_libraries() -> None:
+    """One with a model of its own, one without such a library, and one without molds."""
+    loaded = Inside(guards=(Guarded("nlp", load_seconds=2.0),))
+    for process in (
+        ServiceProcess(1, libraries=("spacy",), isolates=True, inside=loaded),
+        ServiceProcess(1, isolates=True),
+        ServiceProcess(1, libraries=("spacy",)),
+    ):
+        assert {} == found(facts(processes=(process,)))
+
+
 def test_nothing_known() -> None:
     """Without facts nothing is claimed."""
     assert {} == found(Facts("something"))
@@ -258,6 +269,12 @@ def test_nothing_known() -> None:
         pytest.param("MG110", "note", {"server": replace(COPIES, workers=1, threads=32)}, id="32 threads"),
         pytest.param("MG504", "fault", {"variables": (variable("PYTHONMALLOC", "debug"),)}, id="debug checks"),
         pytest.param(
+            "MG505", "fault", {"processes": (ServiceProcess(1, inside=Inside(gil_for=("old",))),)}, id="the GIL is back"
+        ),
+        pytest.param(
+            "MG505", "fault", {"processes": (ServiceProcess(1, inside=Inside(gil_for=())),)}, id="for an unknown module"
+        ),
+        pytest.param(
             "MG304", "note", {"machine": replace(ROOMY, strain=Strain(killed=2))}, id="whose it was, is unknown"
         ),
         pytest.param(
@@ -286,6 +303,12 @@ def test_nothing_known() -> None:
                 "processes": forks(Inside(), inside=Inside(guards=(Guarded("nlp", unshared=True),))),
             },
             id="prefork=True without the hook",
+        ),
+        pytest.param(
+            "MG411",
+            "note",
+            {"processes": (ServiceProcess(1, private=386 * MB, libraries=("spacy", "torch"), isolates=True),)},
+            id="libraries beside a mold",
         ),
     ],
 )

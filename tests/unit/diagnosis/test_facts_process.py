@@ -114,6 +114,19 @@ def test_a_device_is_seen(machine: Machine) -> None:
     assert [False, True] == [process.cuda for process in machine.facts().processes[:2]]
 
 
+def test_libraries_and_molds_are_seen(machine: Machine) -> None:
+    """The process that has started a mold is its owner; the mold, which has forked a worker, is none."""
+    mold = ("python", "-c", "from modelguard.isolation._mold import main; main(3, 4)", "mold", "pipeline.entities")
+    spacy = "7f50-7f60 r-xp 00000000 08:01 14 /venv/site-packages/spacy/vocab.cpython-312-x86_64-linux-gnu.so\n"
+    machine.process(10, *GUNICORN, maps=spacy + TORCH)
+    machine.process(11, *mold, parent=10, maps=spacy + TORCH)
+    machine.process(12, *mold, parent=11, maps=spacy + TORCH)
+    machine.process(13, "ffmpeg", parent=10)
+    assert [(True, ("spacy", "torch")), (False, ("spacy", "torch")), (False, ("spacy", "torch")), (False, ())] == [
+        (one.isolates, one.libraries) for one in machine.facts().processes
+    ]
+
+
 def test_spawned_workers(machine: Machine) -> None:
     """Uvicorn starts its workers afresh; helpers of multiprocessing are not workers."""
     machine.process(10, "/venv/bin/python", "-m", "uvicorn", "app:app", "--workers", "2")

@@ -6,7 +6,7 @@ import pytest
 
 from modelguard.diagnosis import _growth_page, _growth_text
 from modelguard.diagnosis._attribution import attribute
-from modelguard.diagnosis._growth import Cause, GrowthReport, Measured
+from modelguard.diagnosis._growth import Cause, GrowthReport, Measured, notes_on
 from modelguard.diagnosis._holders import Held
 
 MB = 10**6
@@ -54,6 +54,14 @@ def test_each_cause_is_told_by_its_own_evidence(name: str, share: float, fields:
     assert causes[0].seen
     assert causes[0].fix
     assert 0 == rest
+
+
+@pytest.mark.parametrize(("rise", "notes"), [(900_000, 1), (200_000, 0)])
+def test_a_slight_rise_is_said_though_it_does_not_count(rise: int, notes: int) -> None:
+    """Somebody may want to make more calls; what is next to nothing is not mentioned."""
+    measured = Measured(calls=tuple(range(0, 2400, 100)), private=tuple(at * rise // 23 for at in range(24)))
+    assert "steady" == measured.judged.verdict
+    assert notes == len([note for note in notes_on(measured.judged) if "three times as many calls" in note])
 
 
 def test_native_memory_by_line() -> None:

@@ -16,7 +16,7 @@ import pytest
 from modelguard.diagnosis import _census, _holders
 
 CODE = """
-import asyncio, collections, functools, io, logging, mmap, socket, sqlite3, threading
+import asyncio, collections, concurrent.futures, functools, io, logging, mmap, socket, sqlite3, threading
 
 class Chat:
     sessions = {}
@@ -80,6 +80,11 @@ loggers, __warningregistry__ = logging.Manager(logging.root), {}
 
 def set_timer(given):
     loops[0].call_later(1000, bytes(400).count, b"")
+
+executor = concurrent.futures.ThreadPoolExecutor(1)
+
+def submit(given):
+    executor.submit(over.wait)
 
 def make_logger(given):
     loggers.getLogger(f"request-{given}")
@@ -310,6 +315,12 @@ def test_what_entries_are_is_said_with_a_fix(
     ("function", "path", "said"),
     [
         ("set_timer", "the event loop._scheduled", "cancel() it"),
+        pytest.param(
+            "submit",
+            "held_app.executor._work_queue",
+            "no more than it works off",
+            marks=pytest.mark.skipif(sys.version_info >= (3, 13), reason="known: a SimpleQueue shows no items there"),
+        ),
         ("make_logger", "logging.Logger.manager.loggerDict", "one logger per module"),
         ("warn", "held_app.__warningregistry__", "texts of warnings"),
     ],

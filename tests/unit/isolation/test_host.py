@@ -122,7 +122,7 @@ def options(**changes: object) -> IsolationOptions:
         "version": None,
         "name": None,
     }
-    return parse(function, **{**chosen, **changes})  # type: ignore[arg-type]
+    return parse(function, None, **{**chosen, **changes})  # type: ignore[arg-type]
 
 
 class TestIdentity:

@@ -270,10 +270,21 @@ class TestReadiness:
     def test_the_probe_waits_for_it(self) -> None:
         """/readyz is false while no worker can answer, and names the function."""
         isolated = isolate(name="slow to load")(predict)
-        probe = WebOptions(detail=True).probe("GET", "/readyz")
+        probe = WebOptions().probe("GET", "/readyz")
         assert probe is not None
         assert b"slow to load" in probe.body
         assert not isolated.ready
+
+    def test_what_nobody_uses_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        """A function that is imported and never called keeps the service unready; the log names it and the remedy."""
+        isolated, used = isolate(name="never called")(predict), guard(dict, reload_on=None, name="used")
+        used.load()
+        with caplog.at_level("WARNING", "modelguard"):
+            for _ in range(3):
+                assert WebOptions(guards=[used, isolated]).probe("GET", "/readyz") is not None
+        (told,) = (message for message in caplog.messages if "never called" in message)
+        assert "nothing has called or loaded never called yet" in told
+        assert "guards=[...] without it" in told
 
 
 @pytest.mark.parametrize("guarded", [True, False])

@@ -181,8 +181,10 @@ class Process:
     made: list[Process]
     gate, loading = threading.Event(), threading.Event()
 
-    def __init__(self, options: Any, *, generation: int, supervisor: Any, on_death: Any, is_paused: Any) -> None:
-        del supervisor
+    def __init__(
+        self, options: Any, *, generation: int, supervisor: Any, on_death: Any, is_paused: Any, follow: Any
+    ) -> None:
+        del supervisor, follow
         self.options, self.generation, self.is_paused = options, generation, is_paused
         self.die = lambda: on_death(self)
         self.code = self.version = None

@@ -176,6 +176,21 @@ class TestAFailedLoad:
             world.guard(load).load()
         assert isinstance(failure.value.__cause__, error)
 
+    def test_says_what_it_took_when_memory_runs_out(self, world: World) -> None:
+        """After a ``MemoryError`` the error says what the load had taken, what the process has and what is free."""
+
+        def load() -> object:
+            world.memory += 700_000_000
+            world.headroom = 300_000_000
+            raise MemoryError("Unable to allocate 1.2 GB")
+
+        world.memory = 500_000_000
+        with pytest.raises(LoadFailed) as failure:
+            world.guard(load).load()
+        took = "the load had taken 700 MB; this process has 1.2 GB of private memory, and 300 MB is free"
+        assert f"MemoryError: Unable to allocate 1.2 GB; {took}" in str(failure.value)
+        assert took in world.last(LoadErrored).error
+
     def test_holds_no_half_made_model(self, world: World) -> None:
         """What a failed loader had made so far is not kept alive until the next attempt."""
         guard = world.guard(validate=lambda _model: False)

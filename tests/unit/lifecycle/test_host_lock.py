@@ -197,7 +197,8 @@ class TestThePrivateFolder:
         self, monkeypatch: pytest.MonkeyPatch, named: str | None, runtime: str, expected: str
     ) -> None:
         """The folder is the one that was named, else the user's runtime folder, else one in the temporary folder."""
-        monkeypatch.setattr("tempfile.gettempdir", lambda: "/tmp")
+        monkeypatch.setattr("tempfile.gettempdir", lambda: "/var/tmp")  # as it is while the other one is full
+        monkeypatch.setenv("TMPDIR", "/tmp")
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         if named is None:
             monkeypatch.delenv("MODELGUARD_RUNTIME_DIR", raising=False)

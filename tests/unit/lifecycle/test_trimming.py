@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.unit.lifecycle.world import MB, World
 
+from modelguard import memory
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.lifecycle import _ticker
 from modelguard.lifecycle._options import TrimSchedule
+from modelguard.lifecycle._trimming import running
+from modelguard.lifecycle.runtime import use
 from modelguard.telemetry import MemoryTrimmed
 
 
-def call(guard: Any, times: int = 1) -> None:
-    """Use the guarded model."""
-    for _ in range(times):
-        with guard.lease():
-            pass
+def call(world: World, guard: Any) -> None:
+    """Use the guarded model, which takes a second of processor time."""
+    with guard.lease():
+        world.cpu += 1.0
 
 
 def trims(world: World) -> int:
@@ -30,7 +34,7 @@ class TestAnInterval:
     def test_passes_between_two_trims(self, world: World) -> None:
         """With "30s", memory is returned every 30 seconds, and the event says how much and how long it took."""
         guard = world.guard(trim_every="30s")
-        call(guard)
+        call(world, guard)
         world.tick(29)
         guard.check()
         assert 0 == trims(world)
@@ -40,15 +44,15 @@ class TestAnInterval:
         assert 1 == trims(world)
         event = world.last(MemoryTrimmed)
         assert ("model", "fake", 0.0) == (event.guard, event.trimmed_by, event.seconds)
-        call(guard)
+        call(world, guard)
         world.tick(30)
         guard.check()
         assert 2 == trims(world)
 
-    def test_without_calls_is_slept_through(self, world: World) -> None:
-        """A process without calls frees nothing, so nothing is trimmed."""
+    def test_without_work_is_slept_through(self, world: World) -> None:
+        """An idle process frees nothing, so nothing is trimmed."""
         guard = world.guard(trim_every=30)
-        call(guard)
+        call(world, guard)
         for _ in range(5):
             world.tick(30)
             guard.check()
@@ -57,7 +61,7 @@ class TestAnInterval:
     def test_is_passed_to_the_ticker(self, world: World) -> None:
         """The ticker wakes when the next trim is due."""
         guard = world.guard(trim_every="30s")
-        call(guard)
+        call(world, guard)
         world.tick(0.5)
         guard.check()
         assert 0 < guard.engine.check_interval() <= 30
@@ -75,12 +79,12 @@ class TestGrowth:
     def test_by_the_bound_is_what_is_waited_for(self, world: World) -> None:
         """With "100 MB", memory is returned at first, to know what is in use, and then after that much growth."""
         guard = world.guard(trim_every="100 MB")
-        call(guard)
+        call(world, guard)
         world.tick(1)
         guard.check()
         for grown in (60, 30, 20, 50):
             world.memory += grown * MB
-            call(guard)
+            call(world, guard)
             world.tick(1)
             guard.check()
         assert 2 == trims(world)
@@ -88,10 +92,10 @@ class TestGrowth:
     def test_is_counted_from_the_lowest_reading(self, world: World) -> None:
         """What is released in between lowers the mark from which growth counts."""
         guard = world.guard(trim_every="100 MB")
-        call(guard)
+        call(world, guard)
         for change in (0, -50, 99, 1):
             world.memory += change * MB
-            call(guard)
+            call(world, guard)
             world.tick(1)
             guard.check()
         assert 2 == trims(world)
@@ -99,11 +103,11 @@ class TestGrowth:
     def test_is_of_what_is_not_in_use(self, world: World) -> None:
         """What a call holds at the moment of a reading is not a floor: when it is freed, it is returned."""
         guard = world.guard(trim_every="100 MB")
-        call(guard)
+        call(world, guard)
         world.memory, world.in_use = 300 * MB, 200 * MB
         for in_use in (200, 200, 20):
             world.in_use = in_use * MB
-            call(guard)
+            call(world, guard)
             world.tick(1)
             guard.check()
         assert 2 == trims(world)
@@ -116,10 +120,10 @@ class TestGrowth:
             return world.trim()
 
         guard = world.guard(trim_every="100 MB", runtime=replace(world.runtime, trim=trim))
-        call(guard)
+        call(world, guard)
         world.memory, world.in_use = 300 * MB, 200 * MB
         for _ in range(2):
-            call(guard)
+            call(world, guard)
             world.tick(1)
             guard.check()
         assert 2 == trims(world)
@@ -134,11 +138,12 @@ class TestGrowth:
             return world.memory
 
         guard = world.guard(trim_every="100 MB", runtime=replace(world.runtime, private=slow))
-        call(guard)
+        call(world, guard)
         world.tick(1)
         guard.check()
         taken.clear()
         for _ in range(25):
+            call(world, guard)
             guard.check()
             world.tick(0.1)
         assert 2 == len(taken)
@@ -159,6 +164,94 @@ class TestWhatCannotBeMeant:
 
         with pytest.raises(NotSupported, match="musl"):
             world.guard(trim_every="30s", runtime=replace(world.runtime, check_trim=refuse))
+
+
+class TestTheProcess:
+    @pytest.fixture(autouse=True)
+    def in_this_world(self, world: World) -> Iterator[None]:
+        """Time and memory of what is trimmed here are the world's; nothing goes on after the test."""
+        with use(lambda: world.runtime):
+            yield
+        trimming = running()
+        if trimming is not None:
+            trimming.stop()
+
+    def test_is_trimmed_without_a_guard(self, world: World) -> None:
+        """One line returns memory at each interval in which the process has worked, and the event names the process."""
+        trimming = memory.trim_every("30s")
+        counts = []
+        for seconds, cpu in ((29, 1), (1, 0), (30, 0.001), (30, 1)):
+            world.tick(seconds)
+            world.cpu += cpu
+            trimming.trimmer.tick()
+            counts.append(trims(world))
+        assert [0, 1, 1, 2] == counts
+        assert "process" == world.last(MemoryTrimmed).guard
+        assert 30 == trimming.trimmer.check_interval()
+
+    def test_is_trimmed_as_it_grows(self, world: World) -> None:
+        """With a size, memory is returned at first, and then whenever so much more can be returned."""
+        trimming = memory.trim_every("100 MB")
+        for grown in (0, 60, 30, 20, 50):
+            world.memory += grown * MB
+            world.cpu += 1.0
+            world.tick(1)
+            trimming.trimmer.tick()
+        assert 2 == trims(world)
+
+    def test_a_forked_one_starts_anew(self, world: World) -> None:
+        """A worker trims at its own intervals, whatever its parent had read by then."""
+        trimming = memory.trim_every("30s")
+        world.tick(29)
+        trimming.trimmer.after_fork_in_child()
+        world.tick(1)
+        trimming.trimmer.tick()
+        assert 0 == trims(world)
+        world.tick(29)
+        trimming.trimmer.tick()
+        assert 1 == trims(world)
+
+    def test_has_one_interval(self) -> None:
+        """The same line again changes nothing; another interval is refused, by name, until the first is stopped."""
+        first = memory.trim_every("1m30s")
+        assert first is memory.trim_every(90)
+        with pytest.raises(InvalidOption, match="every 1m30s already"):
+            memory.trim_every("100 MB")
+        assert "Trimming('1m30s', runs)" == repr(first)
+        first.stop()
+        first.stop()
+        assert "Trimming('1m30s', stopped)" == repr(first)
+        with memory.trim_every("100 MB") as second:
+            first.stop()
+            assert "Trimming('100 MB', runs)" == repr(second)
+        assert running() is None
+
+    @pytest.mark.parametrize("value", ["often", 0, "0 MB", None])
+    def test_what_is_no_interval_is_refused(self, value: Any) -> None:
+        """A value that is neither a duration nor a size is rejected, and nothing starts."""
+        with pytest.raises(InvalidOption, match="trim_every"):
+            memory.trim_every(value)
+        assert running() is None
+
+    def test_is_refused_where_nothing_can_be_given_back(self, world: World) -> None:
+        """On macOS, and with an unknown allocator, it says why, instead of doing nothing."""
+
+        def refuse() -> None:
+            raise NotSupported("returning freed memory to the system", reason="it requires Linux, and this is darwin")
+
+        with use(lambda: replace(world.runtime, check_trim=refuse)), pytest.raises(NotSupported, match="darwin"):
+            memory.trim_every("30s")
+
+    def test_without_a_thread_is_not_said_to_run(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the system gives no thread the error comes through, and the next call tries again."""
+
+        def refuse(_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(_ticker.TICKER, "add", refuse)
+        with use(lambda: replace(world.runtime, ticks=True)), pytest.raises(RuntimeError, match="new thread"):
+            memory.trim_every("30s")
+        assert running() is None
 
 
 def test_text_that_ends_in_b_is_a_size() -> None:

@@ -94,6 +94,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
         self.wall = 1.7e9
+        self.cpu = 0.0
         self.memory = 100 * MB
         self.model_size = 0
         self.headroom: int | None = None
@@ -114,6 +115,7 @@ class World:
         self.runtime = Runtime(
             clock=lambda: self.now,
             wall_clock=lambda: self.wall,
+            cpu=lambda: self.cpu,
             sleep=self.tick,
             private=lambda: self.memory,
             headroom=lambda: self.headroom,

@@ -47,6 +47,17 @@ def test_a_batch_is_made_of_items_of_like_weight() -> None:
     assert [[101, 100, 99], [12, 11, 10], [500, 490, 480]] == [weights(take(queue)) for _ in range(3)]
 
 
+def test_what_a_full_batch_leaves_behind_waits_no_longer() -> None:
+    """Four items fill a batch, of which two are taken; the others start at once, and the next one waits again."""
+    queue = padded_queue(max_size=4, max_wait=60.0)
+    learn(queue)
+    for weight in (10, 500, 11, 490):
+        queue.admit(request(weight, weight=weight), 0.0)
+    assert [[11, 10], [500, 490]] == [weights(take(queue)) for _ in range(2)]
+    queue.admit(request(12, weight=12), 1.0)
+    assert 60.0 == queue.next_batch(1.0)
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_equal_weights_go_in_the_order_of_arrival(known: bool) -> None:  # noqa: FBT001 - pytest passes it
     """Where there is nothing to choose from, it is as without ``padded``."""

@@ -15,7 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from modelguard.sharing._hazards import ThisProcess, find_hazards
+from modelguard.sharing import _owners
+from modelguard.sharing._hazards import ThisProcess, end_threads, find_hazards
+
+PAGE = Path(__file__).parents[3] / "docs/fork-safety.md"
+THREADS = [owner for owner in _owners.OWNERS if owner.has == "thread"]
+CONNECTIONS = [owner for owner in _owners.OWNERS if owner.has == "connection"]
 
 
 @dataclass
@@ -117,6 +122,91 @@ def test_our_own_threads_are_not_hazards() -> None:
 def test_native_threads_without_openmp_are_not_hazards() -> None:
     """OpenBLAS ends its threads before a fork by itself; only pools of OpenMP are known to hang."""
     assert () == find_hazards(Process(native=["python", "python"]))
+
+
+class TestWhatLibrariesLeaveBehind:
+    """Threads and connections that users did not start."""
+
+    @staticmethod
+    def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let no library of the table be loaded, whatever other tests have imported."""
+        for owner in _owners.OWNERS:
+            monkeypatch.delitem(sys.modules, owner.restarts.partition(":")[0], raising=False)
+            monkeypatch.delitem(sys.modules, owner.where, raising=False)
+
+    @pytest.mark.parametrize("owner", THREADS, ids=lambda owner: owner.name)
+    def test_a_thread_has_the_name_and_the_remedy_of_its_library(
+        self, owner: _owners.Owner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each row names the library and what to do, if the library does not start the thread again by itself."""
+        self.forget(monkeypatch)
+        (hazard,) = find_hazards(Process(python=[("Thread-1", f"{owner.where}Some.run")]))
+        assert (owner.name, owner.remedy, "warning") == (hazard.owner, hazard.fix, hazard.severity)
+        assert hazard.seen.startswith("thread 'Thread-1' is running")
+
+    @pytest.mark.parametrize("owner", [one for one in THREADS if one.restarts], ids=lambda owner: owner.name)
+    def test_a_thread_that_starts_again_is_no_matter(
+        self, owner: _owners.Owner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing is to do for a release that starts it again in each child; an older one is warned about."""
+        self.forget(monkeypatch)
+        module, _, name = owner.restarts.partition(":")
+        kind, _, method = name.partition(".")
+        process = Process(python=[("Thread-1", f"{owner.where}Some.run")])
+        for known, severity in ((method, "fixed"), ("of_an_older_release", "warning")):
+            monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{kind: SimpleNamespace(**{known: print})}))
+            (hazard,) = find_hazards(process)
+            assert (owner.name, severity) == (hazard.owner, hazard.severity)
+
+    def test_a_connection_may_be_that_of_any_loaded_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The owner of a connection or an event queue cannot be seen, so each loaded library has its remedy there."""
+        self.forget(monkeypatch)
+        plain = find_hazards(Process(peers=["10.0.0.5:5432"], queues=1))
+        assert [] == [owner.name for owner in CONNECTIONS for hazard in plain if owner.name in hazard.fix]
+        for owner in CONNECTIONS:
+            monkeypatch.setitem(sys.modules, owner.where, SimpleNamespace())
+        for hazard in find_hazards(Process(peers=["10.0.0.5:5432"], queues=1)):
+            assert [] == [owner.name for owner in CONNECTIONS if f" {owner.name}: {owner.remedy}." not in hazard.fix]
+
+    def test_are_in_the_documentation(self) -> None:
+        """The table of docs/fork-safety.md has each row as it is in the code, and no other."""
+
+        def row(owner: _owners.Owner) -> str:
+            done = "ends it" if owner.stop else "leaves it" if owner.restarts else "warns"
+            return f"| {owner.name} | {owner.has} | `{owner.where}` | {done} | {owner.remedy} |"
+
+        _, _, rest = PAGE.read_text(encoding="utf-8").partition(
+            "| library | what | recognised by | `prepare` | to do, or to do without |\n"
+        )
+        table = rest.partition("\n\n")[0].splitlines()[1:]
+        assert [row(owner) for owner in _owners.OWNERS] == table
+
+    def test_only_what_ends_is_said_to_have_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A thread that does not end in time stays a hazard; one without the way to end it is left alone."""
+        over = threading.Event()
+
+        class Deaf(threading.Thread):
+            was_killed = SimpleNamespace(set=lambda: None)
+
+            def run(self) -> None:
+                over.wait()
+
+        class Other(Deaf):
+            was_killed = SimpleNamespace()
+
+        row = _owners.Owner("it", "thread", f"{__name__}.TestWhat", "Do without.", stop="was_killed.set")
+        monkeypatch.setattr(_owners, "OWNERS", (row,))
+        monkeypatch.setattr(_owners, "_PATIENCE", 0.0)
+        threads = [Deaf(), Other()]
+        for thread in threads:
+            thread.start()
+        try:
+            assert () == end_threads()
+            assert [("it", "warning")] * 2 == [(one.owner, one.severity) for one in find_hazards() if one.owner == "it"]
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
 
 
 class TestThisProcess:

@@ -15,7 +15,18 @@ from tests.unit.telemetry.every_event import EVERY
 
 from modelguard import guard, telemetry
 from modelguard.errors import InvalidOption
-from modelguard.telemetry import Event, LoadDiscarded, LoadFinished, LoadStarted, ReloadDue, add_hook, emit, set_hooks
+from modelguard.telemetry import (
+    BatchErrored,
+    BatchFinished,
+    Event,
+    LoadDiscarded,
+    LoadFinished,
+    LoadStarted,
+    ReloadDue,
+    add_hook,
+    emit,
+    set_hooks,
+)
 
 EVENT = LoadDiscarded(guard="nlp", cause="late")
 
@@ -182,3 +193,44 @@ class TestWrongHooks:
             set_hooks(hooks)
         emit(EVENT)
         assert [EVENT] == seen
+
+
+BATCH = BatchFinished(guard="f", size=8, waiting=0, wait_seconds=0.0, run_seconds=0.01, failed=0, reruns=0)
+FAILED = next(event for event in EVERY if isinstance(event, BatchErrored))
+
+
+def test_a_hook_may_have_a_level() -> None:
+    """A hook at INFO is not called for every batch; one at WARNING gets what needs attention; removing works."""
+    info, warning, everything = list[Event](), list[Event](), list[Event]()
+    remove = add_hook(info.append, level="INFO")
+    add_hook(warning.append, level=logging.WARNING)
+    add_hook(everything.append)
+    for event in (BATCH, EVENT, FAILED):
+        emit(event)
+    remove()
+    emit(EVENT)
+    assert ([EVENT, FAILED], [FAILED], [BATCH, EVENT, FAILED, EVENT]) == (info, warning, everything)
+
+
+def test_an_event_says_its_level() -> None:
+    """A hook can log each event at the level that the log of modelguard gives it."""
+    assert [logging.DEBUG, logging.INFO, logging.WARNING] == [telemetry.level_of(one) for one in (BATCH, EVENT, FAILED)]
+
+
+@pytest.mark.parametrize("level", ["info", "LOUD", None, 2.5, True])
+def test_a_level_must_be_one_of_logging(level: Any) -> None:
+    """What is no level of ``logging`` is refused where the hook is added."""
+    with pytest.raises(InvalidOption, match="is not a level of logging"):
+        add_hook(print, level=level)
+
+
+def test_a_hook_with_a_level_that_fails_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The log names the function that was added, with and without a level."""
+
+    def broken_hook(event: Event) -> None:
+        raise OSError("broken")
+
+    set_hooks([])
+    add_hook(broken_hook, level="INFO")
+    emit(EVENT)
+    assert "broken_hook" in caplog.text

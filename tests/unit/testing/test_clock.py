@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.serving.gated import TIMEOUT, Gated, until
 
 from modelguard import (
     TTL,
@@ -25,11 +26,15 @@ from modelguard import (
     Policy,
     Snapshot,
     Uses,
+    batched,
     guard,
+    memory,
     pool,
 )
-from modelguard.errors import InvalidOption, LoadFailed, NoMemoryLimit
+from modelguard.errors import CircuitOpen, DeadlineExceeded, InvalidOption, LoadFailed, NoMemoryLimit
 from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.serving import Breaker, deadline, left
+from modelguard.telemetry import Event, MemoryTrimmed, add_hook
 from modelguard.testing import Clock, Loader
 
 
@@ -390,6 +395,20 @@ def test_probes_are_asked_as_time_passes(modelguard_clock: Clock) -> None:
     model.close()
 
 
+def test_the_process_is_trimmed_as_time_passes() -> None:
+    """`memory.trim_every` goes by the test's clock, and ends with the test."""
+    events: list[Event] = []
+    remove = add_hook(events.append)
+    clock = Clock("its test")
+    clock.install()
+    memory.trim_every("30s")
+    clock.advance("1m35s")
+    clock.end()
+    remove()
+    assert ["process"] * 3 == [event.guard for event in events if isinstance(event, MemoryTrimmed)]
+    memory.trim_every("1m").stop()  # nothing of the test's is in force any more
+
+
 def test_gpu_memory_is_what_the_test_says(modelguard_clock: Clock) -> None:
     """A policy on GPU memory is tried on a machine without one."""
     nlp = guard(object, reload_on=GpuMemoryGrowth("1 GB"), defer=0)
@@ -399,3 +418,97 @@ def test_gpu_memory_is_what_the_test_says(modelguard_clock: Clock) -> None:
     assert (1_500_000_000, 1) == (nlp.status().gpu_allocated, nlp.status().generation)
     modelguard_clock.advance("10s")
     assert 2 == nlp.status().generation
+
+
+class TestBatched:
+    """What is batched, on a clock that is moved."""
+
+    def test_deadlines_expire(self, modelguard_clock: Clock) -> None:
+        """What waits and what runs gets ``DeadlineExceeded`` once its time has passed, before ``advance`` returns."""
+        model = Gated()
+        f = batched(max_size=1, deadline="1h")(model)
+        running = f.submit("runs")
+        model.busy()
+        waiting, shorter = f.submit("waits"), f.submit("waits less", timeout="30m")
+        modelguard_clock.advance("59m")
+        assert (False, False, 1) == (running.done(), waiting.done(), f.status().expired)
+        with pytest.raises(DeadlineExceeded):
+            shorter.result(0)
+        modelguard_clock.advance("1m")
+        for late in (running, waiting):
+            with pytest.raises(DeadlineExceeded, match=r"3600\."):
+                late.result(0)
+        model.gate.set()
+
+    def test_the_deadline_of_a_block_passes(self, modelguard_clock: Clock) -> None:
+        """``deadline()`` and ``left()`` follow the clock."""
+        f = batched(max_size=1)(lambda items: items)
+        with deadline("1h"):
+            modelguard_clock.advance("59m")
+            assert 1 == f(1)
+            assert 0 < (left() or 0) <= 60
+            modelguard_clock.advance("1m")
+            with pytest.raises(DeadlineExceeded):
+                f(2)
+
+    def test_a_batch_becomes_due(self, modelguard_clock: Clock) -> None:
+        """A batch that waits for more items begins when ``max_wait`` has passed on the clock."""
+        f = batched(max_size=2, max_wait="1h")(lambda items: [len(items)] * len(items))
+        alone = f.submit("alone")
+        modelguard_clock.advance("59m")
+        assert not alone.done()
+        modelguard_clock.advance("1m")
+        assert 1 == alone.result(TIMEOUT)
+
+    def test_a_circuit_is_tried_again(self, modelguard_clock: Clock) -> None:
+        """An open circuit refuses until its pause has passed on the clock."""
+        healthy = False
+
+        @batched(max_size=1, breaker=Breaker(failures=1, cooldown="1h", max_cooldown="1h"))
+        def f(items: list[int]) -> list[int]:
+            if not healthy:
+                raise OSError("broken")
+            return items
+
+        with pytest.raises(OSError, match="broken"):
+            f(1)
+        until(lambda: f.status().state == "circuit open")
+        healthy = True
+        with pytest.raises(CircuitOpen):
+            f(1)
+        modelguard_clock.advance("1h")
+        assert 1 == f(1)
+
+    def test_a_batch_overstays(self, modelguard_clock: Clock) -> None:
+        """A batch that runs for longer than ``hang_after`` counts as hung."""
+        model = Gated()
+        f = batched(max_size=1, hang_after="1h")(model)
+        running = f.submit(1)
+        model.busy()
+        modelguard_clock.advance("59m")
+        assert f.ready
+        modelguard_clock.advance("2m")
+        assert (False, "hung") == (f.ready, f.status().state)
+        model.gate.set()
+        assert 1 == running.result(TIMEOUT)
+
+    def test_deadlines_of_methods_expire(self, modelguard_clock: Clock) -> None:
+        """Batched methods, which share their threads, follow the clock as well, also after a shorter deadline."""
+        model = Gated()
+
+        class Service:
+            @batched(max_size=1)
+            def f(self, items: list[str]) -> list[str]:
+                return model(items)
+
+        service = Service()
+        running = service.f.submit("runs", timeout="2h")
+        model.busy()
+        modelguard_clock.advance("1h")
+        soon = service.f.submit("waits", timeout="10ms")  # real time goes on
+        with pytest.raises(DeadlineExceeded):
+            soon.result(5)
+        modelguard_clock.advance("1h")
+        with pytest.raises(DeadlineExceeded):
+            running.result(0)
+        model.gate.set()

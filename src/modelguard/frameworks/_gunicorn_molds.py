@@ -1,0 +1,504 @@
+"""Models of gunicorn's master that are renewed: a mold loads each generation, and forks the workers.
+
+A mold is a child of the master, which has imported the application and loaded no model. It loads and prepares the
+models of all shared guards, and waits for orders. It ends with its generation, and all memory with it, so its objects
+may be immortal. A worker is forked twice, so that it becomes the master's child: gunicorn waits for it, looks at its
+heartbeat and ends it as it does with workers of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+from modelguard.errors import ForkHazard, GuardClosed, LoadFailed, ModelRejected
+from modelguard.frameworks._metric_files import MetricFiles
+from modelguard.frameworks._prefork_options import PreforkOptions, log_report
+from modelguard.isolation import _processes
+from modelguard.isolation._channel import Channel, Unreadable, pair
+from modelguard.isolation._molds import with_remote_traceback
+from modelguard.isolation._worker import flush_output, leave, portable
+from modelguard.lifecycle._loading import Rejected
+from modelguard.lifecycle._ticker import TICKER
+from modelguard.lifecycle.loaded import Loaded
+from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.sharing import _prepared, _signals
+from modelguard.telemetry import _hooks
+
+__all__ = ["Molds", "needed"]
+
+#: Seconds between two looks at the first mold, before the server starts.
+_POLL = 0.01
+#: Seconds that a mold may take to fork a worker (which warms up later) before it is killed.
+_FORK = 30.0
+#: Seconds that a mold may take to unload its models.
+_UNLOAD = 5
+#: Seconds. A mold that has lived this long was no part of a series of deaths.
+_SOUND = 60.0
+
+#: A guard whose model a mold asks to be made.
+_Asked = list[tuple[ModelGuard[Any], "Future[Any]"]]
+
+
+def needed(guards: Sequence[ModelGuard[Any]]) -> bool:
+    """Whether molds are to load the models: one of them is renewed, and none is compared with the one before it."""
+    if not hasattr(os, "pidfd_open") or any(guard.engine.guard.options.validates_both for guard in guards):
+        return False
+    return any(guard.engine.renews_weights for guard in guards)
+
+
+class _Mold:
+    """A mold as the master sees it."""
+
+    def __init__(self, pid: int, control: Channel, configuration: object) -> None:
+        self.pid, self.control, self.configuration = pid, control, configuration
+        self.pidfd = os.pidfd_open(pid)
+        self.born = time.monotonic()
+        self.dead = False
+        self.figures: list[tuple[str | None, int]] = []  # version and bytes of each guard's model
+        self.workers: set[int] = set()
+
+    def has_news(self) -> bool:
+        """Whether it has answered, or has ended."""
+        return _readable(self.control.fileno(), 0.0)
+
+    def close(self) -> None:
+        """Let it end."""
+        self.control.close()
+        os.close(self.pidfd)
+
+
+class _Share:
+    """What a guard of the master has in the place of its model."""
+
+    __slots__ = ("__weakref__", "bytes", "guard", "mold")
+
+    def __init__(self, mold: _Mold, guard: ModelGuard[Any], size: int) -> None:
+        self.mold, self.guard, self.bytes = mold, guard, size
+
+
+class Molds:
+    """The molds of one master. All but the guards' loaders runs in gunicorn's main loop.
+
+    Args:
+        server: gunicorn's master.
+        guards: Whose models are shared.
+        options: How a mold prepares.
+        metric_files: Which files a worker may take over.
+        make_worker: gunicorn's own code for a new worker.
+        before_worker: Called in the process that forks a worker, just before that.
+    """
+
+    def __init__(
+        self,
+        server: Any,
+        guards: Sequence[ModelGuard[Any]],
+        options: PreforkOptions,
+        metric_files: MetricFiles,
+        *,
+        make_worker: Callable[[], int],
+        before_worker: Callable[[], None],
+    ) -> None:
+        self._server, self._guards, self._options, self._metric_files = server, guards, options, metric_files
+        self._make_worker, self._before_worker = make_worker, before_worker
+        self._pid = os.getpid()
+        self._own = [(guard.engine.guard.options, guard.engine.guard.runtime) for guard in guards]
+        self._lock = threading.RLock()
+        self._asked: _Asked = []
+        self._handed: dict[ModelGuard[Any], tuple[Any, int]] = {}
+        self._shares: weakref.WeakSet[_Share] = weakref.WeakSet()
+        self._seen: dict[ModelGuard[Any], _Mold] = {}
+        self._molds: list[_Mold] = []
+        self._made: tuple[_Mold, _Asked] | None = None
+        self._current: _Mold | None = None
+        self._deaths, self._not_before = 0, 0.0
+
+    # In the main loop
+
+    def start(self) -> None:
+        """Load the models, in the first mold.
+
+        Raises:
+            LoadFailed: A model could not be loaded or prepared.
+        """
+        atexit.register(self._end_all)
+        for guard in self._guards:
+            if guard.engine.state.current is not None:  # the application has loaded it on import
+                guard.unload()
+            self._have_molds_made(guard)
+        if self._options.freeze:  # else each mold copies what the application has imported
+            gc.collect()
+            gc.freeze()
+        first = self._guards[0].engine.join_load()
+        while any(_mold_of(guard) is None for guard in self._guards):
+            self.step()
+            if first is not None and first.done() and (error := first.result()) is not None:
+                raise error
+            time.sleep(_POLL)
+        self.step()
+
+    def _have_molds_made(self, guard: ModelGuard[Any]) -> None:
+        context = guard.engine.guard
+        context.options = replace(
+            context.options,
+            load=partial(self._load, guard),
+            swap="load_first",
+            warmup=None,
+            validate=None,
+            unload=None,
+            load_timeout=None,  # the mold has one for each guard
+            defer=0.0,
+        )
+        guard.engine.move_to(replace(context.runtime, private=partial(self._bytes, guard)))
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether there is a mold to fork workers from."""
+        return self._current is not None and not self._current.has_news()
+
+    def step(self) -> list[int]:
+        """Go on with what is under way, without a wait; returns the workers that another mold is to replace now."""
+        self._hear()
+        self._begin()
+        changed = self._follow()
+        self._end_unused()
+        self._revive()
+        return list(self._server.WORKERS) if changed else []
+
+    def _begin(self) -> None:
+        """Fork one mold for all who have asked by now."""
+        with self._lock:
+            if self._made is not None or not self._asked:
+                return
+            asked, self._asked = self._asked, []
+        ours, theirs = pair()
+        flush_output()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            ours.close()
+            theirs.close()
+            _refuse(asked, error)
+            return
+        if pid == 0:
+            try:
+                ours.close()
+                self._become_mold(Channel(theirs))
+            except Exception:  # noqa: BLE001 - above this are frames of the master; a worker leaves them by SystemExit
+                traceback.print_exc()
+                leave(1)
+        theirs.close()
+        mold = _Mold(pid, Channel(ours), self._server.cfg)
+        self._molds.append(mold)
+        self._made = mold, asked
+
+    def _hear(self) -> None:
+        """Give a mold that has loaded to those who have asked for it, or its error."""
+        if self._made is None or not self._made[0].has_news():
+            return
+        (mold, asked), self._made = self._made, None
+        try:
+            report, *details = mold.control.receive()
+        except (EOFError, OSError, Unreadable):
+            report, details = None, [RuntimeError(f"the mold {mold.pid} ended while it loaded"), None]
+        if report is None:
+            error = with_remote_traceback(*details)
+            _refuse(asked, Rejected(error.reason) if isinstance(error, ModelRejected) else error)
+            return
+        (mold.figures,) = details
+        log_report(self._server.log, report, self._options.on_hazard, self._server.num_workers)
+        for guard, wanted in asked:
+            wanted.set_result(self._share(mold, guard))
+
+    def _follow(self) -> bool:
+        """Fork workers from the mold that a guard has got since the last look, and let the other guards have it too."""
+        newest = self._current
+        for guard in self._guards:
+            mold = _mold_of(guard)
+            if mold is not None and mold is not self._seen.get(guard):
+                self._seen[guard] = newest = mold
+        if newest is None or newest is self._current:
+            return False
+        self._current = newest
+        for guard in self._guards:
+            if _mold_of(guard) is not newest and not guard.engine.loading:
+                with self._lock:
+                    self._handed[guard] = self._share(newest, guard), guard.engine.state.requests + 1
+                self._reload(guard)
+        return True
+
+    def _reload(self, guard: ModelGuard[Any]) -> None:
+        try:
+            guard.reload(wait=False)
+        except GuardClosed:
+            self._handed.pop(guard, None)
+
+    def _end_unused(self) -> None:
+        with self._lock:
+            used = {share.mold for share in self._shares}
+        used |= {mold for mold in (self._current, self._made and self._made[0]) if mold is not None}
+        for mold in self._molds[:]:
+            mold.workers.intersection_update(self._server.WORKERS)
+            if mold not in used and not mold.workers:
+                self._molds.remove(mold)
+                mold.close()
+
+    def _revive(self) -> None:
+        """Have a new mold made if the current one has ended, or gunicorn has read its configuration again."""
+        mold, now = self._current, time.monotonic()
+        if mold is None or self._made is not None or any(guard.engine.loading for guard in self._guards):
+            return
+        if mold.has_news():
+            if not mold.dead:
+                mold.dead = True
+                self._deaths = 0 if now - mold.born > _SOUND else self._deaths
+                text = "modelguard: the mold %s has ended: workers serve on, and their models are loaded in a new one"
+                self._server.log.error(text, mold.pid)
+            if now < self._not_before:
+                return
+            self._deaths += 1
+            self._not_before = now + self._own[0][0].backoff.seconds(self._deaths, 0.5)
+        elif mold.configuration is self._server.cfg:
+            return
+        mold.configuration = self._server.cfg
+        self._reload(self._guards[0])
+
+    def spawn(self) -> int:
+        """Have gunicorn make a worker, which the current mold forks; 0 if that fails."""
+        hook = self._server.cfg.pre_fork
+        try:
+            return self._run_gunicorns(partial(hook, self._server), self._order)
+        except (EOFError, OSError, Unreadable) as error:
+            self._server.log.warning("modelguard: no worker could be started: %r", error)
+            return 0
+
+    def _order(self, worker: Any) -> int:
+        """Have the current mold fork a worker."""
+        mold, listeners = self._current, self._server.LISTENERS
+        if mold is None:
+            raise OSError("there is no mold")
+        fds = [worker.tmp.fileno(), *(listener.fileno() for listener in listeners)]
+        kinds = [(type(listener), listener.cfg_addr) for listener in listeners]
+        try:
+            mold.control.set_timeout(_FORK)
+            with _signals.adopt_orphans():
+                mold.control.send((worker.age, kinds, self._metric_files.ended), fds)
+                pid, error = mold.control.receive()
+        except (EOFError, OSError, Unreadable):
+            _processes.send_kill(mold.pidfd)  # a late answer would be taken for that to the next order
+            raise
+        if not pid:
+            raise OSError(error)
+        mold.workers.add(pid)
+        return int(pid)
+
+    def _run_gunicorns(self, pre_fork: Callable[[Any], object], fork: Callable[[Any], int]) -> int:
+        """Run gunicorn's own code for a new worker, with these in the place of its hook and of ``os.fork``."""
+        cfg, hook, real = self._server.cfg, self._server.cfg.pre_fork, os.fork
+
+        def put_back() -> None:
+            setattr(os, "fork", real)  # noqa: B010 - checkers refuse the assignment
+            cfg.set("pre_fork", hook)
+
+        def pre_fork_instead(_server: Any, worker: Any) -> None:
+            def fork_instead() -> int:
+                put_back()
+                return fork(worker)
+
+            pre_fork(worker)
+            setattr(os, "fork", fork_instead)  # noqa: B010
+
+        cfg.set("pre_fork", pre_fork_instead)
+        try:
+            return self._make_worker()
+        finally:
+            put_back()
+
+    def _end_all(self) -> None:
+        """At exit: let the molds unload their models. What is left is killed with this process."""
+        if os.getpid() != self._pid:
+            return
+        ending = [os.dup(mold.pidfd) for mold in self._molds]
+        while self._molds:
+            self._molds.pop().close()
+        until = time.monotonic() + _UNLOAD
+        for pidfd in ending:
+            _readable(pidfd, until - time.monotonic())
+
+    # For the guards, in any thread
+
+    def _load(self, guard: ModelGuard[Any]) -> Any:
+        """The guard's loader: waits for a mold that begins from now on, or takes the one that it is to have."""
+        with self._lock:
+            share, request = self._handed.pop(guard, (None, 0))
+            if share is not None and request == guard.engine.state.requests:
+                return share
+            wanted: Future[Any] = Future()
+            self._asked.append((guard, wanted))
+        return wanted.result()
+
+    def _share(self, mold: _Mold, guard: ModelGuard[Any]) -> Any:
+        version, size = mold.figures[self._guards.index(guard)]
+        share = _Share(mold, guard, size)
+        with self._lock:
+            self._shares.add(share)
+        return share if version is None else Loaded(share, version=version)
+
+    def _bytes(self, guard: ModelGuard[Any]) -> int:
+        with self._lock:
+            return sum(share.bytes for share in self._shares if share.guard is guard)
+
+    # In a mold
+
+    def _become_mold(self, control: Channel) -> NoReturn:
+        server, beside_workers = self._server, self._current is not None
+        _signals.end_with_parent(self._pid)
+        for number in server.SIGNALS:  # the master ends it
+            signal.signal(number, _nothing)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._lock = threading.RLock()  # a thread of the master may have it
+        TICKER.stop()
+        for mold in self._molds:  # each would see the end of the master too late, and clients that of its port
+            mold.close()
+        for held in (*server.LISTENERS, *(worker.tmp for worker in server.WORKERS.values())):
+            held.close()
+        server.LISTENERS = []
+        server.WORKERS.clear()
+        try:
+            with (
+                _hooks.muted(),  # the master reports its own
+                _processes.coming_last() if beside_workers else nullcontext(),
+                warnings.catch_warnings(),
+            ):
+                warnings.simplefilter("ignore", ForkHazard)  # the report has them
+                report = self._prepare()
+        except BaseException as error:  # noqa: BLE001 - whatever a loader raises is the load's failure
+            text = "".join(traceback.format_exception(error))
+            if type(error) is LoadFailed and error.__cause__ is not None and len(self._guards) == 1:
+                error = error.__cause__  # the master's guard makes a LoadFailed of it
+            with suppress(OSError):
+                control.send((None, portable(error, self._guards[0].name, plain=True), text))
+            leave(0)
+        control.send((report, [(guard.version, guard.status().model_bytes or 0) for guard in self._guards]))
+        self._serve(control)
+
+    def _prepare(self) -> Any:
+        for guard, (options, runtime) in zip(self._guards, self._own, strict=True):
+            if guard.engine.state.current is not None:
+                guard.unload()  # its share of the mold before
+            guard.engine.guard.options = options
+            guard.engine.move_to(runtime)
+        return self._options.prepare(self._guards, renewed_here=False)
+
+    def _serve(self, control: Channel) -> NoReturn:
+        while True:
+            try:
+                age, listeners, self._metric_files.ended = control.receive()
+                fds = [control.take_fd() for _ in range(1 + len(listeners))]
+            except (EOFError, OSError, Unreadable, IndexError):
+                self._unload()
+                leave(0)
+            control.send(self._fork_worker(control, age, listeners, fds))
+            for fd in fds:
+                os.close(fd)
+
+    def _unload(self) -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_UNLOAD)  # a hook that hangs
+        for guard in self._guards:
+            if guard.engine.guard.options.unload is not None:
+                with _hooks.muted(), suppress(Exception):
+                    guard.close()
+
+    def _fork_worker(self, control: Channel, age: int, listeners: Sequence[Any], fds: Sequence[int]) -> tuple[int, str]:
+        """Fork a worker by way of a process that ends at once; returns the worker's process id, or 0 and why not."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        flush_output()
+        answer = "0 the process between the mold and the worker was killed"
+        try:
+            with _prepared.forking_twice():
+                between = os.fork()
+        except OSError as error:
+            answer = f"0 {error}"
+        else:
+            if between == 0:
+                self._fork_again(writer)
+                for fd in (reader, writer):
+                    os.close(fd)
+                control.close()
+                self._become_worker(age, listeners, fds)
+            os.waitpid(between, 0)
+            with suppress(BlockingIOError):
+                answer = os.read(reader, 4096).decode()
+        os.close(reader)
+        os.close(writer)
+        pid, _, why = answer.partition(" ")
+        return int(pid), why
+
+    def _fork_again(self, writer: int) -> None:
+        """Fork the worker and end; returns in the worker, once it is the master's child."""
+        me = os.getpid()
+        try:
+            TICKER.stop()
+            self._before_worker()
+            pid = os.fork()
+        except BaseException as error:  # noqa: BLE001 - this process ends here
+            os.write(writer, f"0 {type(error).__name__}: {error}".encode()[:4096])
+            os._exit(0)
+        if pid:
+            os.write(writer, f"{pid} ".encode())
+            os._exit(0)
+        while os.getppid() == me:
+            time.sleep(0.001)
+
+    def _become_worker(self, age: int, listeners: Sequence[Any], fds: Sequence[int]) -> NoReturn:
+        server = self._server
+
+        def take_tmp(worker: Any) -> None:
+            os.dup2(fds[0], worker.tmp.fileno(), inheritable=False)
+            os.close(fds[0])
+
+        server.worker_age = age - 1
+        server.LISTENERS = [
+            kind(address, server.cfg, server.log, fd=fd) for (kind, address), fd in zip(listeners, fds[1:], strict=True)
+        ]
+        server.log.reopen_files()  # they may have been moved since the mold was forked
+        self._run_gunicorns(take_tmp, lambda _worker: 0)
+        sys.exit(0)
+
+
+def _mold_of(guard: ModelGuard[Any]) -> _Mold | None:
+    """The mold that has the guard's current model."""
+    share = getattr(guard.engine.state.current, "model", None)
+    return share.mold if isinstance(share, _Share) else None
+
+
+def _refuse(asked: _Asked, error: BaseException) -> None:
+    for _, wanted in asked:
+        wanted.set_exception(error)
+
+
+def _readable(fd: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, seconds) * 1000))
+
+
+def _nothing(_number: int, _frame: object) -> None:
+    """A handler, where SIG_IGN would be inherited by programs that the models start."""

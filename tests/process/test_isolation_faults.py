@@ -1,0 +1,332 @@
+"""What kernels and people do to isolated functions: memory ends, disks fill, code is deployed, a machine stops."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.process.harness import cgroup, run_python, wait_until
+from tests.process.host_callers import APP, Caller, CallFailed, end_all, family, molds, write
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder where brokers meet; nothing that met there is left afterwards."""
+    write(tmp_path)
+    yield tmp_path
+    if (tmp_path / "run").exists():
+        end_all(tmp_path)
+
+
+SIZED = """
+import os
+from pathlib import Path
+from modelguard import Backoff, guard, isolate
+
+def load():
+    return bytearray(b"x") * int(Path(__file__).with_name("size").read_text())
+
+@isolate(workers=2, timeout="30s")
+@guard(load, reload_on=None, swap="load_first", backoff=Backoff(60, 60))
+def size(model):
+    return len(model), os.getpid()
+"""
+
+
+def test_memory_that_ends_while_a_second_model_loads_costs_the_second_model(tmp_path: Path) -> None:
+    """The kernel kills what loads, and none of the workers that serve; a smaller model replaces the old one later."""
+    (tmp_path / "sized.py").write_text(SIZED)
+    (tmp_path / "size").write_text("100_000_000")
+    program = f"""
+        import json, os, pathlib, sys
+        open("CGROUP/cgroup.procs", "w").write(str(os.getpid()))
+        sys.path.insert(0, {str(tmp_path)!r})
+        from modelguard.errors import LoadFailed
+        from sized import size
+        told = pathlib.Path({str(tmp_path)!r}, "size")
+        with size:
+            size()
+            before = {{one.pid for one in size.status().workers}}
+            told.write_text("900_000_000")
+            try:
+                size.reload()
+                said = ""
+            except LoadFailed as error:
+                said = str(error)
+            answers = [size()[0] for _ in range(10)]
+            status = size.status()
+            lost = sorted(before - {{one.pid for one in status.workers}})
+            told.write_text("110_000_000")
+            size.reload()
+            print(json.dumps([said, answers, lost, status.crashed, size()[0]]))
+    """
+    with cgroup(400_000_000) as made:
+        said, answers, lost, crashed, after = run_python(program.replace("CGROUP", made), 120)
+    assert "by the kernel's OOM killer" in said
+    assert [100_000_000] * 10 == answers
+    assert ([], 0) == (lost, crashed)
+    assert 110_000_000 == after
+
+
+#: Takes memory until the kernel kills it, which kills the victim first: no other has so high a score, but this one is
+#: next.
+FILLER = """
+import os, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+open("/proc/self/oom_score_adj", "w").write("100")
+kept = []
+while True:
+    kept.append(bytearray(b"x") * 1_000_000)
+"""
+
+
+@pytest.mark.parametrize("victim", ["worker", "mold", "broker"])
+def test_whoever_the_kernel_kills_for_want_of_memory_is_replaced(folder: Path, victim: str) -> None:
+    """A call that runs is told by name, the next one is answered, and there is one broker, one mold and no rest."""
+    with cgroup(500_000_000) as made, Caller(folder) as one, Caller(folder) as two:
+        for caller in (one, two):
+            Path(made, "cgroup.procs").write_text(str(caller.pid))
+            caller.call()
+        wait_until(lambda: 3 == len(one.run("result = [w.pid for w in app.predict.status().workers]")), "the workers")
+        one.begin("result = app.predict('sleep', 600.0)")
+        busy = "result = [w.pid for w in app.predict.status().workers if w.state == 'busy']"
+        wait_until(lambda: two.run(busy), "the call")
+        if victim == "worker":
+            (pid,) = two.run(busy)
+        else:
+            pid = two.status(victim)
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+        filler = [sys.executable, "-c", FILLER, made]
+        assert -signal.SIGKILL == subprocess.run(filler, check=False, timeout=60).returncode
+        with pytest.raises(CallFailed, match="WorkerCrashed") as raised:
+            one.result()
+        if victim != "broker":  # nobody is left who could have seen how that ended
+            assert "by the kernel's OOM killer" in str(raised.value)
+        assert one.call()[1] == two.call()[1]
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        wait_until(lambda: (1, 1) == (len(family(folder, "broker")), len(molds(folder))), "one broker and one mold")
+        for caller in (one, two):
+            caller.process.kill()
+        wait_until(lambda: not family(folder), "the end of all", 40.0)
+
+
+FULL = """
+    set -e
+    mkdir -p {tmp}
+    mount -t tmpfs -o size=64k,nr_inodes=32 none /dev/shm
+    mount -t tmpfs -o size=64k,nr_inodes=32 none {tmp}
+    for place in /dev/shm {tmp}; do
+        dd if=/dev/zero of=$place/full bs=1k count=80 2>/dev/null || true
+        (for n in $(seq 40); do : > $place/$n; done) 2>/dev/null || true
+    done
+    exec "$@"
+"""
+
+
+@pytest.mark.parametrize("name", ["process", "spawned", "of_pool", "host"])
+def test_temporary_folders_that_are_full(tmp_path: Path, name: str) -> None:
+    """With no byte and no name free in TMPDIR and /dev/shm, calls with large content are answered, or say why not."""
+    if not shutil.which("unshare") or os.geteuid():
+        pytest.skip("only root can mount a folder of its own that is full")
+    (tmp_path / "functions.py").write_text(FULL_FUNCTIONS)
+    temporary = tmp_path / "tmp"
+    program = textwrap.dedent(f"""
+        import os, sys, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        import functions
+        from modelguard.errors import ModelGuardError
+        call = functions.{name}
+        said, value = "answered", os.urandom(3_000_000)
+        try:
+            assert value == call(value=value)
+            call.reload() if hasattr(call, "reload") else None
+            assert value == call(value=value)
+        except ModelGuardError as error:
+            said = f"{{type(error).__name__}} {{error}}"
+            for folder in ("/dev/shm", os.environ["TMPDIR"]):
+                for file in os.listdir(folder):
+                    os.remove(os.path.join(folder, file))
+            assert value == call(value=value)
+        print(said)
+    """)
+    command = ["unshare", "--mount", "sh", "-c", textwrap.dedent(FULL).format(tmp=temporary), "sh"]
+    environment = {**os.environ, "TMPDIR": str(temporary)} | dict.fromkeys(RUNTIME, "")
+    done = subprocess.run(
+        [*command, sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env=environment,
+    )
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert 0 == done.returncode, done.stderr[-3000:]
+    if name == "host":  # sockets are names in a folder
+        assert re.fullmatch(r"(NotSupported|LoadFailed) .*No space left on device.*\n", done.stdout, re.DOTALL)
+    else:
+        assert "answered\n" == done.stdout
+
+
+RUNTIME = ("MODELGUARD_RUNTIME_DIR", "XDG_RUNTIME_DIR")
+
+FULL_FUNCTIONS = """
+from modelguard import guard, isolate, pool
+
+voices = pool(lambda key: [key], max_memory="1 GB")
+
+@isolate(workers=2)
+@guard(dict, reload_on=None)
+def process(model, value):
+    return value
+
+@isolate(workers=1, start="spawn")
+@guard(dict, reload_on=None)
+def spawned(model, value):
+    return value
+
+@isolate(workers=1)
+@voices(key="key")
+def of_pool(model, key="a", value=None):
+    return value
+
+@isolate(workers=2, scope="host")
+@guard(dict, reload_on=None)
+def host(model, value):
+    return value
+"""
+
+
+def test_a_rolling_deploy_under_kills_mixes_no_versions(folder: Path) -> None:
+    """While brokers, molds, workers and callers die, each caller gets the answers of the code that it has imported."""
+    chance = random.Random(5)
+    with ExitStack() as stack:
+
+        def deploy(version: int) -> None:
+            code = APP.replace("return [os.getpid(), os.getppid()]", f"return [{version}, os.getppid()]")
+            (folder / "fresh").write_text(textwrap.dedent(code))
+            (folder / "fresh").rename(folder / "app.py")
+
+        def begin(version: int) -> Caller:
+            caller = stack.enter_context(Caller(folder))
+            caller.run(CHECKED.format(version=version))
+            return caller
+
+        deploy(0)
+        serving = [begin(0), begin(0)]
+        for version in (1, 2):
+            for caller in serving:
+                wait_until(lambda: caller.run(ANSWERED) > 5, "answers")  # noqa: B023
+            deploy(version)
+            for place, old in enumerate(serving):
+                for _ in range(4):
+                    time.sleep(chance.uniform(0.0, 0.3))
+                    with suppress(psutil.NoSuchProcess, IndexError):
+                        chance.choice(family(folder)).kill()
+                serving[place] = begin(version)
+                check(old)
+                old.process.kill()
+        for caller in serving:
+            wait_until(lambda: caller.run(ANSWERED) > 5, "answers of the last version")  # noqa: B023
+            check(caller)
+        wait_until(lambda: 1 == len(molds(folder)), "the mold of the last version alone", 40.0)
+
+
+CHECKED = """
+    def checked():
+        try:
+            answer = app.predict()
+        except Exception:
+            time.sleep(0.1)
+            raise
+        assert {version} == answer[0], answer
+    load = Load(2, checked)
+"""
+
+ANSWERED = "result = load.tally['answered']"
+
+
+def check(caller: Caller) -> None:
+    """No answer was another version's."""
+    tally, longest = caller.run("result = load.end()")
+    print(tally, f"longest {longest:.1f} s")  # noqa: T201 - with -s, the tally
+    assert set(tally) <= {"answered", "WorkerCrashed", "LoadFailed", "CircuitOpen", "Reloading", "DeadlineExceeded"}
+
+
+PRIORITIES = """
+import os
+from modelguard import guard, isolate
+
+@isolate(workers=2)
+@guard(lambda: os.getpriority(os.PRIO_PROCESS, 0), reload_on=None)
+def priorities(of_load):
+    return of_load, os.getpriority(os.PRIO_PROCESS, 0)
+"""
+
+
+def test_only_the_load_of_a_renewed_model_stands_back(tmp_path: Path) -> None:
+    """Its workers have the priority of the first, else the next load would have as much of the processors as calls."""
+    (tmp_path / "standing.py").write_text(PRIORITIES)
+    program = f"""
+        import json, os, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from standing import priorities
+        seen = []
+        with priorities:
+            for _ in range(3):
+                seen.append(priorities())
+                priorities.reload()
+        print(json.dumps([os.getpriority(os.PRIO_PROCESS, 0), seen]))
+    """
+    own, seen = run_python(program, 120)
+    behind = min(own + 5, 19)
+    assert [[own, own], [behind, own], [behind, own]] == seen
+
+
+@pytest.mark.parametrize("scope", ["process", "host"])
+def test_a_tree_that_is_stopped_and_continued(folder: Path, scope: str) -> None:
+    """Whatever the clock says then, workers whose calls ran out of time meanwhile may answer, and none is ended."""
+    code = APP.replace('timeout="20s", scope="host"', f'timeout="2s", scope="{scope}"')
+    # In small steps, of which a stop costs one: a sleep ends by the clock.
+    write(folder, code.replace("time.sleep(value)", "[time.sleep(0.02) for _ in range(round(50 * value))]"))
+    with Caller(folder) as one:
+        one.run("app.predict.load()")
+        wait_until(lambda: 3 == one.run("result = len(app.predict.status().workers)"), "the spare worker")
+        before = processes = one.run(PROCESSES)
+        one.run("load = Load(4, lambda: app.predict('sleep', 0.5))")
+        wait_until(lambda: one.run(ANSWERED) > 4, "traffic")
+        tree = [psutil.Process(one.pid), *psutil.Process(one.pid).children(recursive=True), *family(folder)]
+        for process in tree:
+            process.suspend()
+        time.sleep(9.0)  # more than the timeout and what a broker allows beyond it
+        for process in tree:
+            process.resume()
+        count = one.run(ANSWERED)
+        wait_until(lambda: one.run(ANSWERED) > count + 8, "more traffic")
+        processes = one.run(PROCESSES)
+        tally, longest = one.run("result = load.end()")
+        print(tally, f"longest {longest:.1f} s")  # noqa: T201 - with -s, the tally
+        assert before == processes
+        assert set(tally) <= {"answered", "DeadlineExceeded"}  # of a call that waited for a worker
+        assert tally.get("DeadlineExceeded", 0) <= 2
+        assert 0 == one.status("crashed") + one.status("timed_out") + one.status("reloads")
+
+
+PROCESSES = """
+status = app.predict.status()
+result = [status.broker, status.mold, sorted(one.pid for one in status.workers)]
+"""
