@@ -116,6 +116,7 @@ class Server:
             read from what it prints.
         folder: Where it runs.
         environment: Variables beside those of this process.
+        port: The port that it listens on, if the command says so and the server need not.
     """
 
     def __init__(
@@ -125,11 +126,12 @@ class Server:
         folder: Path,
         environment: Mapping[str, str] | None = None,
         name: str = "new",
+        port: int | None = None,
     ) -> None:
         self.name = name
         self._output = tempfile.NamedTemporaryFile(prefix="server-", suffix=".log")  # noqa: SIM115 - kill() closes it
         self._last_output: str | None = None
-        self._port: int | None = None
+        self._port = port
         self._family: list[psutil.Process] = []
         self.process = subprocess.Popen(
             list(map(str, command)),
@@ -309,11 +311,13 @@ def running(
     name: str = "new",
     path: str = "/",
     stop: float = STOP,
+    port: int | None = None,
+    start: float = START,
 ) -> Iterator[Server]:
-    """A server that answers requests for ``path``, stopped afterwards within ``stop`` seconds."""
-    server = Server(command, folder=folder, environment=environment, name=name)
+    """A server that answers requests for ``path`` after ``start`` seconds at most, and is stopped within ``stop``."""
+    server = Server(command, folder=folder, environment=environment, name=name, port=port)
     try:
-        server.wait_until_serving(path)
+        server.wait_until_serving(path, start)
         yield server
     finally:
         server.stop(stop)
