@@ -114,13 +114,22 @@ HEADER = ("figure", "target", "measured", "quartiles", "min .. max", "n", "")
 
 
 class Benchmark:
-    """One script: reads the command line, shows the machine, and in the end prints and writes the results."""
+    """One script: reads the command line, shows the machine, and in the end prints and writes the results.
 
-    def __init__(self, name: str, title: str) -> None:
+    Args:
+        name: The script's.
+        title: For people.
+        counts: Numbers that the command line can change, such as how often, with their defaults.
+    """
+
+    def __init__(self, name: str, title: str, **counts: int) -> None:
         parser = argparse.ArgumentParser(prog=f"benchmarks/{name}.py", description=title)
         parser.add_argument("--quick", action="store_true", help="fewer rounds: to see that it runs, not for figures")
         parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="DIR", help="default: %(default)s")
+        for count, default in counts.items():
+            parser.add_argument(f"--{count}", type=int, default=default, metavar="N", help="default: %(default)s")
         options = parser.parse_args()
+        self.counts: dict[str, int] = {count: getattr(options, count) for count in counts}
         self.name, self.title = name, title
         self.quick: bool = options.quick
         self.out: Path = options.out

@@ -165,6 +165,13 @@ PROMISES = (
         missed="decisions.md#a-mold-loads-beside-calls-with-less-priority",
     ),
     Promise(
+        "the same, relative to the longest call of an equal time without a replacement",
+        "at most 1.3",
+        "isolation_replacement",
+        r"longest call / of an equal time without: isolate",
+        missed="decisions.md#a-mold-loads-beside-calls-with-less-priority",
+    ),
+    Promise(
         "isolate: MiniLM in batches, in two workers: rate in the process, relative to it",
         "at least 0.95 of the rate: a ratio of at most 1/0.95",
         "isolation_batching",
@@ -175,6 +182,12 @@ PROMISES = (
         "no rise beyond twice its error",
         "isolation",
         r"PSS of the tree",
+    ),
+    Promise(
+        "10,000 reloads and 1,000 molds of a small model: slopes of descriptors, threads, files and memory",
+        "no rise beyond twice its error",
+        "endurance",
+        r".*, slope over",
     ),
     Promise(
         "isolate: a leaking model, 100,000 calls: rate of the same model without the leak, relative to it",

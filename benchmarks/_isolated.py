@@ -69,6 +69,12 @@ def echo(value: Any) -> Any:
     return value
 
 
+@isolate(workers=1)
+@guard(lambda: [f"word {number}" for number in range(20_000)], reload_on=None, name="words")
+def words(model: list[str], place: int) -> str:
+    return model[place]
+
+
 class Leaking:
     """Keeps a few kilobytes of each call."""
 

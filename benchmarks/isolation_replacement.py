@@ -1,8 +1,9 @@
 """What calls notice while ja_ginza is replaced under a real uvicorn, with eight threads that call without a pause.
 
-The longest call during each replacement over the p99 of all calls outside of one, and how many calls failed. The ways:
-a worker of an isolated function (which a policy has asked for), its mold (``TTL``, ``reload()``), a guard in the
-server's process, and one of gunicorn's dirty workers, which is replaced by ending it.
+The longest call during each replacement over the p99 of all calls outside of one, and over the longest call of an
+equal time without a replacement, right after it; and how many calls failed. The ways: a worker of an isolated
+function (which a policy has asked for), its mold (``TTL``, ``reload()``), a guard in the server's process, and one of
+gunicorn's dirty workers, which is replaced by ending it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ NAMES = {
     "dirty": "gunicorn, a dirty worker",
 }
 TARGET = 1.5
+#: Over the longest call of an equal time without a replacement.
+TARGET_OF_EQUAL_TIME = 1.3
 
 
 class Found(NamedTuple):
@@ -44,12 +47,14 @@ class Found(NamedTuple):
 
     Attributes:
         ratios: The longest call during each replacement, over ``p99``.
+        equal: The same over the longest call of an equal time after each replacement.
         p99: Seconds, of the calls outside of replacements.
         seconds: How long each replacement took.
         failed: Calls that failed during each.
     """
 
     ratios: list[float]
+    equal: list[float]
     p99: float
     seconds: list[float]
     failed: list[float]
@@ -88,12 +93,15 @@ def replace(side: str, times: int) -> Found:
                 while count(server) < number:
                     time.sleep(0.02)
                 spans.append((began, time.monotonic()))
-                time.sleep(STEADY)
+                time.sleep(STEADY + 2 * MARGIN + spans[-1][1] - began)
     calls = callers.calls[THREADS * 5 :]
     p99 = _common.quantile(outside(calls, spans, MARGIN), 0.99)
     met = [within(calls, span) for span in spans]
+    longest = [max(call.seconds for call in some) for some in met]
+    after = [within(calls, (b + 2 * MARGIN, b + 2 * MARGIN + b - a)) for a, b in spans]
     return Found(
-        ratios=[max(call.seconds for call in some) / p99 for some in met],
+        ratios=[one / p99 for one in longest],
+        equal=[one / max(call.seconds for call in some) for one, some in zip(longest, after, strict=True)],
         p99=p99,
         seconds=[b - a for a, b in spans],
         failed=[float(sum(not one.answered for one in some)) for some in met],
@@ -109,12 +117,14 @@ def main() -> None:
         name, ours = NAMES[side], side in {"worker", "mold"}
         target = TARGET if ours else None
         rows.append(_common.Row(f"longest call during a replacement / p99: {name}", one.ratios, "x", target, ours=ours))
+        target = TARGET_OF_EQUAL_TIME if ours else None
+        rows.append(_common.Row(f"longest call / of an equal time without: {name}", one.equal, "x", target, ours=ours))
         rows.append(_common.Row(f"  p99 without one: {name}", [1e3 * one.p99], "ms", ours=ours))
         rows.append(_common.Row(f"  a replacement takes: {name}", one.seconds, "s", ours=ours))
         rows.append(_common.Row(f"  calls that fail in a replacement: {name}", one.failed, "", ours=ours))
 
     def draw(figure: Figure) -> None:
-        shown = [row for row in rows if row.name.startswith("longest")]
+        shown = [row for row in rows if row.name.startswith("longest call during")]
         title = "The longest call while ja_ginza is replaced under uvicorn, 8 threads without a pause"
         prefix = "longest call during a replacement / p99: "
         _common.bars(figure.subplots(), shown, title, axis="x p99 of the other calls", prefix=prefix)
