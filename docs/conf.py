@@ -53,8 +53,11 @@ nitpick_ignore_regex = [
         r"(.*\.)?(Runtime|Settings|Options|BatchOptions|WebOptions|Horizon|FileChange|ProbeAnswers|Value)",
     ),
     ("py:class", r"(.*\.)?(Jittered|Sized|_Memory|GpuPolicy)"),
-    ("py:class", r"(.*\.)?(Engine|ForkingProcess|GuardOptions|PoolEngine|ProcessHistory|ReasonKind|SwapMode)"),
-    ("py:class", r"(.*\.)?(Bound|Changes|Decorator|Entered|Generation|Hook|Ready|Reloadable|State)"),
+    (
+        "py:class",
+        r"(.*\.)?(Engine|ForkingProcess|GuardOptions|PoolEngine|ProcessHistory|ReasonKind|SwapMode)",
+    ),
+    ("py:class", r"(.*\.)?(Bound|Changes|Decorator|Entered|Generation|Hook|Ready|Reloadable|State|TrimSchedule)"),
     ("py:class", r"(.*\.)?(Decorated|Request|StreamRequest)"),
     ("py:class", r"CollectorRegistry|MeterProvider|TracerProvider"),  # of the libraries for metrics
     ("py:class", r"concurrent\.futures\..*|tuple\[int|Path"),
