@@ -286,10 +286,11 @@ def test_no_replica_is_ever_used_twice_at_once() -> None:
 # Reloads
 
 
-def test_a_reload_rolls(pair: ModelReplicas[Any], modelguard_loader: Loader) -> None:
+def test_a_reload_rolls(pair: ModelReplicas[Any], modelguard_clock: Clock, modelguard_loader: Loader) -> None:
     """All are replaced, one after another, and never are there more than one too many."""
     pair.load()
     pair.reload()
+    modelguard_clock.settle()  # a reload returns when the new model takes calls; the old one is released behind it
     assert ([2, 2], 2) == (generations(pair), modelguard_loader.alive)
 
 
