@@ -35,7 +35,6 @@ NAMES = (
     "isolation_replacement",
     "padding",
     "recycling",
-    "refork",
     "reload_creep",
     "reload_ja_ginza",
     "reload_stall",

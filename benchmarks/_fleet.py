@@ -24,17 +24,15 @@ from typing import Any
 from unittest import mock
 
 from modelguard import Backoff, Policy, guard
-from modelguard.environment import _openmp
+from modelguard.environment import _effect
 from modelguard.errors import ModelGuardError
 from modelguard.lifecycle import _loading
-from modelguard.lifecycle._fingerprints import Fingerprint
-from modelguard.lifecycle._host_lock import Held, HostLock
-from modelguard.lifecycle.runtime import Runtime, use
-from modelguard.serving._batches import Batch, Limits
+from modelguard.lifecycle.runtime import Fingerprint, Held, HostLock, Runtime, use
 from modelguard.serving._execution import BatchFunction, compute
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Failure, Request
 from modelguard.serving.breaker import Breaker, Circuit
+from modelguard.serving.status import Batch, Limits
 
 MB = 10**6
 GB = 10**9
@@ -334,7 +332,7 @@ def fleet(conditions: Conditions, size: int, *, seed: int = 1) -> list[History]:
 def _without_real_threads() -> Iterator[None]:
     """Leave out what a load measures and ends in the real process: 10 ms for each of 600,000 loads that take none."""
     meter = nullcontext(SimpleNamespace(longest=0.0))
-    with mock.patch.object(_loading, "StallMeter", return_value=meter), mock.patch.object(_openmp, "end_openmp_pool"):
+    with mock.patch.object(_loading, "StallMeter", return_value=meter), mock.patch.object(_effect, "end_openmp_pool"):
         yield
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modelguard.errors import BatchFailed, DeadlineExceeded, ModelGuardError, Overloaded
-from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._execution import BatchFunction, compute
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Failure, Request
+from modelguard.serving.status import Batch, Limits
 
 #: How many lengths of the part of a run in which requests are admitted are tried.
 _PARTS = 60

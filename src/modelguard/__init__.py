@@ -11,10 +11,10 @@ import typing
 if typing.TYPE_CHECKING:
     from modelguard import allocator, control, errors, memory, prefork, presets, serving, sharing, telemetry, weights
     from modelguard.isolation.isolate import Isolated, isolate
-    from modelguard.lifecycle.backoff import Backoff
+    from modelguard.lifecycle._options import Loaded, Replay
+    from modelguard.lifecycle._policy import Backoff
     from modelguard.lifecycle.cron import Cron
     from modelguard.lifecycle.guard import guard
-    from modelguard.lifecycle.loaded import Loaded
     from modelguard.lifecycle.model_guard import ModelGuard, guard_of
     from modelguard.lifecycle.policies import (
         TTL,
@@ -32,7 +32,6 @@ if typing.TYPE_CHECKING:
         Uses,
     )
     from modelguard.lifecycle.pool import ModelPool, pool
-    from modelguard.lifecycle.replay import Replay
     from modelguard.lifecycle.replicas import ModelReplicas, replicas
     from modelguard.serving import Batched, BatchStatus, Breaker, deadline
     from modelguard.serving.batched import batched
@@ -83,11 +82,10 @@ __all__ = [
 
 _NAMES = {
     "modelguard.isolation.isolate": ("Isolated", "isolate"),
-    "modelguard.lifecycle.backoff": ("Backoff",),
+    "modelguard.lifecycle._policy": ("Backoff",),
     "modelguard.lifecycle.cron": ("Cron",),
     "modelguard.lifecycle.guard": ("guard",),
     "modelguard.lifecycle.model_guard": ("ModelGuard", "guard_of"),
-    "modelguard.lifecycle.loaded": ("Loaded",),
     "modelguard.lifecycle.policies": (
         "TTL",
         "Between",
@@ -104,7 +102,7 @@ _NAMES = {
         "Uses",
     ),
     "modelguard.lifecycle.pool": ("ModelPool", "pool"),
-    "modelguard.lifecycle.replay": ("Replay",),
+    "modelguard.lifecycle._options": ("Loaded", "Replay"),
     "modelguard.lifecycle.replicas": ("ModelReplicas", "replicas"),
     "modelguard.serving": ("BatchStatus", "Batched", "Breaker", "batched", "deadline"),
 }

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
-from modelguard.errors import InvalidOption
-from modelguard.errors._base import printable
+from modelguard.errors import InvalidOption, printable
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -12,8 +12,7 @@ from modelguard.environment._allocator import (
     stats,
     trim,
 )
-from modelguard.environment._allocator_files import check_preload, find
-from modelguard.environment._allocator_kinds import (
+from modelguard.environment._allocator_files import (
     AllocatorFile,
     Figures,
     How,
@@ -22,8 +21,10 @@ from modelguard.environment._allocator_kinds import (
     Problem,
     ProblemKind,
     SmallObjects,
+    check_preload,
+    find,
 )
-from modelguard.environment._remote import Observed, observe
+from modelguard.environment._allocator_problems import Observed, observe
 
 __all__ = [
     "AllocatorFile",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from modelguard import _public
+from modelguard.sharing._graph import Mortal
 from modelguard.sharing._hazards import Hazard, HazardKind, find_hazards
-from modelguard.sharing._immortal import ImmortalReport, Mortal, Skipped, immortalize, immortalize_unsupported
-from modelguard.sharing._prefork import ForkReport, prepare
-from modelguard.sharing._prepared import in_child
+from modelguard.sharing._immortal import ImmortalReport, Skipped, immortalize, immortalize_unsupported
+from modelguard.sharing._prefork import ForkReport, in_child, prepare
 
 __all__ = [
     "ForkReport",

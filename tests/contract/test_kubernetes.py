@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from modelguard import presets
-from modelguard._shutdown import GRACE
+from modelguard._threads import GRACE
 from modelguard.lifecycle.runtime import Runtime, use
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import ctypes, importlib.util, json, sys
 if sys.argv[1] == "tracemalloc":
     find = importlib.util.find_spec
     importlib.util.find_spec = lambda name: None if name == "memray" else find(name)
-from modelguard.diagnosis._lines import kept_by_line
+from modelguard.diagnosis._counts import kept_by_line
 kept = []
 def run():
     for _ in range(200):

@@ -68,13 +68,6 @@ def without_guard() -> int:
     return os.getpid()
 
 
-@isolate(workers=1, timeout="10s", refork_after=3)
-@guard(load, reload_on=Idle("300ms", keep="mold"), backoff=QUICK)
-def reforked(model: Model) -> int:
-    """Tell where the model was loaded."""
-    return model.pid
-
-
 def voice(key: str) -> Model:
     """The model of one key."""
     model = load()

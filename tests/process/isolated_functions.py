@@ -376,27 +376,6 @@ def spawned(loaded: Model, how: str = "") -> tuple[int, int]:
     return loaded.pid, os.getpid()
 
 
-class Caching:
-    """Fills with traffic."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.seen: dict[int, bytes] = {}
-
-
-@isolate(workers=2, timeout="5s", refork_after=20)
-@guard(Caching, reload_on=Uses(200), backoff=QUICK, warmup=lambda _: None, unload=lambda _: note_unload())
-def caching(loaded: Caching, key: int, do: str = "") -> tuple[bool, int, int, int]:
-    """Tell whether this worker knew the key, what loaded the model, its parent and itself."""
-    if do == "thread":
-        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-    if do == "hang":
-        time.sleep(600)
-    known = key in loaded.seen
-    loaded.seen[key] = os.urandom(64)
-    return known, loaded.pid, os.getppid(), os.getpid()
-
-
 def note_unload() -> None:
     """Write down that a model was unloaded."""
     path = os.environ.get("ISOLATION_UNLOADED")

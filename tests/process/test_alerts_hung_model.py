@@ -17,7 +17,7 @@ from tests.unit.serving.gated import Gated, until
 
 from modelguard import Breaker, batched, telemetry
 from modelguard.errors import Overloaded
-from modelguard.serving import _events
+from modelguard.serving import _batcher
 
 client: Any = pytest.importorskip("prometheus_client", reason="needs prometheus-client")
 
@@ -129,7 +129,7 @@ def start(model: Gated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     """Makes a service, which ends with the test. A simulated minute is too short for one report a second."""
     from modelguard.telemetry.prometheus import prometheus
 
-    monkeypatch.setattr(_events, "_REPORT_INTERVAL", 0.0)
+    monkeypatch.setattr(_batcher, "_REPORT_INTERVAL", 0.0)
     registry = client.CollectorRegistry()
     remove = telemetry.add_hook(prometheus(registry))
     started: list[Service] = []

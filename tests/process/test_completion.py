@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from modelguard import cli
-from modelguard.cli._completion_scripts import SHELLS
+from modelguard.cli._completion import SHELLS
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from tests.process.harness import Server, wait_until, write_app
 
-from modelguard.control import _messages
+from modelguard.control import _client
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the socket is Linux's"),
@@ -98,7 +98,7 @@ def statuses(pid: int) -> dict[int, dict[str, Any]]:
 
 def listens(pid: int) -> bool:
     """Whether the kernel knows the socket of a process."""
-    return _messages.address(pid).replace("\0", "@") in Path("/proc/net/unix").read_text(encoding="ascii")
+    return _client.address(pid).replace("\0", "@") in Path("/proc/net/unix").read_text(encoding="ascii")
 
 
 class TestOneProcess:
@@ -149,7 +149,7 @@ class TestOneProcess:
         with program("signal.signal(signal.SIGPIPE, signal.SIG_DFL); control.listen()") as service:
             for _ in range(5):
                 with socket.socket(socket.AF_UNIX) as client:
-                    client.connect(_messages.address(service.pid))
+                    client.connect(_client.address(service.pid))
                     client.sendall(b'{"command": "reload"}\n')
             wait_until(lambda: int(service.do("print(nlp.status().generation, flush=True)")) > 1, "a reload")
             assert 0 == ctl(service.pid, "status")[0]
@@ -167,7 +167,7 @@ class TestOneProcess:
         """It gets an error or nothing, and the next client is served."""
         with program() as service:
             with socket.socket(socket.AF_UNIX) as client:
-                client.connect(_messages.address(service.pid))
+                client.connect(_client.address(service.pid))
                 try:
                     client.sendall(sent)
                     client.shutdown(socket.SHUT_WR)
@@ -182,7 +182,7 @@ class TestOneProcess:
         with program() as service:
             silent = [socket.socket(socket.AF_UNIX) for _ in range(8)]
             for client in silent:
-                client.connect(_messages.address(service.pid))
+                client.connect(_client.address(service.pid))
             wait_until(lambda: ctl(service.pid, "pause")[0] != 0, "the slots are taken", seconds=9)
             for client in silent:
                 client.close()
@@ -204,7 +204,7 @@ class TestOneProcess:
                 print(b"")
         """
         with program() as service:
-            address = _messages.address(service.pid).replace("\0", "@")
+            address = _client.address(service.pid).replace("\0", "@")
             command = [sys.executable, "-c", textwrap.dedent(program_of_nobody), address]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
             assert ("b''\n", "") == (done.stdout, done.stderr)
@@ -213,7 +213,7 @@ class TestOneProcess:
     def test_a_name_that_another_process_has_taken(self) -> None:
         """The client asks the kernel who listens, and sends it nothing."""
         with program("pass") as service, socket.socket(socket.AF_UNIX) as other:
-            other.bind(_messages.address(service.pid))
+            other.bind(_client.address(service.pid))
             other.listen()
             other.settimeout(30)
             status, _ = ctl(service.pid, "reload")

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from tests.process.harness import wait_until
 
-from modelguard.diagnosis import _session as session_module
+from modelguard.diagnosis import _facts_command as session_module
 from modelguard.diagnosis import facts_of_command
-from modelguard.diagnosis._session import started
+from modelguard.diagnosis._facts_command import started
 from modelguard.environment import _proc
 from modelguard.errors import CannotRun, InvalidOption
 

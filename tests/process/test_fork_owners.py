@@ -1,4 +1,4 @@
-"""The table of ``sharing/_owners.py`` with the real libraries: each is seen, cured, and works in a forked worker."""
+"""The table of ``sharing/_hazards.py`` with the real libraries: each is seen, cured, and works in a forked worker."""
 
 from __future__ import annotations
 

@@ -167,15 +167,6 @@ class TestAKeptMold:
             wait_idle(function)
             assert (mold, True) == (function.status().mold, worker != function())
 
-    def test_a_worker_that_has_become_the_mold_stays(self) -> None:
-        """Its children end."""
-        with using(functions.reforked) as function:
-            wait_until(lambda: function() and function.status().reforked, "the next mold")
-            mold = function.status().mold
-            wait_idle(function)
-            assert mold == function.status().mold
-            assert function()
-
     def test_calls_and_crashes_at_every_moment(self) -> None:
         """Workers come and go twenty times a second under calls: each has its own answer."""
         wrong: list[object] = []

@@ -18,10 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from modelguard import Backoff, Uses, guard, telemetry
 from modelguard.errors import GuardClosed, LoadFailed, WouldDeadlock
-from modelguard.lifecycle._host_lock import HostLock
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle.model_guard import ModelGuard
-from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.lifecycle.runtime import HostLock, Runtime, use
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -9,8 +9,7 @@ import threading
 import pytest
 
 from modelguard import telemetry
-from modelguard.telemetry._metrics import Metric
-from modelguard.telemetry._recorder import Recorder
+from modelguard.telemetry._metrics import Metric, Recorder
 
 pytestmark = [
     pytest.mark.timeout(60),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from modelguard import presets
-from modelguard.environment import _cpus
+from modelguard.environment import _memory
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 needs_glibc = pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="this Python does not run on glibc")
-needs_two_cpus = pytest.mark.skipif(_cpus.available_cpus().count < 2, reason="one CPU: one thread either way")
+needs_two_cpus = pytest.mark.skipif(_memory.available_cpus().count < 2, reason="one CPU: one thread either way")
 
 #: The variables that the presets set; a test starts without any of the caller's own.
 KNOBS = {knob.name: knob for name in presets.names() for knob in presets.get(name, cpus=1).knobs}

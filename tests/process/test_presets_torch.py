@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from modelguard import presets
-from modelguard.environment import _cpus, _knobs
+from modelguard.environment import _knobs, _memory
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -176,7 +176,7 @@ def test_a_child_inherits_what_its_parent_has_done() -> None:
 
 
 THREADS = "print(json.dumps([torch.get_num_threads(), len(os.listdir('/proc/self/task'))]))"
-needs_two_cpus = pytest.mark.skipif(_cpus.available_cpus().count < 2, reason="one CPU: one thread either way")
+needs_two_cpus = pytest.mark.skipif(_memory.available_cpus().count < 2, reason="one CPU: one thread either way")
 
 
 @needs_two_cpus

@@ -22,7 +22,7 @@ import pytest
 
 from modelguard import batched
 from modelguard.errors import DeadlineExceeded, GuardClosed, InvalidOption, Overloaded
-from modelguard.serving import _bound_methods, _threads
+from modelguard.serving import _decorated, _threads
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -342,7 +342,7 @@ def test_a_forked_child_can_use_batched_methods() -> None:
     held, fork_done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with _bound_methods._lock:
+        with _decorated._lock:
             held.set()
             fork_done.wait(30)
 

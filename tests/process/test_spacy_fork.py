@@ -18,8 +18,7 @@ import spacy
 from spacy.language import Language
 
 from modelguard import guard, telemetry
-from modelguard.adapters._spacy_zone import ZoneContext, _zone_of
-from modelguard.adapters.spacy import Zoned, zoned
+from modelguard.adapters.spacy import ZoneContext, Zoned, _zone_of, zoned
 
 pytestmark = [
     pytest.mark.timeout(60),

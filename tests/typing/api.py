@@ -619,7 +619,7 @@ assert_type(named_as_mypy_wants_it.submit("a"), Future[list[str]])
 
 
 class Isolating:
-    @isolate(refork_after=1_000)
+    @isolate(retry=True)
     @model
     @staticmethod
     def static(model: Model, text: str) -> list[str]:

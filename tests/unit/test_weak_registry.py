@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from modelguard._weak_registry import WeakRegistry
+from modelguard._threads import WeakRegistry
 
 
 class Thing:

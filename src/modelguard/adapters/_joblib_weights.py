@@ -14,7 +14,7 @@ import joblib  # type: ignore[import-untyped] # it has no stubs
 
 from modelguard._units import format_bytes
 from modelguard.errors import WeightsRefused
-from modelguard.sharing import _mapped
+from modelguard.sharing import _weights_formats
 
 if TYPE_CHECKING:
     from modelguard.sharing._weights_formats import Create
@@ -53,7 +53,7 @@ FORMAT = JoblibFormat()
 
 def _require(file: Path) -> None:
     # It is unknown which arrays an object contains, but the kernel knows how much of the file is mapped.
-    mapped, size = _mapped.mapped_bytes(file), file.stat().st_size
+    mapped, size = _weights_formats.mapped_bytes(file), file.stat().st_size
     if mapped is not None and mapped < size * _MAPPED_PART:
         why = f"only {format_bytes(mapped)} of {format_bytes(size)} are mapped: the rest was copied, or is not an array"
         raise WeightsRefused(file, why=why, fix=_FORK)

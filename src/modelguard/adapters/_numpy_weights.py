@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from modelguard.errors import InvalidOption, WeightsRefused
-from modelguard.sharing import _mapped
+from modelguard.sharing import _weights_formats
 
 if TYPE_CHECKING:
     from modelguard.sharing._weights_formats import Create
@@ -39,7 +39,7 @@ class NumpyFormat:
         arrays = [np.load(file, mmap_mode="r", allow_pickle=False) for file in files]
         labels = ["the array"] if names is None else names
         blocks = [_block(name, array) for name, array in zip(labels, arrays, strict=True)]
-        _mapped.require(blocks, files, fix="Publish the arrays again.")
+        _weights_formats.require(blocks, files, fix="Publish the arrays again.")
         return build(arrays[0] if names is None else dict(zip(names, arrays, strict=True)))
 
 
@@ -76,5 +76,5 @@ def _check(name: object, array: Any) -> None:
         raise InvalidOption("source", "arrays", why=why, fix="Give plain arrays of numbers or of fixed-length text.")
 
 
-def _block(name: str, array: Any) -> _mapped.Block:
-    return _mapped.Block(name, array.__array_interface__["data"][0], array.nbytes)
+def _block(name: str, array: Any) -> _weights_formats.Block:
+    return _weights_formats.Block(name, array.__array_interface__["data"][0], array.nbytes)

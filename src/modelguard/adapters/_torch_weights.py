@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from modelguard.errors import InvalidOption, WeightsMismatch
-from modelguard.sharing import _mapped
+from modelguard.sharing import _weights_formats
 
 if TYPE_CHECKING:
     from modelguard.sharing._weights_formats import Create
@@ -64,7 +64,7 @@ class TorchFormat:
         if left := sorted(_on_meta(module)):
             why = f"build() leaves tensors without content that are not in the file: {_list(left)}"
             raise WeightsMismatch(folder, why=why, fix="Create them outside of torch.device('meta').")
-        _mapped.require(_blocks(module), [file], fix=f"A hook of the module copies them. {_FIX}")
+        _weights_formats.require(_blocks(module), [file], fix=f"A hook of the module copies them. {_FIX}")
         return module
 
 
@@ -212,11 +212,11 @@ def _check_types(folder: Path, module: torch.nn.Module, state: Mapping[str, Any]
         raise WeightsMismatch(folder, why=_list(wrong), fix=fix)
 
 
-def _blocks(module: torch.nn.Module) -> Iterator[_mapped.Block]:
+def _blocks(module: torch.nn.Module) -> Iterator[_weights_formats.Block]:
     for name, tensor in module.state_dict().items():
         if isinstance(tensor, torch.Tensor):
             storage = tensor.untyped_storage()
-            yield _mapped.Block(name, storage.data_ptr(), storage.nbytes())
+            yield _weights_formats.Block(name, storage.data_ptr(), storage.nbytes())
 
 
 def _list(words: list[str]) -> str:

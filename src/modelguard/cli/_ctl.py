@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from modelguard import _units
-from modelguard.cli._pid import process_id
+from modelguard.cli._output import process_id
 from modelguard.errors import InvalidOption
 
 if TYPE_CHECKING:

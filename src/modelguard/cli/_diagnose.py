@@ -72,7 +72,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    from modelguard.diagnosis import _growth_text, _redact
+    from modelguard.diagnosis import _growth_page, _redact
 
     try:
         report = _report(options)
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         line = " ".join(_redact.redact(str(error), os.environ).split())
         print(f"modelguard diagnose: {line}", file=sys.stderr)  # noqa: T201
         return USAGE
-    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(_growth_text.as_text(report))
+    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(_growth_page.as_text(report))
     print(text)  # noqa: T201 - the output of the command
     return {"steady": 0, "grows": GROWS, "undecided": UNDECIDED}[report.verdict]
 

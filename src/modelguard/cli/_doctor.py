@@ -132,7 +132,7 @@ def _compared(report: DoctorReport, baseline: str | None) -> DoctorReport:
     """The report without the findings that the baseline file contains. A missing file is written."""
     if baseline is None:
         return report
-    from modelguard.diagnosis._baseline import known_findings, write_baseline
+    from modelguard.diagnosis._report import known_findings, write_baseline
 
     known = known_findings(baseline)
     if known is None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-__all__ = ["is_lost", "safely", "why_lost"]
+from modelguard.errors import InvalidOption
 
 
 class _Descriptor(io.FileIO):
@@ -66,3 +67,18 @@ def why_lost() -> OSError | None:
 def is_lost() -> bool:
     """Whether nobody reads any more what is printed."""
     return why_lost() is not None
+
+
+# Process ids as they are written on the command line.
+
+
+def process_id(text: str) -> int:
+    """Read a process id.
+
+    Raises:
+        InvalidOption: It is not one.
+    """
+    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) == 0:
+        why = "must be a process id"
+        raise InvalidOption("PID", text, why=why, fix="Give one, such as the number in the server's pidfile.")
+    return int(text)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from modelguard.environment import _presets
-from modelguard.environment._renderings import formats
+from modelguard.environment._presets import formats
 from modelguard.errors import InvalidOption
 
 USAGE = 2

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.isolation import _role
+from modelguard.isolation import _processes
 
 __all__ = ["listen", "stop"]
 
@@ -43,21 +43,21 @@ def listen(*, sighup: bool = False) -> None:
         raise InvalidOption("sighup", sighup, why="must be True or False", fix="Write sighup=True.")
     if sys.platform != "linux":
         raise NotSupported("modelguard.control.listen()", reason="it needs a Unix socket without a file, as on Linux")
-    if _role.current() != "owner":
+    if _processes.current() != "owner":
         return
-    from modelguard.control import _listener, _sighup
+    from modelguard.control import _listener
 
     if sighup:
-        _sighup.check()
+        _listener.check()
     _listener.start()
     if sighup:
-        _sighup.install(_listener.wake)
+        _listener.install(_listener.wake)
 
 
 def stop() -> None:
     """Take no more commands, and give SIGHUP back to its earlier handler. Commands under way go on."""
     if "modelguard.control._listener" in sys.modules:
-        from modelguard.control import _listener, _sighup
+        from modelguard.control import _listener
 
-        _sighup.remove()
+        _listener.remove()
         _listener.stop()

@@ -2,17 +2,80 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from modelguard.control import _messages
 from modelguard.environment import _proc
-from modelguard.environment._peer import peer
+from modelguard.environment._proc import peer
 
-__all__ = ["Answered", "Request", "Unreachable", "ask", "inspect", "listening_below", "runs"]
+# How a process and ``modelguard ctl`` find each other, and talk: one line of JSON each way.
+
+
+#: The longest request, in bytes.
+LONGEST_REQUEST = 4096
+#: The longest answer, in bytes: the status of a few thousand guards.
+LONGEST_ANSWER = 4 * 2**20
+
+#: The command after which the connection is one for questions about the process.
+INSPECT = "inspect"
+
+_CHUNK = 65_536
+
+
+class Malformed(Exception):
+    """The other end has sent something else than one line of JSON of the allowed length."""
+
+
+def address(pid: int) -> str:
+    """Where a process listens: a name without a file, which the kernel removes with the socket.
+
+    With the number of the namespace of process ids: containers that share a network count from 1 each.
+    """
+    namespace = 0
+    with suppress(OSError):
+        namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - a link of the kernel's
+    return f"\0modelguard-control/{namespace}/{pid}"
+
+
+def version() -> str:
+    """The version of modelguard, without an import of the package that is above this one."""
+    return str(sys.modules["modelguard"].__version__)
+
+
+def send(connected: socket.socket, content: object) -> None:
+    """Send one line. An end that is gone is an error, and never SIGPIPE, whose default a program may have set."""
+    connected.sendall(json.dumps(content).encode() + b"\n", getattr(socket, "MSG_NOSIGNAL", 0))
+
+
+def receive(connected: socket.socket, longest: int, seconds: float) -> Any:
+    """Receive one line of at most ``longest`` bytes within ``seconds``.
+
+    Raises:
+        Malformed: It is not one, or the connection ended before.
+        TimeoutError: It did not come in time.
+    """
+    until = time.monotonic() + seconds
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connected.settimeout(left)
+        chunk = connected.recv(min(_CHUNK, longest + 1 - len(line)))
+        line += chunk
+        if not chunk or len(line) > longest:
+            raise Malformed
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        raise Malformed from None
+
 
 #: Seconds in which a process must have answered, beside those that the command itself may take.
 _PATIENCE = 10.0
@@ -76,11 +139,11 @@ def ask(pid: int, request: Request) -> Answered:
     content = asdict(request) | {"brokers": sorted(request.brokers)}
     try:
         with _connect(pid) as connected:
-            _messages.send(connected, content)
-            answer = _messages.receive(connected, _messages.LONGEST_ANSWER, request.timeout + _PATIENCE)
+            send(connected, content)
+            answer = receive(connected, LONGEST_ANSWER, request.timeout + _PATIENCE)
     except TimeoutError:
         raise Unreachable(f"process {pid} did not answer in {request.timeout + _PATIENCE:g} s") from None
-    except (OSError, _messages.Malformed) as error:
+    except (OSError, Malformed) as error:
         raise Unreachable(f"process {pid} did not answer: {str(error) or 'it hung up'}") from None
     return Answered(pid, answer.get("error"), tuple(answer.get("guards", ())))
 
@@ -96,15 +159,15 @@ def inspect(pid: int) -> socket.socket:
     """
     connected = _connect(pid)
     try:
-        _messages.send(connected, {"command": _messages.INSPECT})
-        said = _messages.receive(connected, _messages.LONGEST_ANSWER, _PATIENCE)
-    except (OSError, _messages.Malformed) as error:
+        send(connected, {"command": INSPECT})
+        said = receive(connected, LONGEST_ANSWER, _PATIENCE)
+    except (OSError, Malformed) as error:
         connected.close()
         raise Unreachable(f"process {pid} did not answer: {str(error) or 'it hung up'}") from None
     theirs = said.get("version", "older")
-    if theirs != _messages.version():  # what is asked and answered may differ
+    if theirs != version():  # what is asked and answered may differ
         connected.close()
-        raise Unreachable(f"its modelguard is {theirs}, and this is {_messages.version()}")
+        raise Unreachable(f"its modelguard is {theirs}, and this is {version()}")
     return connected
 
 
@@ -112,7 +175,7 @@ def _connect(pid: int) -> socket.socket:
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connected.settimeout(_PATIENCE)
-        connected.connect(_messages.address(pid))
+        connected.connect(address(pid))
         # The kernel says who listens: no other process can take the name of this one.
         found, user = peer(connected)
     except ConnectionRefusedError:

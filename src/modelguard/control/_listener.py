@@ -5,17 +5,232 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
+import sys
 import threading
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from modelguard.control import _commands, _messages
-from modelguard.environment._peer import peer
-from modelguard.errors import InvalidOption
+from modelguard.control import _client
+from modelguard.environment._proc import peer
+from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
+from modelguard.isolation import _scope
+from modelguard.isolation._scope import IsolationStatus
+from modelguard.lifecycle._waiting import Timeout
+from modelguard.lifecycle.model_guard import ModelGuard, guards
+from modelguard.lifecycle.pool import ModelPool, pools
 from modelguard.telemetry import logger
 
-__all__ = ["start", "stop", "wake"]
+if TYPE_CHECKING:
+    from modelguard.lifecycle.status import PoolStatus, Postponed, State, Status
+
+
+# What takes commands in a process: its guards, pools and isolated functions, and their figures as JSON.
+
+
+#: What a target is, as the answers say it.
+Kind = Literal["guard", "pool", "isolated function"]
+
+Target = ModelGuard[Any] | ModelPool[Any, Any] | _scope.Registered
+
+
+def find(name: str | None) -> list[Target]:
+    """The guards, pools and isolated functions of this process with this name, or all, in the order of their names.
+
+    Raises:
+        InvalidOption: There is none with this name.
+    """
+    known: list[Target] = sorted((*guards(), *pools(), *_scope.live()), key=lambda target: target.name)
+    found = [target for target in known if name in (None, target.name)]
+    if name is not None and not found:
+        listed = ", ".join(repr(target.name) for target in known) or "none"
+        why = "is not a guard, a pool or an isolated function of this process"
+        raise InvalidOption("name", name, why=why, fix=f"There are: {listed}.")
+    return found
+
+
+def kind_of(target: Target) -> Kind:
+    """What it is."""
+    if isinstance(target, ModelGuard):
+        return "guard"
+    return "pool" if isinstance(target, ModelPool) else "isolated function"
+
+
+def state_of(target: Target) -> State:
+    """In which state it is. A pool is ready while it has models, idle if all were released until their next use."""
+    if not isinstance(target, ModelPool):
+        return target.status().state
+    return _state_of_pool(target, target.status())
+
+
+def _state_of_pool(pool: ModelPool[Any, Any], status: PoolStatus[Any]) -> State:
+    if pool.closed:
+        return "closed"
+    if status.models:
+        return "ready"
+    return "idle" if status.idle else "new"
+
+
+def figures(target: Target) -> dict[str, Any]:
+    """Its status as JSON can carry it."""
+    if isinstance(target, ModelGuard):
+        return _of_guard(target, target.status())
+    if isinstance(target, ModelPool):
+        return _of_pool(target, target.status())
+    return _of_isolated(target, target.status())
+
+
+def _of_guard(guard: ModelGuard[Any], status: Status) -> dict[str, Any]:
+    return _common(guard, status) | {
+        "uses": status.uses,
+        "model_bytes": status.model_bytes,
+        "load_seconds": status.load_seconds,
+        "reload_on": None if guard.reload_on is None else repr(guard.reload_on),
+    }
+
+
+def _of_pool(pool: ModelPool[Any, Any], status: PoolStatus[Any]) -> dict[str, Any]:
+    return {
+        "state": _state_of_pool(pool, status),
+        "ready": not pool.closed,
+        "paused": status.paused,
+        "in_flight": status.in_flight,
+        # Keys are what the application says, and no JSON.
+        "models": {repr(key): size for key, size in status.models.items()},
+        "idle": [repr(key) for key in status.idle],
+        "used": status.used,
+        "max_memory": status.max_memory,
+        "loads": status.loads,
+        "evictions": status.evictions,
+        "unloads": status.unloads,
+    }
+
+
+def _of_isolated(function: _scope.Registered, status: IsolationStatus) -> dict[str, Any]:
+    return _common(function, status) | {
+        "mold": status.mold,
+        "workers": [asdict(worker) for worker in status.workers],
+        "queued": status.queued,
+        "recycled": status.recycled,
+        "crashed": status.crashed,
+        "timed_out": status.timed_out,
+        "broker": status.broker,
+        "clients": list(status.clients),
+    }
+
+
+def _common(target: ModelGuard[Any] | _scope.Registered, status: Status | IsolationStatus) -> dict[str, Any]:
+    return {
+        "state": status.state,
+        "ready": target.ready,
+        "paused": status.paused,
+        "postponed": _postponed(status.postponed),
+        "generation": status.generation,
+        "age": status.age,
+        "in_flight": status.in_flight,
+        "reloads": status.reloads,
+        "failures": status.failures,
+        "last_error": status.last_error,
+    }
+
+
+def _postponed(waits: Postponed | None) -> dict[str, Any] | None:
+    if waits is None:
+        return None
+    return {"reasons": [str(reason) for reason in waits.reasons], "cause": waits.cause, "seconds": waits.seconds}
+
+
+# What can be asked of the guards, pools and isolated functions of a process, whichever way the command comes.
+
+
+Command = Literal["status", "reload", "unload", "pause", "resume"]
+COMMANDS: tuple[Command, ...] = get_args(Command)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command did to one guard, pool or isolated function.
+
+    Attributes:
+        name: Its name.
+        kind: What it is.
+        error: Why it did not work; None if it did.
+        status: Its figures afterwards, as JSON.
+    """
+
+    name: str
+    kind: Kind
+    error: str | None
+    status: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def run(
+    command: Command, name: str | None, *, wait: bool, timeout: float | None, brokers: Collection[int] = ()
+) -> list[Result]:
+    """Do it to each target, one after another, so that replicas and guards are not replaced at the same time.
+
+    Without a name, those that have never loaded in this process, or are closed, are not reloaded or unloaded.
+
+    Args:
+        command: What to do.
+        name: The guard, pool or isolated function; None for all of this process.
+        wait: Whether a reload is awaited.
+        timeout: Seconds for all of them together, None for no bound. What has begun goes on.
+        brokers: Process ids of brokers that have done it already, for another process: what these own is only shown.
+
+    Raises:
+        InvalidOption: There is none with this name.
+    """
+    found, limit = find(name), Timeout(timeout)
+    if command != "status":
+        logger.info("modelguard: %s, asked of %s", command, ", ".join(target.name for target in found) or "no guard")
+    results = []
+    for target in found:
+        left_alone = command == "status" or _is_left_alone(command, target, brokers, by_name=name is not None)
+        error = None if left_alone else _do(command, target, limit, wait=wait)
+        results.append(Result(target.name, kind_of(target), error, figures(target)))
+    return results
+
+
+def _is_left_alone(command: Command, target: Target, brokers: Collection[int], *, by_name: bool) -> bool:
+    status = target.status()
+    if isinstance(status, IsolationStatus) and status.broker in brokers:
+        return True
+    return command in {"reload", "unload"} and state_of(target) in {"new", "closed"} and not by_name
+
+
+def _do(command: Command, target: Target, limit: Timeout, *, wait: bool) -> str | None:
+    """Do it to one target; returns why it did not work."""
+    if command == "reload" and state_of(target) == "new":
+        return "was never loaded in this process, so there is nothing to replace"
+    try:
+        if command == "reload":
+            _reload(target, limit, wait=wait)
+        elif command == "unload":
+            target.unload(timeout=limit.left())
+        elif command == "pause":
+            target.pause()
+        elif command == "resume":
+            target.resume()
+    except ModelGuardError as refusal:
+        return str(refusal)
+    return None
+
+
+def _reload(target: Target, limit: Timeout, *, wait: bool) -> None:
+    if isinstance(target, ModelPool):
+        target.reload()  # each model at its next use, so there is nothing to wait for
+    else:
+        target.reload(wait=wait, timeout=limit.left())
+
 
 #: Connections that are served at the same time: those that wait for a reload.
 _MOST = 8
@@ -94,7 +309,7 @@ class _Listener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._reader = self._writer = -1
         try:
-            self._socket.bind(_messages.address(os.getpid()))
+            self._socket.bind(_client.address(os.getpid()))
             self._socket.listen(_MOST)
             self._socket.settimeout(0)
             self._reader, self._writer = os.pipe()
@@ -131,7 +346,7 @@ class _Listener:
         while True:
             ready = {fd for fd, _ in poll.poll()}
             if self._reader in ready:
-                if _END in os.read(self._reader, _messages.LONGEST_REQUEST):
+                if _END in os.read(self._reader, _client.LONGEST_REQUEST):
                     break
                 _reload_all()
             if self._socket.fileno() in ready:
@@ -148,7 +363,7 @@ class _Listener:
             connected.close()
         elif not self._slots.acquire(blocking=False):
             with connected, contextlib.suppress(OSError):
-                _messages.send(connected, {"error": f"{_MOST} other commands are under way; try again later"})
+                _client.send(connected, {"error": f"{_MOST} other commands are under way; try again later"})
         else:
             try:
                 threading.Thread(target=self._serve, args=(connected,), name="modelguard-command", daemon=True).start()
@@ -159,17 +374,17 @@ class _Listener:
     def _serve(self, connected: socket.socket) -> None:
         with connected, contextlib.suppress(OSError):  # the client has gone
             try:
-                request = _messages.receive(connected, _messages.LONGEST_REQUEST, _PATIENCE)
-                if request == {"command": _messages.INSPECT}:
+                request = _client.receive(connected, _client.LONGEST_REQUEST, _PATIENCE)
+                if request == {"command": _client.INSPECT}:
                     _inspected(connected)
                     return
                 answer = _answer(request)
-            except _messages.Malformed:
+            except _client.Malformed:
                 answer = {"error": "the request is not one line of JSON"}
             finally:
                 self._slots.release()
             connected.settimeout(_PATIENCE)
-            _messages.send(connected, {"pid": os.getpid(), **answer})
+            _client.send(connected, {"pid": os.getpid(), **answer})
 
 
 def _inspected(connected: socket.socket) -> None:
@@ -182,7 +397,7 @@ def _inspected(connected: socket.socket) -> None:
     exec(compile((folder / "_inside.py").read_bytes(), folder / "_inside.py", "exec"), script)  # noqa: S102 - our own
     sources = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in script["SCRIPTS"]}
     connected.settimeout(_PATIENCE)
-    _messages.send(connected, {"pid": os.getpid(), "version": _messages.version()})
+    _client.send(connected, {"pid": os.getpid(), "version": _client.version()})
     connected.settimeout(None)
     script["answer"](connected, sources)
 
@@ -194,10 +409,10 @@ def _answer(request: Any) -> dict[str, Any]:
     wait, timeout, brokers = content.get("wait", True), content.get("timeout"), content.get("brokers", [])
     typed = isinstance(name, str | None) and isinstance(wait, bool) and isinstance(timeout, int | float | None)
     typed = typed and isinstance(brokers, list) and all(isinstance(pid, int) for pid in brokers)
-    if command not in _commands.COMMANDS or not typed:
+    if command not in COMMANDS or not typed:
         return {"error": "the request is not a known command"}
     try:
-        results = _commands.run(command, name, wait=wait, timeout=timeout, brokers=brokers)
+        results = run(command, name, wait=wait, timeout=timeout, brokers=brokers)
     except InvalidOption as error:
         return {"error": str(error)}
     return {"guards": [result.as_dict() for result in results]}
@@ -207,8 +422,75 @@ def _reload_all() -> None:
     """What SIGHUP asks for. It waits for nothing: each load has its own thread, and one process loads at a time."""
     try:
         logger.info("modelguard: SIGHUP")
-        for result in _commands.run("reload", None, wait=False, timeout=None):
+        for result in run("reload", None, wait=False, timeout=None):
             if result.error is not None:
                 logger.warning("modelguard: SIGHUP could not reload %s: %s", result.name, result.error)
     except Exception:  # noqa: BLE001 - the repr of a policy may raise, and the next command must be heard
         logger.exception("modelguard could not reload after SIGHUP")
+
+
+# SIGHUP reloads all guards, where the server does not use the signal itself.
+
+
+_FEATURE = "modelguard.control.listen(sighup=True)"
+
+_installed: _Handler | None = None
+
+
+class _Handler:
+    """Wakes the listener, then does what was done before."""
+
+    def __init__(self, wake: Callable[[], None], earlier: Any) -> None:
+        self._wake = wake
+        self.earlier = earlier
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._wake()
+        if callable(self.earlier):
+            self.earlier(number, frame)
+
+
+def check() -> None:
+    """Check that the signal can be used.
+
+    Raises:
+        NotSupported: It cannot; the message names the server that uses it.
+    """
+    if _installed is not None and signal.getsignal(signal.SIGHUP) is _installed:
+        return
+    server = _server()
+    if server is not None:
+        why = f"{server} uses SIGHUP itself; leave sighup out, and write: modelguard ctl PID reload --all"
+        raise NotSupported(_FEATURE, reason=why)
+    if threading.current_thread() is not threading.main_thread():
+        raise NotSupported(_FEATURE, reason="only the main thread can install a handler; call it there")
+    if signal.getsignal(signal.SIGHUP) is None:
+        raise NotSupported(_FEATURE, reason="something outside Python handles the signal")
+
+
+def install(wake: Callable[[], None]) -> None:
+    """Handle the signal, once. An earlier handler is called too."""
+    global _installed
+    earlier = signal.getsignal(signal.SIGHUP)
+    if not isinstance(earlier, _Handler):
+        handler = _installed = _Handler(wake, earlier)
+        signal.signal(signal.SIGHUP, handler)
+
+
+def remove() -> None:
+    """Give the signal back, unless another handler has been put above this one."""
+    global _installed
+    _installed = None
+    current = signal.getsignal(signal.SIGHUP)
+    if isinstance(current, _Handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, current.earlier)
+
+
+def _server() -> str | None:
+    """The server that this process belongs to, if it uses the signal: gunicorn and uWSGI reload their workers at it."""
+    if "uwsgi" in sys.modules:
+        return "uWSGI"
+    # gunicorn is also imported by those who only use its classes; its arbiter sets the variable.
+    if "gunicorn.arbiter" in sys.modules and os.environ.get("SERVER_SOFTWARE", "").startswith("gunicorn"):
+        return "gunicorn"
+    return None

@@ -7,17 +7,24 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from modelguard.control import _client
-from modelguard.diagnosis._facts import Interpreter
+from modelguard.diagnosis._facts import Facts, Interpreter
+from modelguard.diagnosis._facts_process import (
+    above,
+    facts_of_tree,
+    interpreter_of,
+    named_process,
+    process_number,
+    readable,
+)
 from modelguard.environment import _proc
-from modelguard.errors import InvalidOption, NotSupported
-
-__all__ = ["Inside", "attached", "inside_of", "require_attachable"]
+from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
 
 _FIRST = (3, 14)
 #: Seconds until the process has to run the script, and until it has to answer.
@@ -206,3 +213,43 @@ def _same_root(pid: int, root: Path) -> bool:
     except OSError:  # it has ended, or hides it: what follows will say so
         return True
     return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+# Facts about a running service, from outside and from inside: its processes are asked where that is possible.
+
+
+def facts_from_inside(pid: str | int) -> Facts:
+    """Look at a process and everything that it has started, and ask those that can be asked.
+
+    They have called ``modelguard.control.listen()``, or run the same CPython as this process, 3.14 or later: a short
+    script then runs in each of them, in a thread of its own.
+
+    Args:
+        pid: The id of the process.
+
+    Raises:
+        InvalidOption: It is not a process id, the process does not exist, belongs to another user, or does not answer.
+        NotSupported: It has no control socket, and this Python is older than 3.14, the process runs another one, or in
+            a container, or this process has no right to trace it.
+    """
+    number = process_number(pid)
+    if not _proc.is_mounted():
+        raise NotSupported("modelguard doctor --pid", reason="there is no /proc to read it from")
+    with readable(number):
+        _proc.maps(number)  # so that of no process that does not exist it is said how it could be asked
+    answers: dict[int, Mapping[str, Any]] = {number: _describe(number)}
+    unknown: list[str] = ["which variables it has set for itself since it started, cannot be asked"]
+    for process in _proc.descendants(number, _proc.processes()):
+        if process.pid != number and interpreter_of(process.pid) is not None:
+            try:
+                answers[process.pid] = _describe(process.pid)
+            except ModelGuardError as error:
+                unknown.append(f"no answer from inside of {process.pid}: {error}")
+    with readable(number):
+        facts = facts_of_tree(number, named_process(number), answers)
+    return replace(facts, unknown=(*unknown, *facts.unknown, *above(number)))
+
+
+def _describe(pid: int) -> dict[str, Any]:
+    with inside_of(pid, interpreter_of(pid)) as inside:
+        return inside.ask("describe")

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
+import itertools
 import os
 import re
 import socket
 import struct
+import tempfile
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import tracemalloc
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from modelguard._units import format_bytes
 from modelguard.diagnosis import _redact
-from modelguard.environment import _proc
+from modelguard.environment import _allocator_problems, _proc
+from modelguard.environment._proc import MemoryMapping
+from modelguard.errors import ModelGuardError
 from modelguard.facts.growth import judge
-
-__all__ = ["MOST", "NAMES", "Counts", "Growing"]
 
 NAMES = ("open files", "threads", "child processes")
 #: So many more end a run: going on would only endanger the machine.
@@ -222,3 +229,198 @@ def _processes(parent: int | None) -> Iterator[str]:
     for pid in _children(parent):
         words = _proc.if_readable(_proc.command_line, pid)
         yield _redact.redact_command(words, os.environ) if words else "ended, and not waited for"
+
+
+# Which lines of Python allocate what stays: by memray, which sees native memory too, or else by tracemalloc.
+
+
+_FRAMES = 1
+_MOST = 20
+#: Bytes above which Python asks malloc for an object.
+_SMALL = 512
+#: A line that keeps fewer blocks for each call has resized a container, which is older than what is traced.
+_OFTEN = 0.02
+
+
+def kept_by_line(run: Callable[[], int]) -> dict[str, Any]:
+    """Run calls, and find what they have allocated and not freed. Calls become slower meanwhile.
+
+    Args:
+        run: Makes calls; returns how many.
+
+    Returns:
+        ``traced`` and ``native``, bytes per call by line; ``large``, those of Python objects for which malloc is asked;
+        ``traced_calls``, the number of calls; and ``traced_by``, the tool.
+    """
+    gc.collect()
+    if importlib.util.find_spec("memray") is None:
+        return _by_tracemalloc(run)
+    try:
+        return _by_memray(run)
+    except (AttributeError, ImportError, OSError, RuntimeError):  # a folder of that name, or a profiler that is active
+        return _by_tracemalloc(run)
+
+
+def _by_tracemalloc(run: Callable[[], int]) -> dict[str, Any]:
+    tracemalloc.start(_FRAMES)
+    try:
+        calls = run()
+        gc.collect()
+        kept = tracemalloc.take_snapshot().traces  # nothing from before is traced
+    finally:
+        tracemalloc.stop()
+    grown: Counter[str] = Counter()
+    large: dict[str, _Blocks] = defaultdict(_Blocks)
+    for each in kept:
+        place = each.traceback[0]
+        if place.filename not in (__file__, tracemalloc.__file__):
+            line = f"{place.filename}:{place.lineno}"
+            grown[line] += each.size
+            if each.size > _SMALL:
+                large[line].add(1, each.size)
+    return _found(grown, {}, large, calls, "tracemalloc")
+
+
+def _by_memray(run: Callable[[], int]) -> dict[str, Any]:
+    memray = importlib.import_module("memray")
+    python: Counter[str] = Counter()
+    native: Counter[str] = Counter()
+    large: dict[str, _Blocks] = defaultdict(_Blocks)
+    with tempfile.TemporaryDirectory(prefix="modelguard-") as folder:
+        file = Path(folder, "allocations")
+        with memray.Tracker(file, trace_python_allocators=True):
+            calls = run()
+            gc.collect()
+        for record in memray.FileReader(file).get_leaked_allocation_records(merge_threads=True):
+            stack = record.stack_trace(max_stacks=_FRAMES)
+            if stack and stack[0][1] != __file__:
+                line = f"{stack[0][1]}:{stack[0][2]}"
+                of_python = memray.AllocatorType(record.allocator).name.startswith("PYMALLOC")
+                (python if of_python else native)[line] += record.size
+                if of_python and record.size > _SMALL * record.n_allocations:
+                    large[line].add(record.n_allocations, record.size)
+    return _found(python, native, large, calls, "memray")
+
+
+class _Blocks:
+    """How many blocks a line keeps, and of how many bytes."""
+
+    def __init__(self) -> None:
+        self.count = self.size = 0
+
+    def add(self, count: int, size: int) -> None:
+        self.count += count
+        self.size += size
+
+
+def _found(
+    python: Mapping[str, int], native: Mapping[str, int], large: Mapping[str, _Blocks], calls: int, tool: str
+) -> dict[str, Any]:
+    often = [blocks.size for blocks in large.values() if blocks.count >= _OFTEN * calls]
+    return {
+        "traced": _per_call(python, calls),
+        "native": _per_call(native, calls),
+        "large": sum(often) / max(1, calls),
+        "traced_calls": calls,
+        "traced_by": tool,
+    }
+
+
+def _per_call(sizes: Mapping[str, int], calls: int) -> dict[str, float]:
+    """The lines that keep most, in bytes per call."""
+    most = sorted(sizes.items(), key=lambda item: -item[1])[:_MOST]
+    return {line: size / max(1, calls) for line, size in most}
+
+
+# Machine code that libraries have compiled at run time, as oneDNN does for each input shape.
+
+
+def compiled(pid: int | None = None) -> int:
+    """Bytes of machine code that a process has compiled and written.
+
+    Args:
+        pid: The process. Default: this one.
+    """
+    return compiled_in(_proc.if_readable(_proc.smaps, pid) or [])
+
+
+def compiled_in(mappings: Iterable[MemoryMapping]) -> int:
+    """The same in these mappings: executable memory without a file. Address space that was only reserved is none."""
+    return sum(
+        mapping.sizes.get("Private_Dirty", 0) + mapping.sizes.get("Shared_Dirty", 0)
+        for mapping in mappings
+        if "x" in mapping.access and not mapping.is_file and not mapping.name.startswith("[v")  # [vdso], [vsyscall]
+    )
+
+
+# What a process shows of its memory from outside, Python or not.
+
+
+#: Kinds of memory with less growth are not shown.
+_SMALL_MAPPING = 500_000
+#: glibc gives each further arena an address range of this size, at a multiple of it.
+_ARENA = 64 * 2**20
+_PAGE = 4096
+_SHARED = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")  # noqa: S108 - where the kernel shows shared memory
+
+
+def kinds_of(pid: int, root: Path = _proc.ROOT) -> dict[str, int]:
+    """The private memory of a process by what it is for, in bytes.
+
+    Args:
+        pid: The process.
+        root: The folder that holds ``proc``.
+    """
+    mappings = _proc.if_readable(_proc.smaps, pid, root) or []
+    found: Counter[str] = Counter()
+    before: MemoryMapping | None = None
+    for mapping, after in itertools.zip_longest(mappings, mappings[1:]):
+        found[_kind(before, mapping, after)] += _held(mapping)
+        before = mapping
+    return dict(found)
+
+
+def _held(mapping: MemoryMapping) -> int:
+    """What the system would get back if the process ended, as private memory is counted."""
+    dirty = mapping.sizes.get("Private_Dirty", 0)
+    if not mapping.name.startswith(_SHARED):
+        dirty = min(dirty, mapping.sizes.get("Anonymous", dirty))
+    return dirty + mapping.sizes.get("SwapPss", mapping.sizes.get("Swap", 0))
+
+
+def _kind(before: MemoryMapping | None, one: MemoryMapping, after: MemoryMapping | None) -> str:
+    """What a mapping is for. Ranges without access, before and after it, tell stacks and arenas."""
+    if one.name.startswith(_SHARED):
+        return "shared memory"
+    if compiled_in([one]):
+        return "machine code compiled at run time"
+    if one.is_file or one.name == "[heap]":
+        return "changed pages of files" if one.is_file else "the heap of malloc"
+    return _anonymous(before, one, after)
+
+
+def _anonymous(before: MemoryMapping | None, one: MemoryMapping, after: MemoryMapping | None) -> str:
+    if after is not None and _is_barred(after) and one.start % _ARENA == 0 and after.end % _ARENA == 0:
+        return "malloc's arenas of threads"
+    guarded = before is not None and _is_barred(before) and before.end - before.start == _PAGE
+    if one.name.startswith("[stack") or (guarded and before is not None and before.end == one.start):
+        return "stacks of threads"
+    return "anonymous memory (Python's objects, large blocks, other allocators)"
+
+
+def _is_barred(mapping: MemoryMapping) -> bool:
+    return mapping.access.startswith("---") and not mapping.name
+
+
+def moved(first: Mapping[str, int], last: Mapping[str, int]) -> str:
+    """By how much each kind of memory has grown, in words; empty if none has."""
+    more = {kind: size - first.get(kind, 0) for kind, size in last.items()}
+    most = sorted(more.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} +{format_bytes(size)}" for kind, size in most if size >= _SMALL_MAPPING)
+
+
+def allocator_of(pid: int) -> str:
+    """What most probably serves ``malloc``; empty if that cannot be seen."""
+    with suppress(ModelGuardError, OSError):
+        return _allocator_problems.observe(pid).kind
+    return ""

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelguard.diagnosis import _census, _holders, _target
-from modelguard.diagnosis._compiled import compiled
-from modelguard.diagnosis._counts import Counts
-from modelguard.diagnosis._lines import kept_by_line
+from modelguard.diagnosis._counts import Counts, compiled, kept_by_line
 from modelguard.diagnosis._target import Arguments, Say, Target
-from modelguard.environment import _allocator, _memory, _python_objects
+from modelguard.environment import _allocator, _allocator_problems, _memory
 from modelguard.errors import ModelGuardError
 from modelguard.facts.growth import Verdict, judge
 from modelguard.lifecycle._wrappers import owner_of
@@ -315,7 +313,7 @@ def _fallen(act: Callable[[], object]) -> int:
 
 def _in_use() -> dict[str, int]:
     """What Python has given out in small objects, and malloc in blocks; without what is not known."""
-    found = {"small": _python_objects.in_use()}
+    found = {"small": _allocator_problems.in_use()}
     with suppress(ModelGuardError):
         found["given_out"] = _allocator.stats().allocated
     return {name: size for name, size in found.items() if size is not None}

@@ -2,22 +2,354 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import math
 import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from modelguard.diagnosis import _redact, _requests
-from modelguard.diagnosis._facts import Facts, ServiceProcess
+from modelguard.diagnosis import _redact
+from modelguard.diagnosis._facts import KNOWN, Facts, ServiceProcess
 from modelguard.diagnosis._facts_process import Answers, facts_of_tree
-from modelguard.diagnosis._requests import Driven
-from modelguard.diagnosis._session import ANSWER, Session, started
-from modelguard.environment import _proc
-from modelguard.environment._limits import Strain
+from modelguard.environment import _memory, _proc
+from modelguard.environment._elf import locate
+from modelguard.environment._memory import Strain
 from modelguard.errors import InvalidOption, NotSupported
+from modelguard.isolation._processes import ENDING, die_with_parent, ending_signals
 
-__all__ = ["PATIENCE", "REQUESTS", "facts_of_command"]
+# A command that is started to be examined: in its own session, with the probe, and stopped with all it started.
+
+
+_PROBE = Path(__file__).with_name("_probe.py")
+
+#: Seconds that a process may take to answer the probe's signal: its 0.3 s of computing and imports took more than 10 s
+#: where ten programs shared a processor.
+ANSWER = 30.0
+
+#: Seconds. After how long a silent process is asked again, and how long a service may take to stop.
+_AGAIN, _STOP = 10.0, 10.0
+
+#: A service is ready when it listens, and in ten looks in a row its processes have not been busy more than twice.
+_LOOKS, _BUSY, _PAUSE = 10, 2, 0.1
+
+#: A server of which the kernel has killed so many processes will not serve, however long one waits.
+_KILLED = 3
+
+#: Messages of these errors name modules and syntax. Any other error's message may hold a secret.
+_HARMLESS = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"})
+_ERROR = re.compile(r"(?:\w+\.)*(\w*(?:Error|Exception|Exit|Interrupt|Failed)): ?(.*)")
+
+
+class Session:
+    """A command that runs.
+
+    Attributes:
+        process: The process that was started.
+        folder: The probe's folder.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, words: Sequence[str]) -> None:
+        self.process = process
+        self.folder = folder
+        self._words = words
+        self._killed_before = {self._cgroups(None): _memory.oom_kills() or 0}
+
+    def pids(self) -> list[int]:
+        """The process and everything that it has started."""
+        return [each.pid for each in _proc.descendants(self.process.pid, _proc.processes())]
+
+    def probed(self) -> list[int]:
+        """Those among them that have the probe."""
+        return [pid for pid in self.pids() if (self.folder / f"{pid}.ready").exists()]
+
+    def listening(self) -> set[int | str]:
+        """Where it accepts connections. A Unix socket counts if the command names it."""
+        found: set[int | str] = set()
+        for pid in self.pids():
+            found |= _proc.if_readable(_proc.listening, pid) or set()
+        return {at for at in found if isinstance(at, int) or any(at in word for word in self._words)}
+
+    def wait(self, patience: float) -> float | None:
+        """Wait until it serves: it listens, and has finished loading.
+
+        Args:
+            patience: Seconds to wait.
+
+        Returns:
+            The seconds that it took; None if it runs, but does not serve, or the kernel kills its workers.
+
+        Raises:
+            InvalidOption: It has ended.
+        """
+        began = time.monotonic()
+        looks: list[bool] = []
+        while time.monotonic() < began + patience and self.killed() < _KILLED:
+            self.require_running()
+            looks = [*looks, any(self._busy())][-_LOOKS:]
+            if self.listening() and len(looks) == _LOOKS and sum(looks) <= _BUSY:
+                if self._has_loaded():
+                    return time.monotonic() - began
+                looks = []
+            time.sleep(_PAUSE)
+        return None
+
+    @staticmethod
+    def _cgroups(pid: int | None) -> str:
+        return str(_proc.if_readable(_proc.cgroups, pid))
+
+    def _has_loaded(self) -> bool:
+        """Whether all of gunicorn's workers have loaded the app: they may be idle while they load."""
+        answers = self.answers().values()
+        wanted = [
+            answer["server"]["workers"] for answer in answers if answer.get("server", {}).get("kind") == "gunicorn"
+        ]
+        return sum(answer.get("booted") is True for answer in answers) >= max(wanted, default=0)
+
+    def killed(self) -> int:
+        """How many processes of its cgroup the kernel has killed for want of memory since the start."""
+        pid = self.process.pid if self.process.poll() is None else None  # it may have moved to a cgroup of its own
+        counted = _memory.oom_kills(pid) or 0
+        return max(0, counted - self._killed_before.setdefault(self._cgroups(pid), counted))
+
+    def require_running(self) -> None:
+        """Raise ``InvalidOption`` if it has ended."""
+        status = self.process.poll()
+        if status is None:
+            return
+        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        if killed := self.killed():
+            how += f" (by the kernel's OOM killer, probably: {killed} process(es) of its cgroup were killed)"
+        why = f"ended {how} before it served{self._last_error()}"
+        fix = "Start it by itself to see what it prints."
+        raise InvalidOption("command", _redact.redact_command(self._words, os.environ), why=why, fix=fix)
+
+    def answers(self) -> dict[int, Mapping[str, Any]]:
+        """Ask every process that has the probe, and wait for their answers."""
+        for old in self.folder.glob("*.json"):
+            old.unlink(missing_ok=True)
+        files = {pid: self.folder / f"{pid}.json" for pid in self.probed()}
+        deadline, again = time.monotonic() + ANSWER, -math.inf
+        while (silent := [pid for pid, file in files.items() if not file.exists()]) and time.monotonic() < deadline:
+            if time.monotonic() >= again:
+                again = time.monotonic() + _AGAIN
+                for pid in silent:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, _signal())
+            time.sleep(_PAUSE / 2)
+        return {pid: json.loads(file.read_bytes()) for pid, file in files.items() if file.exists()}
+
+    def private(self) -> dict[int, int]:
+        """The bytes that each of its processes has written for itself."""
+        return {pid: _memory.private_of(pid) for pid in self.pids()}
+
+    def stop(self) -> None:
+        """End it and everything that it has started, also what has left it and its session, as a daemon does."""
+        pids = {*self.pids(), *filter(self._is_ours, _proc.processes())}
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_STOP)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in pids:
+            self._kill(pid)
+        self.process.wait()
+        deadline = time.monotonic() + _STOP
+        while any(self._is_ours(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(_PAUSE / 2)
+
+    def _kill(self, pid: int) -> None:
+        """Kill a process that has left the group."""
+        if self._is_ours(pid):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _is_ours(self, pid: int) -> bool:
+        """Whether a process was started in this session. Its id may have been given to another one meanwhile."""
+        environ = _proc.if_readable(_proc.environment, pid) or {}
+        return environ.get("MODELGUARD_PROBE") == str(self.folder)
+
+    def _busy(self) -> Iterator[bool]:
+        for pid in self.pids():
+            found = _proc.if_readable(_proc.activity, pid)
+            yield found is not None and found.busy
+
+    def _last_error(self) -> str:
+        """The error that it has printed last, without a message that may hold a secret."""
+        text = (self.folder / "output").read_text(encoding="utf-8", errors="replace")
+        found = [match for line in text.splitlines() if (match := _ERROR.fullmatch(line.strip()))]
+        if not found:
+            return ""
+        name, message = found[-1].groups()
+        return f"; its last error is {name}" + (f": {_redact.redact(message, os.environ)}" if name in _HARMLESS else "")
+
+
+@contextmanager
+def started(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iterator[Session]:
+    """Start a command with the probe, and end it with all it has started, also if a signal ends this process.
+
+    Where this process is killed, the kernel sends SIGTERM to the command.
+
+    Args:
+        words: The command and its arguments.
+        environ: Its variables. ``PYTHONPATH`` and ``MODELGUARD_PROBE`` are added.
+        cwd: The folder that it runs in.
+
+    Raises:
+        CannotRun: It was not found, or cannot be executed.
+    """
+    program = locate(words[0], environ)
+    with ending_signals(), _folder() as folder:
+        # From the start until it is in reach of the clean-up, no signal may come between.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        session = None
+        try:
+            session = Session(_popen(words, program, _with_probe(environ, folder), cwd, mask), folder, words)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            yield session
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+            try:
+                if session is not None:
+                    session.stop()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """The probe's folder, which is removed in the end."""
+    folder = Path(tempfile.mkdtemp(prefix="modelguard-"))
+    try:
+        shutil.copyfile(_PROBE, folder / "sitecustomize.py")
+        (folder / "names").write_text("\n".join([str(int(_signal())), *sorted(KNOWN)]), encoding="ascii")
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _popen(
+    words: Sequence[str], program: str, environ: Mapping[str, str], cwd: Path, mask: set[signal.Signals | int]
+) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+
+    def prepare() -> None:
+        die_with_parent(parent, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    with (Path(environ["MODELGUARD_PROBE"]) / "output").open("wb") as output:
+        return subprocess.Popen(  # noqa: S603 - the command that the user has given
+            [*words],
+            executable=program,
+            env=environ,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=prepare,  # noqa: PLW1509 - it takes no lock
+        )
+
+
+def _with_probe(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    path = [str(folder), *filter(None, [environ.get("PYTHONPATH")])]
+    return {**environ, "PYTHONPATH": os.pathsep.join(path), "MODELGUARD_PROBE": str(folder)}
+
+
+def _signal() -> int:
+    """A real-time signal in the middle of the range: servers and libraries use the first and the last ones."""
+    return signal.SIGRTMIN + 9
+
+
+# Requests that drive a service while it is examined.
+
+
+#: Seconds that one request may take.
+_TIMEOUT = 30.0
+
+_ERRORS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Driven:
+    """What became of the requests.
+
+    Attributes:
+        answered: How many were answered with a status below 500.
+        failed: How many were not.
+        last: The last status or error that was not, as text.
+    """
+
+    answered: int = 0
+    failed: int = 0
+    last: str = ""
+
+
+def check_url(url: str) -> None:
+    """Raise ``InvalidOption`` unless it is an HTTP address, or a path on the service's own port."""
+    parts = urllib.parse.urlsplit(url)
+    if url.startswith("/") or (parts.scheme == "http" and parts.hostname):
+        return
+    fix = "Write a path such as /predict?text=x, or http://127.0.0.1:8000/predict."
+    raise InvalidOption("--request", url, why="must be a path or an http:// address", fix=fix)
+
+
+def drive(url: str, count: int, listening: Iterable[int | str]) -> Driven:
+    """Send requests, one after the other.
+
+    Args:
+        url: An address; or a path, for the first TCP port on which the service listens.
+        count: How many.
+        listening: Where the service listens.
+    """
+    parts = urllib.parse.urlsplit(url)
+    ports = sorted(port for port in listening if isinstance(port, int))
+    if parts.hostname:
+        host, port = parts.hostname, parts.port or 80
+    elif ports:
+        host, port = "127.0.0.1", ports[0]
+    else:
+        return Driven(failed=count, last="the service listens on no TCP port")
+    path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+    answered, last = 0, ""
+    for _ in range(count):
+        try:
+            status = _get(host, port, path)
+        except OSError as error:
+            last = type(error).__name__
+            time.sleep(0.05)
+            continue
+        except http.client.HTTPException as error:
+            last = type(error).__name__
+            continue
+        if status < _ERRORS:
+            answered += 1
+        else:
+            last = f"status {status}"
+    return Driven(answered, count - answered, last)
+
+
+def _get(host: str, port: int, path: str) -> int:
+    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
 
 #: Seconds to wait until a service serves: longer than most models take to load.
 PATIENCE = 120.0
@@ -53,7 +385,7 @@ def facts_of_command(
     if not words:
         raise InvalidOption("command", "", why="must not be empty", fix="Write it after --, with its arguments.")
     if request is not None:
-        _requests.check_url(request)
+        check_url(request)
     if not _proc.is_mounted():
         raise NotSupported("modelguard doctor -- COMMAND", reason="there is no /proc")
     with started(words, environ, cwd or Path.cwd()) as session:
@@ -61,7 +393,7 @@ def facts_of_command(
         took = session.wait(patience)
         waited = time.monotonic() - began
         before = session.private()
-        driven = _requests.drive(request, count, session.listening()) if request is not None else None
+        driven = drive(request, count, session.listening()) if request is not None else None
         session.require_running()
         answers = session.answers()
         facts = _examine(session, answers, f"the command: {_redact.redact_command(words, environ)}")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import platform
 import re
+import sys
+import sysconfig
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -10,25 +15,169 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from modelguard.diagnosis import _answers, _redact
-from modelguard.diagnosis._compiled import compiled_in
-from modelguard.diagnosis._facts import Facts, Interpreter, Role, Server, ServiceProcess, Variable
-from modelguard.diagnosis._facts_machine import machine
-from modelguard.diagnosis._patch_level import patch_level
-from modelguard.diagnosis._variables import known_variables, misspelt_variables
-from modelguard.environment import _memory, _proc, _remote
-from modelguard.environment._mappings import MemoryMapping, model_libraries
+from modelguard.diagnosis import _redact
+from modelguard.diagnosis._counts import compiled_in
+from modelguard.diagnosis._facts import (
+    Facts,
+    Guarded,
+    Inside,
+    Interpreter,
+    Machine,
+    Moment,
+    Role,
+    Server,
+    ServiceProcess,
+    Variable,
+    known_variables,
+    misspelt_variables,
+)
+from modelguard.environment import _allocator, _allocator_problems, _memory, _proc
+from modelguard.environment._allocator_files import Problem
+from modelguard.environment._proc import MemoryMapping, model_libraries
 from modelguard.errors import InvalidOption, NotSupported
 
-__all__ = [
-    "above",
-    "facts_of_process",
-    "facts_of_tree",
-    "interpreter_of",
-    "named_process",
-    "process_number",
-    "readable",
-]
+# Facts about this machine and this environment: everything there is where no service was named.
+
+
+def facts_of_machine(environ: Mapping[str, str] = os.environ, *, root: Path = _proc.ROOT) -> Facts:
+    """Look at this process's own environment: its variables, its allocator, its limits.
+
+    Args:
+        environ: The variables.
+        root: The folder that holds ``proc``, ``sys`` and ``dev``.
+    """
+    python = this_interpreter()
+    return Facts(
+        f"this environment, {python} in {sys.prefix}",
+        machine(root),
+        known_variables(environ, "this environment"),
+        python,
+        _problems(),
+        misspelt=tuple(misspelt_variables(environ, "this environment")),
+    )
+
+
+def machine(root: Path, pid: int | None = None) -> Machine:
+    """The resources that a process may use.
+
+    Args:
+        root: The folder that holds ``proc``, ``sys`` and ``dev``.
+        pid: The process. Default: this one.
+
+    Raises:
+        ProcessLookupError: There is no such process.
+    """
+    if not _proc.is_mounted(root):
+        return Machine(cpus=_memory.available_cpus(root=root))
+    limit = _memory.memory_limit(pid, root=root)
+    return Machine(
+        cpus=_memory.available_cpus(pid, root=root),
+        limit=limit,
+        swapped=_swapped(root),
+        strain=_memory.strain(limit, pid, root=root),
+    )
+
+
+def this_interpreter() -> Interpreter:
+    """The Python that runs this."""
+    free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+    version = sys.version_info
+    return Interpreter((version[0], version[1]), platform.python_implementation(), free_threaded, version[2])
+
+
+def _problems() -> tuple[Problem, ...]:
+    with suppress(NotSupported):
+        return _allocator.detect().problems
+    return ()
+
+
+def _swapped(root: Path) -> int | None:
+    figures = _proc.if_readable(_proc.meminfo, root) or {}
+    if "SwapTotal" not in figures or "SwapFree" not in figures:
+        return None
+    return figures["SwapTotal"] - figures["SwapFree"]
+
+
+# Which patch of a Python a file holds, where only the minor version is in its name.
+
+
+def patch_level(file: Path, version: tuple[int, int]) -> int | None:
+    """The last number of an interpreter's version, from the text of it in its program or library; None if unknown.
+
+    Args:
+        file: ``python3.14`` or ``libpython3.14.so.1.0``. Nothing is executed.
+        version: Major and minor.
+    """
+    text = "\\.".join(map(str, version)).encode()
+    try:
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found = re.search(rb"(?<![\d.])" + text + rb"\.(\d{1,3})\+?\x00", content)
+            return int(found[1]) if found else None
+    except (OSError, ValueError):  # not there, not readable, or empty
+        return None
+
+
+# The answers of the probe, as facts. They come from another program, so nothing in them is taken for granted.
+
+
+def inside(answer: Mapping[str, Any]) -> Inside:
+    """Read what a process has said of itself."""
+    version = (*(int(each) for each in answer.get("version", ())), 0, 0, 0)[:3]
+    return Inside(
+        version=(version[0], version[1], version[2]),
+        free_threaded=bool(answer.get("free_threaded")),
+        gil_for=None if (gil_for := answer.get("gil_for")) is None else tuple(map(str, gil_for)),
+        huge_pages=bool(answer.get("huge_pages")),
+        malloc=answer.get("malloc"),
+        frozen=int(answer.get("frozen", 0)),
+        tracked=int(answer.get("tracked", 0)),
+        pools=tuple((str(name), int(count)) for name, count in dict(answer.get("pools", {})).items()),
+        cuda=bool(answer.get("cuda")),
+        guards=tuple(_guard(each) for each in answer.get("guards", ())),
+        variables=tuple(_variable(*each) for each in answer.get("variables", ())),
+        asgi=answer.get("asgi"),
+    )
+
+
+def server_answer(answer: Mapping[str, Any]) -> Server | None:
+    """Read the server's own settings; None if the process runs in no server that the probe knows."""
+    found = answer.get("server")
+    if not isinstance(found, dict):
+        return None
+    return Server(
+        str(found["kind"]),
+        workers=int(found.get("workers") or 1),
+        forks=found["kind"] == "gunicorn",
+        preload=found.get("preload_app", False if found["kind"] != "gunicorn" else None),
+        config=_config(found.get("config")),
+        worker_class=str(found.get("worker_class_str", "")),
+        asgi_worker=str(found.get("asgi_worker", "")),
+        threads=int(found.get("threads") or 1),
+        max_requests=int(found.get("max_requests") or found.get("limit_max_requests") or 0),
+        jitter=int(found.get("max_requests_jitter") or found.get("limit_max_requests_jitter") or 0),
+        reload=bool(found.get("reload") or found.get("should_reload")),
+        timeout=float(found.get("timeout") or 0),
+        grace=float(found.get("graceful_timeout") or 0),
+    )
+
+
+def _config(name: object) -> str:
+    """The configuration's name: gunicorn gives that of its default file whether or not it exists."""
+    text = str(name or "")
+    return "" if text == "./gunicorn.conf.py" else _redact.redact(text, {})
+
+
+def _guard(given: Mapping[str, Any]) -> Guarded:
+    policy = given.get("policy")
+    loaded = float(given.get("load_seconds") or 0)
+    unshared = bool(given.get("unshared"))
+    return Guarded(str(given.get("name", "?")), None if policy is None else str(policy), loaded, unshared)
+
+
+def _variable(name: str, value: str, moment: str, where: str) -> Variable:
+    kind: Moment = "after import" if moment == "after import" else "app"
+    return Variable(name, value, kind, _redact.redact(where, {}))
+
 
 _ARGUMENT = "--pid"
 _FIX = "Give the id of a running process of yours, as pgrep prints it."
@@ -111,7 +260,7 @@ def facts_of_tree(pid: int, subject: str, answers: Answers = MappingProxyType({}
         ProcessLookupError: There is no such process.
         PermissionError: It belongs to another user.
     """
-    seen = _remote.observe(pid, root=root)
+    seen = _allocator_problems.observe(pid, root=root)
     environ = _proc.if_readable(_proc.environment, pid, root) or {}
     processes = tuple(_tree(pid, root, answers))
     unknown = () if environ else (f"process {pid} has overwritten the environment that it was started with",)
@@ -164,7 +313,7 @@ def _set_later(processes: Iterable[ServiceProcess]) -> Iterator[Variable]:
 
 def _server(words: Sequence[str], processes: tuple[ServiceProcess, ...], answers: Answers) -> Server | None:
     """The server as it says itself, with the workers that really run; from outside only its kind is known."""
-    said = (_answers.server(answers[process.pid]) for process in processes if process.pid in answers)
+    said = (server_answer(answers[process.pid]) for process in processes if process.pid in answers)
     server = next((each for each in said if each is not None), None) or _from_outside(words)
     workers = [process for process in processes if process.role in ("forked", "spawned")]
     if server is None or not workers:
@@ -220,7 +369,7 @@ def _process(pid: int, role: Role, root: Path, answers: Answers, owners: Contain
         isolates=pid in owners,
         cuda=any(mapping.name.startswith("/dev/nvidia") for mapping in mappings),
         compiled=compiled_in(mappings),
-        inside=_answers.inside(answers[pid]) if pid in answers else None,
+        inside=inside(answers[pid]) if pid in answers else None,
     )
 
 

@@ -237,7 +237,7 @@ def _guards() -> dict[str, Any]:
     module = sys.modules.get("modelguard.lifecycle.model_guard")
     if module is None:
         return {"guards": []}
-    prepared = sys.modules.get("modelguard.sharing._prepared")
+    prepared = sys.modules.get("modelguard.sharing._prefork")
     shares = prepared is not None and prepared.current() is not None
     return {
         "guards": [

@@ -3,17 +3,106 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import textwrap
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePath
 
-from modelguard.diagnosis._checks import CHECKS
-from modelguard.diagnosis._facts import Facts
-from modelguard.diagnosis._findings import Check, Finding
-from modelguard.diagnosis._remedies import one_line
+from modelguard.diagnosis import _checks_memory, _checks_servers
+from modelguard.diagnosis._facts import Check, Facts, Finding, Remedy
+from modelguard.diagnosis._redact import HIDDEN
 from modelguard.errors import InvalidOption
 
-__all__ = ["DoctorReport", "as_json", "as_text", "examine"]
+# All fixes that the command can make, merged into one line to paste.
+
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=")
+
+
+def one_line(findings: Iterable[Finding], words: Sequence[str], server: str | None) -> str:
+    """Write the command so that it contains every fix that a command can contain.
+
+    Args:
+        findings: The findings.
+        words: The command.
+        server: The server that it starts, such as ``"gunicorn"``; None if there is none.
+
+    Returns:
+        A shell command; empty if no finding has such a fix, or if there is no command.
+    """
+    remedies = [finding.remedy for finding in findings if finding.remedy is not None]
+    if not remedies or not words:
+        return ""
+    settings = [each.partition("=") for each in _merged(remedies, "environ")]
+    environ = {name: value for name, _, value in settings}
+    unset = [name for name in _merged(remedies, "unset") if name not in environ]
+    command = _without(words, {*unset, *environ}, _merged(remedies, "drop"))
+    options = _options(remedies)
+    if any(PurePath(word).name == server for word in command):
+        command += options
+    elif server == "gunicorn" and options:
+        environ["GUNICORN_CMD_ARGS"] = shlex.join(options)
+    run = _pairs(_merged(remedies, "run", unique=False))
+    if run:
+        command = ["modelguard", "run", *run, "--", *command]
+    if unset or environ:
+        removed = [part for name in unset for part in ("-u", name)]
+        command = ["env", *removed, *(f"{name}={value}" for name, value in environ.items()), *command]
+    return " && ".join([*_merged(remedies, "before"), " ".join(map(_quoted, command))])
+
+
+def _merged(remedies: Iterable[Remedy], field: str, *, unique: bool = True) -> list[str]:
+    values = [value for remedy in remedies for value in getattr(remedy, field)]
+    return list(dict.fromkeys(values)) if unique else values
+
+
+def _options(remedies: Iterable[Remedy]) -> list[str]:
+    """The server's options, each once: the first remedy that has an option decides on its value."""
+    found: dict[str, tuple[str, ...]] = {}
+    for remedy in remedies:
+        found.setdefault(remedy.options[0] if remedy.options else "", remedy.options)
+    return [word for words in found.values() for word in words]
+
+
+def _pairs(words: Sequence[str]) -> list[str]:
+    """The options of ``modelguard run``: presets may be given several times, an allocator once."""
+    pairs = list(dict.fromkeys(zip(words[::2], words[1::2], strict=True)))
+    allocators = [pair for pair in pairs if pair[0] == "--allocator"]
+    return [word for pair in pairs if pair[0] != "--allocator" or pair == allocators[0] for word in pair]
+
+
+def _without(words: Sequence[str], names: set[str], drop: Iterable[str]) -> list[str]:
+    """The command without its own settings of these variables, and without these words."""
+    kept: list[str] = []
+    in_front = True
+    for word in words:
+        assigned = _ASSIGNMENT.match(word)
+        in_front = in_front and (assigned is not None or word.startswith("-") or PurePath(word).name == "env")
+        if not (in_front and assigned and assigned[1] in names) and word not in drop:
+            kept.append(word)
+    return kept[1:] if len(kept) > 1 and kept[0] == "env" and not _is_of_env(kept[1]) else kept
+
+
+def _is_of_env(word: str) -> bool:
+    return word.startswith("-") or _ASSIGNMENT.match(word) is not None
+
+
+def _quoted(word: str) -> str:
+    return word if HIDDEN in word else shlex.quote(word)
+
+
+# All checks, by number: MG1xx the allocator, 2xx presets, 3xx memory, 4xx servers, 5xx the interpreter.
+
+
+CHECKS: tuple[Check, ...] = (
+    *_checks_memory.ALLOCATOR_CHECKS,
+    *_checks_memory.PRESET_CHECKS,
+    *_checks_memory.MEMORY_CHECKS,
+    *_checks_servers.SERVER_CHECKS,
+    *_checks_servers.INTERPRETER_CHECKS,
+)
 
 #: The column at which the text of a detail begins.
 _INDENT = 8
@@ -152,3 +241,40 @@ def _count(number: int, word: str) -> str:
 def _printable(text: str) -> str:
     """Escape characters that control a terminal, or that a stream cannot encode."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+# A file with the findings that are accepted, so that only new ones fail a build.
+
+
+_FIX = "Remove the file, and the next run writes it."
+
+
+def known_findings(file: str) -> frozenset[str] | None:
+    """Read the numbers of the findings that a baseline accepts; None if there is no such file.
+
+    Raises:
+        InvalidOption: The file cannot be read, or is not a baseline.
+    """
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        numbers = content["accepted"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidOption("--baseline", file, why=f"cannot be read ({type(error).__name__})", fix=_FIX) from None
+    if not isinstance(numbers, list) or not all(isinstance(number, str) for number in numbers):
+        raise InvalidOption("--baseline", file, why="must hold a list of numbers as 'accepted'", fix=_FIX)
+    return frozenset(numbers)
+
+
+def write_baseline(file: str, report: DoctorReport) -> None:
+    """Accept all findings of a report.
+
+    Raises:
+        InvalidOption: The file cannot be written.
+    """
+    content = {"accepted": sorted({finding.number for finding in report.findings})}
+    try:
+        Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidOption("--baseline", file, why=f"cannot be written ({error.strerror})", fix=_FIX) from None

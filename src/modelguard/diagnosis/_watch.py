@@ -7,24 +7,147 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 from modelguard import _units, telemetry
 from modelguard.diagnosis import _census, _holders
 from modelguard.diagnosis._attribution import attribute
-from modelguard.diagnosis._compiled import compiled
+from modelguard.diagnosis._census import Moment
+from modelguard.diagnosis._counts import compiled
 from modelguard.diagnosis._growth import Measured, Unit
 from modelguard.diagnosis._holders import Held
-from modelguard.diagnosis._observed import Calls, Look, Observed
 from modelguard.environment import _allocator, _memory
 from modelguard.errors import InvalidOption, ModelGuardError
-from modelguard.isolation import _role
-from modelguard.lifecycle import _growth
+from modelguard.facts.growth import Verdict, judge
+from modelguard.isolation import _processes
+from modelguard.lifecycle import runtime
 from modelguard.telemetry import GrowthFound
 
-__all__ = ["Watch", "World", "watch"]
+# Readings of a service that runs: kept few however long they go on, and judged. Without clock or thread.
+
+
+#: Readings for a verdict. When there are twice as many, every second one is dropped, so that they cover the whole time.
+_READINGS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A closer look at a process, at one moment.
+
+    Attributes:
+        census: Numbers of objects, threads and so on.
+        types: Numbers of objects by type.
+        compiled: Written bytes of machine code that was compiled at run time.
+        libraries: Which of the libraries with causes of their own are loaded.
+        free: Bytes that the allocator holds and that are not in use; None if it does not say.
+        moment: The lengths of containers; None where another process keeps them.
+    """
+
+    census: Mapping[str, int] = field(default_factory=dict)
+    types: Mapping[str, int] = field(default_factory=dict)
+    compiled: int = 0
+    libraries: tuple[str, ...] = ()
+    free: int | None = None
+    moment: Moment | None = None
+
+
+class Calls:
+    """Counts the calls that have ended on guards, over all their generations.
+
+    Attributes:
+        known: Whether there has been a guard.
+    """
+
+    def __init__(self) -> None:
+        self.known = False
+        self._seen: dict[str, tuple[int, int, int]] = {}
+
+    def total(self, uses: Iterable[tuple[str, int, int]]) -> int:
+        """The number of calls so far.
+
+        Args:
+            uses: Of each guard its name, its generation, and the calls that have ended on that.
+        """
+        for name, number, count in uses:
+            self.known = True
+            generation, latest, before = self._seen.get(name, (number, 0, 0))
+            if number != generation:
+                before, latest = before + latest, 0
+            self._seen[name] = (number, max(latest, count), before)
+        return sum(latest + before for _, latest, before in self._seen.values())
+
+
+class Observed:
+    """The readings since a first look."""
+
+    def __init__(self) -> None:
+        self._readings: list[tuple[int, int]] = []
+        self._every = 1
+        self._skipped = 0
+
+    def add(self, calls: int, private: int) -> bool:
+        """Add a reading; returns whether it is kept.
+
+        Args:
+            calls: How many calls have ended so far.
+            private: Private memory in bytes.
+        """
+        self._skipped += 1
+        if self._readings and self._skipped < self._every:
+            return False
+        self._skipped = 0
+        self._readings.append((calls, private))
+        if len(self._readings) >= 2 * _READINGS:
+            self._readings = self._readings[::2]
+            self._every *= 2
+        return True
+
+    @property
+    def first(self) -> int:
+        """Private memory at the first reading."""
+        return self._readings[0][1] if self._readings else 0
+
+    @property
+    def calls(self) -> int:
+        """The calls between the first reading and the last."""
+        return self._readings[-1][0] - self._readings[0][0] if self._readings else 0
+
+    def verdict(self) -> Verdict:
+        """Whether memory grows; undecided with few readings, and without calls."""
+        if len(self._readings) < _READINGS or self._readings[-1][0] == self._readings[0][0]:
+            return "undecided"
+        return judge(*zip(*self._readings, strict=True)).verdict
+
+    def measured(self, first: Look, last: Look, trimmed: int, per: Unit, held: tuple[Held, ...] = ()) -> Measured:
+        """What was measured between two looks.
+
+        Args:
+            first: At the first reading.
+            last: Now.
+            trimmed: Bytes that a trim has just given back.
+            per: What the calls of the readings count.
+            held: The containers that have grown, and what holds them.
+        """
+        if first.free is not None and last.free is not None:
+            trimmed = min(trimmed, max(0, last.free - first.free))  # some was free from the start
+        begin = self._readings[0][0] if self._readings else 0
+        grown = {name: number - first.types.get(name, 0) for name, number in last.types.items()}
+        return Measured(
+            calls=tuple(calls - begin for calls, _ in self._readings),
+            private=tuple(private for _, private in self._readings),
+            before=dict(first.census),
+            after=dict(last.census),
+            types={name: number for name, number in grown.items() if number > 0},
+            compiled=last.compiled - first.compiled,
+            libraries=last.libraries,
+            trimmed=trimmed,
+            held=held,
+            live=True,
+            per=per,
+        )
+
 
 #: The share of the time that the watch may compute.
 _SHARE = 0.01
@@ -111,8 +234,8 @@ class Watch:
         """Stop watching; guards no longer show what was found."""
         self._stopped.set()
         _running.discard(self)
-        if self.found is not None and _growth.found() is self.found:
-            _growth.note(None)
+        if self.found is not None and runtime.found() is self.found:
+            runtime.note(None)
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +276,7 @@ class Watch:
             telemetry.emit(event)
         self.found = event
         if not self._stopped.is_set():
-            _growth.note(event)
+            runtime.note(event)
         self._observed, self._first = Observed(), last
 
     def _event(self, measured: Measured) -> GrowthFound:
@@ -171,7 +294,7 @@ class Watch:
 
     def _forget(self) -> None:
         self.found = None
-        _growth.note(None)
+        runtime.note(None)
 
     def _unit(self) -> Unit:
         return "calls" if self._given is not None or self._calls.known else "milliseconds"
@@ -231,7 +354,7 @@ def watch(*, every: _units.Duration = "10s", calls: Callable[[], int] | None = N
     _running.add(made)
     if _first.acquire(blocking=False) and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_after_fork_in_child)
-    if _role.current() == "owner":  # a mold only forks workers, which are watched
+    if _processes.current() == "owner":  # a mold only forks workers, which are watched
         made.start()
     return made
 

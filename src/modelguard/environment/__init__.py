@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from modelguard.environment._cpus import Cpus, available_cpus
-    from modelguard.environment._limits import Limit, memory_limit
+    from modelguard.environment._memory import Cpus, Limit, available_cpus, memory_limit
 
 __all__ = ["Cpus", "Limit", "available_cpus", "memory_limit"]
 
@@ -20,9 +19,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Importing one module of this package should not import all of them.
     from modelguard import _public
-    from modelguard.environment import _cpus, _limits
+    from modelguard.environment import _memory
 
-    found = {"Cpus": _cpus.Cpus, "available_cpus": _cpus.available_cpus}
-    globals().update(found, Limit=_limits.Limit, memory_limit=_limits.memory_limit)
+    found = {"Cpus": _memory.Cpus, "available_cpus": _memory.available_cpus}
+    globals().update(found, Limit=_memory.Limit, memory_limit=_memory.memory_limit)
     _public.set_module(globals())
     return globals()[name]

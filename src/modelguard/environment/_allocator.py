@@ -21,7 +21,7 @@ from modelguard.environment import _memory, _proc
 from modelguard.errors import NotSupported
 
 if TYPE_CHECKING:  # a service that only guards a model needs none of them
-    from modelguard.environment._allocator_kinds import Figures, How, Kind, Library, Problem, SmallObjects
+    from modelguard.environment._allocator_files import Figures, How, Kind, Library, Problem, SmallObjects
 
 __all__ = [
     "AllocatorInForce",
@@ -115,22 +115,22 @@ def detect(
         NotSupported: This is not Linux.
     """
     # The figures import ctypes, which takes 2 - 3 ms.
-    from modelguard.environment import _allocator_figures, _allocator_problems, _python_objects
+    from modelguard.environment import _allocator_problems, _linker
 
     library = library or _malloc_library(_DETECTING)
     kind, function = _kind_and_function(library)
     process = _allocator_problems.this_process(root)
     path = process.file_at(library.base) or library.path
     found = [*_allocator_problems.problems(process, environ, kind, path)]
-    if kind == "jemalloc" and _allocator_figures.background_threads(library, function):
+    if kind == "jemalloc" and _linker.background_threads(library, function):
         found.append(_allocator_problems.background_threads())
     return AllocatorInfo(
         kind=kind,
         path=path,
         how=_allocator_problems.how(process, environ, path),
-        version=_allocator_figures.version(kind, library, function),
-        python=_python_objects.small_objects(),
-        figures=_allocator_figures.figures(kind, library, function),
+        version=_linker.version(kind, library, function),
+        python=_allocator_problems.small_objects(),
+        figures=_linker.figures(kind, library, function),
         problems=tuple(found),
     )
 
@@ -148,11 +148,11 @@ def stats(library: Library | None = None) -> Figures:
         NotSupported: This is not Linux, or the allocator in force reports no figures: modelguard does not know it, or
             it is a glibc before 2.33, a jemalloc built without statistics, or a mimalloc before 1.7.
     """
-    from modelguard.environment import _allocator_figures
+    from modelguard.environment import _linker
 
     library = library or _malloc_library(_DETECTING)
     kind, function = _kind_and_function(library)
-    found = _allocator_figures.figures(kind, library, function)
+    found = _linker.figures(kind, library, function)
     if found is None:
         raise NotSupported(
             "figures of the allocator", reason=f"{kind} ({library.path}) serves malloc and reports no figures"
@@ -214,13 +214,13 @@ def restart_threads(library: Library | None = None) -> None:
     Raises:
         NotSupported: jemalloc does not serve ``malloc`` here, or it refused.
     """
-    from modelguard.environment import _allocator_figures
+    from modelguard.environment import _linker
 
     library = library or _malloc_library(_THREADS)
     kind, function = _kind_and_function(library)
     if kind != "jemalloc":
         raise NotSupported(_THREADS, reason=f"malloc is served by {kind} ({library.path})")
-    if not _allocator_figures.start_background_threads(library, function):
+    if not _linker.start_background_threads(library, function):
         raise NotSupported(_THREADS, reason=f"jemalloc ({library.path}) refused to start them")
 
 

@@ -3,19 +3,21 @@
 Such as a preload that is not in force, an allocator that is loaded but not used, or a setting that nothing reads.
 """
 
-from __future__ import annotations
-
+import errno
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
+from modelguard import _units
 from modelguard.environment import _proc
-from modelguard.environment._allocator_kinds import How, Kind, Problem, kind_of
-from modelguard.environment._mappings import mapped_files
-
-__all__ = ["ProcessView", "background_threads", "how", "preload_entries", "problems", "system_preloads", "this_process"]
+from modelguard.environment._allocator_files import AllocatorFile, How, Kind, Problem, SmallObjects, kind_of
+from modelguard.environment._proc import mapped_files
+from modelguard.errors import NotSupported
 
 _SETTINGS = "MALLOC_CONF"
 
@@ -209,3 +211,163 @@ def _settings(process: ProcessView, environ: Mapping[str, str], kind: Kind, path
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
     return _SETTINGS in now and now[_SETTINGS] != before.get(_SETTINGS)
+
+
+# What can be seen of another process's allocator from outside. The process itself could find out more.
+
+
+#: The name of jemalloc's background threads, since 5.1.
+_JEMALLOC_THREAD = "jemalloc_bg_thd"
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What can be seen of a process's allocator from outside.
+
+    Attributes:
+        pid: The process.
+        kind: What most probably serves ``malloc``: the first preloaded allocator that is actually loaded, otherwise the
+            C library. An allocator that was linked into the program cannot be seen from outside.
+        path: The file of that allocator; empty if none was found.
+        preload: What should be preloaded: the entries of ``LD_PRELOAD`` when the process started, and those of
+            ``/etc/ld.so.preload``. Setting the variable later, from inside, has no effect and cannot be seen.
+        mapped: The allocators' libraries that are loaded, including the C library.
+        problems: What is not as intended.
+    """
+
+    pid: int
+    kind: Kind
+    path: str
+    preload: tuple[str, ...]
+    mapped: tuple[AllocatorFile, ...]
+    problems: tuple[Problem, ...]
+
+
+def observe(pid: int, *, root: Path = _proc.ROOT) -> Observed:
+    """Inspect the allocator of another process from outside, without disturbing the process.
+
+    Args:
+        pid: The process.
+        root: The folder that holds ``proc``.
+
+    Returns:
+        What can be seen.
+
+    Raises:
+        InvalidOption: ``pid`` is not a process id.
+        ProcessLookupError: There is no such process, or it has exited.
+        PermissionError: The process belongs to another user.
+        NotSupported: There is no ``/proc``, as on systems other than Linux.
+    """
+    _units.process_id(pid, "pid")
+    process = _read(pid, root)
+    mapped = tuple(_allocators(process))
+    preload = (*preload_entries(process.environ), *process.system)
+    served = _most_probable(process, preload, mapped)
+    found = problems(process, process.environ, served.kind, served.path)
+    names = _proc.if_readable(_proc.thread_names, pid, root) or {}
+    threads = [background_threads()] if _JEMALLOC_THREAD in names.values() else []
+    return Observed(pid, served.kind, served.path, preload, mapped, (*found, *threads))
+
+
+def _read(pid: int, root: Path) -> ProcessView:
+    if not _proc.is_mounted(root):
+        raise NotSupported("inspecting another process", reason="there is no /proc")
+    try:
+        mappings, environ = _proc.maps(pid, root), _proc.environment(pid, root)
+    except PermissionError:
+        fix = "inspect it as its owner or as root"
+        raise PermissionError(errno.EACCES, f"process {pid} belongs to another user; {fix}") from None
+    except (FileNotFoundError, ProcessLookupError):
+        mappings, environ = [], {}
+    if not mappings:
+        raise ProcessLookupError(errno.ESRCH, f"process {pid} does not exist, or is a kernel thread")
+    own_root = _proc.folder(pid, root) / "root"
+    return ProcessView(mapped_files(mappings), environ, system_preloads(own_root), own_root)
+
+
+def _allocators(process: ProcessView) -> Iterator[AllocatorFile]:
+    for file in process.files:
+        kind = kind_of(file)
+        if kind is not None:
+            yield AllocatorFile(kind, file)
+
+
+def _most_probable(process: ProcessView, preload: tuple[str, ...], mapped: tuple[AllocatorFile, ...]) -> AllocatorFile:
+    preloaded = [process.loaded(entry) for entry in preload]
+    allocators = {found.path: found for found in mapped if found.kind != "glibc"}
+    c_library = [found for found in mapped if found.kind == "glibc"]
+    first = [allocators[file] for file in preloaded if file in allocators]
+    return [*first, *c_library, AllocatorFile("unknown", "")][0]
+
+
+# Which allocator serves Python's own small objects, in front of ``malloc``.
+
+
+_NAMES: dict[str, SmallObjects] = {"pymalloc": "pymalloc", "mimalloc": "mimalloc", "malloc": "malloc"}
+
+
+def small_objects(name: str | None = None, environ: Mapping[str, str] = os.environ) -> SmallObjects:
+    """Find the allocator of Python's small objects.
+
+    Args:
+        name: The allocator that CPython reports, such as ``"pymalloc_debug"``. Default: ask CPython.
+        environ: The variables with ``PYTHONMALLOC``, which is used only if CPython reports nothing.
+
+    Returns:
+        The allocator. ``"malloc"`` means that every object comes from the library that serves ``malloc``.
+    """
+    known = _NAMES.get((name or _reported() or "").removesuffix("_debug"))
+    if known is not None:
+        return known
+    # A profiler such as tracemalloc hides the allocator behind it. Only pymalloc counts its blocks.
+    if sys.getallocatedblocks():
+        return "pymalloc"
+    return "mimalloc" if environ.get("PYTHONMALLOC", "").startswith("mimalloc") else "malloc"
+
+
+def in_use() -> int | None:
+    """Bytes that pymalloc has handed out, None if it does not serve small objects.
+
+    CPython tells them only as text, as ``sys._debugmallocstats`` prints it. It counts pools of 16 KB, not objects: that
+    takes about a millisecond for 300 MB.
+    """
+    report = _report()
+    found = None if report is None else re.search(rb"# bytes in allocated blocks +=\s+([0-9,]+)", report())
+    return None if found is None else int(found[1].replace(b",", b""))
+
+
+@cache
+def _report() -> Callable[[], bytes] | None:
+    """What writes the figures of pymalloc; None where it cannot be asked."""
+    import ctypes
+
+    c = ctypes.CDLL(None)
+    if not hasattr(ctypes.pythonapi, "_PyObject_DebugMallocStats") or not hasattr(c, "open_memstream"):
+        return None
+    c.open_memstream.restype = ctypes.c_void_p
+
+    def report() -> bytes:
+        text, size = ctypes.c_void_p(), ctypes.c_size_t()
+        stream = c.open_memstream(ctypes.byref(text), ctypes.byref(size))
+        if stream is None:
+            return b""
+        ctypes.pythonapi._PyObject_DebugMallocStats(ctypes.c_void_p(stream))  # noqa: SLF001 - see above
+        c.fclose(ctypes.c_void_p(stream))
+        written = ctypes.string_at(text, size.value)
+        c.free(text)
+        return written
+
+    return report
+
+
+def _reported() -> str | None:
+    """The allocator that CPython reports; None if it reports none."""
+    import ctypes
+
+    name = getattr(ctypes.pythonapi, "_PyMem_GetCurrentAllocatorName", None)
+    if name is None:
+        return None
+    name.restype = ctypes.c_char_p
+    found = name()
+    return None if found is None else str(found.decode())

@@ -1,23 +1,26 @@
 """Decide whether a variable that is set now still takes effect, by what the process has actually done.
 
-The facts come from :class:`modelguard.environment._self.ThisProcess`.
+The facts come from :class:`modelguard.environment._effect.ThisProcess`.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from modelguard.environment import _capacities, _knobs_cuda
+from modelguard.environment import _allocator, _gpu, _knobs, _proc
+from modelguard.environment._allocator import AllocatorInForce
 from modelguard.environment._knobs import Knob
 from modelguard.errors import NotSupported
 
 if TYPE_CHECKING:
-    from modelguard.environment._allocator import AllocatorInForce
-    from modelguard.environment._allocator_kinds import Kind
-
-__all__ = ["Cuda", "ProcessHistory", "State", "effect_of"]
+    from modelguard.environment._allocator_files import Kind
 
 #: How far torch has come with CUDA in a process.
 Cuda = Literal["not imported", "not built in", "not initialised", "initialised"]
@@ -111,7 +114,7 @@ def effect_of(knob: Knob, value: str | None, process: ProcessHistory) -> tuple[S
     Returns:
         The state and the evidence. ``"applied"`` means that the variable may be set now if it is not set yet.
     """
-    if value is not None and (crash := _capacities.why_unusable(knob.name, value)) is not None:
+    if value is not None and (crash := _knobs.why_unusable(knob.name, value)) is not None:
         # Whatever has happened so far: ideep reads the variable again in each new thread.
         return "invalid", f"{crash}; remove it, or set it to 1 or more before the program starts"
     inspect = _INSPECTIONS.get(knob.name, _inspect_start if knob.read_at == "exec" else _inspect_unknown)
@@ -181,7 +184,7 @@ def _inspect_cache(name: str, where: str, capacity: Callable[[ProcessHistory], i
         if entries is None:
             return _Reading(f"{name} does not exist yet{where}")
         wanted = knob.value if value is None else value
-        as_wanted = entries == _capacities.capacity(knob.name, wanted)
+        as_wanted = entries == _knobs.capacity(knob.name, wanted)
         seen = f"{name} was made{where} with room for {entries} entries"
         return _Reading(seen, read=True, in_force=wanted if as_wanted else str(entries))
 
@@ -235,8 +238,8 @@ def _read_allocator(process: ProcessHistory) -> _Reading:
 
 
 _INSPECTIONS: dict[str, _Inspect] = {
-    _capacities.ONEDNN: _inspect_cache("oneDNN's primitive cache", "", lambda process: process.primitive_cache()),
-    _capacities.IDEEP: _inspect_cache(
+    _knobs.ONEDNN: _inspect_cache("oneDNN's primitive cache", "", lambda process: process.primitive_cache()),
+    _knobs.IDEEP: _inspect_cache(
         "ideep's cache of convolutions", " in this thread", lambda process: process.descriptor_cache()
     ),
     "OMP_NUM_THREADS": _inspect_threads,
@@ -247,9 +250,193 @@ _INSPECTIONS: dict[str, _Inspect] = {
     "MALLOC_TRIM_THRESHOLD_": _inspect_malloc("glibc"),
     "MALLOC_MMAP_THRESHOLD_": _inspect_malloc("glibc"),
     "MALLOC_CONF": _inspect_malloc("jemalloc"),
-    _knobs_cuda.ALLOCATOR: _inspect_cuda(_read_allocator),
-    _knobs_cuda.MODULES: _inspect_cuda(
-        lambda _: _Reading("CUDA is initialised, and its driver has read it", read=True)
-    ),
-    _knobs_cuda.PLANS: _inspect_cuda(lambda _: _Reading("CUDA is initialised; whether cuDNN was used is unknown")),
+    _knobs.ALLOCATOR: _inspect_cuda(_read_allocator),
+    _knobs.MODULES: _inspect_cuda(lambda _: _Reading("CUDA is initialised, and its driver has read it", read=True)),
+    _knobs.PLANS: _inspect_cuda(lambda _: _Reading("CUDA is initialised; whether cuDNN was used is unknown")),
 }
+
+
+# What this process has done so far with the environment variables that presets set.
+#
+# Nothing here initialises a library: a check that made a library read its variables would change its own answer.
+
+
+_PRIMITIVES = "_ZZN4dnnl4impl22global_primitive_cacheEvE8capacity"
+_STRING = "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
+_DESCRIPTORS = (
+    "_ZZN5ideep5utils17computation_cacheIN4dnnl19convolution_forward14primitive_descE"
+    f"Lm1024E{_STRING}E7t_storeEvE12new_capacity"
+)
+
+#: The capacity that ideep uses if its variable is not set: a parameter of the type above.
+_DEFAULT_DESCRIPTORS = 1024
+
+_ONEDNN = re.compile(r"/lib(?:torch_cpu|dnnl)\.so[^/]*$")
+
+#: For each variable that sets a number of threads: the files of the libraries that read it, and the functions that
+#: return the number in use.
+_THREADS = {
+    "OMP_NUM_THREADS": (re.compile(r"/lib(?:gomp|iomp5|omp)[-.][^/]*$"), ("omp_get_max_threads",)),
+    "MKL_NUM_THREADS": (re.compile(r"/lib(?:torch_cpu|mkl_rt|mkl_core)\.so[^/]*$"), ("mkl_get_max_threads",)),
+    "OPENBLAS_NUM_THREADS": (
+        re.compile(r"/lib(?:scipy_)?openblas[^/]*\.so[^/]*$"),
+        ("scipy_openblas_get_num_threads64_", "scipy_openblas_get_num_threads", "openblas_get_num_threads"),
+    ),
+}
+
+
+class ThisProcess:
+    """This process, as :class:`modelguard.environment._effect.ProcessHistory` describes it.
+
+    Args:
+        root: The folder that holds ``proc``.
+    """
+
+    def __init__(self, root: Path = _proc.ROOT) -> None:
+        self._root = root
+
+    def started_with(self) -> Mapping[str, str] | None:
+        """Its variables when the program started; None if they can no longer be read."""
+        return _proc.if_readable(_proc.environment, None, self._root) or None
+
+    def malloc(self) -> AllocatorInForce:
+        """The library that serves ``malloc``."""
+        return _allocator.in_force()
+
+    def primitive_cache(self) -> int | None:
+        """The capacity of oneDNN's primitive cache, in entries; None if it does not exist yet."""
+        return self._capacity(_PRIMITIVES, of_thread=False)
+
+    def descriptor_cache(self) -> int | None:
+        """The capacity of the calling thread's cache of convolutions in ideep; None if it does not exist yet."""
+        capacity = self._capacity(_DESCRIPTORS, of_thread=True)
+        return _DEFAULT_DESCRIPTORS if capacity == 0 else capacity
+
+    def threads(self, name: str) -> Mapping[str, int]:
+        """The number of threads of each loaded library that reads the variable of this name, by library file."""
+        files, functions = _THREADS[name]
+        counts = {path: _thread_count(path, functions) for path in self._loaded(files)}
+        return {path: count for path, count in counts.items() if count is not None}
+
+    def grpc_forks(self) -> bool | None:
+        """Whether gRPC was imported with fork support; None if it has not been imported."""
+        module = sys.modules.get("grpc._cython.cygrpc")
+        return None if module is None else bool(getattr(module, "_GRPC_ENABLE_FORK_SUPPORT", False))
+
+    def cuda(self) -> Cuda:
+        """How far torch has come with CUDA. In a child of a process that had initialised it: as far as that."""
+        torch = _gpu.imported_torch()
+        if torch is None:
+            return "not imported"
+        if torch.version.cuda is None and torch.version.hip is None:
+            return "not built in"
+        started = torch.cuda.is_initialized() or _gpu.is_bad_fork(torch)
+        return "initialised" if started else "not initialised"
+
+    def cuda_allocator(self) -> str:
+        """The settings that torch's allocator has parsed last."""
+        torch = _gpu.imported_torch()
+        read = None if torch is None else getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # noqa: SLF001 - torch shows them nowhere else
+        if read is None:
+            raise NotSupported("reading the settings of torch's allocator", reason="this torch does not report them")
+        return str(read())
+
+    def _capacity(self, variable: str, *, of_thread: bool) -> int | None:
+        loaded = self._loaded(_ONEDNN)
+        if not loaded:
+            return None
+        from modelguard.environment import _linker  # imports ctypes
+
+        try:
+            files = [file for file in _linker.loaded_files() if file.path in loaded]
+            made = [file.thread_static(variable) if of_thread else file.static(variable) for file in files]
+        except (LookupError, OSError):
+            reason = f"{', '.join(loaded)} has no symbols for its caches"
+            raise NotSupported("reading the size of oneDNN's caches", reason=reason) from None
+        return next((capacity for capacity in made if capacity is not None), None)
+
+    def _loaded(self, files: re.Pattern[str]) -> list[str]:
+        """The loaded files whose names match."""
+        mappings = _proc.if_readable(_proc.maps, None, self._root)
+        if mappings is None:
+            raise NotSupported("listing loaded libraries", reason="/proc/self/maps cannot be read")
+        found = [mapping for mapping in mappings if files.search(mapping.name)]
+        replaced = next((mapping.name for mapping in found if mapping.deleted), None)
+        if replaced is not None:
+            # The file of that name is now a different one: its symbols would be wrong, and opening it would load it.
+            raise NotSupported("inspecting a loaded library", reason=f"{replaced} was replaced since it was loaded")
+        return list(dict.fromkeys(mapping.name for mapping in found))
+
+
+def _thread_count(path: str, functions: tuple[str, ...]) -> int | None:
+    """Ask a loaded library for its number of threads."""
+    import ctypes
+
+    try:
+        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    function = next((name for name in functions if hasattr(library, name)), None)
+    if function is None:
+        return None
+    found: list[int] = []
+    # In a new thread, because OpenMP keeps a number for each thread: it may have been changed in the calling one.
+    thread = threading.Thread(target=lambda: found.append(int(library[function]())), name="modelguard-threads")
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+# The calling thread's OpenMP settings: its number of threads, and its thread pool.
+#
+# In the specification each thread has its own number of threads (``nthreads-var``, OpenMP 5.2 section 2.4), so the
+# number can be capped in one thread without any effect on others.
+
+
+_RUNTIME = re.compile(r"/lib(?:gomp|iomp5|omp)[-.][^/]*$")
+
+#: ``omp_pause_soft``: settings made by ``omp_set_num_threads`` and similar functions stay.
+_SOFT = 1
+
+
+def cap_openmp(count: int) -> None:
+    """Limit parallel regions that the calling thread starts to ``count`` threads.
+
+    This changes only runtimes that the process has already loaded. There is none before torch or a similar library is
+    imported, and none is found without ``/proc``.
+    """
+    for path in loaded_openmp():
+        runtime = _open(path)
+        if runtime is not None and runtime.omp_get_max_threads() > count:
+            runtime.omp_set_num_threads(count)
+
+
+def end_openmp_pool() -> None:
+    """End the threads that wait for the calling thread's next parallel region.
+
+    A thread that runs no more parallel regions should not leave them behind: GNU's runtime counts all its threads, and
+    if there are more threads than cores, the threads of every pool spin less and sleep sooner. A MiniLM call took
+    7.8 ms instead of 6.0 while a thread existed that had once loaded a model. This applies to GNU's runtime only, where
+    each pool belongs to one thread (``omp_pause_resource_all``, OpenMP 5.0; other runtimes would end the pools of all
+    threads).
+    """
+    for path in loaded_openmp():
+        runtime = _open(path) if "/libgomp" in path else None
+        if runtime is not None and hasattr(runtime, "omp_pause_resource_all"):
+            runtime.omp_pause_resource_all(_SOFT)
+
+
+def loaded_openmp() -> set[str]:
+    """The files of the OpenMP runtimes that this process has loaded; empty without ``/proc``."""
+    mappings = _proc.if_readable(_proc.maps) or ()
+    return {mapping.name for mapping in mappings if _RUNTIME.search(mapping.name)}
+
+
+def _open(path: str) -> Any:
+    import ctypes
+
+    try:
+        runtime = ctypes.CDLL(path)
+        return runtime if hasattr(runtime, "omp_set_num_threads") and hasattr(runtime, "omp_get_max_threads") else None
+    except OSError:  # replaced on disk since it was loaded
+        return None

@@ -8,23 +8,112 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from modelguard.environment import _capacities
 from modelguard.errors import InvalidOption
 
-__all__ = [
-    "DEFAULT_ENTRIES",
-    "ENTRIES_PER_SHAPE",
-    "Knob",
-    "When",
-    "cuda_check",
-    "glibc_memory",
-    "grpc_fork_support",
-    "jemalloc_memory",
-    "onednn_caches",
-    "openblas_threads",
-    "threads",
-    "tokenizers_threads",
-]
+# How libraries read the values of their variables, and which they do not understand.
+#
+# Torch's two libraries for convolutions read the capacities of their caches from variables, both as C's ``atoi`` does:
+# blanks, a sign, decimal digits, and whatever follows is ignored. Text without a number is 0. Measured with torch 2.13
+# on x86-64.
+
+
+ONEDNN = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+IDEEP = "LRU_CACHE_CAPACITY"
+
+#: oneDNN reads the value into a buffer of this size, and ignores a value that does not fit (src/common/utils.cpp).
+_ONEDNN_BUFFER = 12
+
+_LONG, _INT = 2**63, 2**32
+
+#: jemalloc's options, 4.0 to 5.3. It skips a pair that it does not know, and after a malformed one all the rest.
+_SWITCHES = (
+    "abort abort_conf background_thread cache_oblivious confirm_conf experimental_infallible_new hpa junk munmap "
+    "prof prof_accum prof_active prof_final prof_gdump prof_leak prof_leak_error prof_stats prof_sys_thread_name "
+    "prof_thread_active_init redzone retain stats_print tcache trust_madvise utrace xmalloc zero"
+)
+_OTHERS = (
+    "bin_shards debug_double_free_max_scan dirty_decay_ms dss hpa_dehugification_threshold hpa_dirty_mult "
+    "hpa_hugification_threshold hpa_hugification_threshold_ratio hpa_hugify_delay_ms hpa_min_purge_interval_ms "
+    "hpa_sec_batch_fill_extra hpa_sec_bytes_after_flush "
+    "hpa_sec_max_alloc hpa_sec_max_bytes hpa_sec_nshards hpa_slab_max_alloc lg_chunk lg_dirty_mult "
+    "lg_extent_max_active_fit lg_prof_interval lg_prof_sample lg_san_uaf_align lg_tcache_flush_large_div "
+    "lg_tcache_flush_small_div lg_tcache_max lg_tcache_nslots_mul max_background_threads metadata_thp muzzy_decay_ms "
+    "mutex_max_spin narenas oversize_threshold percpu_arena prof_bt_max prof_prefix prof_recent_alloc_max "
+    "prof_time_resolution prof_unbias purge quarantine san_guard_large san_guard_small slab_sizes stats_interval "
+    "stats_interval_opts stats_print_opts tcache_gc_delay_bytes tcache_gc_incr_bytes tcache_max tcache_ncached_max "
+    "tcache_nslots_large tcache_nslots_small_max tcache_nslots_small_min thp zero_realloc decay_time"
+)
+_YES_OR_NO = frozenset(_SWITCHES.split())
+_OPTIONS = _YES_OR_NO | frozenset(_OTHERS.split())
+
+_NUMBERS = re.compile(r"lg_\w+|\w+_ms|max_background_threads|mutex_max_spin|narenas|oversize_threshold|tcache_max")
+
+#: OpenMP takes a number for each level of nested regions, and libgomp and libiomp5 allow blanks.
+_LEVELS = re.compile(r"\s*\+?0*[1-9]\d*\s*(,\s*\+?0*[1-9]\d*\s*)*")
+_NUMBER = re.compile(r"\s*[+-]?\d+\s*")
+#: As C's strtoul reads it: -1 is the largest number, by which mallopt(3) switches trimming off, and 08 is no octal one.
+_SIZE = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9]\d*)\s*")
+
+_SYNTAX = {
+    "OMP_NUM_THREADS": (_LEVELS, "OpenMP takes a number of at least 1"),
+    "MKL_NUM_THREADS": (_NUMBER, "MKL takes a number"),
+    "OPENBLAS_NUM_THREADS": (_NUMBER, "OpenBLAS takes a number"),
+    "MALLOC_ARENA_MAX": (_SIZE, "glibc takes a number"),
+    "MALLOC_MMAP_THRESHOLD_": (_SIZE, "glibc takes a number of bytes, without a unit"),
+    "MALLOC_TRIM_THRESHOLD_": (_SIZE, "glibc takes a number of bytes, without a unit"),
+}
+
+
+def capacity(name: str, value: str) -> int | None:
+    """The number of entries that a library makes of a value.
+
+    Args:
+        name: The variable; every name except :data:`IDEEP` is one of oneDNN's.
+        value: Its value.
+
+    Returns:
+        Entries. A negative number means no limit; 0 means no cache in oneDNN, and a crash in ideep. None if oneDNN
+        ignores the value, which is empty or too long.
+    """
+    if name != IDEEP and not 0 < len(value.encode(errors="surrogateescape")) < _ONEDNN_BUFFER:
+        return None
+    number = re.match(r"[ \t\n\v\f\r]*([+-]?[0-9]{1,4000})", value)  # more digits than any variable has a use for
+    if number is None:
+        return 0
+    # atoi is strtol, which ends at the limits of a long, and of this the lowest 32 bits.
+    low = max(-_LONG, min(_LONG - 1, int(number[1]))) % _INT
+    return low - _INT if low >= _INT // 2 else low
+
+
+def why_unusable(name: str, value: str) -> str | None:
+    """Why a process must not start with a value, as a clause; None if it may."""
+    if name == IDEEP and capacity(name, value) == 0:
+        return "is read as 0, and torch crashes at its first convolution on CPU (SIGSEGV)"
+    return None
+
+
+def why_not_understood(name: str, value: str) -> str | None:
+    """Why the reader of a variable does not understand a value, as a clause; None if it does, or it is empty."""
+    if name == "MALLOC_CONF":
+        return next(filter(None, map(_why_not_jemallocs, value.split(","))), None) if value else None
+    if name not in _SYNTAX or not value.strip():
+        return None
+    syntax, takes = _SYNTAX[name]
+    return None if syntax.fullmatch(value) else takes
+
+
+def _why_not_jemallocs(pair: str) -> str | None:
+    option, colon, value = pair.partition(":")
+    if not colon or not re.fullmatch(r"\w+", option, re.ASCII) or not re.fullmatch(r"\S+", value):
+        return f"{pair!r} is no pair of an option and its value, such as narenas:2, with commas and without blanks"
+    if option not in _OPTIONS:
+        return f"jemalloc has no option {option!r}"
+    if option in _YES_OR_NO and option != "junk" and value not in ("true", "false"):
+        return f"{option} must be true or false"
+    if _NUMBERS.fullmatch(option) and not (_SIZE.fullmatch(value) or (option, value) == ("narenas", "default")):
+        return f"{option} must be a number"
+    return None
+
 
 #: When a variable is read: when the program starts, when the reading library is loaded, when it is first used, or
 #: each time that the value is needed.
@@ -83,7 +172,7 @@ class Knob:
         if not self.value.isprintable() or self.value != self.value.strip():
             why = "must not contain control characters, or spaces at its ends: not every preset format can keep them"
             raise InvalidOption("value", self.value, why=why, fix="Use printable text without spaces at its ends.")
-        if (crash := _capacities.why_unusable(self.name, self.value)) is not None:
+        if (crash := why_unusable(self.name, self.value)) is not None:
             raise InvalidOption("value", self.value, why=crash, fix="Use a whole number of at least 1.")
 
 
@@ -96,7 +185,7 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
     measured = "400 lengths through 8 convolutions grew by 339 MB without a limit, 77 MB with this one alone"
     return (
         Knob(
-            name=_capacities.ONEDNN,
+            name=ONEDNN,
             value=str(entries),
             read_at="first use",
             reader="oneDNN",
@@ -107,7 +196,7 @@ def onednn_caches(entries: int) -> tuple[Knob, Knob]:
             source=f"oneDNN developer guide, 'Primitive Cache'; {measured}",
         ),
         Knob(
-            name=_capacities.IDEEP,
+            name=IDEEP,
             value=str(entries),
             read_at="first use",
             reader="ideep (torch's layer over oneDNN), once in each thread",
@@ -265,3 +354,124 @@ def jemalloc_memory() -> Knob:
 
 def _threads(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
+
+
+# Environment variables that determine how torch uses GPU memory, as data. None was measured on a GPU here.
+
+
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+PLANS = "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT"
+MODULES = "CUDA_MODULE_LOADING"
+
+#: Plans in each thread's cache if the number of input shapes is unknown: about 200 MiB, at the 200 KiB for each that
+#: torch's own comment gives (pytorch#104369). A cache that is too small is worse than none: an object detector with 156
+#: convolutions took ten times as long with room for one.
+CUDNN_DEFAULT_ENTRIES = 1024
+
+#: torch's own limit, which it estimates at 2 GiB.
+CUDNN_MOST_ENTRIES = 10_000
+
+#: The part of a GPU that processes which share it leave for their CUDA contexts, which no fraction counts
+#: (pytorch#58466: half a gigabyte each).
+_CONTEXTS = 0.1
+
+_READER = "torch's CUDA allocator"
+
+
+def expandable_segments() -> Knob:
+    """Let segments of the GPU's memory grow, so that inputs of new sizes do not leave holes."""
+    return Knob(
+        name=ALLOCATOR,
+        value="expandable_segments:True",
+        read_at="first use",
+        reader=_READER,
+        does="maps memory into segments that grow, instead of one segment for each large block; sizes that change "
+        "from call to call then leave fewer holes that nothing fits into",
+        costs="no CUDA IPC where processes may not use pidfd_getfd, as in most containers: sharing a tensor on the "
+        "GPU between processes fails there (pytorch#165685); garbage_collection_threshold does not free such "
+        "segments (pytorch#134338). PYTORCH_CUDA_ALLOC_CONF, the older name, wins if it is set as well (torch 2.13)",
+        source="PyTorch, 'CUDA semantics', 'Optimizing memory usage with PYTORCH_ALLOC_CONF'",
+    )
+
+
+def reclaiming() -> Knob:
+    """Free old cached blocks early, so that no call waits until all of them are freed."""
+    return Knob(
+        name=ALLOCATOR,
+        value="garbage_collection_threshold:0.8",
+        read_at="first use",
+        reader=_READER,
+        does="from 80 % of the process's part of the GPU on, frees the cached blocks that were not used for longest; "
+        "otherwise the call that finds no memory waits for the GPU, and frees the whole cache",
+        costs="blocks that are needed again are requested from the driver again; a torch without pytorch#161035 "
+        "(2025) does it only after torch.cuda.set_per_process_memory_fraction()",
+        source="PyTorch, 'CUDA semantics', and c10/cuda/CUDACachingAllocator.cpp",
+    )
+
+
+def fraction(workers: int) -> Knob:
+    """Bound the part of the GPU that one of several processes takes.
+
+    Args:
+        workers: How many processes share it.
+    """
+    part = int((1 - _CONTEXTS) / workers * 1000) / 1000
+    return Knob(
+        name=ALLOCATOR,
+        value=f"per_process_memory_fraction:{part:g},garbage_collection_threshold:0.8",
+        read_at="first use",
+        reader=_READER,
+        does=f"a process that asks for more than {part:g} of the GPU gets an OutOfMemoryError, and not its neighbours; "
+        f"from 80 % of that on, old cached blocks are freed. {_CONTEXTS:g} of the GPU is left for CUDA contexts, which "
+        "the fraction does not count",
+        costs="memory that one process does not use is no use to the others; a torch without pytorch#161035 (2025) "
+        "rejects the option with an error. Expandable segments are left out: in most containers they exclude CUDA IPC",
+        source="pytorch#161035 and pytorch#58466",
+    )
+
+
+def cudnn_plans(entries: int) -> Knob:
+    """Bound cuDNN's cache of compiled convolutions, which grows with every new input shape.
+
+    Args:
+        entries: Plans in each thread's cache.
+    """
+    return Knob(
+        name=PLANS,
+        value=str(entries),
+        read_at="first use",
+        reader="torch, at the first convolution by cuDNN",
+        does=f"keeps at most {entries} plans per thread; each convolution layer takes one per input shape, about "
+        f"200 KiB of host memory, and the default is {CUDNN_MOST_ENTRIES}",
+        costs="a plan that no longer fits is made again: with room for too few, calls take many times as long",
+        source="pytorch#104369 and pytorch#104701 (one cache in each thread); PyTorch, 'CUDA Environment Variables'",
+    )
+
+
+def eager_modules() -> Knob:
+    """Load all GPU code when CUDA starts, and not in the first calls."""
+    return Knob(
+        name=MODULES,
+        value="EAGER",
+        read_at="first use",
+        reader="the CUDA driver, when CUDA is initialised",
+        does="no call waits for the GPU code of an operation that none has used before; a warm-up with typical inputs "
+        "does the same for the operations that it uses",
+        costs="a longer start, and memory on the GPU for code that is never used: 667 MB instead of 287 MB with "
+        "torch 1.13 (pytorch#86509)",
+        source="NVIDIA, CUDA programming guide, 'Lazy Loading'",
+    )
+
+
+def lazy_modules() -> Knob:
+    """Load GPU code when it is first used, so that each process's context is small."""
+    return Knob(
+        name=MODULES,
+        value="LAZY",
+        read_at="first use",
+        reader="the CUDA driver, when CUDA is initialised",
+        does="the context of each process holds only the GPU code that it has used; the default since CUDA 12.2, and "
+        "set by torch",
+        costs="the first call of each operation loads its code",
+        source="NVIDIA, CUDA programming guide, 'Lazy Loading'; pytorch#86509",
+    )

@@ -10,17 +10,285 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from modelguard import _units
-from modelguard.environment import _limits, _proc
-from modelguard.environment._mappings import MemoryMapping
+from modelguard.environment import _proc
+from modelguard.environment._proc import MemoryMapping
 from modelguard.errors import NotSupported
 
-__all__ = ["MemoryUsage", "PrivateMeter", "private", "private_of", "usage"]
+# The cgroups of a process, from its own up to the highest that can be seen.
+#
+# A container's limit is rarely on the process's own cgroup alone: the pod, the slice or the session above may have a
+# smaller limit, or one that several containers share. So limits are read along the whole path.
+
+
+def cgroup_folders(root: Path, pid: int | None, controller: str) -> Iterator[tuple[int, list[Path]]]:
+    """Find the folders of a process's cgroup and of all cgroups above it.
+
+    On hybrid hosts there are two paths, one in each version. The kernel assigns a controller to one of them only; in
+    the other its files are missing.
+
+    Args:
+        root: The folder that holds ``proc`` and ``sys``.
+        pid: The process, None for this one.
+        controller: The controller in version 1, such as ``"memory"``; version 2 has one hierarchy for all.
+
+    Yields:
+        The version, 1 or 2, and the folders, the process's own first. Nothing if its cgroup cannot be seen.
+    """
+    own = pid in (None, os.getpid())
+    cgroups = _paths(root, None if own else pid, controller)
+    mounted = _proc.if_readable(_proc.mounts, root) or []
+    for version, cgroup in cgroups.items():
+        mounts = [
+            (PurePosixPath(mount.root), root / mount.point.lstrip("/"))
+            for mount in mounted
+            if _holds(mount, version, controller)
+        ]
+        seen = [(folder, point) for top, point in mounts if (folder := _under(cgroup, top, point)) is not None]
+        # In a container the path may be the host's ("/docker/123", "/../x"), while the mount shows the container's
+        # own cgroup. For another process this guess could be wrong: it may run in another container.
+        guessed = [(point, point) for _, point in mounts] if own else []
+        for folder, top in (seen or guessed)[:1]:
+            yield version, list(_upwards(folder, top))
+
+
+def text(file: Path) -> str:
+    """The text of a file; empty if it cannot be read: a cgroup may be removed between two reads."""
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8", errors="surrogateescape")
+    return ""
+
+
+def number(file: Path) -> int | None:
+    """The number in a file; None if the file contains ``max`` or -1, or is missing, as in the root cgroup."""
+    found = text(file).strip()
+    return int(found) if found.isdecimal() else None
+
+
+def shown(file: Path, root: Path) -> str:
+    """The path of a file, without ``root``."""
+    return str(PurePosixPath("/") / file.relative_to(root))
+
+
+def _paths(root: Path, pid: int | None, controller: str) -> dict[int, PurePosixPath]:
+    """The process's cgroup in the controller's hierarchy of version 1, and in that of version 2."""
+    found: dict[int, PurePosixPath] = {}
+    for hierarchy, controllers, cgroup in _proc.if_readable(_proc.cgroups, pid, root) or []:
+        if controller in controllers:
+            found[1] = PurePosixPath(cgroup)
+        elif hierarchy == "0" and controllers == ("",):
+            found[2] = PurePosixPath(cgroup)
+    return found
+
+
+def _holds(mount: _proc.Mount, version: int, controller: str) -> bool:
+    """Whether a mount shows the controller's hierarchy of this version."""
+    if version == 1:
+        return mount.kind == "cgroup" and controller in mount.options
+    return mount.kind == "cgroup2"
+
+
+def _under(cgroup: PurePosixPath, top: PurePosixPath, point: Path) -> Path | None:
+    """The folder of a cgroup under a mount; None if the mount does not show it."""
+    if ".." in cgroup.parts or not cgroup.is_relative_to(top):
+        return None
+    folder = point / cgroup.relative_to(top)
+    return folder if folder.is_dir() else None
+
+
+def _upwards(folder: Path, top: Path) -> Iterator[Path]:
+    yield folder
+    while folder != top:
+        folder = folder.parent
+        yield folder
+
+
+# The memory that a process may use before the kernel kills it: the limits of its cgroup and of all cgroups above.
+#
+# The whole path of cgroups is read, in version 1 and in version 2, because any of them may have the smallest limit.
+
+
+#: Version 1 writes "no limit" as the largest number of whole pages that fits, which differs with the page size.
+_UNLIMITED = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The memory limit of a process. A field is None if nothing limits the process.
+
+    Attributes:
+        bytes: The smallest hard limit of its cgroup and all cgroups above.
+        source: The file with that limit, such as ``"/sys/fs/cgroup/x/memory.max"``.
+        usage: The bytes that this cgroup uses: its working set, which is usage minus the file cache that the kernel
+            drops first (``inactive_file``).
+        high: The smallest ``memory.high`` of the same path (version 2): above it the kernel slows the process down
+            and reclaims pages, but does not kill it.
+        headroom: How many bytes may still be allocated: the smallest difference of limit and working set, over all
+            cgroups of the path that have a limit. A large limit that neighbours share may leave less room than a
+            small one. Swap is not counted: a model that is swapped out cannot serve.
+        swap: How many bytes may be moved to swap, 0 for none: the smallest ``memory.swap.max`` of the path, or in
+            version 1 what ``memory.memsw.limit_in_bytes`` allows beyond the limit of the same cgroup.
+    """
+
+    bytes: int | None
+    source: str | None
+    usage: int | None
+    high: int | None
+    headroom: int | None = None
+    swap: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Strain:
+    """How short of memory the cgroup of a process is, and has been. A field is None if it could not be seen.
+
+    Attributes:
+        killed: How many of its processes the kernel has killed for want of memory.
+        held: The bytes, without file cache, that the cgroup with the smallest limit uses: the kernel cannot drop them.
+        peak: The most bytes that this cgroup has used, file cache included.
+    """
+
+    killed: int | None = None
+    held: int | None = None
+    peak: int | None = None
+
+
+def memory_limit(pid: int | None = None, *, root: Path = _proc.ROOT) -> Limit:
+    """Find the memory limit of a process.
+
+    Args:
+        pid: The process. Default: this one.
+        root: The folder that holds ``proc`` and ``sys``.
+
+    Returns:
+        The limit. All fields are None if nothing limits the process, if its cgroup cannot be seen from here, and on
+        systems other than Linux.
+    """
+    levels = list(_levels(root, pid))
+    high = _smallest(level.high for level in levels)
+    swap = _smallest(level.swap for level in levels)
+    hard = [level for level in levels if level.bytes is not None]
+    if not hard:
+        return Limit(None, None, None, high, swap=swap)
+    # If several are equal, this is the cgroup nearest to the process.
+    nearest = min(hard, key=lambda level: level.bytes or 0)
+    headroom = _smallest(level.headroom for level in hard)
+    return Limit(nearest.bytes, nearest.source, nearest.usage, high, headroom, swap)
+
+
+def oom_kills(pid: int | None = None, *, root: Path = _proc.ROOT) -> int | None:
+    """How many processes of a process's cgroup the kernel has killed for want of memory; None if it does not say.
+
+    In version 2 those of all cgroups below count too.
+
+    Args:
+        pid: The process. Default: this one.
+        root: The folder that holds ``proc`` and ``sys``.
+    """
+    for version, folders in cgroup_folders(root, pid, "memory"):
+        counted = _statistics(folders[0] / ("memory.oom_control" if version == 1 else "memory.events"))
+        if "oom_kill" in counted:
+            return counted["oom_kill"]
+    return None
+
+
+def strain(limit: Limit, pid: int | None = None, *, root: Path = _proc.ROOT) -> Strain:
+    """Find how short of memory a process's cgroup is.
+
+    Args:
+        limit: The process's limit.
+        pid: The process. Default: this one.
+        root: The folder that holds ``proc`` and ``sys``.
+    """
+    killed = oom_kills(pid, root=root)
+    if limit.source is None:
+        return Strain(killed)
+    folder = (root / limit.source.lstrip("/")).parent
+    figures = _statistics(folder / "memory.stat")
+    used = number(folder / "memory.current")
+    if used is None:
+        used, peak = (number(folder / f"memory.{name}_in_bytes") for name in ("usage", "max_usage"))
+        droppable = figures.get("total_inactive_file", 0) + figures.get("total_active_file", 0)
+    else:
+        peak = number(folder / "memory.peak")
+        droppable = sum(figures.get(name, 0) for name in ("inactive_file", "active_file", "slab_reclaimable"))
+    return Strain(killed, None if used is None else max(0, used - droppable), peak)
+
+
+def _levels(root: Path, pid: int | None) -> Iterator[Limit]:
+    """The limit of each cgroup on the process's path."""
+    for version, folders in cgroup_folders(root, pid, "memory"):
+        for folder in folders:
+            yield _level_v1(root, folder) if version == 1 else _level_v2(root, folder)
+        if version == 1:
+            yield _above_v1(root, folders[0])
+
+
+def _level_v2(root: Path, folder: Path) -> Limit:
+    source = folder / "memory.max"
+    usage = _working_set(folder, "memory.current", "inactive_file")
+    high, swap = (number(folder / name) for name in ("memory.high", "memory.swap.max"))
+    return _level(root, source, number(source), usage, high=high, swap=swap)
+
+
+def _level_v1(root: Path, folder: Path) -> Limit:
+    source = folder / "memory.limit_in_bytes"
+    limit = number(source)
+    with_swap = number(folder / "memory.memsw.limit_in_bytes")
+    return _level(root, source, limit, _usage_v1(folder), swap=_beyond(limit, with_swap))
+
+
+def _above_v1(root: Path, folder: Path) -> Limit:
+    """The kernel's own figures for all cgroups above, including those that a container cannot see.
+
+    The kernel does not show their usage. The usage here is that of the process's own cgroup, which is a part of it.
+    """
+    source = folder / "memory.stat"
+    figures = _statistics(source)
+    limit = figures.get("hierarchical_memory_limit")
+    swap = _beyond(limit, figures.get("hierarchical_memsw_limit"))
+    return _level(root, source, limit, _usage_v1(folder), swap=swap)
+
+
+def _level(
+    root: Path, source: Path, limit: int | None, usage: int | None, *, high: int | None = None, swap: int | None = None
+) -> Limit:
+    if limit is None or limit >= _UNLIMITED:
+        return Limit(None, None, usage, high, swap=swap)
+    room = None if usage is None else max(0, limit - usage)
+    return Limit(limit, shown(source, root), usage, high, room, swap)
+
+
+def _beyond(limit: int | None, with_swap: int | None) -> int | None:
+    """The swap that is allowed by a limit on memory, and one on memory and swap together."""
+    if limit is None or with_swap is None or with_swap >= _UNLIMITED:
+        return None
+    return max(0, with_swap - limit)
+
+
+def _usage_v1(folder: Path) -> int | None:
+    return _working_set(folder, "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _working_set(folder: Path, usage: str, inactive: str) -> int | None:
+    used = number(folder / usage)
+    return None if used is None else max(0, used - _statistics(folder / "memory.stat").get(inactive, 0))
+
+
+def _smallest(bounds: Iterable[int | None]) -> int | None:
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _statistics(file: Path) -> dict[str, int]:
+    pairs = (line.split() for line in text(file).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs}
+
 
 #: Readings may take one hundredth of the time.
 _INTERVAL_PER_COST = 100
@@ -90,7 +358,7 @@ def usage(pid: int | None = None, *, root: Path = _proc.ROOT) -> MemoryUsage:
         raise _no_permission(pid) from None
     if not sums:
         raise _gone(pid)
-    limit = _limits.memory_limit(pid, root=root)
+    limit = memory_limit(pid, root=root)
     return MemoryUsage(
         rss=sums["Rss"],
         pss=sums.get("Pss"),
@@ -293,3 +561,77 @@ def _no_permission(pid: int | None) -> Exception:
         return NotSupported("memory readings", reason="this process may not read its own memory figures")
     fix = "read it as its owner or as root"
     return PermissionError(errno.EACCES, f"process {pid} belongs to another user; {fix}")
+
+
+# How many CPUs this process may keep busy, by its affinity and the quotas of its cgroups.
+#
+# ``os.cpu_count()`` counts the machine's CPUs. In a container with a quota of two CPUs on a machine with 64, the kernel
+# stops a pool of 64 threads for most of each tenth of a second.
+
+
+@dataclass(frozen=True, slots=True)
+class Cpus:
+    """How many CPUs a process may keep busy.
+
+    Attributes:
+        count: More than 0. A quota may be a fraction, such as 1.5.
+        source: Where the number comes from: the file of a quota such as ``"/sys/fs/cgroup/x/cpu.max"``, the file with
+            the process's affinity, or ``"os.cpu_count()"``.
+    """
+
+    count: float
+    source: str
+
+
+def available_cpus(pid: int | None = None, *, root: Path = _proc.ROOT) -> Cpus:
+    """Find how many CPUs a process may keep busy.
+
+    Args:
+        pid: The process. Default: this one.
+        root: The folder that holds ``proc`` and ``sys``.
+
+    Returns:
+        The smallest of the process's affinity (which a cpuset narrows too) and the CPU quotas of its cgroup and all
+        cgroups above it; the first if several are equal. Without ``/proc``, the CPUs of the machine.
+
+    Raises:
+        ProcessLookupError: There is no such process.
+    """
+    status = _proc.folder(pid, root) / "status"
+    if pid is not None and _proc.is_mounted(root) and not status.exists():
+        raise ProcessLookupError(errno.ESRCH, f"process {pid} does not exist")
+    allowed = affinity(pid, root=root)
+    first = Cpus(os.cpu_count() or 1, "os.cpu_count()") if allowed is None else Cpus(allowed, shown(status, root))
+    return min([first, *_quotas(root, pid)], key=lambda cpus: cpus.count)
+
+
+def affinity(pid: int | None = None, *, root: Path = _proc.ROOT) -> int | None:
+    """The number of CPUs that a process may run on; None if ``/proc`` does not show it."""
+    fields = _proc.if_readable(_proc.status, pid, root) or {}
+    ranges = fields.get("Cpus_allowed_list")  # such as "0-3,8"
+    return None if ranges is None else sum(_length(each) for each in ranges.split(","))
+
+
+def _length(cpus: str) -> int:
+    first, _, last = cpus.partition("-")
+    return int(last or first) - int(first) + 1
+
+
+def _quotas(root: Path, pid: int | None) -> Iterator[Cpus]:
+    for version, folders in cgroup_folders(root, pid, "cpu"):
+        for folder in folders:
+            source = folder / ("cpu.cfs_quota_us" if version == 1 else "cpu.max")
+            count = _quota_v1(folder) if version == 1 else _quota_v2(source)
+            if count is not None:
+                yield Cpus(count, shown(source, root))
+
+
+def _quota_v1(folder: Path) -> float | None:
+    quota, period = (number(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    return quota / period if quota and period else None
+
+
+def _quota_v2(source: Path) -> float | None:
+    """Read a quota such as ``150000 100000``: microseconds of work per microseconds of time; ``max`` means none."""
+    quota, _, period = text(source).strip().partition(" ")
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None

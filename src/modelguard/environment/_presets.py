@@ -10,19 +10,118 @@ A preset never overrides what the user has set, and its report is based on what 
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+import re
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from modelguard import _units
-from modelguard.environment import _capacities, _cpus, _knobs, _knobs_cuda, _renderings
+from modelguard.environment import _knobs, _memory
 from modelguard.environment._effect import ProcessHistory, State, effect_of
 from modelguard.environment._knobs import Knob, When
-from modelguard.environment._renderings import Format
 from modelguard.errors import InvalidOption
 
-__all__ = ["ApplyReport", "Outcome", "Preset", "describe", "get", "names"]
+# Presets in the formats of configuration files.
+#
+# Each format escapes what its reader would expand: ``$`` in a Dockerfile, ``%`` in a systemd unit, ``$(`` in a
+# Kubernetes manifest.
+
+
+Format = Literal["shell", "env", "gunicorn", "dockerfile", "systemd", "kubernetes"]
+
+
+def formats() -> tuple[str, ...]:
+    """The names of all formats."""
+    return get_args(Format)
+
+
+def render(name: str, knobs: Sequence[Knob], format: Format) -> str:  # noqa: A002 - the command line's word for it
+    """Write knobs as lines of a file, each with a comment on what it does.
+
+    Args:
+        name: Their common name, for the first comment.
+        knobs: The knobs.
+        format: One of :func:`formats`.
+
+    Returns:
+        Text that ends with a newline.
+
+    Raises:
+        InvalidOption: The format is unknown, or cannot represent one of the values.
+    """
+    if format not in _STYLES:
+        why = "is not a known format"
+        raise InvalidOption("format", format, why=why, fix=f"The formats are {', '.join(_STYLES)}.")
+    style = _STYLES[format]
+    lines = [f"# modelguard preset {name}", *style.head]
+    for knob in knobs:
+        lines += [f"{style.indent}# {_summary(knob)}", f"{style.indent}{style.line(knob)}"]
+    return "\n".join([*lines, *style.tail]) + "\n"
+
+
+class _Style(NamedTuple):
+    line: Callable[[Knob], str]
+    head: tuple[str, ...] = ()
+    tail: tuple[str, ...] = ()
+    indent: str = ""
+
+
+def _summary(knob: Knob) -> str:
+    return " ".join(f"{knob.reader}: {knob.does}".split())
+
+
+def _shell(knob: Knob) -> str:
+    import shlex  # only this format needs it
+
+    return f"export {knob.name}={shlex.quote(knob.value)}"
+
+
+def _env(knob: Knob) -> str:
+    """A line of a .env file; with quotes only if they are needed, because docker's --env-file keeps them."""
+    if "${" in knob.value:
+        why = f"cannot represent {knob.name}={knob.value}: readers of .env files expand ${{...}}, even in quotes"
+        raise InvalidOption("format", "env", why=why, fix="Use another format, or another value.")
+    if re.fullmatch(r"[\w@%+=:,./-]*", knob.value, re.ASCII):
+        return f"{knob.name}={knob.value}"
+    quoted = knob.value.replace("\\", r"\\").replace("'", r"\'")
+    return f"{knob.name}='{quoted}'"
+
+
+def _gunicorn(knob: Knob) -> str:
+    if knob.read_at == "exec":
+        return f"# left out: {knob.name} is read only when a program starts; set it where gunicorn is started"
+    return f"{json.dumps(f'{knob.name}={knob.value}', ensure_ascii=False)},"
+
+
+def _dockerfile(knob: Knob) -> str:
+    return f"ENV {knob.name}=" + _in_double_quotes(re.sub(r'([\\"$])', r"\\\1", knob.value))
+
+
+def _systemd(knob: Knob) -> str:
+    escaped = re.sub(r'([\\"])', r"\\\1", knob.value).replace("%", "%%")
+    return "Environment=" + _in_double_quotes(f"{knob.name}={escaped}")
+
+
+def _kubernetes(knob: Knob) -> str:
+    # $(NAME) would be expanded; $$ stands for one $.
+    value = json.dumps(knob.value.replace("$", "$$"), ensure_ascii=False)
+    return f"- name: {knob.name}\n    value: {value}"
+
+
+def _in_double_quotes(text: str) -> str:
+    return f'"{text}"'
+
+
+_STYLES = {
+    "shell": _Style(_shell),
+    "env": _Style(_env),
+    "gunicorn": _Style(_gunicorn, ("# for gunicorn.conf.py", "raw_env = ["), ("]",), "    "),
+    "dockerfile": _Style(_dockerfile),
+    "systemd": _Style(_systemd, ("[Service]",)),
+    "kubernetes": _Style(_kubernetes, ("# for a container in spec.template.spec.containers", "env:"), (), "  "),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +218,7 @@ class Preset:
             One outcome per knob, in the preset's order.
         """
         if process is None:
-            from modelguard.environment._self import ThisProcess
+            from modelguard.environment._effect import ThisProcess
 
             process = ThisProcess()
         return ApplyReport(_apply(knob, environ, process) for knob in self.knobs)
@@ -134,7 +233,7 @@ class Preset:
             InvalidOption: A variable of the preset is set in ``environ``, and its reader crashes on its value.
         """
         for knob in self.knobs:
-            if (crash := _capacities.why_unusable(knob.name, environ.get(knob.name, knob.value))) is not None:
+            if (crash := _knobs.why_unusable(knob.name, environ.get(knob.name, knob.value))) is not None:
                 fix = f"Remove it, or set it to 1 or more, such as {knob.value}."
                 raise InvalidOption(knob.name, environ[knob.name], why=crash, fix=fix)
         return {knob.name: knob.value for knob in self.knobs if knob.name not in environ}
@@ -153,7 +252,7 @@ class Preset:
         Raises:
             InvalidOption: The format is unknown, or cannot represent one of the values.
         """
-        return _renderings.render(self.name, self.knobs, format)
+        return render(self.name, self.knobs, format)
 
 
 def _require_preset(given: object) -> None:
@@ -227,7 +326,7 @@ class _Service:
 
 
 def _cpus_of_process() -> tuple[float, str]:
-    found = _cpus.available_cpus()
+    found = _memory.available_cpus()
     return found.count, f" by {found.source}"
 
 
@@ -259,17 +358,17 @@ def _low_memory(_: _Service) -> tuple[Knob, ...]:
 
 
 def _torch_cuda_dynamic(service: _Service) -> tuple[Knob, ...]:
-    shapes, most = service.distinct_shapes, _knobs_cuda.CUDNN_MOST_ENTRIES
-    entries = _knobs_cuda.CUDNN_DEFAULT_ENTRIES if shapes is None else min(most, shapes * _knobs.ENTRIES_PER_SHAPE)
-    return _knobs_cuda.expandable_segments(), _knobs_cuda.cudnn_plans(entries)
+    shapes, most = service.distinct_shapes, _knobs.CUDNN_MOST_ENTRIES
+    entries = _knobs.CUDNN_DEFAULT_ENTRIES if shapes is None else min(most, shapes * _knobs.ENTRIES_PER_SHAPE)
+    return _knobs.expandable_segments(), _knobs.cudnn_plans(entries)
 
 
 def _torch_cuda_latency(_: _Service) -> tuple[Knob, ...]:
-    return _knobs_cuda.reclaiming(), _knobs_cuda.eager_modules()
+    return _knobs.reclaiming(), _knobs.eager_modules()
 
 
 def _torch_cuda_shared(service: _Service) -> tuple[Knob, ...]:
-    return _knobs_cuda.fraction(service.workers), _knobs_cuda.lazy_modules(), _knobs.cuda_check()
+    return _knobs.fraction(service.workers), _knobs.lazy_modules(), _knobs.cuda_check()
 
 
 class _Recipe(NamedTuple):

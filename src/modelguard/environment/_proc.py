@@ -7,47 +7,102 @@ process has exited, ``PermissionError`` if it belongs to another user. :func:`if
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
+import socket
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from modelguard.environment._mappings import DELETED, MemoryMapping, parse_mappings
+# The memory mappings of a process, made of the text of ``maps`` and ``smaps``. This module reads no file.
 
-__all__ = [
-    "ROOT",
-    "Activity",
-    "MemoryLayout",
-    "Mount",
-    "ProcessStat",
-    "absence",
-    "activity",
-    "age",
-    "cgroups",
-    "command_line",
-    "cpu_seconds",
-    "descendants",
-    "environment",
-    "executable",
-    "folder",
-    "if_readable",
-    "is_fork",
-    "is_mounted",
-    "listening",
-    "maps",
-    "meminfo",
-    "memory_sums",
-    "mounts",
-    "open_files",
-    "owner",
-    "processes",
-    "smaps",
-    "stat",
-    "status",
-    "thread_names",
-    "working_directory",
-]
+
+_LIBRARIES = """
+ctranslate2 flair gensim jax keras lightgbm onnxruntime paddle sentence_transformers sklearn spacy stanza tensorflow
+torch transformers vllm xgboost
+"""
+#: Packages that compute models, and take tens to hundreds of megabytes for their import alone.
+MODEL_LIBRARIES = frozenset(_LIBRARIES.split())
+
+#: The kernel appends this to the name of a file that was removed or replaced since it was mapped.
+DELETED = " (deleted)"
+
+# "7f12-7f34 r-xp 00001000 08:02 173521   /usr/lib/libc.so.6". Compiled on first use: importing stays cheap.
+_MAPPING = r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)"
+
+
+class MemoryMapping:
+    """One mapping of a process, as ``maps`` and ``smaps`` show it.
+
+    Attributes:
+        start: Its first address.
+        end: The first address after it.
+        access: Its permissions, such as ``"rw-p"``.
+        is_file: Whether it maps a file.
+        name: The file, a name such as ``"[heap]"``, or empty.
+        deleted: Whether the file was removed or replaced since it was mapped.
+        sizes: The figures of ``smaps`` in bytes; empty from ``maps``.
+        flags: The two-letter flags of ``smaps`` (proc_pid_smaps(5)); empty from ``maps``.
+    """
+
+    __slots__ = ("access", "deleted", "end", "flags", "is_file", "name", "sizes", "start")
+
+    def __init__(self, start: int, end: int, access: str, *, is_file: bool, name: str) -> None:
+        self.start = start
+        self.end = end
+        self.access = access
+        self.is_file = is_file
+        self.name = name.removesuffix(DELETED)
+        self.deleted = name.endswith(DELETED)
+        self.sizes: dict[str, int] = {}
+        self.flags: frozenset[str] = frozenset()
+
+    @property
+    def private(self) -> int:
+        """Bytes that no other process maps."""
+        return self.sizes.get("Private_Clean", 0) + self.sizes.get("Private_Dirty", 0)
+
+
+def parse_mappings(text: str) -> list[MemoryMapping]:
+    """Read ``maps`` or ``smaps``: in the latter, lines with figures follow each mapping's own line."""
+    pattern = re.compile(_MAPPING)
+    found: list[MemoryMapping] = []
+    for line in text.split("\n"):  # names may contain whatever else splitlines() splits at
+        head = pattern.match(line)
+        if head:
+            start, end, access, inode, name = head.groups()
+            found.append(MemoryMapping(int(start, 16), int(end, 16), access, is_file=inode != "0", name=name))
+        elif found:
+            _add_figure(found[-1], line)
+    return found
+
+
+def mapped_files(mappings: Iterable[MemoryMapping]) -> dict[str, int]:
+    """The files among the mappings, each with its start address."""
+    files: dict[str, int] = {}
+    for mapping in mappings:
+        if mapping.name.startswith("/"):
+            files.setdefault(mapping.name, mapping.start)
+    return files
+
+
+def model_libraries(mappings: Iterable[MemoryMapping]) -> tuple[str, ...]:
+    """The packages of :data:`MODEL_LIBRARIES` of which compiled parts are mapped."""
+    folders = (name.split("/")[1:-1] for name in mapped_files(mappings) if ".so" in name)
+    return tuple(sorted({word for words in folders for word in words} & MODEL_LIBRARIES))
+
+
+def _add_figure(mapping: MemoryMapping, line: str) -> None:
+    name, _, value = line.partition(":")
+    words = value.split()
+    if name == "VmFlags":
+        mapping.flags = frozenset(words)
+    elif words[1:] == ["kB"]:
+        mapping.sizes[name] = int(words[0]) * 1024
+
 
 T = TypeVar("T")
 
@@ -385,3 +440,138 @@ def _mount(line: str) -> Mount:
 def _unescape(field: str) -> str:
     """Undo the kernel's octal escapes of spaces and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+
+
+# Who is at the other end of a Unix socket, as the kernel knows it.
+
+
+#: ``struct ucred`` of unix(7): process id, user, group.
+_CREDENTIALS = struct.Struct("3i")
+
+
+def peer(connected: socket.socket) -> tuple[int, int]:
+    """The process id and the user at the other end (Linux only)."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _group = _CREDENTIALS.unpack(credentials)
+    return pid, user
+
+
+# What a process shows of its guards to whoever reads its ``/proc``, such as ``modelguard top``: versions and pauses.
+#
+# Each is the name of a mapping of one page that is never touched, so it takes no memory. It ends with the process and
+# leaves no file behind, and a forked child, which has its parent's models and pauses, shows it too. The alternatives do
+# less: servers close descriptors when they start, files stay behind a crash, and the name of a thread has 15
+# characters.
+
+
+_VERSION = "modelguard:"
+_PAUSE = "modelguard-paused:"
+#: The kernel shows the name of a memory file with this in front.
+_MEMORY_FILE = "/memfd:"
+#: Bytes of a name of a memory file, from the kernel's mm/memfd.c: NAME_MAX less the prefix.
+_LONGEST = 249
+
+
+class ShownVersion:
+    """The version of one guard's model. Not thread safe.
+
+    Args:
+        guard: The guard's name.
+    """
+
+    def __init__(self, guard: str) -> None:
+        self._guard = _printable(guard).replace("=", "-")
+        self._text = _ShownText()
+
+    def show(self, version: str | None) -> None:
+        """Show this version instead of the last one; None shows none. Does nothing where the system cannot."""
+        self._text.show(None if version is None else f"{_VERSION}{self._guard}={version}")
+
+
+class ShownPause:
+    """Whether one guard is paused. Not thread safe.
+
+    Args:
+        guard: The guard's name.
+    """
+
+    def __init__(self, guard: str) -> None:
+        self._guard = _printable(guard)
+        self._text = _ShownText()
+
+    def show(self, *, paused: bool) -> None:
+        """Show that it is paused, or show nothing. Does nothing where the system cannot."""
+        self._text.show(f"{_PAUSE}{self._guard}" if paused else None)
+
+
+def versions_in(mappings: Iterable[MemoryMapping]) -> dict[str, str]:
+    """The versions that a process shows, by the name of the guard."""
+    pairs = (text.partition("=") for text in _shown(mappings, _VERSION))
+    return {_printable(guard): _printable(version) for guard, _, version in pairs}
+
+
+def paused_in(mappings: Iterable[MemoryMapping]) -> tuple[str, ...]:
+    """The names of the guards that a process shows as paused."""
+    return tuple(sorted({_printable(guard) for guard in _shown(mappings, _PAUSE)}))
+
+
+def _shown(mappings: Iterable[MemoryMapping], kind: str) -> Iterator[str]:
+    """What stands behind this prefix. Any program may name a memory file like this."""
+    prefix = _MEMORY_FILE + kind
+    return (one.name.removeprefix(prefix) for one in mappings if one.name.startswith(prefix))
+
+
+class _ShownText:
+    """One text at a time."""
+
+    def __init__(self) -> None:
+        self._text: str | None = None
+        self._address = 0
+
+    def show(self, text: str | None) -> None:
+        """Show this text instead of the last one; None shows none."""
+        if text == self._text:
+            return
+        self._text = text
+        if self._address:
+            _unmap(self._address)
+            self._address = 0
+        if text is not None and hasattr(os, "memfd_create"):
+            with suppress(OSError):
+                self._address = _map(text)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _map(name: str) -> int:
+    import ctypes  # takes 2 - 3 ms, and only models with a version and paused guards need it
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    fd = os.memfd_create(name.encode()[:_LONGEST].decode(errors="ignore"), os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        # Not a mmap object, which would keep a descriptor that servers close behind its back.
+        address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, 0)
+    finally:
+        os.close(fd)
+    failed = ctypes.c_void_p(-1).value  # MAP_FAILED
+    return 0 if address in {None, failed} else int(address)
+
+
+def _unmap(address: int) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.munmap(address, mmap.PAGESIZE)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import importlib
+import inspect
 import json
 import math
 import random
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from modelguard import _units
 from modelguard.errors import (
@@ -21,9 +25,11 @@ from modelguard.errors import (
     Overloaded,
     QuotaExceeded,
 )
-from modelguard.isolation import _registry as _isolated
+from modelguard.isolation import _scope as _isolated
+from modelguard.lifecycle import runtime
 from modelguard.lifecycle.model_guard import guards
-from modelguard.serving import _registry
+from modelguard.lifecycle.runtime import THREADS
+from modelguard.serving import _shared_threads
 from modelguard.serving.deadlines import check_key, check_priority
 from modelguard.telemetry import logger
 
@@ -272,4 +278,66 @@ def _tell_of_unused(checked: Iterable[Any]) -> None:
 
 
 def _all_of_process() -> tuple[Ready, ...]:
-    return (*guards(), *_registry.live(), *_isolated.live())
+    return (*guards(), *_shared_threads.live(), *_isolated.live())
+
+
+# Options of the middlewares that do not exist: an error that names them, and what was probably meant.
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def check_names(function: F) -> F:
+    """Have a function reject unknown options, and options by position, with ``InvalidOption`` instead of ``TypeError``.
+
+    Its signature stays what it is, so that type checkers find them before.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    by_position = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    allowed = {parameter.name for parameter in parameters}
+
+    @functools.wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        _check(args[by_position:], {name: options[name] for name in options if name not in allowed}, names)
+        return function(*args, **options)
+
+    return cast("F", checked)
+
+
+def _check(others: Sequence[object], unknown: Mapping[str, object], known: Sequence[str]) -> None:
+    for value in others:
+        why, fix = "takes its options by keyword only", "Write for example deadline='2s'."
+        raise InvalidOption("ModelGuardMiddleware", value, why=why, fix=fix)
+    for name, value in unknown.items():
+        raise InvalidOption(name, value, why="is not an option of ModelGuardMiddleware", fix=_fix(name, known))
+
+
+def _fix(name: str, known: Sequence[str]) -> str:
+    import difflib
+
+    options = f"its options are {', '.join(known)}."
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"Write {similar[0]}=...; {options}" if similar else options.capitalize()
+
+
+# Blocking work for the coroutines of a web application, on asyncio and on Trio.
+
+
+T = TypeVar("T")
+
+
+async def answer_of(command: Answer | Callable[[], Answer]) -> Answer:
+    """The answer to an admin command. A reload takes seconds, in which the event loop must go on."""
+    return command if isinstance(command, Answer) else await in_thread(command)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Await ``work``, which is done in a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        trio = importlib.import_module("trio")
+        result: T = await trio.to_thread.run_sync(work)
+        return result
+    return await runtime.run(work, "modelguard-admin", THREADS.start_once)

@@ -27,17 +27,17 @@ from functools import partial
 from typing import Any, NoReturn
 
 from modelguard.errors import ForkHazard, GuardClosed, LoadFailed, ModelRejected
-from modelguard.frameworks._metric_files import MetricFiles
-from modelguard.frameworks._prefork_options import PreforkOptions, log_report
+from modelguard.frameworks._rolling import MetricFiles
+from modelguard.frameworks._workers import PreforkOptions, log_report
 from modelguard.isolation import _processes
 from modelguard.isolation._channel import Channel, Unreadable, pair
 from modelguard.isolation._molds import with_remote_traceback
 from modelguard.isolation._worker import flush_output, leave, portable
+from modelguard.lifecycle._fork import TICKER
 from modelguard.lifecycle._loading import Rejected
-from modelguard.lifecycle._ticker import TICKER
-from modelguard.lifecycle.loaded import Loaded
+from modelguard.lifecycle._options import Loaded
 from modelguard.lifecycle.model_guard import ModelGuard
-from modelguard.sharing import _prepared, _signals
+from modelguard.sharing import _prefork, _trial
 from modelguard.telemetry import _hooks
 
 __all__ = ["Molds", "needed"]
@@ -296,7 +296,7 @@ class Molds:
         kinds = [(type(listener), listener.cfg_addr) for listener in listeners]
         try:
             mold.control.set_timeout(_FORK)
-            with _signals.adopt_orphans():
+            with _trial.adopt_orphans():
                 mold.control.send((worker.age, kinds, self._metric_files.ended), fds)
                 pid, error = mold.control.receive()
         except (EOFError, OSError, Unreadable):
@@ -367,7 +367,7 @@ class Molds:
 
     def _become_mold(self, control: Channel) -> NoReturn:
         server, beside_workers = self._server, self._current is not None
-        _signals.end_with_parent(self._pid)
+        _trial.end_with_parent(self._pid)
         for number in server.SIGNALS:  # the master ends it
             signal.signal(number, _nothing)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -432,7 +432,7 @@ class Molds:
         flush_output()
         answer = "0 the process between the mold and the worker was killed"
         try:
-            with _prepared.forking_twice():
+            with _prefork.forking_twice():
                 between = os.fork()
         except OSError as error:
             answer = f"0 {error}"

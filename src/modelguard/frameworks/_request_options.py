@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from modelguard import _units
-from modelguard.frameworks._answers import Answer, Ready, WebOptions
-from modelguard.frameworks._option_names import check_names
+from modelguard.frameworks._answers import Answer, Ready, WebOptions, check_names
 from modelguard.frameworks.admin import Admin, check_admin
 from modelguard.serving.deadlines import WebRequest, on_behalf_of
 

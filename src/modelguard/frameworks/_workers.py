@@ -14,21 +14,142 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
 
 from modelguard import _units, prefork
-from modelguard.errors import ForkHazard
-from modelguard.frameworks import _prefork_options
-from modelguard.lifecycle import _ticker
-from modelguard.sharing import _loads
+from modelguard.errors import ForkHazard, InvalidOption
+from modelguard.isolation import _scope as _isolated
+from modelguard.lifecycle import _fork
+from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.model_guard import guards as all_guards
+from modelguard.lifecycle.pool import pools as all_pools
+from modelguard.serving import _shared_threads as _batched
+from modelguard.sharing import _prefork
+from modelguard.sharing._prefork import prepare_chosen
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
-if TYPE_CHECKING:
-    from modelguard.lifecycle.model_guard import ModelGuard
+# Options of ``prefork.prepare`` from environment variables, for servers whose configuration cannot contain them.
 
-__all__ = ["SharedState", "Workers"]
+
+T = TypeVar("T")
+
+_YES_OR_NO = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+
+
+class Log(Protocol):
+    """The methods of a logger that are used here."""
+
+    def info(self, msg: str, /, *args: object) -> Any:
+        """Log something that is as it should be."""
+        ...
+
+    def warning(self, msg: str, /, *args: object) -> Any:
+        """Log something that somebody should look at."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreforkOptions:
+    """The options of :func:`~modelguard.prefork.prepare`.
+
+    Attributes:
+        freeze: ``MODELGUARD_FREEZE``: ``yes`` (default) or ``no``.
+        immortalize: ``MODELGUARD_IMMORTALIZE``: ``auto`` (default), ``yes`` or ``no``.
+        on_hazard: ``MODELGUARD_ON_HAZARD``: ``fix`` (default), ``refuse`` or ``warn``.
+        warm_timeout: ``MODELGUARD_WARM_TIMEOUT``: seconds, or text such as ``2m``. Default 60 s.
+    """
+
+    freeze: bool = True
+    immortalize: Literal["auto"] | bool = "auto"
+    on_hazard: Literal["fix", "refuse", "warn"] = "fix"
+    warm_timeout: float = 60.0
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> PreforkOptions:
+        """Read the variables that are set.
+
+        Raises:
+            InvalidOption: A variable has an invalid value.
+        """
+        timeout = _number(environ.get("MODELGUARD_WARM_TIMEOUT", "60s"))
+        return cls(
+            freeze=_choice(environ, "MODELGUARD_FREEZE", "yes", _YES_OR_NO),
+            immortalize=_choice(environ, "MODELGUARD_IMMORTALIZE", "auto", {"auto": "auto", **_YES_OR_NO}),
+            on_hazard=_choice(
+                environ, "MODELGUARD_ON_HAZARD", "fix", {"fix": "fix", "refuse": "refuse", "warn": "warn"}
+            ),
+            warm_timeout=_units.seconds(timeout, "MODELGUARD_WARM_TIMEOUT"),
+        )
+
+    def prepare(self, chosen: Sequence[ModelGuard[Any]], *, renewed_here: bool = True) -> prefork.ForkReport:
+        """Prepare this process to be forked, also if it has no guards; ``renewed_here`` as in ``prepare_chosen``."""
+        return prepare_chosen(
+            tuple(chosen),
+            freeze=self.freeze,
+            immortalize=self.immortalize,
+            on_hazard=self.on_hazard,
+            warm_timeout=self.warm_timeout,
+            renewed_here=renewed_here,
+        )
+
+
+def guards_to_share() -> tuple[ModelGuard[Any], ...]:
+    """The guards whose models are shared: those made with ``prefork=True``, or all guards if there is none.
+
+    None for an application that has batched or isolated functions, or pools, alone: their models are not the master's.
+
+    Raises:
+        InvalidOption: There is nothing of modelguard's, so the guards are probably made too late.
+    """
+    found = sorted(all_guards(), key=lambda guard: guard.name)
+    found = [guard for guard in found if guard.prefork] or found
+    if not found and not (_batched.live() or _isolated.live() or all_pools()):
+        why = "must not be empty: the application made no guard while it was imported"
+        raise InvalidOption("guards", (), why=why, fix="Make it at the top of a module: nlp = guard(load_model, ...).")
+    return tuple(found)
+
+
+def generations(chosen: Sequence[ModelGuard[Any]]) -> tuple[int, ...]:
+    """The number of each guard's current generation."""
+    return tuple(guard.status().generation for guard in chosen)
+
+
+def log_report(log: Log, report: prefork.ForkReport, on_hazard: str, workers: int | None = None) -> None:
+    """Log what was prepared; a hazard that no child repairs is a warning.
+
+    Args:
+        log: A logger, or gunicorn's.
+        report: What ``prepare`` returned.
+        on_hazard: The option of the preparation.
+        workers: How many there will be, if that is known.
+    """
+    for line in report.lines():
+        log.info("modelguard: %s", line)
+    for hazard in report.hazards:
+        repaired = hazard.severity == "fixed" and on_hazard != "warn"
+        here = f" Here: up to {workers + 1} copies." if workers and hazard.kind == "copies" else ""
+        (log.info if repaired else log.warning)("modelguard: %s%s", hazard, here)
+
+
+def _choice(environ: Mapping[str, str], name: str, default: str, choices: Mapping[str, T]) -> T:
+    text = environ.get(name, default)
+    try:
+        return choices[text.strip().lower()]
+    except KeyError:
+        fix = f"Choose one of {', '.join(choices)}."
+        raise InvalidOption(name, text, why="is not a known choice", fix=fix) from None
+
+
+def _number(text: str) -> float | str:
+    """Read a number without a unit as seconds, as everywhere else, although environment variables are text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
 
 #: Seconds between the parent's checks for new weights.
 _CHECK_INTERVAL = 1.0
@@ -54,7 +175,7 @@ class Workers:
     def __init__(
         self,
         guards: tuple[ModelGuard[Any], ...],
-        options: _prefork_options.PreforkOptions,
+        options: PreforkOptions,
         min_lifetime: _units.Duration,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -77,12 +198,12 @@ class Workers:
         If a policy can request new weights, a thread of this process loads and prepares them, and then all workers are
         replaced.
         """
-        self._guards = self._guards or _prefork_options.guards_to_share()
+        self._guards = self._guards or guards_to_share()
         report = self._options.prepare(self._guards)
-        _ticker.TICKER.stop()  # replaced by the thread below, which does not interfere with forks
+        _fork.TICKER.stop()  # replaced by the thread below, which does not interfere with forks
         for guard in self._guards:
             guard.recycle_in_children(self._policy_due, takes_calls=False)
-        self._generations = _prefork_options.generations(self._guards)
+        self._generations = generations(self._guards)
         self._shared = SharedState()
         self._weights_version = self._shared.weights_version
         if any(guard.engine.renews_weights for guard in self._guards):
@@ -104,8 +225,8 @@ class Workers:
         for guard in self._guards:
             guard.check()
         with self._forking:  # no worker may be forked from a half-prepared parent
-            found = _prefork_options.generations(self._guards)
-            if _loads.loading() or found == self._generations or not all(g.ready for g in self._guards):
+            found = generations(self._guards)
+            if _prefork.loading() or found == self._generations or not all(g.ready for g in self._guards):
                 return
             self._generations = found  # once for each load, however it ends
             with warnings.catch_warnings():
@@ -117,12 +238,12 @@ class Workers:
 
     def log(self, report: prefork.ForkReport) -> None:
         """Log what was prepared."""
-        _prefork_options.log_report(logger, report, self._options.on_hazard)
+        log_report(logger, report, self._options.on_hazard)
 
     def _before_fork(self) -> None:
         """Wait until no other thread loads a model: locks that it holds would stay locked in the worker."""
         if not threading.current_thread().name.startswith("modelguard-"):  # a loader may fork at any time
-            _loads.wait_for_loads(_LOAD_TIMEOUT)
+            _prefork.wait_for_loads(_LOAD_TIMEOUT)
         self._forking.acquire()
 
     def _after_fork(self) -> None:

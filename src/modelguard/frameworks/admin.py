@@ -26,7 +26,7 @@ from http import HTTPStatus
 from urllib.parse import parse_qs
 
 from modelguard import _units
-from modelguard.control import _commands
+from modelguard.control import _listener
 from modelguard.errors import InvalidOption
 from modelguard.frameworks._answers import Answer, json_answer, problem
 from modelguard.telemetry import logger
@@ -83,7 +83,7 @@ class Admin:
     @property
     def paths(self) -> tuple[str, ...]:
         """The path of each command, for frameworks that look for a route before they call any middleware."""
-        return tuple(f"{self._path}/{command}" for command in _commands.COMMANDS)
+        return tuple(f"{self._path}/{command}" for command in _listener.COMMANDS)
 
     def command(
         self, method: str, path: str, query: str, authorization: Callable[[], str | None]
@@ -126,10 +126,10 @@ class Admin:
             query: The query string.
         """
         word = path.removeprefix(self._path).strip("/")
-        if word not in _commands.COMMANDS:
-            known = ", ".join(_commands.COMMANDS)
+        if word not in _listener.COMMANDS:
+            known = ", ".join(_listener.COMMANDS)
             return problem(HTTPStatus.NOT_FOUND, f"There is no such command. The commands are {known}.")
-        command: _commands.Command = word
+        command: _listener.Command = word
         allowed = ("GET", "HEAD") if command == "status" else ("POST",)
         if method not in allowed:
             headers = (("allow", ", ".join(allowed)),)
@@ -139,7 +139,7 @@ class Admin:
             return problem(HTTPStatus.BAD_REQUEST, "The query may have name=GUARD and wait=true or wait=false.")
         name, wait = wanted
         try:
-            results = _commands.run(command, name, wait=wait, timeout=self._timeout)
+            results = _listener.run(command, name, wait=wait, timeout=self._timeout)
         except InvalidOption as error:
             return problem(HTTPStatus.NOT_FOUND, str(error))
         status = HTTPStatus.CONFLICT if any(result.error is not None for result in results) else HTTPStatus.OK

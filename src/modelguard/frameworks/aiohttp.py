@@ -17,8 +17,7 @@ from typing import Any
 
 from modelguard import _extras, _units
 from modelguard.errors import InvalidOption, ModelGuardError
-from modelguard.frameworks._answers import Answer
-from modelguard.frameworks._asgi_threads import answer_of
+from modelguard.frameworks._answers import Answer, answer_of
 from modelguard.frameworks._request_options import Header, RequestOptions
 from modelguard.serving.deadlines import WebRequest
 

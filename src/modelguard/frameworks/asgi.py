@@ -14,23 +14,295 @@ none; put the middleware around the Sanic application itself, which then gets ha
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import sys
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, MutableMapping
+from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, ModelGuardError
-from modelguard.frameworks._answers import ANSWERED, CLIENT_GONE, Answer, Ready, WebOptions
-from modelguard.frameworks._asgi_answers import HeldResponse, Response, Scope, Send, WebsocketEnd
-from modelguard.frameworks._asgi_client import Receive, client_of
-from modelguard.frameworks._asgi_threads import answer_of
-from modelguard.frameworks._option_names import check_names
+from modelguard.frameworks._answers import (
+    ANSWERED,
+    CLIENT_GONE,
+    TOO_LARGE,
+    Answer,
+    Ready,
+    WebOptions,
+    answer_of,
+    check_names,
+)
 from modelguard.frameworks.admin import Admin, check_admin
-from modelguard.serving.deadlines import on_behalf_of
+from modelguard.serving.deadlines import WebRequest, on_behalf_of
 
-__all__ = ["ModelGuardMiddleware", "exception_handlers"]
+__all__ = [
+    "ModelGuardMiddleware",
+    "exception_handlers",
+]
+
+
+# An ASGI connection's client: its messages, shared between the application and a task that watches for its end.
+
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+#: The watcher receives at most this many bytes that the application has not asked for. A disconnect comes after all
+#: that a client has sent. Large enough for most bodies, small enough for hundreds of requests that wait.
+_AHEAD = 256 * 1024
+#: What a message counts beside its content, in bytes: the dict and the objects in it.
+_MESSAGE = 512
+
+_DISCONNECTS = frozenset({"http.disconnect", "websocket.disconnect"})
+
+
+class Client:
+    """A client that is not watched: the event loop is not asyncio's, as under Hypercorn with Trio.
+
+    Attributes:
+        receive: Receives the next message, for the application.
+        request: What its batched calls are made for.
+        disconnected: Whether the application, or the watcher, has received the disconnect.
+    """
+
+    def __init__(self, receive: Receive, timeout: float | None) -> None:
+        self._receive = receive
+        self.receive: Receive = self._receive_and_note
+        self.request = WebRequest(timeout)
+        self.disconnected = False
+
+    def answered(self) -> None:
+        """Note that the request has been answered, or that the connection has ended."""
+        self.request.answered()
+
+    async def _receive_and_note(self) -> Message:
+        message = await self._receive()
+        self._note(message)
+        return message
+
+    def _note(self, message: Message) -> None:
+        if message["type"] in _DISCONNECTS:
+            self.disconnected = True
+            self.request.disconnect()
+
+
+def client_of(receive: Receive, timeout: float | None) -> Client:
+    """The client of a connection.
+
+    Args:
+        receive: The server's.
+        timeout: Seconds that its batched calls have from now, all together; None for no bound.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return Client(receive, timeout)
+    return _WatchedClient(receive, timeout, loop)
+
+
+class _WatchedClient(Client):
+    """A client whose messages are shared between the application and a task that watches for the disconnect.
+
+    The task starts with the first batched call, so it costs other requests nothing. What it receives is kept for the
+    application, in order. It receives a bounded amount ahead, so a slow application still slows its client.
+    """
+
+    def __init__(self, receive: Receive, timeout: float | None, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(receive, timeout)
+        self._loop = loop
+        self.receive = self._receive_next
+        self.request = WebRequest(timeout, lambda: self._loop.call_soon_threadsafe(self._start_watching))
+        self._buffer: deque[Message] = deque()  # what the watcher received, for the application
+        self._ahead = 0  # its size in bytes
+        self._buffered = asyncio.Event()
+        self._end: Message | None = None  # the disconnect
+        self._app_receives = False
+        self._watch_wanted = False
+        self._answered = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def _receive_next(self) -> Message:
+        while not self._buffer:
+            if self._end is not None:
+                return self._end
+            if self._watching:
+                self._buffered.clear()
+                await self._buffered.wait()
+                continue
+            self._app_receives = True
+            try:
+                message = await self._receive()
+            finally:
+                self._app_receives = False
+                self._watch_again()
+            self._note(message)
+            return message
+        message = self._buffer.popleft()
+        self._ahead -= _size(message)
+        self._watch_again()
+        return message
+
+    def answered(self) -> None:
+        """Note that the request has been answered, or that the connection has ended."""
+        self.request.answered()
+        self._answered = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    @property
+    def _watching(self) -> bool:
+        return self._watcher is not None and not self._watcher.done()
+
+    def _watch_again(self) -> None:
+        if self._watch_wanted:
+            self._loop.call_soon(self._start_watching)
+
+    def _start_watching(self) -> None:
+        self._watch_wanted = True
+        ended = self._answered or self._end is not None
+        if not (ended or self._app_receives or self._watching or self._ahead >= _AHEAD):
+            self._watcher = self._loop.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        try:
+            while self._end is None and self._ahead < _AHEAD:
+                message = await self._receive()
+                self._buffer.append(message)
+                self._ahead += _size(message)
+                self._buffered.set()
+                self._note(message)
+        except Exception:  # noqa: BLE001 - the application gets the same error when it reads
+            return
+        finally:
+            self._buffered.set()
+
+    def _note(self, message: Message) -> None:
+        super()._note(message)
+        if self.disconnected:
+            self._end = message
+
+
+def _size(message: Message) -> int:
+    content = message.get("body") or message.get("bytes") or message.get("text") or b""
+    return _MESSAGE + len(content)
+
+
+# Answers as ASGI messages: to an HTTP request, and on a websocket.
+
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+#: Close codes of a websocket, by the status that a request would get: "message too big", and for all others
+#: "try again later" (RFC 6455 and IANA's registry).
+_CLOSE_CODES = {TOO_LARGE: 1009}
+_TRY_AGAIN_LATER = 1013
+#: The longest reason for closing a websocket, in bytes (RFC 6455).
+_LONGEST_REASON = 123
+#: The extension with which a websocket that was not accepted can be answered like a request.
+_DENIAL = "websocket.http.response"
+
+
+class Response:
+    """An answer as an ASGI application."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - as ASGI calls it
+        """Send it."""
+        body = b"" if scope.get("method") == "HEAD" else self._answer.body
+        await _respond(send, "http.response", self._answer, body)
+
+
+class HeldResponse:
+    """The response of an application. An error page is held back until it is known what it stands for.
+
+    A mounted Starlette or FastAPI application answers 500 to every error before it raises it again. If that is an error
+    of modelguard, its own answer is sent instead.
+    """
+
+    def __init__(self, client: Client, send: Send) -> None:
+        self._client = client
+        self._send = send
+        self._held: list[Message] = []
+        self.begun = False
+
+    async def send(self, message: Message) -> None:
+        """Send a message, or hold it back."""
+        kind = message["type"]
+        if kind == "http.response.body" and not message.get("more_body"):
+            self._client.answered()  # background tasks do not belong to the request
+        error_page = kind == "http.response.start" and message["status"] == HTTPStatus.INTERNAL_SERVER_ERROR
+        if error_page or (len(self._held) == 1 and kind == "http.response.body" and not message.get("more_body")):
+            self._held.append(message)
+            return
+        await self.release()
+        self.begun = self.begun or kind == "http.response.start"
+        await self._send(message)
+
+    async def release(self) -> None:
+        """Send what was held back."""
+        held, self._held = self._held, []
+        self.begun = self.begun or bool(held)
+        for message in held:
+            await self._send(message)
+
+
+class WebsocketEnd:
+    """Ends a websocket with an answer: as a response if it was not accepted yet, else by closing it.
+
+    Args:
+        scope: The connection's.
+        send: The server's.
+        accepted: Whether it was accepted already.
+        answered: Called when the application ends the connection.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        send: Send,
+        *,
+        accepted: bool = False,
+        answered: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._can_deny = _DENIAL in (scope.get("extensions") or {})
+        self._send = send
+        self._answered = answered
+        self._accepted = accepted
+        self.ended = False
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the application, and note what it does."""
+        kind = message["type"]
+        self._accepted = self._accepted or kind == "websocket.accept"
+        if kind == "websocket.close" or kind.startswith(_DENIAL):
+            self.ended = True
+            self._answered()
+        await self._send(message)
+
+    async def refuse(self, answer: Answer) -> None:
+        """End the connection with this answer. Nothing is sent to a client that has disconnected."""
+        self.ended = True
+        if answer.status == CLIENT_GONE:
+            return
+        if not self._accepted and self._can_deny:
+            await _respond(self._send, _DENIAL, answer, answer.body)
+            return
+        code = _CLOSE_CODES.get(answer.status, _TRY_AGAIN_LATER)
+        reason = answer.detail.encode()[:_LONGEST_REASON].decode(errors="ignore")
+        await self._send({"type": "websocket.close", "code": code, "reason": reason})
+
+
+async def _respond(send: Send, kind: str, answer: Answer, body: bytes) -> None:
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
+    await send({"type": f"{kind}.start", "status": answer.status, "headers": headers})
+    await send({"type": f"{kind}.body", "body": body})
+
 
 Init = TypeVar("Init", bound=Callable[..., None])
 App = Callable[[Scope, Receive, Send], Awaitable[None]]

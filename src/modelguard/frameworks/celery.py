@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.frameworks._prefork_options import PreforkOptions
-from modelguard.frameworks._workers import Workers
+from modelguard.frameworks._workers import PreforkOptions, Workers
 from modelguard.telemetry import logger
 
 if TYPE_CHECKING:

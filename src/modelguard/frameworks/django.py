@@ -16,8 +16,7 @@ from typing import Any
 
 from modelguard import _extras
 from modelguard.errors import InvalidOption
-from modelguard.frameworks._answers import Answer
-from modelguard.frameworks._asgi_threads import answer_of
+from modelguard.frameworks._answers import Answer, answer_of
 from modelguard.frameworks._request_options import RequestOptions
 from modelguard.serving.deadlines import WebRequest
 

@@ -42,13 +42,11 @@ from typing import TYPE_CHECKING, Any
 
 from modelguard import _units, prefork, telemetry
 from modelguard.errors import ForkHazard, GuardClosed, InvalidOption, ModelGuardError
-from modelguard.frameworks._asgi_leaving import leave_politely
 from modelguard.frameworks._gunicorn_molds import Molds, needed
-from modelguard.frameworks._metric_files import MetricFiles
-from modelguard.frameworks._prefork_options import PreforkOptions, generations, guards_to_share, log_report
-from modelguard.frameworks._rolling import RollingReplacement
-from modelguard.lifecycle import _ticker
-from modelguard.sharing import _loads, _signals
+from modelguard.frameworks._rolling import MetricFiles, RollingReplacement, leave_politely
+from modelguard.frameworks._workers import PreforkOptions, generations, guards_to_share, log_report
+from modelguard.lifecycle import _fork
+from modelguard.sharing import _prefork, _trial
 from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
@@ -142,7 +140,7 @@ class _Master:
         for end in (self._requests, self._send_requests):
             os.set_blocking(end, False)
         os.register_at_fork(after_in_child=self._after_fork)  # before that of prepare(), which warms the worker up
-        _ticker.TICKER.stop()
+        _fork.TICKER.stop()
         telemetry.add_hook(self._log)
         server, with_molds = self._server, needed(self._guards)
         for number, guard in enumerate(self._guards):
@@ -214,7 +212,7 @@ class _Master:
         if self._molds is not None:
             self._renew()
             may_fork = self._molds.may_fork
-        elif may_fork := _loads.loading() is None:
+        elif may_fork := _prefork.loading() is None:
             self._renew()
         self.replacement.step(may_fork=may_fork)
         if may_fork and not self.replacement.surplus:
@@ -231,7 +229,7 @@ class _Master:
         if self._molds is not None:
             pid = self._molds.spawn()
         else:
-            _loads.wait_for_loads(_LOAD_TIMEOUT)
+            _prefork.wait_for_loads(_LOAD_TIMEOUT)
             self._renew()
             self._before_worker()
             try:
@@ -253,7 +251,7 @@ class _Master:
         if self._forks_worker:
             self._forks_worker = False  # for what the worker forks
             self.metric_files.take_over()
-            for number in (*_signals.ENDING, signal.SIGCHLD):
+            for number in (*_trial.ENDING, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
 
     def _renew(self) -> None:

@@ -19,9 +19,7 @@ from typing import Any
 from modelguard import _extras
 from modelguard.errors import ModelGuardError
 from modelguard.frameworks._answers import ANSWERED, WebOptions
-from modelguard.frameworks._asgi_answers import Scope, Send
-from modelguard.frameworks._asgi_client import Receive
-from modelguard.frameworks.asgi import ModelGuardMiddleware
+from modelguard.frameworks.asgi import ModelGuardMiddleware, Receive, Scope, Send
 
 __all__ = ["ModelGuardPlugin"]
 

@@ -30,8 +30,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from modelguard.errors import InvalidOption, ModelGuardWarning, NotSupported
-from modelguard.frameworks._prefork_options import PreforkOptions
-from modelguard.frameworks._workers import Workers
+from modelguard.frameworks._workers import PreforkOptions, Workers
 
 if TYPE_CHECKING:
     from modelguard import _units

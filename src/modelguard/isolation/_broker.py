@@ -24,19 +24,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from modelguard import telemetry
-from modelguard.isolation import _code, _news, _rendezvous
+from modelguard.isolation import _channel, _launch, _supervisor
 from modelguard.isolation._broker_connection import Connection
-from modelguard.isolation._channel import AT_ONCE, Channel
-from modelguard.isolation._host_messages import REPORT, STATE, BrokerOrders, Identity
+from modelguard.isolation._channel import AT_ONCE, Channel, Folder, ForeignPeer
+from modelguard.isolation._host_identity import REPORT, STATE, BrokerOrders, Identity
 from modelguard.isolation._mold_guard import MoldGuard, end_all
-from modelguard.isolation._process_scope import ProcessScope
-from modelguard.isolation._rendezvous import Folder, ForeignPeer
+from modelguard.isolation._mold_scope import ProcessScope
+from modelguard.isolation._roster import Worker
+from modelguard.isolation._scope import IsolationStatus
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation._worker import leave
-from modelguard.isolation._worker_process import Worker
-from modelguard.isolation.status import IsolationStatus
-from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle._waiting import Timeout
+from modelguard.lifecycle.runtime import THREADS
 from modelguard.telemetry import Event, logger
 
 __all__ = ["main"]
@@ -87,7 +86,7 @@ def main(starter: int, lock: int) -> NoReturn:
             channel.send(("failed", "".join(traceback.format_exception(error))))
         os._exit(1)
     _allow_descriptors()
-    _rendezvous.unlock(lock)
+    _channel.unlock(lock)
     os.close(lock)
     with suppress(OSError):
         channel.send(("listening", ""))
@@ -199,7 +198,7 @@ class _Broker:
             self.supervisor.later(_AGAIN, self._listen)
             return
         try:
-            pid = _rendezvous.check_peer(accepted)
+            pid = _channel.check_peer(accepted)
         except ForeignPeer as error:
             logger.warning("%s: refused %s", self._orders.options.name, error)
             accepted.close()
@@ -208,11 +207,11 @@ class _Broker:
         self._connections.add(connection)
         self.supervisor.watch(accepted.fileno(), connection.heed)
 
-    def join(self, connection: Connection, token: bytes, identity: Identity, code: _code.Files) -> None:
+    def join(self, connection: Connection, token: bytes, identity: Identity, code: _launch.Files) -> None:
         """Take a client, if it is one of the same code."""
         reports = socket.socket(fileno=connection.channel.take_fd())
         different = [word for word, value in self._orders.identity.items() if identity.get(word) != value]
-        path = None if self._molds.code is None else _code.changed(self._molds.code, code)
+        path = None if self._molds.code is None else _launch.changed(self._molds.code, code)
         if different or path is not None:
             reports.close()
             if different:
@@ -332,9 +331,9 @@ class _Broker:
 
     def _report(self) -> None:
         """Hand on what molds and workers report, and report what happens here."""
-        ours, theirs = _news.pair()
+        ours, theirs = _supervisor.pair()
         ours.setblocking(False)  # noqa: FBT003 - its only parameter
-        reporter = _news.Reporter(theirs)
+        reporter = _supervisor.Reporter(theirs)
         reporter.install(self._orders.origin.levels)
 
         def report(event: Event) -> None:
@@ -342,7 +341,7 @@ class _Broker:
                 reporter.report_event(event)
 
         telemetry.set_hooks([report, self._heed_event])
-        _news.hand_on(self._hand_on)
+        _supervisor.hand_on(self._hand_on)
 
         def read() -> None:
             with suppress(BlockingIOError):
@@ -352,7 +351,7 @@ class _Broker:
 
     def _hand_on(self, report: bytes) -> None:
         """A report of a worker goes to the process whose call it runs, or ran last; the others to the oldest client."""
-        client = self._clients.get(self._holders.get(_news.sender(report), b""))
+        client = self._clients.get(self._holders.get(_supervisor.sender(report), b""))
         if client is None:
             client = next(iter(self._clients.values()), None)
         if client is not None:

@@ -10,14 +10,13 @@ from typing import Any, Protocol
 
 from modelguard.errors import ModelGuardError, Reloading
 from modelguard.isolation._channel import Channel, Unreadable
-from modelguard.isolation._code import Files
-from modelguard.isolation._host_messages import Answer, Identity, Request, packed
+from modelguard.isolation._claims import Waiter
+from modelguard.isolation._host_identity import Answer, Identity, Request, packed
+from modelguard.isolation._launch import Files
+from modelguard.isolation._mold_scope import ProcessScope
 from modelguard.isolation._molds import Mold
-from modelguard.isolation._process_scope import ProcessScope
-from modelguard.isolation._roster import MoldGone
+from modelguard.isolation._roster import MoldGone, Worker
 from modelguard.isolation._supervisor import Supervisor
-from modelguard.isolation._waiting import Waiter
-from modelguard.isolation._worker_process import Worker
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation
 from modelguard.telemetry import Reason, WorkerEndCause, logger

@@ -22,7 +22,7 @@ from modelguard.errors import (
     UnhashableKey,
     WorkerCrashed,
 )
-from modelguard.isolation import _pickling, _trace
+from modelguard.isolation import _channel
 from modelguard.isolation._channel import Unreadable
 from modelguard.isolation._claims import Claim, Limits, Taken
 from modelguard.isolation._molds import with_remote_traceback
@@ -77,8 +77,8 @@ class _Call:
         self.arguments = arguments
         self.limits = limits
         self.key = key
-        self.trace = _trace.outgoing()
-        self.content: _pickling.Content | None = None
+        self.trace = _channel.outgoing()
+        self.content: _channel.Content | None = None
         self.tries = tries
         self.resends = _RESENDS
         self.begun = False
@@ -121,7 +121,7 @@ class Caller:
         self._timeout = math.inf if options.timeout is None else options.timeout
         self._max_bytes = options.max_transfer
         self._tries = 2 if options.retry else 1
-        self._loads = _pickling.loads if options.stub is None else _pickling.loads_here
+        self._loads = _channel.unpickle if options.stub is None else _channel.loads_here
         self._scope = scope
         self._key_of = key_of
         self._thread = _Thread()
@@ -181,7 +181,7 @@ class Caller:
         return items
 
     def _items(self, taken: Taken, limits: Limits) -> Iterator[Any]:
-        step, close = _pickling.dumps(StreamStep.NEXT), _pickling.dumps(StreamStep.CLOSE)
+        step, close = _channel.dumps(StreamStep.NEXT), _channel.dumps(StreamStep.CLOSE)
         kind, value = _ITEM, None
         try:
             yield None
@@ -209,15 +209,15 @@ class Caller:
     def _new_call(self, arguments: Arguments, limits: Limits) -> _Call:
         return _Call(arguments, limits, self._key(arguments), self._tries)
 
-    def _pickled(self, call: _Call) -> _pickling.Content:
+    def _pickled(self, call: _Call) -> _channel.Content:
         if call.content is not None:
             return call.content
         try:
-            content = _pickling.dumps((*call.arguments, call.trace))
+            content = _channel.dumps((*call.arguments, call.trace))
         except Exception as error:
             why = f"{_culprit(call.arguments)}: {type(error).__name__}: {error}"
             raise TransferRefused(self._name, what="arguments", why=why) from error
-        size = _pickling.size(content)
+        size = _channel.size(content)
         if size > self._max_bytes:
             why = f"they take {size:,} bytes, and max_transfer is {self._max_bytes:,}"
             raise TransferRefused(self._name, what="arguments", why=why)
@@ -362,7 +362,7 @@ class Caller:
 
     # Messages
 
-    def _exchange(self, taken: Taken, content: _pickling.Content, limits: Limits) -> tuple[int, Any]:
+    def _exchange(self, taken: Taken, content: _channel.Content, limits: Limits) -> tuple[int, Any]:
         """Send a message to the worker and wait for the answer; give the worker back unless it goes on."""
         channel = taken.channel
         try:
@@ -382,7 +382,7 @@ class Caller:
             raise WorkerCrashed(self._name, pid=taken.pid, cause=cause) from None
         except Unreadable as error:
             # Of a stream, the worker holds an open generator: it cannot be used for anything else.
-            if content[0] == _pickling.dumps(StreamStep.NEXT)[0]:
+            if content[0] == _channel.dumps(StreamStep.NEXT)[0]:
                 taken.lose("cancelled")
             else:
                 taken.release(worn=())
@@ -423,7 +423,7 @@ def _culprit(arguments: Arguments) -> str:
 
 
 def _can_be_pickled(value: object) -> bool:
-    pickle: Callable[[object], object] = _pickling.dumps
+    pickle: Callable[[object], object] = _channel.dumps
     try:
         pickle(value)
     except Exception:  # noqa: BLE001 - pickling runs any code

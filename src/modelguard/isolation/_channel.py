@@ -8,23 +8,142 @@ both sides map (``memfd_create``): one copy, and the kernel frees it with the la
 from __future__ import annotations
 
 import array
+import copyreg
 import errno
+import io
 import math
 import mmap
 import os
+import pickle
 import select
 import socket
+import stat
 import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-from modelguard.isolation import _pickling
+from modelguard.environment._proc import peer
+from modelguard.errors import NotSupported
 
-__all__ = ["AT_ONCE", "Channel", "Unreadable", "pair", "send", "wait"]
+# Pickles whose large buffers stay outside: arrays and tensors are not copied into the pickle.
+
+
+#: Readable memory: the content of arrays, in the order in which the pickle refers to them.
+Buffers = list[memoryview]
+
+#: A pickle, and the buffers that it refers to.
+Content = tuple[bytes, Buffers]
+
+#: Undoes :func:`dumps`.
+Loads = Callable[[Any, Sequence[Any]], Any]
+
+_PROTOCOL = 5
+
+#: Bytes. Smaller buffers are copied into the pickle, which costs less than handling them apart.
+_OUTSIDE_FROM = 4096
+
+
+def dumps(value: object) -> Content:
+    """Pickle ``value``.
+
+    Returns:
+        The pickle, and the buffers that it refers to.
+
+    Raises:
+        Exception: Something in it cannot be pickled. Which error that is depends on the object.
+    """
+    outside: Buffers = []
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _OUTSIDE_FROM:
+            return True
+        outside.append(raw)
+        return False
+
+    if "torch" not in sys.modules:
+        return pickle.dumps(value, _PROTOCOL, buffer_callback=keep), outside
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, _PROTOCOL, buffer_callback=keep)
+    pickler.dispatch_table = {**copyreg.dispatch_table, sys.modules["torch"].Tensor: _reduce_tensor}
+    pickler.dump(value)
+    return file.getvalue(), outside
+
+
+def unpickle(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
+    """Undo :func:`dumps`. Arrays refer to the memory of ``buffers``, which is not copied."""
+    return pickle.loads(body, buffers=buffers)  # noqa: S301 - both ends are this program's own processes
+
+
+def loads_plain(body: bytes, buffers: Sequence[Any]) -> Any:
+    """:func:`loads` for what a process can rebuild that has no modules but Python's and modelguard's.
+
+    Raises:
+        UnpicklingError: It needs others.
+    """
+    return _Plain(io.BytesIO(body), buffers=buffers).load()
+
+
+def loads_here(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
+    """:func:`loads` for a process that is to import no libraries because of what it receives.
+
+    Raises:
+        UnpicklingError: It needs one that this process has not imported.
+    """
+    return _Here(io.BytesIO(body), buffers=buffers).load()
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = module.partition(".")[0] in {"modelguard", *sys.stdlib_module_names}
+        if not known or module == __name__:  # which rebuilds tensors
+            raise pickle.UnpicklingError(f"needs {module}")
+        return super().find_class(module, name)
+
+
+class _Here(_Plain):
+    def find_class(self, module: str, name: str) -> Any:
+        if ("torch" if module == __name__ else module) in sys.modules:
+            return pickle.Unpickler.find_class(self, module, name)
+        try:
+            return super().find_class(module, name)
+        except pickle.UnpicklingError as error:
+            raise pickle.UnpicklingError(f"{error}, which is not imported here: return plain values") from None
+
+
+def size(content: Content) -> int:
+    """How many bytes are sent."""
+    body, buffers = content
+    return len(body) + sum(buffer.nbytes for buffer in buffers) if buffers else len(body)
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    """Reduce a tensor in main memory to its bytes; torch itself would write an archive into the pickle."""
+    torch = sys.modules["torch"]
+    plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    if not plain or tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return tensor.__reduce_ex__(_PROTOCOL)
+    flat = (
+        tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    )
+    return _rebuild_tensor, (pickle.PickleBuffer(flat.numpy()), str(tensor.dtype).removeprefix("torch."), tensor.shape)
+
+
+def _rebuild_tensor(buffer: Any, dtype: str, shape: Sequence[int]) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    if not memoryview(buffer).nbytes:
+        return torch.empty(tuple(shape), dtype=kind)
+    writable = buffer if not memoryview(buffer).readonly else bytearray(buffer)
+    return torch.frombuffer(writable, dtype=torch.uint8).view(kind).reshape(tuple(shape))
+
 
 #: Bytes that follow, number of buffers beside the pickle, number of descriptors, whether the content is in shared
 #: memory.
@@ -172,9 +291,9 @@ class Channel:
             OSError: The other side is gone, or the time is over.
             Exception: Something in the message cannot be pickled; nothing was sent then.
         """
-        self.send_pickled(*_pickling.dumps(message), fds)
+        self.send_pickled(*dumps(message), fds)
 
-    def send_pickled(self, body: bytes, buffers: _pickling.Buffers, fds: Sequence[int] = ()) -> None:
+    def send_pickled(self, body: bytes, buffers: Buffers, fds: Sequence[int] = ()) -> None:
         """Send a message that :func:`._pickling.dumps` has made."""
         if not buffers and len(body) < SHARED_FROM:
             self._write(_HEADER.pack(len(body), 0, len(fds), 0) + body, fds)
@@ -201,7 +320,7 @@ class Channel:
 
     # Receiving
 
-    def receive(self, loads: _pickling.Loads = _pickling.loads) -> Any:
+    def receive(self, loads: Loads = unpickle) -> Any:
         """Wait for the next message. Its descriptors are taken with :meth:`take_fd`, in their order.
 
         Args:
@@ -233,7 +352,7 @@ class Channel:
         except Exception as error:
             raise Unreadable(f"{type(error).__name__}: {error}") from error
 
-    def _rebuilt(self, data: bytes, end: int, parts: int, loads: _pickling.Loads, *, shared: bool) -> Any:
+    def _rebuilt(self, data: bytes, end: int, parts: int, loads: Loads, *, shared: bool) -> Any:
         if not parts:
             return loads(memoryview(data)[_HEADER.size : end], ())
         sizes = [_SIZE.unpack_from(data, _HEADER.size + _SIZE.size * n)[0] for n in range(parts)]
@@ -320,3 +439,235 @@ def _sliced(content: memoryview, sizes: Sequence[int]) -> list[Any]:
         parts.append(bytearray(part) if parts else part)  # arrays are writable, as in the sender
         start += size
     return parts
+
+
+# Where the processes of one user meet: sockets in a private folder, and a lock on it.
+#
+# The lock is ``flock`` on the folder itself, so there is no lock file to leave behind: the kernel releases it when the
+# last process that holds it dies. A socket whose process is gone refuses connections, and the next election removes it.
+
+
+if sys.platform != "win32":
+    import fcntl
+
+
+#: Seconds between two attempts at the lock.
+_POLL = 0.01
+
+#: Connections that wait to be accepted.
+_BACKLOG = 512
+
+#: Descriptors with which this process may hold the lock, for the children that it forks meanwhile.
+_held: set[int] = set()
+
+
+class ForeignPeer(Exception):
+    """The other end of a connection belongs to another user."""
+
+
+class Folder:
+    """The private folder, held open: what is checked once stays what it was.
+
+    Args:
+        path: The folder; it is made with mode 700 if it is missing.
+
+    Raises:
+        NotSupported: It cannot be made, is not a folder, belongs to another user, or others may use it.
+        OSError: No descriptor is left.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = -1
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            found = os.fstat(self._fd)
+        except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE}:
+                raise
+            raise _unusable(f"the folder {path} cannot be used: {error.strerror}") from error
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            self.close()
+            whose = f"it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}"
+            raise _unusable(f"the folder {path} is not private: {whose}, but it must be this user's, with mode 700")
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        return self._fd
+
+    def close(self) -> None:
+        """Close it. Closing twice does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def names(self, prefix: str) -> list[str]:
+        """The sockets in it whose names start like this, in their order."""
+        found = os.listdir(self._fd)  # noqa: PTH208 - of the open folder
+        return sorted(name for name in found if name.startswith(prefix))
+
+    def connect(self, name: str, timeout: float) -> socket.socket | None:
+        """Connect to the process that listens there; None if there is none.
+
+        Raises:
+            ForeignPeer: It belongs to another user.
+            OSError: It does not accept connections.
+        """
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _connect(connected, self._address(name), time.monotonic() + timeout)
+            check_peer(connected)
+        except (FileNotFoundError, ConnectionRefusedError):
+            connected.close()
+            return None
+        except BaseException:
+            connected.close()
+            raise
+        return connected
+
+    def listen(self, name: str) -> socket.socket:
+        """Take the name, and accept connections. The caller holds the lock."""
+        self.remove(name)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.bind(self._address(name))
+            listening.listen(_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+        return listening
+
+    def remove(self, name: str) -> None:
+        """Remove a socket. The caller holds the lock."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._fd)
+
+    @contextmanager
+    def locked(self, give_up: Callable[[], bool]) -> Iterator[int | None]:
+        """Hold the lock for the block.
+
+        Args:
+            give_up: Asked while another process holds it.
+
+        Yields:
+            A descriptor that holds the lock, also in a process that inherits it; None after giving up.
+        """
+        lock = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _held.add(lock)
+        try:
+            while not _lock(lock):
+                if give_up():
+                    yield None
+                    return
+                time.sleep(_POLL)
+            yield lock
+        finally:
+            _held.discard(lock)
+            os.close(lock)
+
+    def _address(self, name: str) -> str:
+        # By the open folder: nobody can exchange it in between, and a long path does not matter.
+        return f"/proc/self/fd/{self._fd}/{name}"
+
+
+def _connect(connecting: socket.socket, address: str, until: float) -> None:
+    """Connect, and wait for room among the connections that are to be accepted.
+
+    By looking: Python's own timeout does not wait for that, and a wait in the kernel that a signal interrupts leaves a
+    socket without a peer.
+    """
+    connecting.setblocking(False)  # noqa: FBT003 - its only parameter
+    while True:
+        try:
+            connecting.connect(address)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_POLL)
+        else:
+            connecting.setblocking(True)  # noqa: FBT003 - its only parameter
+            return
+
+
+def check_peer(connected: socket.socket) -> int:
+    """Check that the other end belongs to this process's user; returns its process id.
+
+    Raises:
+        ForeignPeer: It does not.
+    """
+    pid, user = peer(connected)
+    if user != os.geteuid():
+        raise ForeignPeer(f"process {pid} of user {user}")
+    return pid
+
+
+def unlock(lock: int) -> None:
+    """Release the lock for all processes that have inherited its descriptor."""
+    fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise _unusable(f"the private folder cannot be locked: {error.strerror}") from error
+    return True
+
+
+def _unusable(reason: str) -> NotSupported:
+    return NotSupported('scope="host"', reason=f"{reason}. MODELGUARD_RUNTIME_DIR names another folder")
+
+
+def _after_fork_in_child() -> None:
+    """The parent's election goes on in the parent; its lock must not outlive it in here."""
+    for lock in list(_held):
+        with suppress(OSError):
+            os.close(lock)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+# The trace context of a call follows it into the worker, where OpenTelemetry is in use.
+
+
+#: Names and values, as in the headers of a request.
+Carrier = dict[str, str]
+
+
+def outgoing() -> Carrier | None:
+    """The context of the calling code; None without a trace, or without OpenTelemetry."""
+    if "opentelemetry.trace" not in sys.modules:
+        return None
+    from opentelemetry import propagate
+
+    carrier: Carrier = {}
+    propagate.inject(carrier)
+    return carrier or None
+
+
+def attach(carrier: Carrier) -> Callable[[], None]:
+    """Make a call's context current; returns what undoes it."""
+    try:
+        from opentelemetry import context, propagate
+    except ImportError:  # the owner has it, by another path
+        return _nothing
+    token = context.attach(propagate.extract(carrier))
+    return lambda: context.detach(token)
+
+
+def _nothing() -> None:
+    """There is nothing to undo."""

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from modelguard.lifecycle.backoff import Backoff
+from modelguard.lifecycle._policy import Backoff
 from modelguard.serving.breaker import Breaker, Circuit
 
-__all__ = ["Crew", "End", "Member", "Order", "Presence", "Promote", "ReplaceMold", "Start", "WorkerState"]
-
-#: ``starting``: it is being forked or loads; ``retiring``: its call is its last one; ``promoted``: it becomes a mold.
-WorkerState = Literal["starting", "idle", "busy", "retiring", "promoted"]
+#: ``starting``: it is being forked or loads; ``retiring``: its call is its last one.
+WorkerState = Literal["starting", "idle", "busy", "retiring"]
 
 #: Whether there are workers. ``ended``: none until the next call; ``returning``: that call waits for the first of them.
 Presence = Literal["present", "ended", "returning"]
@@ -39,18 +37,11 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Promote:
-    """Let this worker take the mold's place."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class ReplaceMold:
     """Make a new mold: this one gives no working workers."""
 
 
-Order = Start | End | Promote | ReplaceMold
+Order = Start | End | ReplaceMold
 
 
 @dataclass(slots=True)
@@ -86,7 +77,6 @@ class Crew:
         spare: How many more are kept ready.
         breaker: When calls are refused, because workers keep dying.
         backoff: Waits before a start after the second and each further failure in a row.
-        refork_after: After how many calls a worker takes the mold's place, once; None for never.
         is_paused: Whether the function is paused, asked at each decision.
     """
 
@@ -97,14 +87,11 @@ class Crew:
         breaker: Breaker,
         backoff: Backoff,
         spare: int = 0,
-        refork_after: int | None = None,
         is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._size = size
         self._spare = spare
-        self._refork_after = refork_after
         self._is_paused = is_paused
-        self._heir: int | None = None
         self._busy = 0
         self._backoff = backoff
         self._idle: list[Member] = []
@@ -141,11 +128,6 @@ class Crew:
         """Whether worn workers must stay."""
         return self._is_paused()
 
-    @property
-    def has_heir(self) -> bool:
-        """Whether a worker waits for the order to become the mold."""
-        return self._heir is not None
-
     def refusal(self, now: float) -> float | None:
         """Seconds after which a caller should try again if the breaker refuses calls now; else None."""
         return self.circuit.retry_after(now)
@@ -156,7 +138,7 @@ class Crew:
         """Start the workers that are missing and end those that have been replaced, as far as it is time for it."""
         if self._closed or self._asked or self.presence == "ended":
             return []
-        return [*self._promote(), *self._end_replaced(), *self._start_missing(now)]
+        return [*self._end_replaced(), *self._start_missing(now)]
 
     def take(self) -> Member | None:
         """Take an idle worker for a call, the one that was used last: its caches are warm. None if there is none."""
@@ -225,25 +207,9 @@ class Crew:
         if member.state == "retiring" or self._closed:
             del self.members[number]
             return True
-        if self._may_become_mold(member):
-            member.state, self._heir, self._refork_after = "promoted", number, None
-            return False
         member.state = "idle"
         self._idle.append(member)
         return False
-
-    def has_become_mold(self, number: int) -> None:
-        """A worker forks from now on. The others are replaced by its children, one at a time."""
-        self.members.pop(number, None)
-        for member in self.members.values():
-            member.worn = True
-
-    def cannot_become_mold(self, number: int) -> None:
-        """It takes calls again. No other one is asked."""
-        member = self.members.get(number)
-        if member is not None and member.state == "promoted":
-            member.state = "idle"
-            self._idle.append(member)
 
     def lost(self, number: int, now: float, *, draw: float, blame: bool = True) -> None:
         """A worker has ended by itself, or was killed at its deadline.
@@ -275,19 +241,6 @@ class Crew:
             self.circuit.failed(now, probe=member.probe)
 
     # Decisions
-
-    def _may_become_mold(self, member: Member) -> bool:
-        if self._refork_after is None or member.calls < self._refork_after or member.worn or self.troubled:
-            return False
-        if self.paused:
-            return False
-        others = sum(one.state in {"idle", "busy"} for one in self.members.values()) - 1
-        return others >= self._size  # calls must not miss it
-
-    def _promote(self) -> Iterator[Order]:
-        if self._heir is not None:
-            yield Promote(self._heir)
-            self._heir = None
 
     def _start_missing(self, now: float) -> Iterator[Order]:
         if self._failed_starts >= FAILED_STARTS:

@@ -7,21 +7,94 @@ import hashlib
 import os
 import re
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Literal, Never
 
 from modelguard.errors import InvalidOption
-from modelguard.isolation import _code, _news, _target
-from modelguard.isolation._host_messages import BrokerOrders, Identity
-from modelguard.isolation._instructions import Origin
+from modelguard.isolation import _launch, _supervisor
+from modelguard.isolation._launch import Files, Origin
+from modelguard.isolation._molds import RemoteTraceback
 from modelguard.isolation._options import IsolationOptions
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle.policies import Changed
 
-__all__ = ["NAME", "check_shareable", "for_broker", "identity_of", "orders_for", "prefix_of"]
+# What a process and the broker of its isolated function say to each other.
+
+
+#: What a client asks on one of its connections:
+#:
+#: * ``join`` (token, identity, code; with a socket for reports): become a client. The connection stands for the
+#:   process.
+#: * ``call`` (token): this connection is for calls of that client.
+#: * ``take`` (), ``withdraw`` (), ``release`` (worn), ``lose`` (cause, blame): one worker.
+#: * ``load`` (), ``reload`` (wait), ``unload`` (), ``pause`` (whether to pause or to resume), ``status`` ().
+#: * ``leave`` (): be a client no more.
+Request = Literal[
+    "join", "call", "take", "withdraw", "release", "lose", "load", "reload", "unload", "pause", "status", "leave"
+]
+
+#: What the broker answers:
+#:
+#: * ``welcome`` (its pid) and ``unwelcome`` (refusal, text) to ``join``.
+#: * ``loading`` (), ``waiting`` (), ``granted`` (worker's pid; with its socket), ``withdrawn`` () to ``take``.
+#: * ``ended`` (how) to ``lose``, ``done`` (value) to the others, ``failed`` (error, cause, text) to all of them.
+Answer = Literal["welcome", "unwelcome", "loading", "waiting", "granted", "withdrawn", "ended", "done", "failed"]
+
+#: Why a broker does not take a client. ``identity``: the names are equal by accident; ``code``: a file is not as
+#: it was for the process that has started it, or for its mold.
+Refusal = Literal["identity", "code"]
+
+#: How a message on a client's socket for reports starts: with what follows.
+REPORT, STATE = b"r", b"s"
+
+#: What must be equal for processes to share molds: words for people, and values.
+Identity = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokerOrders:
+    """What a new broker is told by the process that starts it.
+
+    Attributes:
+        starter: That process's id.
+        folder: Where it listens.
+        socket: The socket's name there.
+        identity: What its clients must have in common.
+        code: The files of that process's modules, which its molds must find unchanged.
+        options: Of the isolated function.
+        source: Of the guard that lends the model in the molds.
+        origin: What the molds resemble.
+        paused: Whether the function is paused, as after the end of a broker that was.
+    """
+
+    starter: int
+    folder: str
+    socket: str
+    identity: Identity
+    code: Files
+    options: IsolationOptions
+    source: GuardOptions[Any]
+    origin: Origin
+    paused: bool
+
+
+def packed(error: BaseException) -> tuple[BaseException, BaseException | None, str | None]:
+    """An error with its cause, and the traceback of that in another process: pickles drop both."""
+    cause = error.__cause__
+    trace = cause.__cause__ if cause is not None else None
+    return error, cause, str(trace.args[0]) if isinstance(trace, RemoteTraceback) else None
+
+
+def unpacked(error: BaseException, cause: BaseException | None, text: str | None) -> BaseException:
+    """Undo :func:`packed`."""
+    if cause is not None and text is not None:
+        cause.__cause__ = RemoteTraceback(text)
+    error.__cause__ = cause
+    return error
+
 
 #: Characters of the digest in a name.
 _DIGEST = 24
@@ -30,7 +103,7 @@ _DIGEST = 24
 NAME = re.compile(rf"[0-9a-f]{{{_DIGEST}}}\.[0-9]+")
 
 #: Where each function was decorated: working directory and ``sys.path``.
-_places: dict[_target.Reference, tuple[str, str]] = {}
+_places: dict[_launch.Reference, tuple[str, str]] = {}
 
 
 def check_shareable(source: GuardOptions[Any], option: str = "scope", value: str = "host") -> None:
@@ -69,7 +142,7 @@ def identity_of(options: IsolationOptions, source: GuardOptions[Any]) -> Identit
     module, name = options.function
     if options.function not in _places:
         _places[options.function] = os.getcwd(), repr(sys.path)  # noqa: PTH109 - as text
-        _code.note_imported()
+        _launch.note_imported()
     folder, path = _places[options.function]
     return {
         "function": f"{module}.{name}",
@@ -107,10 +180,10 @@ def orders_for(
         folder=str(folder.absolute()),
         socket=socket,
         identity=identity,
-        code=_code.imported,
+        code=_launch.imported,
         options=_without_code(options),
         source=for_broker(source),
-        origin=Origin(_target.preparation(), _news.levels()),
+        origin=Origin(_launch.preparation(), _supervisor.levels()),
         paused=paused,
     )
 

@@ -21,14 +21,12 @@ from typing import NoReturn
 from modelguard import prefork
 from modelguard._function_kinds import FunctionKind
 from modelguard.errors import LoadFailed
-from modelguard.isolation import _code, _guardian, _news, _processes, _role, _target
+from modelguard.isolation import _launch, _processes, _supervisor
 from modelguard.isolation._channel import Channel
-from modelguard.isolation._instructions import Instructions
-from modelguard.isolation._source import Source, source_of_stub
+from modelguard.isolation._launch import Instructions
+from modelguard.isolation._options import Source, source_of_stub
 from modelguard.isolation._worker import Serving, flush_output, leave, portable
-from modelguard.lifecycle._threads import THREADS
-from modelguard.lifecycle.runtime import Runtime
-from modelguard.sharing._prefork import prepare_again
+from modelguard.lifecycle.runtime import THREADS, Runtime
 from modelguard.telemetry import Reason
 
 __all__ = ["main"]
@@ -51,7 +49,7 @@ def main(control: int, news: int) -> NoReturn:
         leave(1)
     # While it loads, Python runs no signal handler in time.
     _processes.die_with_parent(instructions["owner"], signal.SIGKILL)
-    reporter = _news.Reporter(socket.socket(fileno=news))
+    reporter = _supervisor.Reporter(socket.socket(fileno=news))
     started = time.monotonic()
     place = _processes.place()
     try:
@@ -65,7 +63,7 @@ def main(control: int, news: int) -> NoReturn:
         with suppress(OSError):
             channel.send(("failed", portable(error, instructions["name"], plain=plain), text))
         leave(1)
-    files = _code.files() if instructions["shared"] else None
+    files = _launch.files() if instructions["shared"] else None
     channel.send(("ready", time.monotonic() - started, files, mold.version))
     if instructions["forks"]:
         mold.serve()
@@ -90,7 +88,7 @@ class _Mold:
     """
 
     def __init__(
-        self, control: Channel, instructions: Instructions, reporter: _news.Reporter, place: _processes.Place
+        self, control: Channel, instructions: Instructions, reporter: _supervisor.Reporter, place: _processes.Place
     ) -> None:
         self._control = control
         self._owner = instructions["owner"]
@@ -103,13 +101,13 @@ class _Mold:
         # prepare() has looked for threads by its own, better means.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         reporter.install(instructions["levels"])
-        _role.enter("importing")
-        _target.become_like(instructions["preparation"], main=self._stub is None)
+        _processes.enter("importing")
+        _launch.become_like(instructions["preparation"], main=self._stub is None)
         below, source = self._find(instructions)
         reporter.take_over()  # from what the imported modules have set up
-        _code.check_unchanged(instructions["code"])
+        _launch.check_unchanged(instructions["code"])
         self._function, self._guard = source
-        _role.enter("mold", below, self._function)
+        _processes.enter("mold", below, self._function)
         engine = self._guard.engine
         start_thread = functools.partial(_start_behind_others, place) if instructions["beside_calls"] else THREADS.start
         # No ticks: workers ask the policies themselves. No probes: the owner asks them.
@@ -131,7 +129,7 @@ class _Mold:
             self._kind: FunctionKind = self._stub.kind
             source = source_of_stub(where, self._stub, self._name, "fork" if instructions["forks"] else "spawn")
             return source.function, source
-        isolated = _target.find(where, lambda found: hasattr(found, "isolated_function"))
+        isolated = _launch.find(where, lambda found: hasattr(found, "isolated_function"))
         self._kind = isolated.function_kind
         return isolated.isolated_function, isolated.source_for(instructions["key"])
 
@@ -187,9 +185,6 @@ class _Mold:
         if order == "end":
             self._unload()
             leave(0)
-        if order == "retire":
-            self._retire()
-            return
         # What a fresh worker does before its first call must not take the time of calls.
         with _processes.standing_back() if beside_calls == [True] else nullcontext():
             self._fork(number, self._control.take_fd())
@@ -228,14 +223,6 @@ class _Mold:
                 number = self._children.pop(pid)
                 self._control.send(("exit", number, os.waitstatus_to_exitcode(status)))
 
-    def _retire(self) -> None:
-        """A worker has taken this mold's place, and no other one is left."""
-        self._reap()
-        if len(self._children) != 1:  # the heir has ended, and the owner hears that
-            return
-        with suppress(OSError):  # then this process keeps its memory, and waits as it is
-            _guardian.become(*self._children, owner=self._owner, name=self._name)
-
     def _unload(self) -> None:
         unload, generation = self._guard.engine.guard.options.unload, self._guard.engine.state.current
         if unload is not None and generation is not None:
@@ -271,31 +258,6 @@ class _Mold:
             traceback.print_exc()
         leave(1)
 
-    def _take_over(self, channel: Channel, fd: int) -> None:
-        """Become the next mold, unless calls have left something in this process that does not survive a fork.
-
-        Args:
-            channel: To the callers, who do not need it any more then.
-            fd: Of the channel to the owner.
-        """
-        control = Channel(socket.socket(fileno=fd))
-        started = time.monotonic()
-        try:
-            with _processes.standing_back():
-                prepare_again(self._guard)
-        except BaseException as error:  # noqa: BLE001 - it serves on, and the owner reports it
-            text = "".join(traceback.format_exception(error))
-            control.send(("failed", portable(error, self._name), text))
-            control.close()
-            return
-        channel.close()
-        self._control, self._owner = control, os.getppid()
-        self._children, self._worn = {}, ()
-        _processes.set_oom_score(self._place.oom_score)
-        _role.enter("mold")
-        control.send(("ready", time.monotonic() - started))
-        self.serve()
-
     def become_spawned_worker(self) -> NoReturn:
         """Take calls in this process, which no fork made. It dies with its owner, by SIGKILL as while it loads."""
         _on_ending(_nothing)
@@ -310,7 +272,7 @@ class _Mold:
     def _work(self, fd: int) -> None:
         _processes.prefer_as_oom_victim()
         _processes.step_forward(self._place.priority)
-        _role.enter("worker")
+        _processes.enter("worker")
         channel = Channel(socket.socket(fileno=fd))
         Serving(
             self._name,
@@ -321,7 +283,6 @@ class _Mold:
             between_calls=None if self._guard.engine.guard.options.reload_on is None else self._guard.check,
             max_bytes=self._max_bytes,
             plain=self._stub is not None,
-            become_mold=functools.partial(self._take_over, channel),
         ).run()
 
 

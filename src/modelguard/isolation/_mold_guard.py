@@ -22,18 +22,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from modelguard import telemetry
 from modelguard.environment import _proc
 from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported, Reloading
-from modelguard.isolation import _news, _registry, _target
-from modelguard.isolation._code import Files
-from modelguard.isolation._instructions import Origin
-from modelguard.isolation._molds import Mold, MoldOptions, molds
-from modelguard.isolation._spawned import SpawnedWorkers
+from modelguard.isolation import _launch, _scope, _supervisor
+from modelguard.isolation._launch import Files, Origin
+from modelguard.isolation._molds import Mold, MoldOptions, SpawnedWorkers, molds
 from modelguard.isolation._supervisor import supervisor
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._loading import Rejected
-from modelguard.lifecycle._options import GuardOptions
+from modelguard.lifecycle._options import GuardOptions, Loaded
 from modelguard.lifecycle._policy import subset
 from modelguard.lifecycle._waiting import Timeout
-from modelguard.lifecycle.loaded import Loaded
 from modelguard.lifecycle.model_guard import ModelGuard, hide
 from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry.reasons import Reason
@@ -236,10 +233,10 @@ class MoldGuard:
         global _exit_registered
         if not _exit_registered:
             atexit.register(end_all)
-            atexit.register(_registry.refuse_calls)  # which comes first: the last one to be registered
+            atexit.register(_scope.refuse_calls)  # which comes first: the last one to be registered
             _exit_registered = True
         limit = self._source.load_timeout
-        origin = Origin(_target.preparation(), _news.levels()) if self._origin is None else self._origin
+        origin = Origin(_launch.preparation(), _supervisor.levels()) if self._origin is None else self._origin
         options = MoldOptions(
             instructions={
                 "owner": os.getpid(),
@@ -259,7 +256,6 @@ class MoldGuard:
             max_queue=self._options.max_queue,
             breaker=self._options.breaker,
             backoff=self._source.backoff,
-            refork_after=self._options.refork_after,
             load_timeout=None if limit is None else limit + _MARGIN,
         )
         number = self.guard.engine.state.generations + 1

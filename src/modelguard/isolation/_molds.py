@@ -10,28 +10,23 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
-from modelguard._weak_registry import WeakRegistry
+from modelguard._threads import WeakRegistry
 from modelguard.errors import RemoteError
-from modelguard.isolation import _news, _processes
+from modelguard.isolation import _processes, _supervisor
 from modelguard.isolation._channel import Channel, pair
 from modelguard.isolation._crew import Crew
-from modelguard.isolation._instructions import Instructions
-from modelguard.isolation._launch import Launched, launch
-from modelguard.isolation._refork import FormerMold, Promotion
-from modelguard.isolation._roster import Roster
+from modelguard.isolation._launch import Instructions, Launched, launch
+from modelguard.isolation._roster import Roster, Worker
 from modelguard.isolation._supervisor import Supervisor
-from modelguard.isolation._worker_process import Worker
 from modelguard.lifecycle._options import GuardOptions
-from modelguard.lifecycle.backoff import Backoff
+from modelguard.lifecycle._policy import Backoff
 from modelguard.serving.breaker import Breaker
 from modelguard.telemetry import logger
-
-__all__ = ["Mold", "MoldOptions", "RemoteTraceback", "molds", "with_remote_traceback"]
 
 #: Seconds that a worker may take from its fork to its first call; the warm-up runs in it.
 _START = 60.0
@@ -57,7 +52,6 @@ class MoldOptions:
     max_queue: int
     breaker: Breaker
     backoff: Backoff
-    refork_after: int | None
     load_timeout: float | None
 
 
@@ -77,7 +71,6 @@ class Mold:
         options: What it was made with.
         roster: Its workers.
         died: When it ended by itself, on the monotonic clock; None while it lives.
-        heir: The worker that has taken its place; None if none has.
         code: The files of its modules, if it was asked for them.
         version: The version of its model, as the loader gave it.
     """
@@ -105,9 +98,6 @@ class Mold:
         self._follow: Follow | None = follow
         self._loaded: Future[None] = Future()
         self._launched: Launched | None = None
-        self._promotion: Promotion | None = None
-        self._former: FormerMold | None = None
-        self.heir: Worker | None = None
         self._ending = False
         self._ended = threading.Event()
         self._running: dict[int, Worker] = {}  # until the mold has reported their ends
@@ -116,7 +106,6 @@ class Mold:
             breaker=options.breaker,
             backoff=options.backoff,
             spare=self.SPARE,
-            refork_after=options.refork_after,
             is_paused=is_paused,
         )
         name = options.instructions["name"]
@@ -178,15 +167,13 @@ class Mold:
         """In a forked child of the owner: close the copies of the descriptors. Takes no lock."""
         if self._launched is not None:
             self._launched.abandon()
-        if self._former is not None:
-            self._former.control.close()
         for worker in self._running.values():
             worker.channel.close()
 
     def replay_news(self) -> None:
         """Replay what its processes have reported so far. In the supervisor's thread."""
         if self._launched is not None:
-            _news.replay_all(self._launched.news)
+            _supervisor.replay_all(self._launched.news)
 
     @property
     def belongs_here(self) -> bool:
@@ -196,8 +183,6 @@ class Mold:
     @property
     def pid(self) -> int | None:
         """The id of the process that forks workers, None before it was started."""
-        if self.heir is not None:
-            return self.heir.pid
         return None if self._launched is None else self._launched.process.pid
 
     def pids(self) -> list[int]:
@@ -210,13 +195,6 @@ class Mold:
     def start_worker(self, number: int) -> None:
         """Have a worker forked."""
         self._supervisor.call(lambda: self._start(number))
-
-    def promote_worker(self, worker: Worker) -> None:
-        """Let an idle worker take the place of the mold."""
-        on_ready = functools.partial(self._inherit, worker)
-        on_refused = functools.partial(self._not_promoted, worker)
-        self._promotion = Promotion(worker, self._supervisor, on_ready=on_ready, on_refused=on_refused)
-        self._supervisor.call(self._promotion.begin)
 
     def give_up(self) -> None:
         """Workers of this mold do not come up."""
@@ -275,23 +253,6 @@ class Mold:
         if self.roster.is_complete and not self._loaded.done():
             self._loaded.set_result(None)
 
-    def _inherit(self, worker: Worker, control: Channel) -> None:
-        """A worker has taken the place of the mold."""
-        if self._launched is None or self._ended.is_set():
-            control.close()
-            return
-        self.heir, self._promotion = worker, None
-        self._former = FormerMold(self._launched.control, set(self._running) - {worker.number})
-        self._launched = replace(self._launched, control=control)
-        self._supervisor.watch(control.fileno(), lambda: self._hear(control))
-        self.roster.has_become_mold(worker)
-
-    def _not_promoted(self, worker: Worker, why: str) -> None:
-        name = self.options.instructions["name"]
-        logger.warning("%s: a worker cannot take the place of its mold, and workers share less: %s", name, why)
-        self._promotion = None
-        self.roster.cannot_become_mold(worker)
-
     def _hear(self, control: Channel) -> None:
         try:
             while True:
@@ -299,11 +260,7 @@ class Mold:
                 if not control.has_unread:
                     return
         except (EOFError, OSError):
-            if self._former is None or control is not self._former.control or not self._former.may_close:
-                self._gone()
-                return
-            self._supervisor.forget(control.fileno())
-            control.close()
+            self._gone()
 
     def _heed(self, control: Channel, what: str, *details: Any) -> None:
         if what == "ready":
@@ -340,19 +297,15 @@ class Mold:
             self.roster.exited(worker, _processes.describe_exit(*details))
         else:
             self.roster.not_started(number, *details)
-        if self._former is not None:
-            self._former.worker_ended(number)
 
     def _read_news(self) -> None:
         assert self._launched is not None  # noqa: S101 - for the checkers
-        if not _news.replay_next(self._launched.news):
+        if not _supervisor.replay_next(self._launched.news):
             self._supervisor.forget(self._launched.news.fileno())
 
     def _gone(self) -> None:
         """The mold has closed its channel: it has ended, or is ending."""
         assert self._launched is not None  # noqa: S101 - for the checkers
-        if self._ended.is_set():  # the other channel has ended too
-            return
         process = self._launched.process
         self._supervisor.forget(self._launched.control.fileno())
         with suppress(TimeoutExpired):  # it may be on its way out, with an exit status that tells more
@@ -361,12 +314,6 @@ class Mold:
         how = f"its mold ended: {_processes.describe_exit(process.wait())}"
         self._ended.set()
         self._launched.control.close()
-        if self._promotion is not None:
-            self._promotion.cancel()
-            self._promotion = None
-        if self._former is not None:
-            self._supervisor.forget(self._former.control.fileno())
-            self._former.control.close()
         self._supervisor.forget(self._launched.news.fileno())
         self._launched.news.close()
         running, self._running = list(self._running.values()), {}
@@ -436,3 +383,131 @@ if hasattr(os, "register_at_fork"):
 def molds() -> list[Mold]:
     """The molds of this process that have not been dropped. Those of its parent, if it was forked, are not its own."""
     return [mold for mold in _molds if mold.belongs_here]
+
+
+# Workers that each load for themselves, where no fork is possible. They take the place of a mold.
+
+
+#: Seconds for a worker that has closed its channel to end by itself.
+_LEAVE = 0.5
+
+
+class SpawnedWorkers(Mold):
+    """A generation of workers without a mold: fresh interpreters, which share no memory.
+
+    For its owner it is a mold whose workers take as long to start as the model takes to load.
+    """
+
+    SPARE = 0  # it would hold a whole model
+
+    @property
+    def pid(self) -> int | None:
+        """None: there is no mold."""
+        return None
+
+    def pids(self) -> list[int]:
+        """The processes of the workers, those that load included."""
+        return [launched.process.pid for launched, _ in list(self._launched_workers.values())]
+
+    def replay_news(self) -> None:
+        """Replay what the workers have reported so far. In the supervisor's thread."""
+        for launched, _ in list(self._launched_workers.values()):
+            _supervisor.replay_all(launched.news)
+
+    def abandon(self) -> None:
+        """In a forked child of the owner: close the copies of the descriptors. Takes no lock."""
+        for launched, worker in self._launched_workers.values():
+            launched.abandon()
+            worker.channel.close()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._launched_workers: dict[int, tuple[Launched, Worker]] = {}
+        super().__init__(*args, **options)
+
+    # In the supervisor's thread
+
+    def _begin(self) -> None:
+        self.roster.settle()
+
+    def _ask_to_end(self) -> None:
+        """Workers that still load take no calls; the others read the end of their channels."""
+        for launched, worker in list(self._launched_workers.values()):
+            if self.roster.is_starting(worker):
+                _processes.kill_group(launched.process.pid)
+        self._note_end()
+
+    def _start(self, number: int) -> None:
+        if self._ending:
+            return
+        try:
+            ours, theirs = pair()
+            with theirs:
+                launched = launch({**self.options.instructions, "forks": False})
+                launched.control.send(("serve", number), [theirs.fileno()])  # it is read after the load
+        except OSError as error:
+            self.roster.not_started(number, str(error))
+            return
+        worker = Worker(number, Channel(ours))
+        worker.pid = launched.process.pid
+        with suppress(OSError, AttributeError):
+            worker.pidfd = os.pidfd_open(worker.pid)  # a child that nobody has waited for, so it is this one
+        self._launched_workers[number] = launched, worker
+        self.roster.add(worker)
+        self._supervisor.watch(launched.control.fileno(), lambda: self._hear_worker(number))
+        self._supervisor.watch(launched.news.fileno(), lambda: self._read_worker(launched))
+        self._supervisor.watch(ours.fileno(), lambda: self._hear_first(worker))
+        limit = self.options.load_timeout
+        if limit is not None:
+            self._supervisor.later(limit, lambda: self._end_late(worker))
+
+    def _end_late(self, worker: Worker) -> None:
+        if self.roster.is_starting(worker):
+            worker.kill()
+
+    def _hear_worker(self, number: int) -> None:
+        launched, worker = self._launched_workers[number]
+        try:
+            while True:
+                what, *details = launched.control.receive()
+                if what == "failed":
+                    self._not_loaded(*details)
+                elif what == "found":
+                    self._found(*details)
+                elif what == "ready":
+                    _, self.code, self.version = details
+                if not launched.control.has_unread:
+                    return
+        except (EOFError, OSError):
+            self._worker_gone(number, launched, worker)
+
+    def _not_loaded(self, error: BaseException, text: str) -> None:
+        if self._loaded.done():  # a replacement; the others serve on, and after two in a row a new generation is made
+            logger.warning("%s: a new worker could not load: %s", self.options.instructions["name"], text)
+        else:
+            self._fail(with_remote_traceback(error, text))
+
+    def _read_worker(self, launched: Launched) -> None:
+        if not _supervisor.replay_next(launched.news):
+            self._supervisor.forget(launched.news.fileno())
+
+    def _worker_gone(self, number: int, launched: Launched, worker: Worker) -> None:
+        self._supervisor.forget(launched.control.fileno())
+        self._supervisor.forget(launched.news.fileno())
+        self._supervisor.forget(worker.channel.fileno())
+        with suppress(TimeoutExpired):
+            launched.process.wait(_LEAVE)
+        _processes.kill_group(launched.process.pid)
+        how = _processes.describe_exit(launched.process.wait())
+        launched.control.close()
+        launched.news.close()
+        del self._launched_workers[number]
+        self.roster.exited(worker, how)
+        self._note_end()
+
+    def _note_end(self) -> None:
+        if self._ending and not self._launched_workers:
+            self._ended.set()
+
+    def _kill(self) -> None:
+        for launched, _ in list(self._launched_workers.values()):
+            _processes.kill_group(launched.process.pid)

@@ -15,20 +15,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from modelguard import _units
-from modelguard._weak_registry import WeakRegistry
+from modelguard._threads import WeakRegistry
 from modelguard.errors import ModelGuardError, NotSupported, Overloaded
 from modelguard.isolation._claims import Claim, aside
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._mold_scope import Loan, MoldScope
 from modelguard.isolation._molds import Mold
-from modelguard.isolation._options import IsolationOptions
-from modelguard.isolation._source import PoolSource
-from modelguard.isolation.status import IsolationStatus, WorkerStatus
+from modelguard.isolation._options import IsolationOptions, PoolSource
+from modelguard.isolation._scope import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
 from modelguard.lifecycle._pool_engine import PoolEngine
-from modelguard.lifecycle._pool_fetches import afresh
+from modelguard.lifecycle._pool_leases import afresh
 from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry import Reason

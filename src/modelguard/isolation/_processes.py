@@ -8,34 +8,13 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from modelguard.environment import _limits, _proc
+from modelguard.environment import _memory, _proc
 from modelguard.errors import NotSupported
-
-__all__ = [
-    "ENDING",
-    "Place",
-    "check_supported",
-    "coming_last",
-    "describe_exit",
-    "die_with_parent",
-    "ending_signals",
-    "kill_group",
-    "may_step_forward",
-    "place",
-    "prefer_as_oom_victim",
-    "reap",
-    "reap_group",
-    "send_kill",
-    "set_oom_score",
-    "standing_back",
-    "stay_back",
-    "step_forward",
-]
 
 #: What ends this process unless it is handled. What it has started must not outlive it.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -64,7 +43,7 @@ _oom_kills: int | None = None
 def _kernel_has_killed() -> bool:
     """Whether the kernel has counted one more process of this cgroup that it has killed for want of memory."""
     global _oom_kills
-    counted = _limits.oom_kills()
+    counted = _memory.oom_kills()
     if counted is None or counted <= (_oom_kills or 0):
         return False
     _oom_kills = (_oom_kills or 0) + 1  # one process each: several may have been killed at once
@@ -81,7 +60,7 @@ def check_supported() -> None:
         raise NotSupported("isolate", reason="it needs Linux (parent-death signals, descriptors over sockets, fork)")
     global _oom_kills
     if _oom_kills is None:
-        _oom_kills = _limits.oom_kills()
+        _oom_kills = _memory.oom_kills()
 
 
 def die_with_parent(parent: int, number: int) -> None:
@@ -257,3 +236,37 @@ def reap_group(group: int) -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
+
+
+# What this process is: the one that calls isolated functions, a mold, or a worker.
+
+
+Role = Literal["owner", "importing", "mold", "worker"]
+
+_role: Role = "owner"
+_target: object = None
+_here: Callable[..., Any] | None = None
+
+
+def current() -> Role:
+    """This process's role. ``"importing"``: a mold that imports the module of its function."""
+    return _role
+
+
+def target() -> object:
+    """In a mold or worker, the function that it isolates, below ``@isolate``."""
+    return _target
+
+
+def here() -> Callable[..., Any]:
+    """In a mold or worker, what computes a call of its function here."""
+    assert _here is not None  # noqa: S101 - it has a target
+    return _here
+
+
+def enter(role: Role, isolates: object = None, here: Callable[..., Any] | None = None) -> None:
+    """Set this process's role."""
+    global _role, _target, _here
+    _role = role
+    _target = isolates if isolates is not None else _target
+    _here = here if here is not None else _here

@@ -2,21 +2,109 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterable
-from typing import get_args
+from contextlib import suppress
+from typing import Protocol, get_args
 
 from modelguard import telemetry
 from modelguard.errors import CircuitOpen, QueueFull
-from modelguard.isolation._crew import Crew, End, Order, Presence, Promote, Start, WorkerState
-from modelguard.isolation._mold_orders import MoldOrders, NoMold
-from modelguard.isolation._waiting import Waiter, WaitingLine
-from modelguard.isolation._worker_process import Worker
+from modelguard.isolation import _processes
+from modelguard.isolation._channel import Channel
+from modelguard.isolation._claims import Waiter, WaitingLine
+from modelguard.isolation._crew import Crew, End, Order, Presence, Start, WorkerState
 from modelguard.telemetry import Event, Reason, WorkerEndCause
 
-__all__ = ["MoldGone", "Roster"]
+# One worker process, as its owner sees it.
+
+
+#: Seconds that a call waits for the mold's report of how its worker ended.
+_REPORT = 1.0
+
+
+class Worker:
+    """One worker process.
+
+    Attributes:
+        number: Its number.
+        channel: To the worker. Whoever has taken the worker may use it.
+        pid: Its process id; 0 until the mold has reported it.
+        pidfd: A descriptor of the process; None if the system has none.
+        born: When it was started, on the monotonic clock.
+        exit: How it ended, for people; None until that is known.
+    """
+
+    def __init__(self, number: int, channel: Channel) -> None:
+        self.number = number
+        self.channel = channel
+        self.pid = 0
+        self.pidfd: int | None = None
+        self.born = time.monotonic()
+        self.exit: str | None = None
+        self._exited = threading.Event()
+        # Held while the descriptor is used: the next one that is opened gets its number, and may be another process's.
+        # Reentrant: the garbage collector may end a dropped stream, and with it this process, at any point.
+        self._lock = threading.RLock()
+
+    def kill(self) -> None:
+        """End it now, whatever it does."""
+        with self._lock:
+            if self.pidfd is not None:
+                _processes.send_kill(self.pidfd)
+            elif self.pid and self.exit is None:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+
+    def has_exited(self, how: str) -> None:
+        """Record how it ended."""
+        with self._lock:
+            self.exit = self.exit or how
+            pidfd, self.pidfd = self.pidfd, None
+            if pidfd is not None:
+                os.close(pidfd)
+        self._exited.set()
+
+    def how_it_ended(self) -> str:
+        """Wait shortly for the report of how it ended."""
+        self._exited.wait(_REPORT)
+        return self.exit or "unknown"
+
+
+# What the roster of a mold's workers asks of the mold.
+
+
+class MoldOrders(Protocol):
+    """What the roster asks of its mold."""
+
+    def start_worker(self, number: int) -> None:
+        """Start a worker. Does not block."""
+        ...
+
+    def give_up(self) -> None:
+        """No worker of this mold comes up: make another mold. Does not block."""
+        ...
+
+    def settle_later(self, seconds: float) -> None:
+        """Call :meth:`Roster.settle` after so many seconds."""
+        ...
+
+
+class NoMold:
+    """Starts nothing."""
+
+    def start_worker(self, number: int) -> None:
+        pass
+
+    def give_up(self) -> None:
+        pass
+
+    def settle_later(self, seconds: float) -> None:
+        pass
+
 
 #: Seconds of ``retry_after`` where no rate is known.
 _RETRY = 1.0
@@ -48,7 +136,6 @@ class Roster:
         self._workers: dict[int, Worker] = {}
         self._waiters = WaitingLine[Worker]()
         self._gone = False
-        self._last_of_former_mold = 0
         self._events: list[Event] = []
         self._postponed: dict[int, tuple[Reason, ...]] = {}
         self._reported: set[Reason] = set()
@@ -110,7 +197,7 @@ class Roster:
                 self._dismiss(worker)
             if troubled and crew.circuit.state == "closed":
                 self._events.append(telemetry.CircuitClosed(guard=self._name))
-            if worn or ended or troubled or crew.has_heir:
+            if worn or ended or troubled:
                 self._act(crew.settle(time.monotonic()))
             if self._waiters:
                 self._hand_over()
@@ -170,27 +257,11 @@ class Roster:
         worker.has_exited(how)
         with self._lock:  # one look: no call may take it in between
             member = self._crew.members.get(worker.number)
-            if member is None or member.state not in {"starting", "idle", "promoted"}:
+            if member is None or member.state not in {"starting", "idle"}:
                 return
             delay = self._take_out(worker.number, worker, "crashed", how, blame=True)
             worker.channel.close()
         self._emit_all(then_settle_in=delay)
-
-    def has_become_mold(self, worker: Worker) -> None:
-        """A worker has taken the mold's place. From now on, :meth:`MoldOrders.start_worker` means its children."""
-        with self._lock:
-            self._last_of_former_mold = max(self._workers)
-            self._workers.pop(worker.number, None)
-            worker.channel.close()
-            self._crew.has_become_mold(worker.number)
-            self._act(self._crew.settle(time.monotonic()))
-        self._emit_all()
-
-    def cannot_become_mold(self, worker: Worker) -> None:
-        """A worker takes calls again."""
-        with self._lock:
-            self._crew.cannot_become_mold(worker.number)
-            self._hand_over()
 
     def mold_ended(self, how: str) -> None:
         """The mold has ended. Its workers end with it."""
@@ -336,8 +407,6 @@ class Roster:
         for order in orders:
             if isinstance(order, Start):
                 self._mold.start_worker(order.number)
-            elif isinstance(order, Promote):
-                self._mold.promote_worker(self._workers[order.number])
             elif isinstance(order, End):
                 self._dismiss(self._workers[order.number])
             else:
@@ -345,9 +414,7 @@ class Roster:
 
     def _dismiss(self, worker: Worker) -> None:
         """Let an idle worker end: it reads the end of its channel."""
-        cause: WorkerEndCause = "reforked" if worker.number <= self._last_of_former_mold else "recycled"
-        if self._crew.presence == "ended":
-            cause = "idle"
+        cause: WorkerEndCause = "idle" if self._crew.presence == "ended" else "recycled"
         if self._gone:
             cause = "closed"
         self._workers.pop(worker.number, None)

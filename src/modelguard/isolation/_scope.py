@@ -2,13 +2,103 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from modelguard import _units
+from modelguard import _public, _units
+from modelguard._threads import WeakRegistry
 from modelguard.isolation._claims import Claim, Claims, Limits, Taken
-from modelguard.isolation.status import IsolationStatus
+from modelguard.isolation._crew import WorkerState
+from modelguard.lifecycle.status import PoolStatus, Postponed, State
+from modelguard.serving import _shared_threads
 
-__all__ = ["Scope"]
+__all__ = [
+    "IsolationStatus",
+    "WorkerStatus",
+]
+
+
+# What an isolated function reports about itself.
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """One worker process at one moment.
+
+    Attributes:
+        pid: Its process id; 0 while its mold has not forked it yet, so look before you send it a signal.
+        state: ``starting``, ``idle``, ``busy``, or ``retiring`` (its call is its last one).
+        worn: Whether a policy asked for its replacement, which has not come up yet.
+        calls: Calls that it has answered.
+        age: Seconds since it was started.
+    """
+
+    pid: int
+    state: WorkerState
+    worn: bool
+    calls: int
+    age: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class IsolationStatus:
+    """An isolated function at one moment.
+
+    Attributes:
+        name: Its name.
+        state: The state of its molds, in the words of a guard's status: ``new``, ``loading``, ``ready``,
+            ``reloading``, ``draining``, ``degraded``, ``idle`` (the mold or, with ``Idle(keep="mold")``, its workers
+            were ended until the next call), ``failed``, ``closed``.
+        ready: Whether a worker can answer, or the next call starts one after ``idle``.
+        generation: Number of the current mold, 0 if there is none.
+        age: Seconds since it took its first call.
+        mold: Its process id; None if there is none.
+        workers: The workers of the current mold.
+        in_flight: Calls that run now or wait for a worker.
+        queued: Calls of this process that wait for a worker or for a load.
+        reloads: Molds that have replaced another one.
+        failures: Consecutive molds that failed to load.
+        last_error: The latest of these failures in one line.
+        recycled: Workers of the current mold that a policy has replaced.
+        crashed: Those that have ended by themselves.
+        timed_out: Those that were killed at the timeout.
+        broker: With ``scope="host"``, the process id of the broker, which owns the mold; None if there is none.
+        clients: The processes that the broker serves.
+        version: Version of the current mold's model, as its loader gave it with ``Loaded``; None if it gave none.
+        previous: Number of the mold that ``rollback()`` would make current again; 0 if none is kept.
+        pinned: Whether ``rollback()`` has made the current mold current, and its source has not changed since.
+        pool: Over a pool, its figures: a mold with its workers counts as the model of its key. ``mold`` is None then,
+            and ``workers`` are those of all keys.
+        paused: Whether ``pause()`` holds back the policies.
+        postponed: A new mold or new workers that policies ask for, and that must wait; None if there are none.
+    """
+
+    name: str
+    state: State
+    ready: bool = False
+    generation: int = 0
+    age: float = 0.0
+    mold: int | None = None
+    workers: tuple[WorkerStatus, ...] = ()
+    in_flight: int = 0
+    queued: int = 0
+    reloads: int = 0
+    failures: int = 0
+    last_error: str | None = None
+    recycled: int = 0
+    crashed: int = 0
+    timed_out: int = 0
+    broker: int | None = None
+    clients: tuple[int, ...] = ()
+    version: str | None = None
+    previous: int = 0
+    pinned: bool = False
+    pool: PoolStatus[Any] | None = None
+    paused: bool = False
+    postponed: Postponed | None = None
 
 
 class Scope(Protocol):
@@ -108,3 +198,85 @@ class Scope(Protocol):
 
     def abandon(self) -> None:
         """In a forked child: the processes are the parent's. Takes no lock, which a thread of the parent may hold."""
+
+
+# The isolated functions of this process: for readiness probes, for commands, and for forks.
+
+
+class Registered(Protocol):
+    """An isolated function, as the rest of the process uses it."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether one of its workers can answer."""
+        ...
+
+    def status(self) -> IsolationStatus:
+        """Its state, its processes and its counts."""
+        ...
+
+    def reload(self, *, wait: bool = True, timeout: _units.Duration | None = None) -> None:
+        """Make a new mold."""
+        ...
+
+    def unload(self, timeout: _units.Duration | None = None) -> None:
+        """End the mold and its workers until the next call."""
+        ...
+
+    def pause(self) -> None:
+        """Let policies replace nothing."""
+        ...
+
+    def resume(self) -> None:
+        """Let them again."""
+        ...
+
+    def refuse_calls(self) -> None:
+        """This process exits: raise ``GuardClosed`` from now on."""
+        ...
+
+    def renew_in_child(self) -> None:
+        """Start again without molds: those of the parent answer the parent."""
+
+
+_functions: WeakRegistry[Registered] = WeakRegistry()
+_first = threading.Lock()  # taken by the first function, and never released
+_first_use = threading.Lock()  # the same, when processes are first started
+
+
+def add(function: Registered) -> None:
+    """Add an isolated function. The first one registers the hook for forks."""
+    _functions.add(function)
+    if _first.acquire(blocking=False) and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_renew)
+
+
+def live() -> tuple[Registered, ...]:
+    """The isolated functions of this process."""
+    return tuple(_functions)
+
+
+def refuse_calls_at_exit() -> None:
+    """Have no call wait for processes that the exit of this one has ended: exit handlers that come later may call."""
+    if _first_use.acquire(blocking=False):
+        atexit.register(refuse_calls)
+
+
+def refuse_calls() -> None:
+    """Raise ``GuardClosed`` from now on. Once more does nothing."""
+    for function in live():
+        function.refuse_calls()
+
+
+def _renew() -> None:
+    _shared_threads.renew_in_child()  # before a call needs one
+    for function in live():
+        function.renew_in_child()
+
+
+_public.set_module(globals(), "modelguard.isolation._scope")

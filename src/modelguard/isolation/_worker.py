@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 from modelguard._function_kinds import FunctionKind
 from modelguard.errors import RemoteError, TransferRefused
-from modelguard.isolation import _pickling, _trace
+from modelguard.isolation import _channel
 from modelguard.isolation._channel import Channel, Unreadable
 from modelguard.telemetry import Reason
 
-__all__ = ["BECOME_MOLD", "AnswerKind", "Serving", "StreamStep", "flush_output", "leave", "portable"]
+__all__ = ["AnswerKind", "Serving", "StreamStep", "flush_output", "leave", "portable"]
 
 
 #: Seconds between two looks at what policies read besides the calls themselves, such as memory.
@@ -28,9 +28,6 @@ _LOOK = 0.05
 
 #: Characters of the text and of the traceback of an error that is larger than ``max_transfer``: enough for a person.
 _SHORT = 2000
-
-#: Instead of a call: take the place of the mold. A descriptor comes with it, the channel of a mold.
-BECOME_MOLD = "become mold"
 
 
 class AnswerKind(IntEnum):
@@ -62,7 +59,6 @@ class Serving:
         between_calls: Runs after an answer, when nobody waits, twenty times a second at most.
         max_bytes: The largest answer.
         plain: Whether errors are to need no modules but Python's and modelguard's.
-        become_mold: Makes a mold of this process. Returns if that is not possible, and then calls go on.
     """
 
     def __init__(
@@ -76,7 +72,6 @@ class Serving:
         between_calls: Callable[[], object] | None,
         max_bytes: int,
         plain: bool,
-        become_mold: Callable[[int], object],
     ) -> None:
         self._name = name
         self._channel = channel
@@ -86,7 +81,6 @@ class Serving:
         self._between_calls = between_calls
         self._max_bytes = max_bytes
         self._plain = plain
-        self._become_mold = become_mold
         self._pid = os.getpid()
         self._look_again = 0.0
         self._streams = kind in {"generator", "async generator"}
@@ -110,11 +104,8 @@ class Serving:
         except Unreadable as error:
             self._refuse("arguments", f"the worker cannot rebuild them: {error}")
             return
-        if message == BECOME_MOLD:
-            self._become_mold(self._channel.take_fd())
-            return
         args, kwargs, carrier = message
-        leave_trace = None if carrier is None else _trace.attach(carrier)
+        leave_trace = None if carrier is None else _channel.attach(carrier)
         try:
             if self._streams:
                 self._stream(args, kwargs)
@@ -165,7 +156,7 @@ class Serving:
         self._stay_in_own_process()
         return self._channel.receive()
 
-    def _send(self, content: _pickling.Content) -> None:
+    def _send(self, content: _channel.Content) -> None:
         self._stay_in_own_process()
         self._channel.send_pickled(*content)
 
@@ -177,11 +168,11 @@ class Serving:
     def _answer(self, kind: AnswerKind, value: object) -> bool:
         """Send an answer; false if its value could not be sent, and the owner got an error instead."""
         try:
-            content = _pickling.dumps((int(kind), value, self._worn()))
+            content = _channel.dumps((int(kind), value, self._worn()))
         except BaseException as error:  # noqa: BLE001 - pickling runs any code
             self._refuse("result", f"{_describe(value)}: {type(error).__name__}: {error}")
             return False
-        size = _pickling.size(content)
+        size = _channel.size(content)
         if size > self._max_bytes:
             self._refuse("result", f"{_describe(value)} takes {size:,} bytes, and max_transfer is {self._max_bytes:,}")
             return False
@@ -194,13 +185,13 @@ class Serving:
     def _fail(self, error: BaseException, raised: BaseException | None) -> None:
         text = None if raised is None else "".join(traceback.format_exception(raised))
         sent = portable(error, self._name, plain=self._plain)
-        content = _pickling.dumps((int(AnswerKind.ERROR), (sent, text), self._worn()))
-        size = _pickling.size(content)
+        content = _channel.dumps((int(AnswerKind.ERROR), (sent, text), self._worn()))
+        size = _channel.size(content)
         if size > self._max_bytes:
             why = f"; the error takes {size:,} bytes, and max_transfer is {self._max_bytes:,}"
             short = _described(error, self._name, _text_of(error)[:_SHORT] + why)
             trace = None if text is None else text[-_SHORT:]
-            content = _pickling.dumps((int(AnswerKind.ERROR), (short, trace), self._worn()))
+            content = _channel.dumps((int(AnswerKind.ERROR), (short, trace), self._worn()))
         self._send(content)
 
 
@@ -213,8 +204,8 @@ def portable(error: BaseException, name: str, *, plain: bool = False) -> BaseExc
         plain: Whether only what Python and modelguard have will do, since the rest would need its modules.
     """
     with suppress(Exception):
-        content = _pickling.dumps(error)
-        if type(_pickling.loads_plain(*content) if plain else _pickling.loads(*content)) is type(error):
+        content = _channel.dumps(error)
+        if type(_channel.loads_plain(*content) if plain else _channel.unpickle(*content)) is type(error):
             return error
     return _described(error, name, _text_of(error))
 

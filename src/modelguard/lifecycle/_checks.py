@@ -2,27 +2,435 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from modelguard import telemetry
-from modelguard.lifecycle import _inline
+from modelguard.environment._gpu import use_of
+from modelguard.lifecycle import _loading, runtime
 from modelguard.lifecycle._context import GuardContext
-from modelguard.lifecycle._evaluator import Due, Evaluator
-from modelguard.lifecycle._fingerprints import Fingerprint
-from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._load_job import LoadJob
-from modelguard.lifecycle._policy import Policy, subset
-from modelguard.lifecycle._postponing import Postponing
+from modelguard.lifecycle._generation import Generation, LoadJob, PostponedJob
+from modelguard.lifecycle._policy import Backoff, Policy, Snapshot, alternatives, source_part, subset
 from modelguard.lifecycle._readings import Readings
-from modelguard.lifecycle._recycling import Ask, Recycling
 from modelguard.lifecycle._trimming import Trimmer
+from modelguard.lifecycle.policies import GpuPolicy
+from modelguard.lifecycle.runtime import Fingerprint
 from modelguard.telemetry import logger
 from modelguard.telemetry.reasons import Reason
 
+if TYPE_CHECKING:
+    from modelguard.telemetry import Callback
+
+
+# Empties torch's cache of GPU memory where a policy finds it too large: a reload would not help.
+
+
+#: After emptying the cache, calls ask the device for memory again, which makes it wait. So a cache that grows back is
+#: emptied less and less often.
+_PAUSE = Backoff("1m", "1h")
+
+_ADVICE = (
+    "The cache grows back or is fragmented. Start the service with the preset 'torch-cuda-dynamic' "
+    "(PYTORCH_ALLOC_CONF=expandable_segments:True), or pad inputs to fewer shapes."
+)
+
+
+class GpuCache:
+    """The cache of torch, as the policies of one guard judge it. Not thread safe: one thread at a time may check."""
+
+    def __init__(self, guard: GuardContext[Any]) -> None:
+        self._guard = guard
+        policy = guard.options.reload_on
+        parts = () if policy is None else policy.parts()
+        self._parts = tuple(part for part in parts if isinstance(part, GpuPolicy))
+        self._generation = self._times = 0
+        self._next = -math.inf
+
+    def check(self, now: Snapshot) -> None:
+        """Empty the cache if a policy finds it too large, and not too soon after the last time."""
+        if now.generation != self._generation:
+            self._generation, self._times, self._next = now.generation, 0, -math.inf
+        part = next((part for part in self._parts if part.cache_too_large(now)), None)
+        runtime = self._guard.runtime
+        if part is None or runtime.clock() < self._next:
+            return
+        self._times += 1
+        self._next = runtime.clock() + _PAUSE.seconds(self._times, now.jitter)
+        self._empty(part, now)
+
+    def _empty(self, part: GpuPolicy, now: Snapshot) -> None:
+        runtime = self._guard.runtime
+        before, started = use_of(runtime.gpu), runtime.clock()
+        runtime.gpu.empty_cache()
+        after = use_of(runtime.gpu)
+        if before is None or after is None:  # the device has failed
+            return
+        telemetry.emit(
+            telemetry.GpuCacheEmptied(
+                guard=self._guard.name,
+                generation=now.generation,
+                policy=repr(part),
+                reserved_before=before.reserved,
+                reserved_after=after.reserved,
+                allocated=after.allocated,
+                seconds=runtime.clock() - started,
+                advice=_ADVICE if self._times > 1 or after.reserved >= before.reserved else None,
+            )
+        )
+
+
+# Asks the policy of one guard whether its current generation is over.
+
+
 M = TypeVar("M")
+
+#: What a policy may raise without harming the call that ends: its sys.exit() is no reason to end the service.
+_POLICY_ERRORS = (Exception, SystemExit)
+
+#: Seconds between two checks of an idle guard, whose memory does not grow by itself.
+_IDLE = 1.0
+
+
+#: What a policy asks for: another model, the release until the next use, or the end of an isolated function's workers.
+Action = Literal["load", "unload", "end_workers"]
+
+
+class Due(NamedTuple, Generic[M]):
+    """A load or a release that is due.
+
+    Attributes:
+        reasons: Why.
+        generation: The generation that is over; None for the retry of a failed load.
+        action: What is to be done.
+    """
+
+    reasons: tuple[Reason, ...]
+    generation: Generation[M] | None
+    action: Action = "load"
+
+
+class Evaluator(Generic[M]):
+    """Takes the readings, asks the policy, and remembers when it must be asked again.
+
+    Attributes:
+        readings: What the policy reads.
+        interval: Seconds until the next evaluation is useful; infinity if only the ends of calls matter.
+    """
+
+    def __init__(self, guard: GuardContext[M]) -> None:
+        self.readings = Readings(guard)
+        self._gpu_cache = GpuCache(guard)
+        self.interval = math.inf
+        self._guard = guard
+        self._members = alternatives(guard.options.reload_on)
+        self._members_if_pinned = alternatives(source_part(guard.options.reload_on))
+        self._lock = threading.Lock()
+        self._again = False
+        self._reported: set[str] = set()
+        self._uses_seen = -1
+
+    def decide_by(self, policy: Policy | None) -> None:
+        """Ask only this part of the guard's policy from now on."""
+        self._members = alternatives(policy)
+        self._members_if_pinned = alternatives(source_part(policy))
+        self.readings.decide_by(policy)
+
+    def evaluate(self, *, sample: bool, insist: bool = False) -> Due[M] | None:
+        """Ask the policy whether a load is due.
+
+        Args:
+            sample: Whether there is time to read memory and files, which the end of a call does not have.
+            insist: Whether what another thread finds at this moment may be out of date, so that it has to look again.
+        """
+        if insist:
+            self._again = True  # before the lock is tried: who holds it looks at this after its release
+        while self._lock.acquire(blocking=False):  # else another thread gets the same answer
+            self._again = False
+            try:
+                due = self._evaluate(sample=sample)
+            finally:
+                self._lock.release()
+            if due is not None or not self._again:
+                return due
+        return None
+
+    def after_load(self) -> None:
+        """Set the alarm of a generation that was just installed."""
+        generation = self._guard.state.current
+        if generation is not None:
+            self._reported.clear()
+            snapshot = self.readings.snapshot(generation, settled=False, sample=False)
+            self._set_alarm(generation, snapshot)
+            if snapshot.uses:  # calls have ended since the installation, without an alarm
+                self._guard.state.set_alarm(generation, snapshot.uses)
+
+    def after_fork_in_child(self) -> None:
+        """Start the child's own readings."""
+        self._lock = threading.Lock()
+        self._reported.clear()
+        self._uses_seen = -1
+        self.readings.after_fork_in_child(self._guard.state.current)
+        self.after_load()
+
+    def report_error(self, callback: Callback, error: BaseException, *, about: str = "") -> None:
+        """Report a callable of the author's that raised; once per generation and type of error."""
+        if self._first_report(f"{callback} {about} {type(error)}"):
+            where = f" (in {about})" if about else ""
+            telemetry.emit(
+                telemetry.CallbackErrored(
+                    guard=self._guard.name, callback=callback, error=f"{type(error).__name__}: {error}{where}"
+                )
+            )
+
+    def _evaluate(self, *, sample: bool) -> Due[M] | None:
+        state = self._guard.state
+        if state.closed or state.job is not None:
+            self.interval = _IDLE
+            return None
+        if state.failures:
+            return self._retry()
+        generation = state.current
+        if generation is None:
+            self.interval = math.inf
+            return None
+        if self.readings.generation != generation.number:  # after a rollback
+            self._reported.clear()
+            self.readings.start(generation)
+        snapshot = self.readings.snapshot(generation, settled=state.draining <= state.abandoned, sample=sample)
+        reasons = self._ask(snapshot)
+        if sample:
+            self._gpu_cache.check(snapshot)
+        self._set_alarm(generation, snapshot)
+        if not reasons:
+            state.postpone(None)
+            return None
+        state.set_alarm(generation, math.inf)
+        return Due(tuple(reasons), generation, _chosen(set(reasons.values())))
+
+    def _retry(self) -> Due[M] | None:
+        state = self._guard.state
+        if state.paused and state.current is not None:
+            self.interval = _IDLE
+            return None
+        self.interval = max(0.0, state.retry_at - self._guard.runtime.clock())
+        return None if self.interval > 0 else Due((Reason("retry", f"retry after failure {state.failures}"),), None)
+
+    def _ask(self, snapshot: Snapshot) -> dict[Reason, Action]:
+        """The reasons of the members that are due, and what each asks for.
+
+        A member that raises is reported, and the others still count.
+        """
+        reasons: dict[Reason, Action] = {}
+        for member in self._asked():
+            try:
+                self._report_futile_parts(member, snapshot)
+                reasons |= dict.fromkeys(member.reasons(snapshot), _asked_by(member))
+            except _POLICY_ERRORS as error:
+                self.report_error("reload_on", error, about=_name(member))
+        return reasons
+
+    def _report_futile_parts(self, policy: Policy, snapshot: Snapshot) -> None:
+        for part in policy.parts():
+            detail = part.futile(snapshot)
+            if detail is not None and self._first_report(f"futile {part!r}"):
+                telemetry.emit(
+                    telemetry.PolicyFutile(
+                        guard=self._guard.name,
+                        generation=snapshot.generation,
+                        policy=repr(part),
+                        detail=detail,
+                        cause=runtime.cause() if part.reads_memory else None,
+                    )
+                )
+
+    def _set_alarm(self, generation: Generation[M], snapshot: Snapshot) -> None:
+        """Let calls end on the fast path until the policy's answer may change."""
+        members = self._asked()
+        if not members:
+            self.interval = _IDLE if self._members else math.inf
+            self._guard.state.set_alarm(generation, math.inf)
+            return
+        uses, seconds = math.inf, math.inf
+        for member in members:
+            try:
+                horizon = member.horizon(snapshot)
+            except _POLICY_ERRORS as error:
+                self.report_error("reload_on", error, about=_name(member))
+                continue
+            uses, seconds = min(uses, horizon.uses), min(seconds, horizon.seconds)
+        idle = snapshot.uses == self._uses_seen
+        self._uses_seen = snapshot.uses
+        until_reading = self.readings.interval
+        self.interval = min(seconds, max(until_reading, _IDLE) if idle else until_reading)
+        self._guard.state.set_alarm(generation, snapshot.uses + uses)
+
+    def _asked(self) -> tuple[Policy, ...]:
+        """What decides now. After a rollback that is only a new change of the source."""
+        members = self._members_if_pinned if self._guard.state.pinned else self._members
+        workers = self._guard.options.workers
+        if workers is None or not workers.ended:
+            return members
+        return tuple(member for member in members if not member.ends_workers)
+
+    def _first_report(self, about: str) -> bool:
+        if about in self._reported:
+            return False
+        self._reported.add(about)
+        return True
+
+
+def _asked_by(member: Policy) -> Action:
+    if member.unloads:
+        return "unload"
+    return "end_workers" if member.ends_workers else "load"
+
+
+def _chosen(asked: set[Action]) -> Action:
+    """What to do where members ask for different things.
+
+    What nobody uses is not loaded afresh, unless a mold is kept for the next call: that one is to be as new as others.
+    """
+    if "unload" in asked:
+        return "unload"
+    return "load" if "load" in asked else "end_workers"
+
+
+def _name(policy: Policy) -> str:
+    return type(policy).__name__ if policy.kind == "custom" else repr(policy)
+
+
+# What policies ask for may have to wait: while the guard is paused, and while its model is young.
+
+
+#: Seconds between two checks of what waits, so that what is no longer due does not go on waiting.
+_INTERVAL = 1.0
+
+
+class Postponing:
+    """Decides whether what is due must wait, and reports each policy that waits, once for each generation."""
+
+    def __init__(self, guard: GuardContext[Any]) -> None:
+        self._guard = guard
+        self._generation = 0
+        self._reported: set[tuple[str, Reason]] = set()
+
+    @property
+    def interval(self) -> float:
+        """Seconds until the next check of what waits is useful."""
+        waits = self._guard.state.postponed
+        if waits is None or waits.until is None:
+            return _INTERVAL
+        return min(_INTERVAL, max(0.0, waits.until - self._guard.runtime.clock()))
+
+    def postpones(self, due: Due[Any]) -> bool:
+        """Whether it must wait, which is recorded and reported."""
+        state, over = self._guard.state, due.generation
+        if over is None:  # the retry of a failed load
+            return False
+        now, until = self._guard.runtime.clock(), over.born + self._guard.options.min_lifetime
+        if state.paused:
+            job = PostponedJob(due.reasons, "paused", None)
+        elif now < until:
+            job = PostponedJob(due.reasons, "min_lifetime", until)
+        else:
+            return False
+        state.postpone(job)
+        fresh = self._not_reported(over.number, job)
+        if fresh:
+            seconds = None if job.until is None else job.until - now
+            telemetry.emit(
+                telemetry.ReloadPostponed(
+                    guard=self._guard.name, generation=over.number, reasons=fresh, cause=job.cause, seconds=seconds
+                )
+            )
+        return True
+
+    def _not_reported(self, generation: int, job: PostponedJob) -> tuple[Reason, ...]:
+        with self._guard.state.lock:  # the end of a call and the ticker may both get here
+            if generation != self._generation:
+                self._generation = generation
+                self._reported.clear()
+            fresh = tuple(reason for reason in job.reasons if (job.cause, reason) not in self._reported)
+            self._reported.update((job.cause, reason) for reason in fresh)
+            return fresh
+
+
+# Processes that are replaced as a whole: a due policy asks for a fresh process instead of a reload.
+
+
+#: Asks the server for a fresh process.
+Ask = Callable[[tuple[Reason, ...]], object]
+
+
+class Recycling:
+    """Whether and how one guard asks for a fresh process.
+
+    Attributes:
+        here: Whether this process is to be replaced, and not only its forked children.
+        takes_calls: Whether calls run in this process. If not, only new weights matter here.
+    """
+
+    def __init__(self, guard: GuardContext[Any]) -> None:
+        self._guard = guard
+        self._ask: Ask | None = None
+        self._renew: Callable[[], object] | None = None
+        self._shares = False  # the model with a parent that loads new weights
+        self.here = False
+        self.takes_calls = True
+        self._start()
+
+    def _start(self) -> None:
+        self._lock = threading.Lock()
+        self._asked = 0  # the latest generation for which it was asked
+
+    def in_children(self, ask: Ask, *, takes_calls: bool, renew: Callable[[], object] | None) -> None:
+        """Children that are forked from now on call ``ask``, and ``renew`` instead of a reload, if it is given."""
+        self._ask, self._renew = ask, renew
+        self.takes_calls = takes_calls
+
+    def in_this_process(self, ask: Ask) -> None:
+        """This process calls ``ask`` from now on."""
+        self._ask = ask
+        self.here = True
+
+    def after_fork_in_child(self) -> None:
+        """A child shares its parent's model, so it asks where that was prepared."""
+        self.here = self._shares = self._ask is not None
+        self.takes_calls = True
+        self._start()
+
+    @property
+    def renew(self) -> Callable[[], object] | None:
+        """What asks the parent for new weights, instead of a reload in this process; None where that is not so."""
+        return self._renew if self._shares else None
+
+    @property
+    def policy(self) -> Policy | None:
+        """The part of the guard's policy that decides in this process.
+
+        ``TTL``, ``Modified`` and ``Changed`` mean new weights, which a fresh child of the same parent would not have:
+        they are the parent's business.
+        """
+        whole = self._guard.options.reload_on
+        if not self.takes_calls:
+            return subset(whole, renews=True)
+        return subset(whole, renews=False) if self._shares else whole
+
+    def request(self, due: Due[Any], generation: int) -> None:
+        """Ask for a fresh process, once per generation.
+
+        Raises:
+            Exception: Whatever the server's callable raised.
+        """
+        with self._lock:
+            if self._ask is None or self._asked >= generation:
+                return
+            self._asked = generation
+        telemetry.emit(telemetry.RecycleAsked(guard=self._guard.name, generation=generation, reasons=due.reasons))
+        self._ask(due.reasons)
 
 
 class Checks(Generic[M]):
@@ -92,7 +500,7 @@ class Checks(Generic[M]):
             sample: Whether there is time to read memory and files, which the end of a call does not have.
             insist: Whether a thread that is asking at this moment has to ask again.
         """
-        if _inline.active():
+        if _loading.active():
             return False
         due = self._evaluator.evaluate(sample=sample, insist=insist)
         if due is None:
@@ -107,7 +515,7 @@ class Checks(Generic[M]):
     def demand(self, reasons: tuple[Reason, ...], over: Generation[M]) -> None:
         """Replace a generation at the end of a call, for reasons that no policy has."""
         due = Due(reasons, over)
-        if not _inline.active() and not self._postponing.postpones(due):
+        if not _loading.active() and not self._postponing.postpones(due):
             self._act(due, over, sample=False)
 
     def _retry(self, due: Due[M]) -> bool:

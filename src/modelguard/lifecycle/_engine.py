@@ -7,25 +7,28 @@ does a load: request, :class:`~modelguard.lifecycle._reload.Reload` (load, insta
 from __future__ import annotations
 
 import functools
+import os
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from modelguard import _own_thread, _units
-from modelguard._weak_registry import WeakRegistry
-from modelguard.errors import WouldDeadlock
-from modelguard.lifecycle import _at_exit, _deadlocks, _fork, _in_thread, _inline, _misuse, _ticker
-from modelguard.lifecycle._engine_loads import EngineLoads
-from modelguard.lifecycle._fingerprints import Fingerprint
-from modelguard.lifecycle._generation import Generation
+from modelguard import _threads, _units, telemetry
+from modelguard._threads import WeakRegistry
+from modelguard.errors import InvalidOption, LoadFailed, NoPreviousModel, WouldDeadlock
+from modelguard.lifecycle import _fork, _loading, _misuse, _release, _waiting, runtime
+from modelguard.lifecycle._checks import Ask, Checks
+from modelguard.lifecycle._context import GuardContext
+from modelguard.lifecycle._generation import Generation, LoadJob, Outcome
 from modelguard.lifecycle._policy import subset
-from modelguard.lifecycle._recycling import Ask
 from modelguard.lifecycle._release import drain_and_release, in_background, release_and_report
-from modelguard.lifecycle._repair import free, named
-from modelguard.lifecycle._resolve import resolve
-from modelguard.lifecycle._rollback import roll_back
+from modelguard.lifecycle._reload import Reload, free, named
+from modelguard.lifecycle._state import GuardState
 from modelguard.lifecycle._waiting import Timeout, wait_for_end_of_job, wait_for_load, wait_for_load_on_loop
+from modelguard.lifecycle.runtime import Fingerprint, resolve
 from modelguard.telemetry import _hooks
 from modelguard.telemetry.reasons import Reason
 
@@ -33,7 +36,227 @@ if TYPE_CHECKING:
     from modelguard.lifecycle._options import GuardOptions
     from modelguard.lifecycle.runtime import Runtime
 
+
+# The half of a guard's engine that starts loads, and has calls wait for them.
+
+
 M = TypeVar("M")
+
+_MEANWHILE = (Reason("requested", "requested during a load"),)
+
+
+class EngineLoads(Generic[M]):
+    """Runs the loads of one guard, one at a time, which all who need the model join.
+
+    Attributes:
+        guard: Options, state and runtime.
+        name: The guard's name.
+        state: The guard's state, to be read.
+        checks: Ask the policies, and start what is due.
+    """
+
+    def __init__(self, options: GuardOptions[M], runtime: Runtime) -> None:
+        self.name = options.name
+        self.state: GuardState[M] = GuardState(options.name)
+        self.guard = GuardContext(options, self.state, runtime)
+        self.checks = Checks(self.guard, self._start)
+
+    @property
+    def loading(self) -> bool:
+        """Whether a load is under way, or the release of what it replaced."""
+        return self.state.job is not None
+
+    def _check_keep(self) -> None:
+        """Refuse to load a model in a process where ``keep="mold"`` has no meaning. Before, nobody can know."""
+        guard = self.guard
+        if guard.options.keeps_mold and guard.options.workers is None and not guard.runtime.in_mold:
+            why = f"is for the workers of an isolated function, and guard {self.name!r} loads its model in this process"
+            fix = "Put @isolate() above the guard's decorator, or leave keep out to release the model."
+            raise InvalidOption("keep", "mold", why=why, fix=fix)
+
+    def _request_reload(self) -> Future[Outcome]:
+        self._check_keep()
+        if (renew := self.checks.renew) is not None:
+            self.state.raise_if_closed()
+            renew()
+            asked: Future[Outcome] = Future()
+            asked.set_result(None)  # whoever waits for more would wait for the end of this process
+            return asked
+        with self.state.lock:
+            request, job = self.state.request((Reason("requested", "requested"),), urgent=True)
+            future = self.state.wait_for_request(request)
+        self._start(job)
+        return future
+
+    def _start(self, job: LoadJob | None) -> bool:
+        if job is None:
+            return False
+        try:
+            if self.guard.runtime.ticks:
+                _fork.TICKER.add(self)
+            self.guard.runtime.start_thread(lambda: self._run(job), f"modelguard-load-{self.name}")
+        except RuntimeError as error:  # the system gives no thread, or the interpreter is shutting down
+            if job.unloads:
+                return self._start(self.state.finish(job, _MEANWHILE))
+            # Reported to those who wait and not raised: this may be the end of a call that succeeded.
+            self._reload(job).fail(LoadFailed, str(error), error)
+            return False
+        return True
+
+    def _run(self, job: LoadJob | None) -> None:
+        while job is not None:
+            self._reload(job).run()
+            self._after_load()
+            job = self.state.finish(job, _MEANWHILE)
+            if job is not None and self.guard.runtime.ticks:
+                with suppress(RuntimeError):  # the interpreter is shutting down
+                    _fork.TICKER.add(self)
+        current = self.state.current
+        if current is not None and current.uses >= current.alarm:
+            # The ends of calls start nothing as long as there is a job, and one may just have seen this job.
+            self.checks.ask(sample=False, insist=True)
+
+    def _reload(self, job: LoadJob) -> Reload[M]:
+        return Reload(self.guard, self.checks.readings, job)
+
+    def _after_load(self) -> None:
+        """Set the policy's alarm, before the job ends: a request in between would start another thread."""
+        self.checks.after_load()
+        if not self.checks.needed and not self.state.failures:
+            _fork.TICKER.remove(self)  # nothing can become due, and a process that forks should have few threads
+
+    # Waiting
+
+    def _timeout(self, timeout: _units.Duration | None) -> Timeout:
+        """A first load may take as long as it takes; a replacement is awaited for up to ``wait_timeout``."""
+        return Timeout(self.load_patience if timeout is None else timeout)
+
+    @property
+    def load_patience(self) -> float | None:
+        """Seconds that a call waits for the load that it joins; None for as long as that takes."""
+        return self.guard.options.wait_timeout if self.state.generations else None
+
+    def _wait_until_ready(self, limit: Timeout) -> None:
+        if (future := self.join_load()) is not None:
+            wait_for_load(self.state, future, limit)
+
+    async def _await_until_ready(self, limit: Timeout) -> None:
+        if _loading.active():
+            await _loading.aload(self.guard)
+            return
+        if self.state.current is None:
+            self.state.raise_if_closed()
+            runtime.require_asyncio("waiting for a model in a coroutine")  # before the load begins
+        if (future := self.join_load()) is not None:
+            await wait_for_load_on_loop(self.state, future, limit)
+
+    def join_load(self) -> Future[Outcome] | None:
+        """Join the one load, started here if need be; None if there is a current generation already. Does not block.
+
+        Raises:
+            GuardClosed, LoadFailed: None begins.
+        """
+        if _loading.active():
+            _loading.load(self.guard)
+            return None
+        state = self.state
+        with state.lock:
+            state.raise_if_closed()
+            if state.current is not None:
+                return None
+            self._check_keep()
+            left = state.retry_at - self.guard.runtime.clock()
+            if state.job is None and state.failure is not None and left > 0:
+                raise state.failure.again(left)
+            future = state.wait_for_any()
+            if state.failures:
+                reason = Reason("retry", "retry")
+            else:
+                reason = Reason("woken", "next use") if state.unloaded else Reason("first_use", "first use")
+            job = state.request_if_idle((reason,), urgent=True)
+        self._start(job)
+        return future
+
+    # What the ticker asks
+
+    def check(self) -> bool:
+        """Ask the policies now, and trim if it is time; true if a reload was started."""
+        return self.checks.check()
+
+    def tick(self) -> None:
+        """:meth:`check`, as the ticker calls it: does not block."""
+        self.checks.tick()
+
+    def check_interval(self) -> float:
+        """Seconds until :meth:`check` should be called again; infinity if only the ends of calls matter."""
+        return self.checks.interval
+
+
+# Models at interpreter exit: their ``unload`` hooks are called, so that files, threads and connections are closed.
+
+
+_guards: WeakRegistry[GuardContext[Any]] = WeakRegistry()
+
+
+def unload(guard: GuardContext[Any]) -> None:
+    """Unload the guard's model at interpreter exit, if the guard has a hook for it and is not closed by then."""
+    if guard.options.unload is not None:
+        _guards.add(guard)
+        _threads.before_exit("models", _unload_all)
+
+
+def _unload_all(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for guard in list(_guards):
+        _unload(guard, max(0.0, until - time.monotonic()))
+
+
+def _unload(guard: GuardContext[Any], seconds: float) -> None:
+    """Call the hook, unless calls still run on the model after ``seconds`` or a parent process loaded it."""
+    current, previous = guard.state.close(), guard.state.take_previous()
+    for old in (current, previous):
+        if old is not None and old.pid == os.getpid() and not guard.state.drain(old, seconds):
+            _call(guard, old)
+
+
+def _call(guard: GuardContext[Any], old: Generation[Any]) -> None:
+    error = _release.unload(guard, guard.state.take_model(old))
+    if error is not None:
+        telemetry.emit(telemetry.CallbackErrored(guard=guard.name, callback="unload", error=error))
+
+
+# Back to the previous model of a guard, at once: nothing is loaded.
+
+
+def roll_back(guard: GuardContext[M]) -> None:
+    """Make the generation that the current one has replaced current again; a load under way is cancelled.
+
+    The one that took calls is released in the background.
+
+    Raises:
+        NoPreviousModel: None is kept.
+        GuardClosed: The guard is closed.
+    """
+    if not guard.options.keep_previous:
+        why = "the guard keeps none"
+        raise NoPreviousModel(guard.name, why=why, fix="Make it with guard(..., keep_previous=True).")
+    swapped = guard.state.roll_back(LoadFailed(guard.name, "rollback() was called during the load"))
+    if swapped is None:
+        why = "no reload has kept one since the first load, the last rollback, a release or a shortage of memory"
+        raise NoPreviousModel(guard.name, why=why, fix="Call reload() to load a model.")
+    back, old = swapped
+    guard.shown.show(back.version)
+    telemetry.emit(
+        telemetry.RolledBack(
+            guard=guard.name,
+            generation=back.number,
+            version=back.version,
+            replaced=old.number,
+            replaced_version=old.version,
+        )
+    )
+    in_background(guard, partial(drain_and_release, guard, old))
+
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -57,7 +280,7 @@ class Engine(EngineLoads[M]):
         super().__init__(options, runtime)
         _hooks.import_events()
         _engines.add(self)
-        _at_exit.unload(self.guard)
+        unload(self.guard)
         _fork.register(self)
 
     def __repr__(self) -> str:
@@ -216,7 +439,7 @@ class Engine(EngineLoads[M]):
 
     def load(self, timeout: _units.Duration | None = None) -> None:
         """Block until there is a current generation; load one if need be."""
-        _deadlocks.raise_on_event_loop(self.name, "load", "await guard.aload()")
+        _waiting.raise_on_event_loop(self.name, "load", "await guard.aload()")
         self.ensure_loaded(timeout)
 
     def ensure_loaded(self, timeout: _units.Duration | None = None) -> None:
@@ -232,9 +455,9 @@ class Engine(EngineLoads[M]):
     def reload(self, *, wait: bool, timeout: _units.Duration | None = None) -> None:
         """Replace the model by one whose load begins after this call."""
         if wait:
-            _deadlocks.raise_on_event_loop(self.name, "reload", "await guard.areload()")
+            _waiting.raise_on_event_loop(self.name, "reload", "await guard.areload()")
             self.raise_inside_call("reload")
-            with _deadlocks.waiting_for(self.state):
+            with _waiting.waiting_for(self.state):
                 pass  # a loader that asks for its own reload is refused before the request makes its load stale
         future = self._request_reload()
         if wait:
@@ -243,19 +466,19 @@ class Engine(EngineLoads[M]):
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine."""
         self.raise_inside_call("areload")
-        _in_thread.require_asyncio("waiting for a model in a coroutine")  # before the load begins
+        runtime.require_asyncio("waiting for a model in a coroutine")  # before the load begins
         await wait_for_load_on_loop(self.state, self._request_reload(), Timeout(timeout))
 
     def unload(self, timeout: _units.Duration | None = None) -> None:
         """Release the model until its next use, after a load that is under way."""
-        _deadlocks.raise_on_event_loop(self.name, "unload", "await guard.aunload()")
+        _waiting.raise_on_event_loop(self.name, "unload", "await guard.aunload()")
         self.raise_inside_call("unload")
         self.state.raise_if_closed()
-        if _inline.active():
-            _inline.unload(self.guard)
+        if _loading.active():
+            _loading.unload(self.guard)
             return
         limit, job = Timeout(timeout), None
-        with _deadlocks.waiting_for(self.state):
+        with _waiting.waiting_for(self.state):
             wait_for_end_of_job(self.state, None, limit)  # also of a load that has no current generation to replace
             while self.state.current is not None and job is None:
                 job = self.state.request_unload((Reason("requested", "requested"),))
@@ -265,7 +488,7 @@ class Engine(EngineLoads[M]):
     async def aunload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`unload` without blocking the event loop."""
         work = functools.partial(self.unload, timeout)
-        await _in_thread.run(work, f"modelguard-unload-{self.name}", self.guard.runtime.start_thread)
+        await runtime.run(work, f"modelguard-unload-{self.name}", self.guard.runtime.start_thread)
 
     def rollback(self) -> None:
         """Make the generation that the current one has replaced current again. Does not block."""
@@ -275,7 +498,7 @@ class Engine(EngineLoads[M]):
         """Run the warm-up on the current generation, if there are both."""
         warmup, generation = self.guard.options.warmup, self.state.current
         if warmup is not None and generation is not None:
-            with self.state.running_on(generation), _own_thread.stay():
+            with self.state.running_on(generation), _threads.stay():
                 resolve(warmup(generation.model))
             generation.uses = generation.errors = 0  # as after a load: a warm-up is not a request
 
@@ -307,11 +530,11 @@ class Engine(EngineLoads[M]):
         self.checks.set_paused(paused=paused)
         if not paused and self.checks.needed and self.state.current is not None and self.guard.runtime.ticks:
             with suppress(RuntimeError):  # the system gives no thread; the next call tries again
-                _ticker.TICKER.add(self)  # and wake it
+                _fork.TICKER.add(self)  # and wake it
 
     def stop_checks(self) -> None:
         """Ask the policies no longer as time passes: nobody can call any more."""
-        _ticker.TICKER.remove(self)
+        _fork.TICKER.remove(self)
 
     @property
     def renews_weights(self) -> bool:
@@ -337,13 +560,13 @@ class Engine(EngineLoads[M]):
     def close(self, timeout: _units.Duration | None = None) -> None:
         """Refuse further calls, wait for those under way up to a bound, and release the model."""
         seconds = None if timeout is None else _units.seconds(timeout, "timeout", zero=True)
-        _deadlocks.raise_on_event_loop(self.name, "close", "await guard.aclose()")
+        _waiting.raise_on_event_loop(self.name, "close", "await guard.aclose()")
         self.raise_inside_call("close")
         self.shut_down(seconds)
 
     def shut_down(self, timeout: float | None = None) -> None:
         """:meth:`close` without its checks, for an owner that has made them."""
-        _ticker.TICKER.remove(self)
+        _fork.TICKER.remove(self)
         for old in (self.state.close(), self.state.take_previous()):  # once it is closed, nothing is kept any more
             if old is not None:
                 drain_and_release(self.guard, old, timeout)
@@ -353,7 +576,7 @@ class Engine(EngineLoads[M]):
     async def aclose(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`close` without blocking the event loop."""
         work = functools.partial(self.close, timeout)
-        await _in_thread.run(work, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
+        await runtime.run(work, f"modelguard-close-{self.name}", self.guard.runtime.start_thread)
 
     def before_fork(self) -> None:
         """Keep other threads out of the state while the process forks."""

@@ -8,9 +8,8 @@ from contextlib import suppress
 from contextvars import Token
 from typing import TYPE_CHECKING, Any, Generic, Never, TypeVar
 
-from modelguard.lifecycle._enclosing import Enclosing
 from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._generation import Enclosing, Generation
 from modelguard.lifecycle._state import GuardState
 
 if TYPE_CHECKING:

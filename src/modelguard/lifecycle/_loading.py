@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,21 +10,20 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import GeneratorType
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from modelguard import _own_thread, telemetry
-from modelguard.environment import _openmp
+from modelguard import _threads, telemetry
+from modelguard.environment import _effect
 from modelguard.lifecycle import _adapters, _options
 from modelguard.lifecycle._context import GuardContext
-from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._load_job import LoadJob
+from modelguard.lifecycle._generation import Generation, LoadJob
+from modelguard.lifecycle._options import Unpacked, unpacked
 from modelguard.lifecycle._release import release_and_report
-from modelguard.lifecycle._resolve import resolve
-from modelguard.lifecycle.loaded import unpacked
+from modelguard.lifecycle.runtime import resolve
 
 if TYPE_CHECKING:
+    from modelguard.lifecycle._options import Replay
     from modelguard.lifecycle._recorded_calls import RecordedCalls
-    from modelguard.lifecycle.replay import Replay
     from modelguard.telemetry import DiscardCause
 
 M = TypeVar("M")
@@ -79,7 +79,7 @@ def make(guard: GuardContext[M], job: LoadJob, discard: Discard[M]) -> Made[M]:
         try:
             return _make(guard, discard)
         finally:
-            _openmp.end_openmp_pool()  # this thread may be kept, and idle for minutes
+            _effect.end_openmp_pool()  # this thread may be kept, and idle for minutes
             job.threads.discard(threading.get_ident())  # the next thread may get the same identity
 
     with guard.runtime.returning():  # ends here with the wait for a loader that does not end
@@ -142,7 +142,7 @@ def _load(guard: GuardContext[M]) -> Generation[M]:
 
 def _prove(guard: GuardContext[M], generation: Generation[M]) -> None:
     """Validate and warm up. Guarded functions that this calls run on the new generation."""
-    with guard.state.running_on(generation), _own_thread.stay():
+    with guard.state.running_on(generation), _threads.stay():
         if guard.options.validate is not None:
             _validate(guard, generation)
         if guard.options.warmup is not None:
@@ -282,3 +282,68 @@ class StallMeter:
             self.longest = max(self.longest, now - last - _BEAT)
             last = now
         self.longest = max(self.longest, time.perf_counter() - last - _BEAT)
+
+
+# Inline mode, for tests: no policies, reloads or background work; models load in the thread that needs them.
+
+
+_active = False
+_lock = threading.RLock()
+_undo: list[Callable[[], object]] = []
+
+
+@contextmanager
+def inline() -> Iterator[None]:
+    """Run every guard of this process inline inside the block.
+
+    A guard without a model calls its loader in the thread that needs the model, and the loader's own error is raised;
+    there is no warm-up, no validation and no policy. At the end, models that were loaded inline are dropped, so that
+    the next use loads them in the normal way.
+    """
+    global _active
+    _active = True
+    try:
+        yield
+    finally:
+        _active = False
+        while _undo:
+            _undo.pop()()
+
+
+def active() -> bool:
+    """Whether guards run inline now."""
+    return _active
+
+
+def load(guard: GuardContext[M]) -> None:
+    """Load the model in this thread, unless there is one."""
+    with _lock:
+        guard.state.raise_if_closed()
+        if guard.state.current is None:
+            _install(guard, unpacked(resolve(guard.options.load())))
+
+
+async def aload(guard: GuardContext[M]) -> None:
+    """:func:`load` on the running event loop."""
+    guard.state.raise_if_closed()
+    if guard.state.current is None:
+        made: Any = guard.options.load()
+        loaded = unpacked(await made if asyncio.iscoroutine(made) else made)
+        with _lock:
+            if guard.state.current is None:  # another task may have been faster
+                _install(guard, loaded)
+
+
+def unload(guard: GuardContext[Any]) -> None:
+    """Drop the model, if there is one."""
+    with _lock:
+        guard.state.retire_until_next_use(if_unused=False)
+
+
+def _install(guard: GuardContext[Any], loaded: Unpacked) -> None:
+    state, number = guard.state, guard.state.generations
+    runtime = guard.runtime
+    born, began = runtime.clock(), runtime.wall_clock()
+    generation = Generation(number + 1, loaded.model, version=loaded.version, born=born, began=began, jitter=0.0)
+    state.install(LoadJob((), urgent=True), generation, discardable=False)
+    _undo.append(lambda: state.forget_current(number))

@@ -1,29 +1,134 @@
 """The options of a guard, checked where they are written."""
 
-from __future__ import annotations
-
 import inspect
 import math
+import operator
 import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
-from modelguard import _units
+from modelguard import _public, _units
 from modelguard.environment._gpu import Gpu
 from modelguard.errors import InvalidOption, NoMemoryLimit, NotSupported, PolicyNeverFires
-from modelguard.lifecycle import _adapters, _fingerprints, _policy_hints
-from modelguard.lifecycle._known_models import KnownModels
-from modelguard.lifecycle._policy import alternatives
-from modelguard.lifecycle._signatures import fits
-from modelguard.lifecycle.backoff import Backoff
+from modelguard.lifecycle import _adapters, _policy, runtime
+from modelguard.lifecycle._generation import KnownModels
+from modelguard.lifecycle._misuse import fits
+from modelguard.lifecycle._policy import Backoff, alternatives
 from modelguard.lifecycle.policies import TTL, Changed, Idle, MemoryGrowth, MemoryLimit, Modified, Policy
-from modelguard.lifecycle.replay import Replay
 from modelguard.telemetry.reasons import Reason
+
+__all__ = [
+    "Loaded",
+    "Replay",
+]
+
+
+# ``Replay``: which recorded calls a new model must answer, and how well.
+
+
+# Without `from __future__ import annotations`: this class is public under another module's name, where
+# `typing.get_type_hints` would not find what its annotations refer to.
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Replay:
+    """The rule by which a new model is compared with the current one, on recorded calls.
+
+    The guard keeps copies of the arguments of recent calls. A reload runs these calls on both models, once the new one
+    is loaded, validated and warm, and rejects it (``ModelRejected``) if too few answers agree, or if it is too slow::
+
+        nlp = guard(load, reload_on=Changed(etag), replay=Replay(100, min_agreement=0.95, same=close_enough))
+
+    Args:
+        count: How many calls are kept, the latest ones. Default 100.
+        min_agreement: The share of the answers that must agree, from 0 to 1. Default 0.9, which finds a wrong model:
+            of 100 answers, a model that agrees on 95 % of all inputs passes in 99 of 100 reloads.
+        max_slowdown: How many times as long as on the current model a call may take, at least 1; None: any time. It is
+            compared with the median of all calls, if there are at least ten, or if time is up before. Default 2; for a
+            model and itself, it was 0.95 to 1.07 in 437 reloads.
+        same: Called with the new answer and the current model's: whether they agree. If it raises, they do not.
+            Default: ``==``. Iterators and streams are compared as lists.
+        max_memory: How much memory the arguments may take, pickled: bytes, or text such as ``"500 kB"``. The oldest go
+            first, and a call that needs more alone is not kept. Default 16 MB.
+        timeout: How long the calls on both models may take together; those that have ended by then count. A plain
+            function is not interrupted: set the guard's ``load_timeout`` against one that hangs. Default ten seconds.
+
+    Raises:
+        InvalidOption: One of them is invalid.
+    """
+
+    count: int
+    min_agreement: float
+    max_slowdown: float | None
+    same: Callable[[Any, Any], object]
+    max_memory: int
+    timeout: float
+
+    def __init__(
+        self,
+        count: int = 100,
+        *,
+        min_agreement: float = 0.9,
+        max_slowdown: float | None = 2.0,
+        same: Callable[[Any, Any], object] = operator.eq,
+        max_memory: int | str = "16 MB",
+        timeout: _units.Duration = 10.0,
+    ) -> None:
+        object.__setattr__(self, "count", _units.whole_number(count, "count"))
+        object.__setattr__(self, "min_agreement", _share(min_agreement))
+        object.__setattr__(self, "max_slowdown", None if max_slowdown is None else _factor(max_slowdown))
+        if not callable(same):
+            why = f"must be a function of two answers, not {_units.kind_of(same)}"
+            raise InvalidOption("same", same, why=why, fix="Write for example same=numpy.allclose.")
+        object.__setattr__(self, "same", same)
+        object.__setattr__(self, "max_memory", _units.size(max_memory, "max_memory"))
+        object.__setattr__(self, "timeout", _units.seconds(timeout, "timeout"))
+
+    def __repr__(self) -> str:
+        """As it would be written: without what is the default."""
+        usual, names = Replay(), [field.name for field in fields(self)]
+        given = [f"{name}={getattr(self, name)!r}" for name in names[1:] if getattr(self, name) != getattr(usual, name)]
+        return f"Replay({', '.join([str(self.count), *given])})"
+
+    @classmethod
+    def parse(cls, value: object) -> "Replay | None":
+        """Read a guard's ``replay``: a rule, a number of calls, or None.
+
+        Raises:
+            InvalidOption: It is anything else.
+        """
+        if value is None or isinstance(value, Replay):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            why = "must be a number of calls of at least 1, a Replay or None"
+            fix = "Write replay=100, or replay=Replay(100, min_agreement=0.95)."
+            raise InvalidOption("replay", value, why=why, fix=fix)
+        return cls(value)
+
+    def disagreements_allowed(self, compared: int) -> int:
+        """How many of so many answers may differ."""
+        return math.floor((1 - self.min_agreement) * compared + 1e-9)  # 0.1 * 10 must not become 0.999...
+
+
+def _share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        percent = isinstance(value, int | float) and not isinstance(value, bool) and 1 < value <= 100  # noqa: PLR2004
+        fix = f"Write min_agreement={value / 100:g}." if percent else "Write for example min_agreement=0.95."  # type: ignore[operator]
+        raise InvalidOption("min_agreement", value, why="must be a share from 0 to 1", fix=fix)
+    return float(value)
+
+
+def _factor(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
+        why = "must be a factor of at least 1, or None"
+        raise InvalidOption("max_slowdown", value, why=why, fix="Write max_slowdown=2 for twice as long.")
+    return float(value)
+
 
 M = TypeVar("M")
 
@@ -44,7 +149,7 @@ class TrimSchedule:
         return _units.format_seconds(self.seconds) if self.growth == math.inf else _units.format_bytes(int(self.growth))
 
     @classmethod
-    def parse(cls, value: _units.Duration) -> TrimSchedule:
+    def parse(cls, value: _units.Duration) -> "TrimSchedule":
         """Read ``trim_every``: a size if it is text that ends in a B, as in ``"100 MB"``, else a duration."""
         if isinstance(value, str) and value.rstrip().upper().endswith("B"):
             return cls(growth=_units.size(value, "trim_every"))
@@ -239,7 +344,7 @@ def check_policy(policy: Policy, limit: Callable[[], int | None], gpu: Gpu) -> N
             "reload_on",
             policy,
             why=f"must be a policy or None, not {_units.kind_of(policy)}",
-            fix=_policy_hints.fix_for(policy),
+            fix=_policy.fix_for(policy),
         )
     for member in alternatives(policy):
         if member.restricts:
@@ -324,8 +429,8 @@ def _check_memory(policy: MemoryLimit | MemoryGrowth, limit: int | None) -> None
 def _check_path(policy: Modified) -> None:
     if not policy.path.exists():
         warn_never_due(policy, f"{policy.path} does not exist yet, so no change can be seen until it does")
-    elif not _fingerprints.is_whole(_fingerprints.fingerprint(policy.path)):
-        most = f"only the first {_fingerprints.MAX_ENTRIES:,} files of {policy.path} are watched"
+    elif not runtime.is_whole(runtime.fingerprint(policy.path)):
+        most = f"only the first {runtime.MAX_ENTRIES:,} files of {policy.path} are watched"
         warn_never_due(policy, f"{most}, so no change of the others is seen; name the folder of one model")
 
 
@@ -340,3 +445,71 @@ def outside() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
     return level
+
+
+# ``Loaded``: a model together with its version, as a loader may return it.
+
+
+#: Characters. A version becomes a label of a metric and a part of log lines; a SHA-512 digest in hexadecimal has 128.
+LONGEST = 128
+
+
+class Loaded(Generic[M]):
+    """What a loader may return instead of the model alone: the model and its version.
+
+    Calls, ``validate``, ``warmup`` and ``unload`` get the model. The version shows in ``status()``, events, metrics,
+    log lines, ``/readyz`` and ``modelguard top``::
+
+        def load() -> Loaded[Model]:
+            return Loaded(read_model("model/"), version="2026-11-20")
+
+    Args:
+        model: The model.
+        version: Text of 1 to 128 printable characters, such as a date, a revision or the version of a registry.
+
+    Raises:
+        InvalidOption: ``version`` is not such a text, or ``model`` is a ``Loaded`` itself.
+    """
+
+    __slots__ = ("model", "version")
+
+    def __init__(self, model: M, *, version: str) -> None:
+        if isinstance(model, Loaded):
+            why = "is a Loaded itself, with a version of its own"
+            raise InvalidOption("model", model, why=why, fix="Return it as it is, or pass its attribute model.")
+        self.model = model
+        self.version = _checked(version)
+
+    def __repr__(self) -> str:
+        return f"Loaded({type(self.model).__name__}, version={self.version!r})"
+
+
+def _checked(version: object) -> str:
+    if not isinstance(version, str):
+        why = f"must be text, not {_units.kind_of(version)}"
+        fix = "Leave Loaded out if there is no version." if version is None else f"Write version={str(version)!r}."
+        raise InvalidOption("version", version, why=why, fix=fix)
+    if not version.strip():
+        why = "must be text that is not empty"
+        raise InvalidOption("version", version, why=why, fix="Return the model alone if it has no version.")
+    if len(version) > LONGEST or not version.isprintable():
+        why = f"must have at most {LONGEST} characters, all of them printable"
+        raise InvalidOption("version", version, why=why, fix="Give a short name, such as a date or a revision.")
+    return version
+
+
+class Unpacked(NamedTuple):
+    """What a loader returned: the model, and its version if it has one."""
+
+    model: Any
+    version: str | None
+
+
+def unpacked(returned: object) -> Unpacked:
+    """Take apart what a loader returned."""
+    if isinstance(returned, Loaded):
+        return Unpacked(returned.model, returned.version)
+    return Unpacked(returned, None)
+
+
+_public.set_module(globals(), "modelguard")

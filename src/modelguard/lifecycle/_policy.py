@@ -1,20 +1,55 @@
 """What a policy is: a value that reads a snapshot, and how policies are joined."""
 
-# Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
-# fields' types could not be resolved.
+import inspect
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import FrozenInstanceError, dataclass, field
+from datetime import tzinfo
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _policy_hints
 from modelguard.telemetry.reasons import Reason, ReasonKind
 
-__all__ = ["Policy", "Snapshot"]
+__all__ = [
+    "Backoff",
+    "Policy",
+    "Snapshot",
+]
+
+
+# What to write where a policy is needed and something else was given.
+
+
+_EXAMPLE = "Write for example TTL('1h') | MemoryGrowth('500 MB')."
+
+
+def fix_for(given: object) -> str:
+    """The fix to suggest for a value that was given instead of a policy."""
+    if isinstance(given, type):
+        return f"Write it with its argument: {given.__name__}(...)."
+    if isinstance(given, list | tuple | set):
+        return "Join policies with | (any of them) or & (all of them): TTL('1h') | Uses(50_000)."
+    if inspect.isroutine(given):
+        return "Write a subclass of Policy whose method due() decides, and give an instance of it."
+    if isinstance(given, str):
+        for name, read in (("TTL", _units.seconds), ("MemoryGrowth", _units.size_or_percentage)):
+            with suppress(InvalidOption):
+                read(given, "")
+                return f"Write {name}({given!r})."
+    if isinstance(given, int) and not isinstance(given, bool):
+        return f"Write Uses({given}) for a number of calls, or TTL({given}) for seconds."
+    return _EXAMPLE
+
+
+# Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
+# fields' types could not be resolved.
+
 
 #: A policy on memory needs this many consecutive readings: one reading may be the spike of a single call.
 SAMPLES = 3
@@ -234,7 +269,7 @@ def _operand(given: object, sign: str) -> Policy:
     if isinstance(given, Policy):
         return given
     why = f"{sign} joins two policies, and this is {_units.kind_of(given)}"
-    raise InvalidOption("reload_on", given, why=why, fix=_policy_hints.fix_for(given))
+    raise InvalidOption("reload_on", given, why=why, fix=fix_for(given))
 
 
 class _Joined(Value):
@@ -267,7 +302,7 @@ class _Joined(Value):
         each = [member.horizon(now) for member in self.members]
         return Horizon(uses=min(one.uses for one in each), seconds=min(one.seconds for one in each))
 
-    def parts(self) -> tuple["Policy", ...]:
+    def parts(self) -> tuple[Policy, ...]:
         return tuple(part for member in self.members for part in member.parts())
 
 
@@ -330,6 +365,104 @@ def source_part(policy: Policy | None) -> Policy | None:
             return None
         return _All(tuple(member if part is None else part for part, member in zip(parts, policy.members, strict=True)))
     return policy if policy is not None and policy.watches_source else None
+
+
+# Time zones by name, and the machine's own.
+
+
+_LOCAL = Path("/etc/localtime")
+
+
+def check(name: str | None) -> str | None:
+    """Check the name of a time zone; None is the machine's local time.
+
+    Raises:
+        InvalidOption: It is unknown.
+    """
+    if name is not None:
+        named(name)
+    return name
+
+
+def named(name: str) -> tzinfo:
+    """The time zone of this name.
+
+    Raises:
+        InvalidOption: It is unknown.
+    """
+    from zoneinfo import ZoneInfo
+
+    try:
+        return ZoneInfo(name)  # cached
+    except (OSError, TypeError, ValueError, LookupError) as error:
+        fix = "Give a name such as 'Europe/Berlin', and install tzdata where the system has no time zones."
+        raise InvalidOption("tz", name, why=f"is not a known time zone ({error})", fix=fix) from None
+
+
+@lru_cache(maxsize=1)
+def local() -> tzinfo:
+    """The machine's time zone with its changes to daylight saving time: that of ``TZ``, else ``/etc/localtime``.
+
+    Raises:
+        InvalidOption: ``TZ`` is not the name of a time zone.
+    """
+    from zoneinfo import ZoneInfo
+
+    name = os.environ.get("TZ", "").removeprefix(":")
+    if name:
+        try:
+            return named(name)
+        except InvalidOption:
+            why = f"means local time, and the environment has TZ={name!r}, which is not the name of a time zone"
+            raise InvalidOption("tz", None, why=why, fix="Write for example tz='Europe/Berlin'.") from None
+    if not _LOCAL.exists():
+        return named("UTC")
+    with _LOCAL.open("rb") as file:
+        return ZoneInfo.from_file(file)
+
+
+# How long to wait after a failed load.
+
+
+_STEEPEST = 100
+
+
+@dataclass(frozen=True, init=False)
+class Backoff:
+    """Exponential and jittered waits: ``first``, then ``factor`` times as long after each failure, up to ``longest``.
+
+    Each wait is drawn between half of that and all of it, so that workers whose loads failed together do not retry
+    together.
+
+    Args:
+        first: Wait after the first failure. Default one second.
+        longest: The longest wait. Default one minute.
+        factor: Growth from one failure to the next, 1 to 100. Default 2.
+
+    Raises:
+        InvalidOption: A duration is not positive, ``longest`` is shorter than ``first``, ``factor`` not in 1 to 100.
+    """
+
+    first: float
+    longest: float
+    factor: float
+
+    def __init__(self, first: _units.Duration = 1.0, longest: _units.Duration = 60.0, *, factor: float = 2.0) -> None:
+        object.__setattr__(self, "first", _units.seconds(first, "first"))
+        object.__setattr__(self, "longest", _units.seconds(longest, "longest"))
+        if self.longest < self.first:
+            raise InvalidOption(
+                "longest", longest, why="must not be shorter than first", fix=f"Give at least {first!r}."
+            )
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _STEEPEST:
+            raise InvalidOption("factor", factor, why="must be between 1 and 100", fix="Write for example factor=2.")
+        object.__setattr__(self, "factor", float(factor))
+
+    def seconds(self, failures: int, draw: float) -> float:
+        """Wait after so many failures in a row; ``draw`` is a random number in [0, 1)."""
+        exponent = min(failures - 1, 64)  # far beyond any `longest`, and safe from overflow
+        whole = min(self.longest, self.first * self.factor**exponent)
+        return whole * (0.5 + draw / 2)
 
 
 _public.set_module(globals(), "modelguard")

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from modelguard.lifecycle._context import GuardContext
 from modelguard.lifecycle._generation import Generation
+from modelguard.lifecycle._recorded_calls import RecordedCall, RecordedCalls
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._recorded_calls import RecordedCall, RecordedCalls
-    from modelguard.lifecycle.replay import Replay
-
-__all__ = ["Comparison", "compare"]
+    from modelguard.lifecycle._options import Replay
 
 M = TypeVar("M")
 

@@ -9,19 +9,365 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from modelguard import _threads
+from modelguard._threads import WeakRegistry
 from modelguard.errors import GuardClosed, LoadFailed
-from modelguard.lifecycle._generation import Generation
-from modelguard.lifecycle._generation_state import GenerationState
-from modelguard.lifecycle._load_job import LoadJob
-from modelguard.lifecycle._waiters import Outcome, Waiters
+from modelguard.lifecycle._generation import (
+    Creep,
+    EnclosingCalls,
+    Generation,
+    LoadJob,
+    Outcome,
+    PostponedJob,
+    Waiters,
+    is_plain_value,
+)
 
 if TYPE_CHECKING:
-    from modelguard.telemetry import Reason
+    from modelguard.telemetry import GenerationReleased, Reason
+
+
+# Which calls run on which generation of a guard: the part of its state that each call changes.
+
 
 M = TypeVar("M")
+
+
+class HeldLease(Protocol):
+    """A lease that an object holds, rather than a running call."""
+
+    def held_here(self) -> Generation[Any] | None:
+        """Its generation, if this thread last used it; None otherwise and after its end."""
+        ...
+
+    def survives_fork(self) -> bool:
+        """Whether a child that was just forked still uses it."""
+        ...
+
+    def retake_in_child(self) -> None:
+        """Take it again in that child."""
+        ...
+
+
+class CallState(EnclosingCalls[M]):
+    """Calls of one guard, and the generations that they run on.
+
+    Attributes:
+        lock: Is held while a field changes, except for the leases of a generation.
+        drained: Is notified when a call on a retired generation has ended.
+        current: The generation that takes new calls; None if there is none.
+        previous: The generation that is kept for a rollback; None if there is none.
+        draining: Retired generations that are to be released when their calls have ended.
+        abandoned: Those of them whose calls have taken too long.
+        closed: Whether calls are refused.
+        held_leases: Leases that objects hold, which a forked child may have to take again.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.current: Generation[M] | None = None
+        self.previous: Generation[M] | None = None
+        self.draining: set[Generation[M]] = set()
+        self.abandoned: set[Generation[M]] = set()
+        self.closed = False
+        self.held_leases: WeakRegistry[HeldLease] = WeakRegistry()
+        self._renew_locks()
+
+    def _renew_locks(self) -> None:
+        # Reentrant: the garbage collector may return a dropped lease at any point, also under this lock.
+        self.lock = threading.RLock()
+        self.drained = threading.Condition(self.lock)
+
+    def enter(self) -> Generation[M] | None:
+        """Take a lease on the enclosing call's generation, else on the current one; None if there is neither.
+
+        :meth:`Engine.wrapper` writes out the common case of this.
+        """
+        outer = self.enclosing_generation() if self.enclosing.get() else None
+        with self.lock:
+            generation = self.current if outer is None or outer.dropped else outer
+            if generation is None and not self.closed:
+                generation = self._half_used_here()
+            if generation is not None:
+                generation.leases.append(None)
+            return generation
+
+    def _half_used_here(self) -> Generation[M] | None:
+        """While no generation is current: one that is drained and whose drain waits for this very thread.
+
+        A loop over a guarded generator calls other guarded functions between two steps. If these waited for the next
+        generation, the drain would wait for the generator, and so for them.
+        """
+        held = (lease.held_here() for lease in list(self.held_leases))
+        waited_for = self.draining - self.abandoned
+        return next((one for one in held if one in waited_for and not one.dropped), None)
+
+    @contextmanager
+    def lent_current(self) -> Iterator[Generation[M] | None]:
+        """Keep the current generation, if there is one, from being released in the block. It does not count as a use.
+
+        Who leaves the block last of all calls on a generation that was abandoned meanwhile must release it: see
+        :meth:`retired_call_ended`.
+        """
+        with self.lock:
+            generation = self.current
+            if generation is not None:
+                generation.leases.append(None)
+        try:
+            yield generation
+        finally:
+            if generation is not None:
+                generation.leases.pop()
+
+    @staticmethod
+    def leave(generation: Generation[M], failed: bool) -> bool:  # noqa: FBT001 - a keyword would cost the hot path
+        """Return a lease; true if a policy may be due or a drain waits."""
+        generation.leases.pop()
+        generation.uses = uses = generation.uses + 1
+        if failed:
+            if generation.errors == 0 and uses > 1:
+                generation.served = True
+            if not _threads.active():
+                generation.errors += 1
+            return True
+        generation.errors = 0
+        return uses >= generation.alarm
+
+    def retired_call_ended(self, generation: Generation[M]) -> bool:
+        """Record the end of a call on a retired generation; true if it was the last call on an abandoned one."""
+        with self.lock:
+            self.drained.notify_all()
+            if generation.leases or generation not in self.abandoned:
+                return False
+            self.abandoned.remove(generation)
+            generation.dropped = True
+            return True
+
+    @property
+    def version(self) -> str | None:
+        """The version of the current model; None if it has none, or if there is no model."""
+        current = self.current  # read once
+        return None if current is None else current.version
+
+    @property
+    def in_flight(self) -> int:
+        """Calls that run now, on the current generation and on those that are kept, being drained or abandoned."""
+        with self.lock:
+            generations = {self.current, self.previous, *self.draining, *self.abandoned}
+            return sum(len(generation.leases) for generation in generations if generation is not None)
+
+
+# Which generation takes calls, which is kept, and how the others end: the part of a guard's state that swaps change.
+#
+# A generation is put in service, retired, drained of its calls and released; or it is kept, and put back in service.
+
+
+class GenerationState(CallState[M]):
+    """The generations of one guard, from the moment in which they take calls to their release.
+
+    Attributes:
+        generations: The number of the last one that took calls.
+        pinned: A rollback has made the current generation current again, and its source has not changed since.
+        unloaded: There is no generation because it was released until its next use.
+        postponed: What the policies of the current generation ask for, and must wait.
+        least_memory: The least private memory, in bytes, that a release has left so far.
+        creep: What replacements leave behind. Used by the one load that runs.
+        epoch: How many forks lie between this process and the one that made the guard.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.generations = 0
+        self.pinned = False
+        self.unloaded = False
+        self.postponed: PostponedJob | None = None
+        self.last_release: GenerationReleased | None = None
+        self.least_memory: int | None = None
+        self.creep = Creep()
+        self._released_model: weakref.ref[Any] | None = None
+        self.epoch = 0
+
+    # In service
+
+    def put_in_service(self, generation: Generation[M], *, keep: bool) -> list[Generation[M]]:
+        """Make ``generation`` the current one; returns those that the caller must drain and release.
+
+        Args:
+            generation: Takes calls from now on.
+            keep: Whether the generation that it replaces is kept for a rollback.
+        """
+        with self.lock:
+            over = [] if (outdated := self.take_previous()) is None else [outdated]
+            self.pinned = False
+            self.generations = generation.number
+            old, self.current = self.current, generation
+            if old is not None:
+                self._retire(old)
+                if keep:
+                    self.draining.discard(old)
+                    self.previous = old
+                else:
+                    over.append(old)
+            self.unloaded = False
+            return over
+
+    def put_back_previous(self) -> tuple[Generation[M], Generation[M]] | None:
+        """Make the previous generation current again, and pin it; None if none is kept, or none is current.
+
+        Returns:
+            The generation that takes calls now, and the one that took them, which the caller must drain and release.
+        """
+        with self.lock:
+            old, back = self.current, self.previous
+            if old is None or back is None:
+                return None
+            self._retire(old)
+            self.current, self.previous, self.pinned = back, None, True
+            back.retired = False
+            back.errors = 0
+            return back, old
+
+    def set_alarm(self, generation: Generation[M], uses: float) -> None:
+        """Have the end of a call ask the policy once ``uses`` calls have ended."""
+        with self.lock:
+            if not generation.retired:
+                generation.alarm = uses
+
+    def postpone(self, job: PostponedJob | None) -> None:
+        """Record what the policies ask for and must wait; None if that is nothing."""
+        if job is not self.postponed:
+            with self.lock:
+                self.postponed = None if self.current is None else job
+
+    # Out of service
+
+    def retire_current(self, job: LoadJob | None = None) -> Generation[M] | None:
+        """Take the current generation out of service and return it, to be drained and released.
+
+        Args:
+            job: What replaces it; nothing is retired for a job that was cancelled.
+        """
+        with self.lock:
+            if job is not None and job.cancelled:
+                return None
+            old, self.current = self.current, None
+            if old is not None:
+                self._retire(old)
+            return old
+
+    def await_next_use(self) -> None:
+        """Count as released until the next use: another guard has had this model, and has released it."""
+        with self.lock:
+            self.unloaded = self.current is None
+
+    def retire_until_next_use(self, *, if_unused: bool) -> Generation[M] | None:
+        """Take the current generation out of service, to be released until its next use.
+
+        Args:
+            if_unused: Not if a call runs on it now.
+        """
+        with self.lock:
+            if self.current is None or (if_unused and self.current.leases):
+                return None
+            self.unloaded, self.pinned = True, False
+            return self.retire_current()
+
+    def take_previous(self) -> Generation[M] | None:
+        """Keep the previous generation no longer; returns it, to be drained and released."""
+        with self.lock:
+            previous, self.previous = self.previous, None
+            if previous is not None:
+                self._retire(previous)
+            return previous
+
+    def _retire(self, generation: Generation[M]) -> None:
+        generation.retired = True
+        generation.alarm = 0
+        self.postponed = None
+        self.draining.add(generation)
+
+    def forget_current(self, generations: int) -> None:
+        """Drop a current generation without a release, if it is the only one since there were ``generations``."""
+        with self.lock:
+            if self.generations == generations + 1:
+                self.current, self.generations = None, generations
+
+    # The end
+
+    def drain(self, generation: Generation[M], timeout: float) -> int:
+        """Wait until no call runs on ``generation``; returns how many still run after ``timeout`` seconds.
+
+        With calls left, the generation is abandoned: :meth:`retired_call_ended` reports its last call.
+        """
+        with self.lock:
+            # Decided once: a caller that came in the moment of the retirement may hold its lease for an instant more.
+            if self.drained.wait_for(lambda: not generation.leases, timeout):
+                generation.dropped = True
+                return 0
+            self.abandoned.add(generation)
+            return max(1, len(generation.leases))
+
+    def take_model(self, generation: Generation[M]) -> M:
+        """Take the model out of a drained generation, for its release."""
+        with self.lock:
+            model = generation.drop()
+            try:
+                self._released_model = weakref.ref(model)
+            except TypeError:  # dict, list, tuple, ...
+                self._released_model = None
+            return model
+
+    def record_release(self, generation: Generation[M], event: GenerationReleased | None) -> None:
+        """Record what the release of a drained generation gave back, if that is known."""
+        with self.lock:
+            self.draining.discard(generation)
+            if event is None:
+                return
+            self.last_release = event
+            least = self.least_memory
+            self.least_memory = event.bytes_after if least is None else min(least, event.bytes_after)
+
+    def knows(self, model: object) -> bool:
+        """Whether it is the current model, the one that is kept, or the last that was released. Values do not count."""
+        if is_plain_value(model):
+            return False
+        with self.lock:
+            current = None if self.current is None else self.current.model
+            released = None if self._released_model is None else self._released_model()
+            previous = None if self.previous is None else self.previous.model
+            return any(model is known for known in (current, previous, released))
+
+    # Fork
+
+    def after_fork_in_child(self, jitter: float) -> None:
+        """Keep the current and the previous generation; locks, leases and jitter are the child's own.
+
+        Only the forking thread lives on. So the only leases left are those of the calls that enclose the fork, and
+        those of generators and the like that this thread has begun.
+        """
+        held = [lease for lease in self.held_leases if lease.survives_fork()]
+        self._renew_locks()
+        self.epoch += 1
+        self.postponed = self.last_release = self.least_memory = None
+        self.draining.clear()
+        self.abandoned.clear()
+        self.creep = Creep()
+        for generation in (self.current, self.previous):
+            if generation is not None:
+                generation.leases = []
+                generation.uses = generation.errors = 0
+                generation.jitter = jitter
+        enclosing = self.enclosing.get()
+        if enclosing:
+            enclosing[0].leases = [None] * enclosing[1]
+        for lease in held:
+            lease.retake_in_child()
 
 
 class GuardState(GenerationState[M]):

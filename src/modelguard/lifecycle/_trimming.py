@@ -8,7 +8,7 @@ from typing import Protocol, Self
 
 from modelguard import _units, telemetry
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _fork, _ticker, runtime
+from modelguard.lifecycle import _fork, runtime
 from modelguard.lifecycle._options import TrimSchedule
 from modelguard.lifecycle._readings import pause_after
 from modelguard.lifecycle.runtime import Runtime
@@ -136,7 +136,7 @@ class Trimming:
 
     def stop(self) -> None:
         """Trim no more. Further calls have no effect. A process that was forked before goes on."""
-        _ticker.TICKER.remove(self.trimmer)
+        _fork.TICKER.remove(self.trimmer)
         if _running.get(self.name) is self:
             del _running[self.name]
 
@@ -186,7 +186,7 @@ def trim_every(every: _units.Duration) -> Trimming:
     if found is made and world.ticks:
         _fork.register(made.trimmer)
         try:
-            _ticker.TICKER.add(made.trimmer)
+            _fork.TICKER.add(made.trimmer)
         except RuntimeError:  # the system gives no thread
             made.stop()
             raise

@@ -3,17 +3,180 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from modelguard import _units
-from modelguard.errors import GuardClosed, LoadFailed, Reloading
-from modelguard.lifecycle import _deadlocks
-from modelguard.lifecycle._load_job import LoadJob
+from modelguard.errors import GuardClosed, LoadFailed, Reloading, WouldDeadlock
+from modelguard.lifecycle._generation import LoadJob, Outcome
 from modelguard.lifecycle._state import GuardState
-from modelguard.lifecycle._waiters import Outcome
+
+# Loads that wait for themselves, directly or through others: found before anybody waits.
+
+
+#: For each thread that waits for loads: whose loads. The tasks of one event loop may wait for several.
+_waiting: dict[int, list[GuardState[Any]]] = {}
+
+#: Seconds between two searches for a circle that can only be seen on the stacks.
+PATIENCE = 0.5
+
+
+@contextmanager
+def waiting_for(state: GuardState[Any]) -> Iterator[None]:
+    """Wait for a load of the guard with this ``state`` inside the block.
+
+    Raises:
+        WouldDeadlock: That load waits for this thread: its loader waits here, or for a load whose loader does.
+    """
+    me = threading.get_ident()
+    mine = _waiting.setdefault(me, [])
+    mine.append(state)  # recorded first: if two threads close a circle at once, the second one sees it
+    try:
+        _raise_on_circle(state, me)
+        yield
+    finally:
+        mine.remove(state)
+        if not mine:
+            _waiting.pop(me, None)
+
+
+def raise_if_load_waits_here(state: GuardState[Any]) -> None:
+    """Check that the threads of the load under way do not wait for work that this thread does for them.
+
+    A warm-up that calls the guarded function by way of an executor waits for a thread that waits for the new model.
+    Which thread that is can be read off the stacks only, so this is for those who have waited for some time.
+
+    Raises:
+        WouldDeadlock: One of them does.
+    """
+    job = state.job
+    frames = sys._current_frames() if job is not None else {}  # noqa: SLF001 - there is no public way to the stacks
+    for thread in tuple(job.threads) if job is not None else ():
+        if any(map(_is_done_here, _stack(frames.get(thread)))):
+            raise WouldDeadlock(
+                state.name,
+                why="the warm-up of its new model waits for this thread, which waits for that model",
+                fix="Call the function in the warm-up itself, or submit contextvars.copy_context().run(...).",
+            )
+
+
+class Search:
+    """The searches of one wait for what other loads hold up: one every half second.
+
+    Args:
+        states: The guards whose loads must not wait for this thread.
+    """
+
+    def __init__(self, states: Callable[[], Iterable[GuardState[Any]]]) -> None:
+        self._states = states
+        self._next = time.monotonic() + PATIENCE
+
+    def pause(self, seconds: float) -> float:
+        """How long to wait, of ``seconds``, until it is time to call :meth:`look`."""
+        return max(0.0, min(seconds, self._next - time.monotonic()))
+
+    def look(self) -> None:
+        """Search, if it is time.
+
+        Raises:
+            WouldDeadlock: A load waits for this thread.
+        """
+        if time.monotonic() >= self._next:
+            for state in self._states():
+                raise_if_load_waits_here(state)
+            self._next = time.monotonic() + PATIENCE
+
+
+def _is_done_here(frame: FrameType) -> bool:
+    """Whether a frame waits for a future of an executor that this thread computes, or for this thread's end.
+
+    An event loop waits for the futures that it has a callback on, as ``loop.run_in_executor`` leaves one.
+    """
+    waits_for = frame.f_locals.get("self") if frame.f_code in _WAITS else None
+    if waits_for is None:
+        return False
+    if isinstance(waits_for, threading.Thread):
+        return waits_for.ident == threading.get_ident()
+    own = [future for item in _own_work() if (future := getattr(item, "future", None)) is not None]
+    if frame.f_code is _RUN_LOOP:
+        return any(_calls_back(future, waits_for) for future in own)
+    return any(future is waits_for for future in own)
+
+
+def _own_work() -> Iterator[object]:
+    """What executors have given this thread to compute."""
+    for frame in _stack(sys._getframe()):  # noqa: SLF001 - as above
+        if frame.f_code.co_qualname == "_WorkItem.run":
+            yield frame.f_locals.get("self")
+
+
+def _calls_back(future: object, loop: object) -> bool:
+    callbacks = tuple(getattr(future, "_done_callbacks", ()))
+    cells = (cell for callback in callbacks for cell in getattr(callback, "__closure__", None) or ())
+    with suppress(ValueError):  # a cell is empty
+        return any(cell.cell_contents is loop for cell in cells)
+    return False
+
+
+_RUN_LOOP = asyncio.BaseEventLoop.run_forever.__code__
+_WAITS = {Future.result.__code__, Future.exception.__code__, threading.Thread.join.__code__, _RUN_LOOP}
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def on_event_loop() -> bool:
+    """Whether this thread runs an event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def raise_on_event_loop(name: str, action: str, instead: str) -> None:
+    """Refuse to block a running event loop, which the awaited work may need.
+
+    Args:
+        name: The guard's or pool's name.
+        action: What would block.
+        instead: The expression to write in its place.
+
+    Raises:
+        WouldDeadlock: This thread runs an event loop.
+    """
+    if on_event_loop():
+        raise WouldDeadlock(name, why=f"{action}() would block the running event loop", fix=f"Write: {instead}.")
+
+
+def _raise_on_circle(state: GuardState[Any], me: int) -> None:
+    pending, seen = [state], {state}
+    while pending:
+        job = pending.pop().job
+        for thread in tuple(job.threads) if job is not None else ():
+            if thread == me:
+                raise WouldDeadlock(
+                    state.name,
+                    why="its loader waits for the very model that it is loading",
+                    fix="Use the model itself inside the loader, or move the call to warmup: it runs on the new model.",
+                )
+            following = [other for other in _waiting.get(thread, ()) if other not in seen]
+            seen.update(following)
+            pending.extend(following)
+
+
+def after_fork_in_child() -> None:
+    """Forget the parent's waiting threads, which do not exist in the child."""
+    _waiting.clear()
 
 
 class Timeout:
@@ -41,7 +204,7 @@ def wait_for_load(state: GuardState[Any], future: Future[Outcome], timeout: Time
         WouldDeadlock: The load waits for this thread.
     """
     try:
-        with _deadlocks.waiting_for(state):
+        with waiting_for(state):
             outcome = _result(state, future, timeout)
     except TimeoutError:
         raise Reloading(state.name, waited=timeout.waited(), current=_number(state)) from None
@@ -64,17 +227,17 @@ def wait_for_end_of_job(state: GuardState[Any], job: LoadJob | None, timeout: Ti
 
 
 def _result(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> Outcome:
-    while (left := timeout.left()) is None or left > _deadlocks.PATIENCE:
+    while (left := timeout.left()) is None or left > PATIENCE:
         with suppress(TimeoutError):
-            return future.result(_deadlocks.PATIENCE)
-        _deadlocks.raise_if_load_waits_here(state)
+            return future.result(PATIENCE)
+        raise_if_load_waits_here(state)
     return future.result(left)
 
 
 async def wait_for_load_on_loop(state: GuardState[Any], future: Future[Outcome], timeout: Timeout) -> None:
     """:func:`wait_for_load` without blocking the event loop, which is asyncio's."""
     try:
-        with _deadlocks.waiting_for(state):
+        with waiting_for(state):
             outcome = await asyncio.wait_for(asyncio.wrap_future(future), timeout.left())
     except TimeoutError:
         raise Reloading(state.name, waited=timeout.waited(), current=_number(state)) from None

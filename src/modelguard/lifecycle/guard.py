@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
 
 from modelguard import _public, _units
 from modelguard.lifecycle import _misuse
-from modelguard.lifecycle.backoff import Backoff
+from modelguard.lifecycle._options import Replay
+from modelguard.lifecycle._policy import Backoff
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.policies import Policy
-from modelguard.lifecycle.replay import Replay
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._options import GuardOptions, SwapMode
-    from modelguard.lifecycle.loaded import Loaded
+    from modelguard.lifecycle._options import GuardOptions, Loaded, SwapMode
 
 __all__ = ["guard"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 from modelguard import _public, _units
 from modelguard._entered import Entered
-from modelguard._weak_registry import WeakRegistry
+from modelguard._threads import WeakRegistry
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
@@ -77,9 +77,9 @@ class ModelGuard(Entered, Generic[M]):
         raise TypeError(f"guard {self.name!r} cannot be pickled: import the module that makes it, in each process")
 
     def __repr__(self) -> str:
-        from modelguard.lifecycle import _status
+        from modelguard.lifecycle import status
 
-        return f"<ModelGuard {self.name!r} {_status.state_of(self.engine.state)}>"
+        return f"<ModelGuard {self.name!r} {status.state_of(self.engine.state)}>"
 
     if not TYPE_CHECKING:  # checkers are to complain about unknown attributes
 
@@ -255,9 +255,9 @@ class ModelGuard(Entered, Generic[M]):
 
     def status(self) -> Status:
         """The guard's figures at this moment."""
-        from modelguard.lifecycle import _status
+        from modelguard.lifecycle import status
 
-        return _status.of(self.engine)
+        return status.of(self.engine)
 
     def _reopen(self) -> None:
         self.engine.reopen()

@@ -4,19 +4,18 @@ A policy has no clock, process or file of its own. The guard takes the readings,
 asks the policy. So a policy is tested by giving it a snapshot.
 """
 
-# Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
-# fields' types could not be resolved.
+import inspect
 import math
-from typing import Literal
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 from modelguard import _public, _units
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _zones
-from modelguard.lifecycle._jittered import Jittered
-from modelguard.lifecycle._memory_policies import GpuMemoryGrowth, GpuMemoryLimit, MemoryGrowth, MemoryLimit
-from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, Value
-from modelguard.lifecycle._source_policies import Changed, Modified
-from modelguard.lifecycle.backoff import Backoff
+from modelguard.lifecycle import _policy
+from modelguard.lifecycle._policy import Backoff, GpuMemory, Horizon, Level, Policy, Snapshot, Value
 
 __all__ = [
     "TTL",
@@ -33,6 +32,454 @@ __all__ = [
     "Snapshot",
     "Uses",
 ]
+
+
+# Policies that watch where the model comes from: ``Modified`` and ``Changed``.
+
+
+# Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
+# fields' types could not be resolved.
+
+
+def checked_jitter(jitter: object) -> float:
+    """Check an argument ``jitter``.
+
+    Raises:
+        InvalidOption: It is not a number from 0 to 1.
+    """
+    if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
+        why = "must be a number from 0 to 1"
+        raise InvalidOption("jitter", jitter, why=why, fix="Write for example jitter=0.1.")
+    return float(jitter)
+
+
+def _check_path(path: object) -> None:
+    """Check an argument ``path``.
+
+    Raises:
+        InvalidOption: It is not one path, or is empty.
+    """
+    why, fix = "", "Give the path that the loader reads."
+    if isinstance(path, list | tuple | set | frozenset):
+        why, fix = f"must be one path, not {_units.kind_of(path)}", 'Join policies: Modified("a") | Modified("b").'
+    elif not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        why = f"must be text or a path, not {_units.kind_of(path)}"
+    elif not os.fspath(path):
+        why = "must be a path that is not empty"
+    if why:
+        raise InvalidOption("path", path, why=why, fix=fix)
+
+
+class Modified(Value):
+    """Due when a file or folder has changed since the generation's load began.
+
+    A half-written file is never loaded: a change counts once the path has been unchanged for ``quiet``. If writers
+    replace the path atomically (write beside it, then rename), set ``atomic=True``, and a change counts at once. While
+    the path is missing, nothing is due. Name, inode, size and time of change are compared. Links are followed, also to
+    folders inside a watched folder. Of a folder, the first 10,000 files are compared; ``PolicyNeverFires`` warns of one
+    that has more.
+
+    Args:
+        path: The file or folder. A folder counts as changed when any file below it does.
+        quiet: Seconds, ``timedelta`` or text. Default two seconds.
+        atomic: Whether writers always replace the path by a rename.
+        spread: Each process waits for a random part of this time on top, so that replicas which see the change at the
+            same moment do not load in step. With forty times the length of a load, about one in forty loads at a time.
+            Default zero.
+
+    Raises:
+        InvalidOption: ``path`` is not one path or is empty, ``quiet`` or ``spread`` is not a duration, or ``atomic`` is
+            not a bool.
+    """
+
+    kind = "modified"
+    renews = True
+    watches_source = True
+    path: Path
+    quiet: float
+    atomic: bool
+    spread: float
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        quiet: _units.Duration = 2.0,
+        atomic: bool = False,
+        spread: _units.Duration = 0.0,
+    ) -> None:
+        _check_path(path)
+        if not isinstance(atomic, bool):
+            raise InvalidOption("atomic", atomic, why="must be True or False", fix="Write atomic=True.")
+        self._set(
+            path=Path(path).absolute(),
+            quiet=_units.seconds(quiet, "quiet", zero=True),
+            atomic=atomic,
+            spread=_units.seconds(spread, "spread", zero=True),
+        )
+
+    def due(self, now: Snapshot) -> bool:
+        seen = now.files.get(self.path)
+        wait = (0.0 if self.atomic else self.quiet) + self.spread * now.jitter
+        return seen is not None and seen.changed and seen.quiet >= wait
+
+    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - a file may change at any time
+        return Horizon(uses=math.inf, seconds=1.0)
+
+    def __repr__(self) -> str:
+        return f"Modified({str(self.path)!r})"
+
+
+class Changed(Value):
+    """Due when ``probe`` returns another value than it did just before the generation's loader ran.
+
+    The probe is a cheap function that returns a value which changes with the source of the model: an ETag, the version
+    behind an alias of a registry, a revision, a row of a table. It is called in a thread of its own, never inside a
+    call, with no lock held. A change counts when two polls in a row have returned the same new value; the second one
+    comes after a tenth of ``every`` (at least a second).
+
+    A probe that raises, returns None or takes longer than ``timeout`` is reported (``CallbackErrored``) once, until it
+    has worked ten times in a row. It never causes a reload, and is asked again at the next poll. If a change that was
+    loaded lasts for fewer than ten polls, the next one needs twice as many equal answers, up to 64. So a probe whose
+    value keeps changing, or that asks servers which disagree, causes a few reloads and then none; ``PolicyFutile``
+    reports that.
+
+    Args:
+        probe: A function without arguments, which may be ``async``. Of a pool: a function of the key. What it returns
+            is compared by ``==``.
+        every: How often it is asked: seconds, a ``timedelta``, or text such as ``"1m"``.
+        jitter: Each pause is shortened by a random part of at most this much, so that replicas do not ask together.
+            0 to 1.
+        timeout: How long an answer may take. A load waits as long for the value that it starts from. A call that takes
+            longer is left behind in its thread, at most three at a time.
+
+    Raises:
+        InvalidOption: ``probe`` is not a function, ``every`` or ``timeout`` is not a positive duration, or ``jitter``
+            is not in 0 to 1.
+    """
+
+    kind = "changed"
+    renews = True
+    watches_source = True
+    probe: Callable[..., object]
+    every: float
+    jitter: float
+    timeout: float
+
+    def __init__(
+        self,
+        probe: Callable[..., object],
+        every: _units.Duration = "1m",
+        *,
+        jitter: float = 0.1,
+        timeout: _units.Duration = "10s",
+    ) -> None:
+        self._set(
+            probe=_checked_probe(probe),
+            every=_units.seconds(every, "every"),
+            jitter=checked_jitter(jitter),
+            timeout=_units.seconds(timeout, "timeout"),
+        )
+
+    def due(self, now: Snapshot) -> bool:
+        seen = now.probes.get(self.probe)
+        return seen is not None and seen.changed
+
+    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - an answer may come at any time
+        return Horizon(uses=math.inf, seconds=min(1.0, self.every))
+
+    def futile(self, now: Snapshot) -> str | None:
+        seen = now.probes.get(self.probe)
+        if seen is None or not seen.unsteady:
+            return None
+        return "its probe does not return the same value often enough in a row, so no change can be told from noise"
+
+    def __repr__(self) -> str:
+        return f"Changed({_name(self.probe)})"
+
+
+def _checked_probe(probe: Any) -> Any:
+    if not callable(probe):
+        why = f"must be a function, not {_units.kind_of(probe)}"
+        raise InvalidOption("probe", probe, why=why, fix="Pass the function itself, without calling it: Changed(etag).")
+    if inspect.isgeneratorfunction(probe) or inspect.isasyncgenfunction(probe):
+        why = "is a generator function, which returns a new generator each time"
+        raise InvalidOption("probe", probe, why=why, fix="Return the value instead of yielding it.")
+    try:
+        hash(probe)
+    except TypeError:
+        why = f"must be hashable, and {_units.kind_of(probe)} is not"
+        raise InvalidOption("probe", probe, why=why, fix="Pass a function or a method of it.") from None
+    return probe
+
+
+def _name(probe: Any) -> str:
+    while isinstance(probe, partial):
+        probe = probe.func
+    return str(getattr(probe, "__qualname__", type(probe).__qualname__))
+
+
+# A policy whose bound each process brings forward, so that replicas do not act in step.
+
+
+#: How much wider the jitter of a process's first generation is, and the part of the bound that it takes at most.
+_FIRST, _FIRST_MOST = 5, 0.5
+
+
+class Jittered(Value):
+    """A policy whose bound each process brings forward by a random part, so that replicas do not reload in step.
+
+    The first generation does so by five times as much, at most by half. Replicas that were started together are spread
+    over half of the bound then, and stay apart: ``benchmarks/fleet.py`` shows what less would do.
+    """
+
+    jitter: float
+
+    def _set_jitter(self, jitter: object) -> None:
+        self._set(jitter=checked_jitter(jitter))
+
+    def _brought_forward(self, now: Snapshot) -> float:
+        """By which part of the bound this process is early."""
+        widest = max(self.jitter, min(_FIRST * self.jitter, _FIRST_MOST)) if now.first else self.jitter
+        return widest * now.jitter
+
+
+# Policies on memory: of this process, and of its GPUs.
+
+
+# Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
+# fields' types could not be resolved.
+
+
+#: Bytes. Whoever writes ``MemoryGrowth(500)`` means megabytes; the service would reload every few seconds.
+_LEAST_SIZE = 1_000_000
+
+
+class Sized(Jittered):
+    """A policy with a size as its bound."""
+
+    size: int | _units.Percentage
+
+    def __init__(self, size: int | str, *, jitter: float = 0.1) -> None:
+        self._set_jitter(jitter)
+        parsed = _units.size_or_percentage(size, "size")
+        if isinstance(parsed, int) and parsed < _LEAST_SIZE:
+            why = f"is {parsed} bytes, less than any process changes by in a second"
+            raise InvalidOption("size", size, why=why, fix=f"Write the unit, as in '{parsed} MB'.")
+        self._set(size=parsed)
+
+    def horizon(self, now: Snapshot) -> Horizon:  # noqa: ARG002 - readings come at the guard's own pace
+        return Horizon(uses=math.inf, seconds=1.0)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_show(self.size)!r})"
+
+
+class _Memory(Sized):
+    reads_memory = True
+
+
+class MemoryGrowth(_Memory):
+    """Due when private memory has grown by ``size`` since this generation settled.
+
+    A generation has settled when its predecessor is gone and it has taken ten calls or five seconds have passed. The
+    median of the first three readings after that is the baseline. Later, three consecutive readings must be above the
+    bound. Readings take at most 1 % of the time: one every 0.1 to 10 seconds, and at most about one a second without
+    calls. Private memory is what this process alone has written. RSS is never used: it counts what a forked worker
+    shares, and it does not fall after a peak.
+
+    Args:
+        size: Bytes, text such as ``"500 MB"`` or ``"1.5 GiB"``, or a percentage of the effective limit such as
+            ``"20%"``.
+        jitter: Each process allows less growth by a random part of at most this much, so that replicas that leak at the
+            same pace do not reload in step. A process's first model gets five times as much, at most half:
+            ``MemoryGrowth("500 MB")`` fires between 250 and 500 MB there, and between 450 and 500 MB later. 0 to 1.
+
+    Raises:
+        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage, or ``jitter`` is not in 0 to 1.
+        NoMemoryLimit: A percentage was given and nothing limits this process (raised by ``guard``).
+    """
+
+    kind = "memory_growth"
+
+    def due(self, now: Snapshot) -> bool:
+        memory, bound = now.settled_memory, _bound(self.size, now)
+        if memory is None or now.baseline is None or bound is None:
+            return False
+        return memory - now.baseline >= bound * (1 - self._brought_forward(now))
+
+
+class MemoryLimit(_Memory):
+    """Due when this process's private memory has reached ``size`` in three consecutive readings.
+
+    If the fresh generation alone is already above the bound, a reload cannot help. The policy is then ignored for that
+    generation, and a ``PolicyFutile`` event says so.
+
+    Args:
+        size: Bytes, text such as ``"3 GB"``, or a percentage of the effective cgroup limit such as ``"80%"``. The
+            percentage is of the whole limit: each of N workers in one container should ask for 80 % / N.
+        jitter: As for ``MemoryGrowth``: a part of the room between a fresh model and ``size``. 0 to 1.
+
+    Raises:
+        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage, or ``jitter`` is not in 0 to 1.
+        NoMemoryLimit: A percentage was given and nothing limits this process (raised by ``guard``).
+    """
+
+    kind = "memory_limit"
+
+    def due(self, now: Snapshot) -> bool:
+        memory, bound = now.settled_memory, _bound(self.size, now)
+        if memory is None or bound is None or self.futile(now) is not None:
+            return False
+        room = 0 if now.baseline is None else bound - now.baseline
+        return memory >= bound - room * self._brought_forward(now)
+
+    def futile(self, now: Snapshot) -> str | None:
+        bound = _bound(self.size, now)
+        if bound is None or now.baseline is None or now.baseline < bound:
+            return None
+        held, allowed = _units.format_bytes(now.baseline), _units.format_bytes(bound)
+        return f"the process holds {held} with a fresh model, and the bound is {allowed}"
+
+
+class GpuPolicy(Sized):
+    """A policy on what torch has allocated on each GPU."""
+
+    reads_gpu = True
+
+    def cache_too_large(self, now: Snapshot) -> bool:
+        """Whether torch's cache on a device, and not the model, is above the bound: emptying it may help."""
+        raise NotImplementedError
+
+    def futile(self, now: Snapshot) -> str | None:
+        if now.gpus is None:
+            return None
+        if not now.gpus:
+            return "this process has not used CUDA so far"
+        if isinstance(self.size, int) and all(self.size > gpu.total for gpu in now.gpus):
+            return f"no GPU has more than {_units.format_bytes(max(gpu.total for gpu in now.gpus))} for this process"
+        return None
+
+    def _bound(self, gpu: GpuMemory) -> int:
+        return int(gpu.total * self.size.fraction) if isinstance(self.size, _units.Percentage) else self.size
+
+
+class GpuMemoryGrowth(GpuPolicy):
+    """Due when torch has allocated ``size`` more on a GPU than when this generation settled.
+
+    What counts is ``torch.cuda.memory_allocated()`` of this process, on each GPU by itself; the use of the whole
+    device, as ``nvidia-smi`` shows it, includes other processes. Pinned host memory counts too, if torch reports it
+    (2.13 does). Baseline and readings are as for ``MemoryGrowth``.
+
+    If torch's cache grows by as much, a reload does not help. The guard empties it (``GpuCacheEmptied``), at most
+    once in half a minute, and less often if it grows again.
+
+    Args:
+        size: Bytes, text such as ``"1 GB"``, or a percentage of the GPU's memory such as ``"10%"``: of the MIG slice's,
+            where there are such, times the fraction of ``torch.cuda.set_per_process_memory_fraction``. A percentage
+            does not apply to pinned memory.
+        jitter: As for ``MemoryGrowth``. 0 to 1.
+
+    Raises:
+        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage, or ``jitter`` is not in 0 to 1.
+        NotSupported: There is no torch with CUDA (raised by ``guard`` if it is known by then, else the first load
+            fails because of it).
+    """
+
+    kind = "gpu_memory_growth"
+
+    def due(self, now: Snapshot) -> bool:
+        part = 1 - self._brought_forward(now)
+        return any(_growth(level) >= bound * part for level, bound in self._levels(now))
+
+    def cache_too_large(self, now: Snapshot) -> bool:
+        return any(_growth(_cached(gpu)) >= self._bound(gpu) for gpu in now.gpus or ())
+
+    def _levels(self, now: Snapshot) -> Iterator[tuple[Level, int]]:
+        for gpu in now.gpus or ():
+            yield gpu.allocated, self._bound(gpu)
+        if isinstance(self.size, int):
+            yield now.pinned, self.size
+
+
+class GpuMemoryLimit(GpuPolicy):
+    """Due when torch has allocated ``size`` on a GPU, in three consecutive readings.
+
+    What counts is ``torch.cuda.memory_allocated()`` of this process, on each GPU by itself. If the fresh generation
+    alone is already above the bound, a reload cannot help. The policy is then ignored for that GPU and generation, and
+    a ``PolicyFutile`` event says so.
+
+    If only the memory that torch has reserved is above the bound, its cache is the reason. The guard empties it
+    (``GpuCacheEmptied``), as for ``GpuMemoryGrowth``.
+
+    Args:
+        size: Bytes, text such as ``"20 GB"``, or a percentage of the GPU's memory such as ``"80%"``, as for
+            ``GpuMemoryGrowth``. The percentage is of the whole GPU: each of N processes on it should ask for 80 % / N.
+        jitter: As for ``MemoryLimit``. 0 to 1.
+
+    Raises:
+        InvalidOption: ``size`` is not a size of at least 1 MB, nor a percentage, or ``jitter`` is not in 0 to 1.
+        NotSupported: As for ``GpuMemoryGrowth``.
+    """
+
+    kind = "gpu_memory_limit"
+
+    def due(self, now: Snapshot) -> bool:
+        return any(self._is_reached(gpu, now) for gpu in now.gpus or ())
+
+    def cache_too_large(self, now: Snapshot) -> bool:
+        return any(
+            _at_least(gpu.reserved, self._bound(gpu)) and not self._is_reached(gpu, now) for gpu in now.gpus or ()
+        )
+
+    def futile(self, now: Snapshot) -> str | None:
+        why = super().futile(now)
+        if why is not None:
+            return why
+        for gpu in now.gpus or ():
+            bound = self._bound(gpu)
+            if gpu.allocated.baseline is not None and gpu.allocated.baseline >= bound:
+                held, allowed = _units.format_bytes(gpu.allocated.baseline), _units.format_bytes(bound)
+                return f"a fresh model has {held} on GPU {gpu.device}, and the bound is {allowed}"
+        return None
+
+    def _is_reached(self, gpu: GpuMemory, now: Snapshot) -> bool:
+        bound, baseline = self._bound(gpu), gpu.allocated.baseline
+        if baseline is None or baseline >= bound:
+            return False
+        return _at_least(gpu.allocated, bound - (bound - baseline) * self._brought_forward(now))
+
+
+def _cached(gpu: GpuMemory) -> Level:
+    """What torch holds on a device without using it."""
+    pairs = zip(gpu.reserved.latest, gpu.allocated.latest, strict=True)
+    held, used = gpu.reserved.baseline, gpu.allocated.baseline
+    baseline = None if held is None or used is None else held - used
+    return Level(tuple(reserved - allocated for reserved, allocated in pairs), baseline)
+
+
+def _growth(level: Level) -> float:
+    """Growth above the baseline in bytes; minus infinity while it is not known."""
+    return -math.inf if level.settled is None or level.baseline is None else level.settled - level.baseline
+
+
+def _at_least(level: Level, bound: float) -> bool:
+    return level.settled is not None and level.settled >= bound
+
+
+def _bound(size: int | _units.Percentage, now: Snapshot) -> int | None:
+    if isinstance(size, _units.Percentage):
+        return None if now.limit is None else int(now.limit * size.fraction)
+    return size
+
+
+def _show(size: int | _units.Percentage) -> str:
+    return str(size) if isinstance(size, _units.Percentage) else _units.format_bytes(size)
+
+
+# Not `from __future__ import annotations`: these classes show modelguard as their module, where the names of their
+# fields' types could not be resolved.
+
 
 #: How old a model must be before it is replaced for errors that the last reload has not ended.
 _WHILE_FRUITLESS = Backoff("1m", "1h")
@@ -218,12 +665,12 @@ class Between(Value):
         first, last = _time_of_day("start", start), _time_of_day("end", end)
         if first == last:
             raise InvalidOption("end", end, why="is the same as start", fix="Write a span, as in '02:00', '05:00'.")
-        self._set(start=start, end=end, tz=_zones.check(tz))
+        self._set(start=start, end=end, tz=_policy.check(tz))
 
     def due(self, now: Snapshot) -> bool:
         from datetime import datetime
 
-        zone = None if self.tz is None else _zones.named(self.tz)
+        zone = None if self.tz is None else _policy.named(self.tz)
         moment = f"{datetime.fromtimestamp(now.time, zone):%H:%M}"
         if self.start < self.end:
             return self.start <= moment < self.end

@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar, overload
 
 from modelguard import _public, _units
 from modelguard._entered import Entered
-from modelguard._weak_registry import WeakRegistry
+from modelguard._threads import WeakRegistry
 from modelguard.errors import InvalidOption, UnhashableKey
 from modelguard.lifecycle import _misuse
 from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._known_models import KnownModels
+from modelguard.lifecycle._generation import KnownModels
 from modelguard.lifecycle._options import PoolOptions
+from modelguard.lifecycle._policy import Backoff
 from modelguard.lifecycle._pool_engine import PoolEngine
 from modelguard.lifecycle._pool_leases import Keyed, PoolLease
 from modelguard.lifecycle._waiting import Timeout
-from modelguard.lifecycle.backoff import Backoff
 from modelguard.lifecycle.policies import Changed
 
 if TYPE_CHECKING:
-    from modelguard.lifecycle._options import GuardOptions
-    from modelguard.lifecycle.loaded import Loaded
+    from modelguard.lifecycle._options import GuardOptions, Loaded
     from modelguard.lifecycle.runtime import Runtime
     from modelguard.lifecycle.status import PoolStatus
 

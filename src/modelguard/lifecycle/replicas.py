@@ -3,32 +3,379 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from modelguard import _public, _units
 from modelguard._entered import Entered
-from modelguard.errors import InvalidOption, Reloading
-from modelguard.lifecycle import _deadlocks, _in_thread, _misuse
-from modelguard.lifecycle._free_replicas import FreeReplicas
-from modelguard.lifecycle._known_models import KnownModels
+from modelguard.errors import InvalidOption, Overloaded, Reloading
+from modelguard.lifecycle import _fork, _misuse, _waiting, runtime
+from modelguard.lifecycle._engine import Engine
+from modelguard.lifecycle._generation import KnownModels
+from modelguard.lifecycle._leases import Lease
+from modelguard.lifecycle._policy import Horizon, Policy, Snapshot, alternatives
 from modelguard.lifecycle._pool_leases import PoolLease, call_on
-from modelguard.lifecycle._turns import Turns, in_turn
 from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle._wrappers import wrap
 from modelguard.lifecycle.model_guard import ModelGuard, hide
 from modelguard.telemetry import logger
+from modelguard.telemetry.reasons import Reason
 
 if TYPE_CHECKING:
+    from modelguard.lifecycle._state import GuardState
     from modelguard.lifecycle.status import Status
 
-__all__ = ["ModelReplicas", "replicas"]
+__all__ = [
+    "ModelReplicas",
+    "replicas",
+]
+
+
+# Which replica takes a call: one that no other call uses, and that has its model if there is such a one.
+
 
 M = TypeVar("M")
+
+#: Seconds after which a waiting call looks again while a free replica is being loaded.
+_LOOK = 0.05
+
+
+class FreeReplicas(Generic[M]):
+    """Hands replicas out, each to one call at a time.
+
+    Args:
+        name: Of the replicas.
+        engines: One for each replica.
+        wait: Seconds that a call waits for a free one.
+
+    Attributes:
+        rolling: Held while all are replaced, one after another.
+    """
+
+    fork_rank = 2
+
+    def __init__(self, name: str, engines: Sequence[Engine[M]], wait: float) -> None:
+        self._name = name
+        self._engines = engines
+        self._wait = wait
+        self._start()
+        _fork.register(self)
+
+    def _start(self) -> None:
+        # Reentrant: the garbage collector may end a lease in the middle of a change.
+        self._changed = threading.Condition(threading.RLock())
+        self._free = [*range(len(self._engines))]
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._process = os.getpid()
+        self.rolling = threading.Lock()
+
+    def take(self, timeout: float | None = None) -> Lease[M]:
+        """Take a lease on a free replica, inside a call on the one that this call uses.
+
+        Raises:
+            Overloaded: All are in use, and the time is over.
+            GuardClosed, LoadFailed, Reloading: It has no model.
+        """
+        engine = self._enclosing()
+        if engine is not None:
+            return Lease.take(engine)
+        at = self._wait_for_free(self._wait if timeout is None else timeout)
+        return self._lease(at, timeout)
+
+    def _lease(self, at: int, timeout: float | None) -> Lease[M]:
+        try:
+            lease = _ExclusiveLease.take(self._engines[at], timeout)
+        except BaseException:
+            self._give_back(at)
+            raise
+        return self._bound(lease, at)
+
+    async def atake(self, timeout: float | None = None) -> Lease[M]:
+        """:meth:`take` without blocking the event loop."""
+        engine = self._enclosing()
+        if engine is not None:
+            return await Lease.atake(engine)
+        at = await self._await_free(self._wait if timeout is None else timeout)
+        try:
+            lease = await _ExclusiveLease.atake(self._engines[at], timeout)
+        except BaseException:
+            self._give_back(at)
+            raise
+        return self._bound(lease, at)
+
+    def _bound(self, lease: Any, at: int) -> Lease[M]:
+        lease.replica, lease.replicas, lease.process = at, self, self._process
+        return lease  # type: ignore[no-any-return]
+
+    def _enclosing(self) -> Engine[M] | None:
+        return next((engine for engine in self._engines if engine.state.enclosing_generation() is not None), None)
+
+    def _free_now(self) -> int | None:
+        """Take a free replica: one that has its model, else one that could be loaded now; None if there is none."""
+        with self._changed:
+            ready = [at for at in self._free if self._engines[at].state.current is not None]
+            chosen = ready or [at for at in self._free if not self._engines[at].loading]
+            if not chosen:
+                return None
+            at: int = chosen[0]
+            self._free.remove(at)
+            return at
+
+    def _wait_for_free(self, wait: float) -> int:
+        until = time.monotonic() + wait
+        search = _waiting.Search(self._states_if_all_load)
+        with self._changed:
+            while (at := self._free_now()) is None:
+                self._changed.wait(search.pause(self._pause(until, wait)))
+                search.look()
+            return at
+
+    def _states_if_all_load(self) -> list[GuardState[M]]:
+        """The states of all, if none has a model; else none: one that is in use becomes free."""
+        states = [engine.state for engine in self._engines]
+        return states if all(state.current is None and state.job is not None for state in states) else []
+
+    async def _await_free(self, wait: float) -> int:
+        until = time.monotonic() + wait
+        while True:
+            with self._changed:
+                at = self._free_now()
+                if at is not None:
+                    return at
+                runtime.require_asyncio("waiting for a free replica in a coroutine")
+                loop = asyncio.get_running_loop()
+                waiter: asyncio.Future[None] = loop.create_future()
+                pause = self._pause(until, wait)
+                self._waiters.append((loop, waiter))
+            try:
+                await asyncio.wait_for(waiter, pause)
+            except TimeoutError:
+                pass
+            finally:
+                with self._changed, suppress(ValueError):
+                    self._waiters.remove((loop, waiter))
+
+    def _pause(self, until: float, wait: float) -> float:
+        """Seconds after which to look again, at the latest."""
+        left = until - time.monotonic()
+        if left <= 0:
+            raise Overloaded(f"{self._name}: all {len(self._engines)} replicas were in use for {wait:g} s")
+        return min(left, _LOOK) if self._free else left
+
+    def _give_back(self, at: int) -> None:
+        with self._changed:
+            self._free.append(at)
+            self._changed.notify()
+            waiters, self._waiters = self._waiters, []
+        for loop, waiter in waiters:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_wake, waiter)
+
+    def ended(self, lease: _ExclusiveLease[Any]) -> None:
+        """Note that a lease has ended."""
+        if lease.process == os.getpid():  # else a fork lies between, and all are free here
+            self._give_back(lease.replica)
+
+    # Fork
+
+    def before_fork(self) -> None:
+        """Nothing: a child keeps nothing of the parent's state."""
+
+    def after_fork_in_parent(self) -> None:
+        """Nothing, as above."""
+
+    def after_fork_in_child(self) -> None:
+        """All are free: the other calls are the parent's. A thread of the parent may have held a lock."""
+        self._start()
+
+    @property
+    def in_use(self) -> int:
+        """How many are used by a call."""
+        return len(self._engines) - len(self._free)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class _ExclusiveLease(Lease[M]):
+    """A lease that keeps other calls from its replica."""
+
+    __slots__ = ("process", "replica", "replicas")
+
+    replica: int
+    process: int
+    replicas: FreeReplicas[M] | None
+
+    def __init__(self, engine: Engine[M], timeout: float | None = None) -> None:
+        super().__init__(engine, timeout)
+        self.replicas = None
+
+    def end(self, *, failed: bool) -> None:
+        """Return the lease, once; the replica is free then."""
+        with self._freeing():
+            super().end(failed=failed)
+
+    def drop(self) -> None:
+        """The same, where the garbage collector may be at work."""
+        with self._freeing():
+            super().drop()
+
+    @contextmanager
+    def _freeing(self) -> Iterator[None]:
+        replicas, self.replicas = self.replicas, None
+        try:
+            yield
+        finally:
+            if replicas is not None:
+                replicas.ended(self)
+
+
+# Replicas are replaced one at a time: whose turn it is, and how policies on memory count for all of them.
+
+
+#: Seconds after which a replica loses a turn that it has not used, for example because it was closed.
+_UNUSED = 5.0
+
+
+class Turns:
+    """Gives one replica after another the turn to be replaced.
+
+    Args:
+        loading: Whether a replica is being replaced, for each.
+        loaded: Whether it has a model, for each.
+        clock: Returns the time in seconds.
+    """
+
+    fork_rank = 2  # its lock is taken after those of the engines, and nothing else while it is held
+
+    def __init__(
+        self, loading: Sequence[Callable[[], bool]], loaded: Sequence[Callable[[], bool]], clock: Callable[[], float]
+    ) -> None:
+        self._loading = loading
+        self._loaded = loaded
+        self._clock = clock
+        self._lock = threading.RLock()  # reentrant: a signal handler may call another replica
+        self._born: dict[int, tuple[int, float]] = {}  # of each replica, its generation and when that was first seen
+        self._baselines: dict[int, int | None] = {}
+        self._holder: tuple[int, float] | None = None
+        _fork.register(self)
+
+    def see(self, replica: int, now: Snapshot) -> None:
+        """Note what a replica has read."""
+        with self._lock:
+            if self._born.get(replica, (0, 0.0))[0] != now.generation:
+                self._born[replica] = now.generation, self._clock() - now.age
+            self._baselines[replica] = now.baseline
+
+    def take(self, replica: int) -> bool:
+        """Give a replica its turn, unless another one is being replaced."""
+        with self._lock:
+            if any(loading() for other, loading in enumerate(self._loading) if other != replica):
+                return False
+            now = self._clock()
+            if self._holder is not None:
+                holder, since = self._holder
+                if holder != replica and now - since < _UNUSED and not self._was_replaced(holder, since):
+                    return False
+            self._holder = replica, now
+            return True
+
+    def before_fork(self) -> None:
+        """Keep other threads out while the process forks: a child asks the policies in its first moment."""
+        self._lock.acquire()
+
+    def after_fork_in_parent(self) -> None:
+        """Let them in again."""
+        self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """The same: the thread that has forked is the one that holds the lock."""
+        self._lock.release()
+
+    def _was_replaced(self, replica: int, since: float) -> bool:
+        return self._born.get(replica, (0, 0.0))[1] > since
+
+    def is_oldest(self, replica: int) -> bool:
+        """Whether no other replica has taken calls for longer."""
+        with self._lock:
+            return replica == min(self._with_models(replica), key=lambda one: (self._born[one][1], one))
+
+    def baseline(self, replica: int) -> int | None:
+        """Private memory when the youngest replica had settled; None until then. It has the models of all others."""
+        with self._lock:
+            youngest = max(self._with_models(replica), key=lambda one: self._born[one][1])
+            return self._baselines[youngest]
+
+    def _with_models(self, replica: int) -> list[int]:
+        """Replicas that have a model, as this one has; others have released theirs until their next use."""
+        return [one for one in list(self._born) if one == replica or self._loaded[one]()]
+
+
+def in_turn(policy: Policy | None, replica: int, turns: Turns) -> Policy | None:
+    """The policy of one replica: due only in its turn, and on memory only if it is the oldest."""
+    joined: Policy | None = None
+    for member in alternatives(policy):
+        mine = _InTurn(member, replica, turns)
+        joined = mine if joined is None else joined | mine
+    return joined
+
+
+class _InTurn(Policy):
+    """One policy of one replica.
+
+    Memory is that of the whole process, so it grows when another replica is loaded, and says nothing about which model
+    grows. It counts from the youngest replica's baseline, and the oldest replica goes first.
+    """
+
+    def __init__(self, policy: Policy, replica: int, turns: Turns) -> None:
+        self._policy = policy
+        self._replica = replica
+        self._turns = turns
+        self.kind = policy.kind  # type: ignore[misc] # of the class elsewhere
+        self.reads_memory = policy.reads_memory
+        self.renews = policy.renews
+        self.watches_source = policy.watches_source
+        self.unloads = policy.unloads
+        self.restricts = policy.restricts
+
+    def due(self, now: Snapshot) -> bool:
+        return bool(self.reasons(now))
+
+    def reasons(self, now: Snapshot) -> tuple[Reason, ...]:
+        self._turns.see(self._replica, now)
+        if self.unloads:  # which loads nothing, so several may at once
+            return self._policy.reasons(now)
+        if self.reads_memory:
+            if not self._turns.is_oldest(self._replica):
+                return ()
+            now = replace(now, baseline=self._turns.baseline(self._replica))
+        reasons = self._policy.reasons(now)
+        return reasons if reasons and self._turns.take(self._replica) else ()
+
+    def horizon(self, now: Snapshot) -> Horizon:
+        self._turns.see(self._replica, now)
+        own = self._policy.horizon(now)
+        return Horizon(uses=max(own.uses, 1), seconds=max(own.seconds, 1.0)) if self._policy.due(now) else own
+
+    def parts(self) -> tuple[Policy, ...]:
+        return self._policy.parts()
+
+    def futile(self, now: Snapshot) -> str | None:
+        return self._policy.futile(now)
+
+    def __repr__(self) -> str:
+        return repr(self._policy)
+
+
 S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -150,7 +497,7 @@ class ModelReplicas(Entered, Generic[M]):
         elif timeout is None:
             self._roll()
         else:
-            _deadlocks.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
+            _waiting.raise_on_event_loop(self._name, "reload", "await replicas.areload()")
             try:
                 self._begin_to_roll().result(limit.left())
             except TimeoutError:
@@ -159,7 +506,7 @@ class ModelReplicas(Entered, Generic[M]):
     async def areload(self, timeout: _units.Duration | None = None) -> None:
         """:meth:`reload` for a coroutine: does not block the event loop."""
         limit = Timeout(timeout)
-        _in_thread.require_asyncio("waiting for models in a coroutine")  # before the first load begins
+        runtime.require_asyncio("waiting for models in a coroutine")  # before the first load begins
         try:
             await asyncio.wait_for(asyncio.wrap_future(self._begin_to_roll()), limit.left())
         except TimeoutError:
@@ -206,8 +553,8 @@ class ModelReplicas(Entered, Generic[M]):
             guard.resume()
 
     def _begin_to_roll(self) -> Future[None]:
-        runtime = self._guards[0].engine.guard.runtime
-        return _in_thread.start(self._roll, f"modelguard-roll-{self._name}", runtime.start_thread)
+        start_thread = self._guards[0].engine.guard.runtime.start_thread
+        return runtime.start(self._roll, f"modelguard-roll-{self._name}", start_thread)
 
     def _roll(self) -> None:
         with self._free.rolling:
@@ -296,7 +643,7 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
     if model.engine.state.generations:
         why = "has loaded a model of its own already"
         raise InvalidOption("model", model, why=why, fix="Make a guard for the replicas alone, and do not load it.")
-    options, runtime = model.engine.guard.options, model.engine.guard.runtime
+    options, world = model.engine.guard.options, model.engine.guard.runtime
     if options.keeps_mold:
         why = "is for isolated functions, and copies are in this process"
         raise InvalidOption("keep", "mold", why=why, fix="Leave it out, to release the copies that nobody uses.")
@@ -308,11 +655,11 @@ def replicas(model: ModelGuard[M], count: int = 2) -> ModelReplicas[M]:
     hide(model)
     loading: list[Callable[[], bool]] = []
     loaded: list[Callable[[], bool]] = []
-    turns = Turns(loading, loaded, runtime.clock)
+    turns = Turns(loading, loaded, world.clock)
     options = replace(options, family=KnownModels())
     guards = tuple(
         ModelGuard(
-            replace(options, name=f"{options.name}[{at}]", reload_on=in_turn(options.reload_on, at, turns)), runtime
+            replace(options, name=f"{options.name}[{at}]", reload_on=in_turn(options.reload_on, at, turns)), world
         )
         for at in range(count)
     )

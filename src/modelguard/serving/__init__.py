@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from modelguard.serving._batches import Limits
 from modelguard.serving.batched import Batched, batched
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.deadlines import caller, deadline, left
-from modelguard.serving.status import BatchStatus, Quantiles
+from modelguard.serving.status import BatchStatus, Limits, Quantiles
 from modelguard.serving.streams import BatchedStream, Stream
 
 __all__ = [

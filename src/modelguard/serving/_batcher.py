@@ -4,30 +4,200 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from typing import Any
 
-from modelguard import _own_thread
-from modelguard._wakeup import Wakeup
+from modelguard import _threads, telemetry
+from modelguard._threads import Wakeup
 from modelguard.errors import CallerGone, GuardClosed, ModelGuardError, WouldDeadlock
-from modelguard.serving import _inline, _registry, deadlines
-from modelguard.serving._batches import Batch, Limits
-from modelguard.serving._events import BatchEvents
-from modelguard.serving._execution import BatchCallable, BatchFunction
-from modelguard.serving._hung import items_in_hung
-from modelguard.serving._locked_queue import LockedQueue
+from modelguard.serving import _shared_threads, deadlines
+from modelguard.serving._bisection import one_line
+from modelguard.serving._execution import BatchCallable, BatchFunction, Computed
 from modelguard.serving._options import BatchOptions, Changes
-from modelguard.serving._queue import BatchQueue
+from modelguard.serving._planner import AutoSize
+from modelguard.serving._queue import BatchQueue, CircuitChange
 from modelguard.serving._requests import QueuedCall, Request, deliver
 from modelguard.serving._runners import runner_of
-from modelguard.serving._shared_threads import SharedWatch
-from modelguard.serving._threads import BatchThreads, Work
-from modelguard.serving._watch import Watch
+from modelguard.serving._shared_threads import SharedWatch, Watch
+from modelguard.serving._threads import BatchThreads, LockedQueue, Work
 from modelguard.serving.breaker import Circuit
 from modelguard.serving.deadlines import Scope, current_scope
-from modelguard.serving.status import BatchStatus
+from modelguard.serving.status import Batch, BatchStatus, Counters, Limits, count_hung, items_in_hung
 from modelguard.telemetry import logger
 
-__all__ = ["Batcher"]
+# Reports which size of batches ``max_size="auto"`` has chosen.
+
+
+#: A size is reported if it has changed by this factor; unless something was configured, at most this often, in seconds.
+_WORTH_REPORTING = 1.25
+_REPORT_INTERVAL = 1.0
+
+
+class ChosenSize:
+    """Emits ``BatchSizeChosen`` when the goal gets out of reach or within reach, and when the size changes.
+
+    Args:
+        name: The batcher's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._size = 0
+        self._slo = math.inf
+        self._reachable = True
+        self._reported_at = -math.inf
+
+    def report(self, auto: AutoSize, now: float) -> None:
+        """Emit what was chosen, if that has changed since the last event."""
+        if (not auto and self._slo == math.inf) or (auto and auto.reachable is None):
+            return  # nothing is chosen, or there were too few runs to say anything
+        reachable = auto.reachable is not False
+        same = reachable == self._reachable and not self._differs(auto.size)
+        if auto.slo == self._slo and (same or now - self._reported_at < _REPORT_INTERVAL):
+            return
+        event = telemetry.BatchSizeChosen(
+            guard=self._name,
+            size=auto.size,
+            previous=self._size,
+            slo=auto.slo if auto else None,
+            item_seconds=auto.item_seconds,
+            reachable=reachable,
+        )
+        self._size, self._slo, self._reachable = (auto.size if auto else 0), auto.slo, reachable
+        self._reported_at = now
+        telemetry.emit(event)
+
+    def _differs(self, size: int) -> bool:
+        return max(size, self._size) >= _WORTH_REPORTING * min(size, self._size)
+
+
+# The events of a batcher. They are emitted in the batcher's own threads, never in a caller's.
+
+
+class BatchEvents:
+    """Emits what has happened since it last did.
+
+    Args:
+        name: The batcher's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        telemetry.import_events()
+        self._name = name
+        self._lock = threading.Lock()  # a batch may end while the thread that looks after time reports
+        self._reported = _refused(Counters())
+        self._reported_at = -math.inf
+        self._size = ChosenSize(name)
+
+    def batch_ended(
+        self, batch: Batch, computed: Computed, queue: BatchQueue, *, seconds: float, change: CircuitChange
+    ) -> None:
+        """Emit the events of a batch that has ended.
+
+        Args:
+            batch: The batch.
+            computed: Its outcome.
+            queue: The queue it came from.
+            seconds: How long it ran, reruns included.
+            change: What its verdict changed about the circuit.
+        """
+        hung = count_hung(queue.running)
+        if telemetry.listening():
+            telemetry.emit(
+                telemetry.BatchFinished(
+                    guard=self._name,
+                    size=len(batch.requests),
+                    waiting=queue.waiting,
+                    wait_seconds=batch.started - batch.oldest,
+                    run_seconds=seconds,
+                    failed=computed.failed,
+                    reruns=computed.reruns,
+                    weight=batch.weight,
+                    padding=batch.padding,
+                    hung=hung,
+                )
+            )
+        if computed.error is not None:
+            telemetry.emit(
+                telemetry.BatchErrored(
+                    guard=self._name,
+                    size=len(batch.requests),
+                    failed=computed.failed,
+                    error=one_line(computed.error),
+                    reruns=computed.reruns,
+                    hung=hung,
+                )
+            )
+        if change is not None:
+            self._emit_circuit(queue, change, computed.error)
+        now = batch.started + seconds
+        self._size.report(queue.auto_size, now)
+        self.refused(queue, now)
+
+    def hung(self, queue: BatchQueue, hang_after: float) -> None:
+        """Emit that a batch overstays."""
+        error = TimeoutError(f"a batch has been running for more than {hang_after:g} s")
+        telemetry.emit(
+            telemetry.BatchErrored(
+                guard=self._name,
+                size=items_in_hung(queue.running),
+                failed=0,
+                error=one_line(error),
+                reruns=0,
+                hung=count_hung(queue.running),
+            )
+        )
+        if queue.circuit is not None:
+            self._emit_circuit(queue, "opened", error)
+
+    def refusals_due(self, counters: Counters) -> float:
+        """When to report what was refused since the last report; infinity if there is nothing."""
+        return math.inf if _refused(counters) == self._reported else self._reported_at + _REPORT_INTERVAL
+
+    def _emit_circuit(self, queue: BatchQueue, change: CircuitChange, error: BaseException | None) -> None:
+        if change == "closed" or queue.circuit is None:
+            telemetry.emit(telemetry.CircuitClosed(guard=self._name))
+            return
+        telemetry.emit(
+            telemetry.CircuitOpened(
+                guard=self._name,
+                failures=queue.circuit.failures,
+                retry_after=queue.circuit.cooldown,
+                error="" if error is None else one_line(error),
+            )
+        )
+
+    def refused(self, queue: BatchQueue, now: float) -> None:
+        """Emit what was refused since the last report, at most once a second."""
+        with self._lock:
+            if now < self.refusals_due(queue.counters):
+                return
+            former, counts = self._reported, _refused(queue.counters)
+            self._reported, self._reported_at = counts, now
+        full, late, opened, quota, expired, cancelled = (new - old for new, old in zip(counts, former, strict=True))
+        telemetry.emit(
+            telemetry.RequestsRefused(
+                guard=self._name,
+                full=full,
+                late=late,
+                open=opened,
+                quota=quota,
+                expired=expired,
+                cancelled=cancelled,
+                waiting=queue.waiting,
+            )
+        )
+
+
+def _refused(counters: Counters) -> tuple[int, ...]:
+    return (
+        counters.refused_full,
+        counters.refused_late,
+        counters.refused_open,
+        counters.refused_quota,
+        counters.expired,
+        counters.cancelled,
+    )
 
 
 class Batcher:
@@ -54,7 +224,7 @@ class Batcher:
         self._ordered = False  # whether requests have ever had keys or priorities
         self._take_limits(options.limits)
         self._reset()
-        _registry.add(self)
+        _shared_threads.add(self)
 
     def _take_limits(self, limits: Limits) -> None:
         self._limits = limits
@@ -129,7 +299,7 @@ class Batcher:
             CallerGone: The web request for which it is called has lost its client.
             Overloaded, DeadlineExceeded, GuardClosed: It was not queued.
         """
-        if _inline.open_blocks or (_own_thread.open_blocks and _own_thread.required()):
+        if deadlines.open_blocks or (_threads.open_blocks and _threads.required()):
             self._compute_inline(request)
             return
         scope = current_scope.get()
@@ -165,7 +335,7 @@ class Batcher:
 
     def put_together(self, requests: list[Request]) -> None:
         """:meth:`put` for several requests with their bounds: all of them are queued, or none."""
-        if _inline.open_blocks or (_own_thread.open_blocks and _own_thread.required()):
+        if deadlines.open_blocks or (_threads.open_blocks and _threads.required()):
             for request in requests:
                 self._compute_inline(request)
             return
@@ -197,7 +367,7 @@ class Batcher:
         may exceed ``max_queue`` together, by one request each.
         """
         queue, threads = self._queue, self._threads
-        simple = self._plain and not (queue.may_refuse or _inline.open_blocks or _own_thread.open_blocks)
+        simple = self._plain and not (queue.may_refuse or deadlines.open_blocks or _threads.open_blocks)
         busy = not threads.idle and threads.count >= threads.most  # else a thread has to be woken, with the lock
         room = len(queue.inbox) + queue.waiting < self._limits.max_queue
         if not (simple and busy and room) or current_scope.get() is not None:
@@ -416,7 +586,7 @@ class Batcher:
 
     def _on_drained(self) -> None:
         self._drained.set()
-        _registry.discard(self)
+        _shared_threads.discard(self)
 
     def reopen(self) -> None:
         """Admit items again after :meth:`close`."""
@@ -424,13 +594,13 @@ class Batcher:
             return
         if self._process != os.getpid():
             self._reset()  # forks pass by what has been closed and emptied
-            _registry.add(self)
+            _shared_threads.add(self)
         else:
             with self._lock:
                 self._queue.reopen()
                 self._drained.set()  # for who still waits in close()
                 self._drained = Wakeup()
-                _registry.add(self)
+                _shared_threads.add(self)
 
     @property
     def ready(self) -> bool:

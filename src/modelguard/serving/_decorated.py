@@ -5,24 +5,141 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import threading
+import time
+import warnings
+import weakref
 from collections.abc import Callable
-from typing import Any, Never, Self, Unpack, cast
+from typing import Any, Generic, Never, Self, TypeVar, Unpack, cast
 
 from modelguard import _units
 from modelguard._entered import Entered
-from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
-from modelguard.serving import _trio
-from modelguard.serving._arguments import Arguments
+from modelguard.errors import InvalidOption, ModelGuardWarning, NotSupported, WouldDeadlock
+from modelguard.serving import _loops, _shared_threads
 from modelguard.serving._batcher import Batcher
-from modelguard.serving._batches import Limits
-from modelguard.serving._bound_methods import BoundMethods
-from modelguard.serving._functions import call_signature
+from modelguard.serving._functions import Arguments, call_signature
 from modelguard.serving._options import BatchOptions, Changes
 from modelguard.serving._requests import Request
 from modelguard.serving.deadlines import check_priority
-from modelguard.serving.status import BatchStatus
+from modelguard.serving.status import BatchStatus, Limits
 
-__all__ = ["Decorated"]
+# Notices that instances with batched methods are made for each request.
+
+
+#: So many instances that came within so many seconds are short-lived if half of them are gone.
+_MANY = 100
+_SOON = 60.0
+
+
+class ShortLived:
+    """Counts what is made for the instances of a class.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._recent: list[weakref.ref[object]] = []
+        self._found = False
+
+    def note(self, made: object) -> int:
+        """Note what was made for another instance, and lives as long as it.
+
+        Returns:
+            How many instances of the last minute were short-lived, once; else 0.
+        """
+        if self._found:
+            return 0
+        self._recent.append(weakref.ref(made))
+        if len(self._recent) < _MANY:
+            return 0
+        recent, self._recent = self._recent, []
+        now = self._clock()
+        began, self._began = self._began, now
+        gone = sum(reference() is None for reference in recent)
+        self._found = now - began <= _SOON and 2 * gone >= _MANY
+        return _MANY if self._found else 0
+
+
+# A queue for each instance: what a batched method keeps among an instance's attributes.
+
+
+B = TypeVar("B")
+
+
+class BoundMethods(Generic[B]):
+    """Makes and keeps one object for each instance of a class.
+
+    Args:
+        function: The function in the class, for errors.
+        qualified_name: Where it is written. Not its plain name, which a subclass may use for a method of its own.
+        make: Makes the object of an instance.
+    """
+
+    def __init__(self, function: Callable[..., Any], qualified_name: str, make: Callable[[Any], B]) -> None:
+        self._function = function
+        self._attribute = f"_modelguard_batched_{qualified_name}"
+        self._make = make
+        self._short_lived = ShortLived()
+
+    def get(self, instance: Any) -> B:
+        """The object of an instance, made on first use. Two threads that come first together get the same one.
+
+        Raises:
+            InvalidOption: The instance has no ``__dict__``.
+        """
+        try:
+            attributes = vars(instance)
+        except TypeError:
+            raise self._no_room(instance) from None
+        kept = attributes.get(self._attribute)
+        if kept is None or kept.instance is not instance:  # none yet, or that of the instance this one is a copy of
+            short_lived = 0
+            with _lock:
+                kept = attributes.get(self._attribute)
+                if kept is None or kept.instance is not instance:
+                    kept = attributes[self._attribute] = _Kept(instance, self._make(instance))
+                    short_lived = self._short_lived.note(kept.bound)
+            if short_lived:
+                self._warn(short_lived)
+        return kept.bound  # type: ignore[no-any-return]
+
+    def _warn(self, instances: int) -> None:
+        text = (
+            f"{self._function.__qualname__}(): {instances} instances got a queue within a minute, and most of them are "
+            "gone. Items of different instances never share a batch. Keep one instance for the process, or batch a "
+            "function at module level."
+        )
+        warnings.warn(text, ModelGuardWarning, stacklevel=4)
+
+    def _no_room(self, instance: Any) -> InvalidOption:
+        why = f"{type(instance).__name__} has __slots__, and no room for the queue of an instance"
+        fix = "Add '__dict__' to its __slots__, or batch a function at module level."
+        return InvalidOption("function", self._function, why=why, fix=fix)
+
+
+class _Kept:
+    """An entry among an instance's attributes. Copies of the instance get an empty one."""
+
+    def __init__(self, instance: Any = None, bound: Any = None) -> None:
+        self.instance = instance
+        self.bound = bound
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
+_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+_shared_threads.renew_registry_in_child(_renew_lock)
 
 _CLOSE_TIMEOUT = 30.0
 
@@ -150,7 +267,7 @@ class Decorated(Entered):
     async def aclose(self, timeout: _units.Duration = _CLOSE_TIMEOUT) -> None:
         """:meth:`close` for coroutines; does not block the event loop."""
         close = functools.partial(self._batcher.close, _units.seconds(timeout, "timeout", zero=True))
-        await (_trio.run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
+        await (_loops.run_in_thread(close) if asyncio._get_running_loop() is None else asyncio.to_thread(close))  # noqa: SLF001 - as above
 
     def _reopen(self) -> None:
         self._batcher.reopen()

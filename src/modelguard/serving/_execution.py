@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
-from modelguard import _reruns
+from modelguard import _threads
 from modelguard.environment._gpu import TORCH_CUDA, free_after
 from modelguard.errors import (
     GuardClosed,
@@ -23,10 +23,10 @@ from modelguard.errors import (
     WouldDeadlock,
     WrongResults,
 )
-from modelguard.serving._batches import Verdict
-from modelguard.serving._callers import AllLeft, LoopEnded
-from modelguard.serving._isolation import Isolation
-from modelguard.serving._outcomes import (
+from modelguard.serving._bisection import (
+    Isolation,
+    Known,
+    Suspects,
     batch_failed,
     check_results,
     count_failures,
@@ -37,8 +37,8 @@ from modelguard.serving._outcomes import (
     one_line,
     wrap_errors,
 )
-from modelguard.serving._requests import Failure, Request
-from modelguard.serving._suspects import Known, Suspects
+from modelguard.serving._requests import AllLeft, Failure, LoopEnded, Request
+from modelguard.serving.status import Verdict
 
 __all__ = [
     "Answer",
@@ -252,7 +252,7 @@ def _compute_suspicious(function: BatchFunction, batch: _Items, known: list[Know
             batch.fail(healthy, error)
             errors = [error]
     for at in alone:
-        with _reruns.running():
+        with _threads.running():
             failed = batch.run([at]) if batch.live(at) else None
         if failed is not None:
             errors.append(failed)
@@ -273,7 +273,7 @@ def _isolate(function: BatchFunction, batch: _Items, part: list[int], first: Bas
         trust=function.suspects.trusts_tracebacks,
         breaks=lambda error: isinstance(error, _WHOLE_BATCH) or free_after(TORCH_CUDA, error),
     )
-    with _reruns.running():
+    with _threads.running():
         isolation.find(part, first)
     if isolation.named_right is not None:
         function.suspects.traceback_was(right=isolation.named_right)
@@ -292,7 +292,7 @@ def _halve(batch: _Items, part: list[int]) -> list[BaseException]:
     """Run both halves of a part that ran out of GPU memory. No single item is at fault, so there is none to find."""
     errors: list[BaseException] = []
     middle = len(part) // 2
-    with _reruns.running():
+    with _threads.running():
         for half in (part[:middle], part[middle:]):
             live = [at for at in half if batch.live(at)]
             error = batch.run(live) if live else None

@@ -8,29 +8,288 @@ Requests that need no decision may be put into ``inbox`` without the lock.
 from __future__ import annotations
 
 import copy
+import heapq
 import itertools
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypedDict
 
-from modelguard.errors import DeadlineExceeded, GuardClosed, ModelGuardError
-from modelguard.serving._admission import Admission
-from modelguard.serving._auto_size import AutoSize
-from modelguard.serving._batches import Batch, Counters, Limits, Verdict
-from modelguard.serving._circuit import CircuitChange, QueueCircuit
-from modelguard.serving._expiry import Expiry
-from modelguard.serving._hung import mark_hung, next_hang, state_of
+from modelguard.errors import (
+    CircuitOpen,
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    GuardClosed,
+    ModelGuardError,
+    QueueFull,
+    QuotaExceeded,
+)
 from modelguard.serving._lines import Line, Lines
-from modelguard.serving._planner import Planner
-from modelguard.serving._recent import Recent
+from modelguard.serving._planner import AutoSize, Planner
 from modelguard.serving._requests import Failure, Request, caller_gone
 from modelguard.serving._times import BatchTimes
 from modelguard.serving.breaker import Circuit
-from modelguard.serving.status import BatchStatus
+from modelguard.serving.status import (
+    Batch,
+    BatchStatus,
+    Counters,
+    Limits,
+    Quantiles,
+    Verdict,
+    mark_hung,
+    next_hang,
+    state_of,
+)
 
-#: This many requests that are done may stay in the lines before these are swept.
+# The circuit of a queue: what opens and closes it, and which request is its probe.
+
+
+CircuitChange: TypeAlias = Literal["opened", "closed"] | None
+
+
+class QueueCircuit:
+    """A circuit, and the request that tries whether it can be closed. Without a breaker it is never open.
+
+    Args:
+        name: The batched function's name, for errors.
+        circuit: The circuit; None without a breaker.
+
+    Attributes:
+        joining: Whether requests are being admitted that belong to one that has passed.
+    """
+
+    def __init__(self, name: str, circuit: Circuit | None) -> None:
+        self._name = name
+        self._circuit = circuit
+        self._probe: Request | None = None
+        self.joining = False
+
+    def refusal(self, now: float) -> CircuitOpen | None:
+        """The error for a request that must not pass now; None if it may."""
+        circuit = self._circuit
+        if circuit is None or circuit.state == "closed" or self.joining:  # the usual case, without a call
+            return None
+        pause = circuit.retry_after(now)
+        if pause is None:
+            return None
+        return CircuitOpen(self._name, failures=circuit.failures, retry_after=pause)
+
+    def admitted(self, request: Request) -> None:
+        """Note that a request waits. It is the probe if the circuit is open."""
+        if self._circuit is not None and self._circuit.state != "closed" and not self.joining:
+            self._probe = request  # first: an exception may interrupt this at any point, and forget() has to know it
+            self._circuit.admitted()
+
+    def forget(self, request: Request) -> None:
+        """Note that a request is not computed. If it was the probe, the next one is."""
+        if request is self._probe and self._circuit is not None:
+            self._probe = None
+            self._circuit.probe_inconclusive()
+
+    def batch_ended(self, requests: Sequence[Request], verdict: Verdict, now: float) -> CircuitChange:
+        """Note what a batch says about the model. Returns what that changes."""
+        circuit = self._circuit
+        if circuit is None:
+            return None
+        probe = self._probe is not None and self._probe in requests
+        if probe:
+            self._probe = None
+        if verdict == "succeeded":
+            return "closed" if circuit.succeeded(probe=probe) else None
+        if verdict == "failed":
+            return "opened" if circuit.failed(now, probe=probe) else None
+        if probe:
+            circuit.probe_inconclusive()
+        return None
+
+    def trip(self, now: float) -> bool:
+        """Open it at once. Returns whether there is one."""
+        if self._circuit is None:
+            return False
+        self._circuit.trip(now)
+        return True
+
+
+# Which requests are refused when they come: by the circuit, quotas, the room in the queue, and their deadlines.
+
+
+class Admission:
+    """Checks requests before they wait, and counts those that it refuses. It changes nothing else.
+
+    Args:
+        limits: Bounds of the queue.
+        lines: What waits.
+        planner: Gives the time of the answer, and when to try again.
+        circuit: Refuses everything while it is open.
+        counters: Where refusals are counted.
+    """
+
+    def __init__(
+        self, limits: Limits, lines: Lines, planner: Planner, circuit: QueueCircuit, counters: Counters
+    ) -> None:
+        self._limits = limits
+        self._lines = lines
+        self._planner = planner
+        self._circuit = circuit
+        self._counters = counters
+
+    def configure(self, limits: Limits) -> None:
+        """Refuse by these bounds from now on."""
+        self._limits = limits
+
+    def check_room(self, request: Request, waiting: int, now: float) -> Request | None:
+        """Check whether a request may wait beside so many others.
+
+        Returns:
+            The request that loses its place to this one; None if there is room.
+
+        Raises:
+            CircuitOpen, QuotaExceeded, QueueFull: It must not wait.
+        """
+        limits, fairness = self._limits, self._lines.fairness
+        if (refusal := self._circuit.refusal(now)) is not None:
+            self._counters.refused_open += 1
+            raise refusal
+        if fairness is not None and limits.quota is not None:
+            of_key = fairness.waiting_of(request.key)
+            if of_key >= limits.quota:
+                self._counters.refused_quota += 1
+                pause = self._planner.seconds_to_drain(of_key, now)
+                raise QuotaExceeded(limits.name, request.key, queued=of_key, quota=limits.quota, retry_after=pause)
+        if waiting < limits.max_queue:
+            return None
+        displaced = None if fairness is None else fairness.displaced_by(request, self._lines.live)
+        if displaced is None:
+            raise self.queue_full(waiting, now)
+        return displaced
+
+    def queue_full(self, waiting: int, now: float, *, displaced: bool = False) -> QueueFull:
+        """The error for a request without a place among so many that wait.
+
+        Args:
+            waiting: How many wait.
+            now: The time.
+            displaced: Whether it has waited, and lost its place to another one.
+        """
+        self._counters.refused_full += 1
+        pause = self._planner.seconds_to_drain(waiting, now)
+        return QueueFull(self._limits.name, queued=waiting, retry_after=pause, displaced=displaced)
+
+    def check_deadline(self, request: Request, waiting: int, running: list[Batch], now: float) -> None:
+        """Check that, by what was measured, the answer to a request can come in time.
+
+        Raises:
+            DeadlineExceeded, DeadlineUnreachable: It would come too late.
+        """
+        left = request.deadline - now
+        if left <= 0:
+            self._counters.expired += 1
+            raise DeadlineExceeded(self._limits.name, waited=0.0)
+        estimate = self._planner.too_late(request, self._lines, waiting, running, now)
+        if estimate is not None:
+            self._counters.refused_late += 1
+            raise DeadlineUnreachable(self._limits.name, estimate=estimate, left=left, retry_after=estimate - left)
+
+
+# The last batches, as the status shows them.
+
+
+#: The quantiles are taken over this many batches.
+_REMEMBERED = 512
+
+
+class RecentBatches(TypedDict):
+    """The fields of a status that come from the last batches."""
+
+    batch_size: Quantiles
+    wait: Quantiles
+    run: Quantiles
+    padding: float
+
+
+class Recent:
+    """Size, longest wait, run time, weight and padding of the last batches."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[int, float, float, float, float]] = deque(maxlen=_REMEMBERED)
+
+    def note(self, batch: Batch, seconds: float) -> None:
+        """Note a batch whose run took so many seconds."""
+        waited = batch.started - batch.oldest
+        self._batches.append((len(batch.requests), waited, seconds, batch.weight, batch.padding))
+
+    def summary(self) -> RecentBatches:
+        """What the status shows of them."""
+        sizes, waits, runs, weights, paddings = zip(*self._batches, strict=True) if self._batches else ((),) * 5
+        weight = sum(weights)
+        return {
+            "batch_size": Quantiles.of(sizes),
+            "wait": Quantiles.of(waits),
+            "run": Quantiles.of(runs),
+            "padding": sum(paddings) / weight if weight > 0 else 0.0,
+        }
+
+
+# When requests expire: a heap of deadlines that keeps nothing of a request that has its answer.
+
+
+#: Entries of requests that have their answers may stay until they are this many, and more than all others.
 _STALE = 64
+
+
+class Expiry:
+    """The deadlines of what waits and runs."""
+
+    def __init__(self) -> None:
+        self._heap: list[list[Any]] = []  # deadline, a number that makes entries comparable, the request or None
+        self._number = 0
+        self._stale = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def nearest(self) -> float:
+        """No request that waits or runs has a deadline before this; infinity if none has one."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def add(self, request: Request) -> None:
+        """Note the deadline of a request."""
+        self._number += 1
+        request.timer = [request.deadline, self._number, request]
+        heapq.heappush(self._heap, request.timer)
+
+    def settle(self, requests: list[Request]) -> None:
+        """Forget requests that are done: a large item must not stay in memory until its deadline."""
+        for request in requests:
+            if (timer := request.timer) is not None:
+                timer[2] = request.timer = None
+                self._stale += 1
+        if self._stale > _STALE and self._stale * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2] is not None]
+            heapq.heapify(self._heap)
+            self._stale = 0
+
+    def pop(self, now: float) -> Request | None:
+        """The next request whose deadline has come; None if there is none."""
+        while self._heap and self._heap[0][0] <= now:
+            request: Request | None = heapq.heappop(self._heap)[2]
+            if request is not None:
+                request.timer = None
+                return request
+            self._stale -= 1
+        return None
+
+    def next(self) -> float:
+        """When :meth:`pop` has something to return; infinity for never."""
+        while self._heap and self._heap[0][2] is None:
+            heapq.heappop(self._heap)
+            self._stale -= 1
+        return self.nearest
 
 
 class BatchQueue:

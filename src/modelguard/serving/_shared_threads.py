@@ -7,19 +7,102 @@ thread for each call that has a worker, and none for those that wait.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from modelguard._wakeup import Wakeup
-from modelguard.serving import _registry, deadlines
+from modelguard import _threads
+from modelguard._threads import Wakeup, WeakRegistry
+from modelguard.serving import deadlines
+from modelguard.telemetry import logger
 
-__all__ = ["SharedThread", "SharedWatch", "renew_in_child"]
+# The batchers of this process: for readiness probes, for the end of the process, and for forks.
+
+
+class Registered(Protocol):
+    """A batcher, as the rest of the process uses it."""
+
+    @property
+    def name(self) -> str:
+        """The batched function's name."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether it admits items."""
+        ...
+
+    def close(self, timeout: float, *, abandon: bool = False) -> None:
+        """Admit nothing more, and compute what waits within ``timeout`` seconds."""
+
+    def after_fork_in_child(self) -> None:
+        """Start again with an empty queue."""
+
+    def check_time(self) -> None:
+        """Do what has become due because a test has moved the clock."""
+
+
+#: Used without a lock: a finalizer may run at any point of :func:`live`, in its thread, and end the last request of a
+#: closed batcher, which is discarded then.
+_batchers: WeakRegistry[Registered] = WeakRegistry()
+_lock = threading.Lock()
+_registered = False
+_renewals: list[Callable[[], object]] = []
+
+
+def add(batcher: Registered) -> None:
+    """Reset a batcher in forked children, and close it at the end of the process.
+
+    The hooks are installed with the first batcher, not on import.
+    """
+    global _registered
+    _batchers.add(batcher)
+    if _registered:
+        return
+    with _lock:
+        if _registered:
+            return
+        _registered = True
+        _threads.before_exit("batches", _close_all)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_after_in_child)
+
+
+def discard(batcher: Registered) -> None:
+    """Forget a batcher that is closed for good: a readiness probe must not wait for it."""
+    _batchers.discard(batcher)  # without the lock: the garbage collector may end the last stream of a closed one
+
+
+def live() -> tuple[Registered, ...]:
+    """The batchers of this process that are not closed for good."""
+    return tuple(_batchers)
+
+
+def renew_registry_in_child(renew: Callable[[], object]) -> None:
+    """Call ``renew`` in every forked child; for locks, which another thread of the parent may have held."""
+    _renewals.append(renew)
+
+
+def _close_all(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for batcher in live():
+        batcher.close(max(0.0, until - time.monotonic()), abandon=True)
+
+
+def _after_in_child() -> None:
+    for renew in _renewals:
+        renew()
+    for batcher in tuple(_batchers):
+        batcher.after_fork_in_child()
+
 
 #: How long a thread waits for another job, in seconds, and how many wait at most.
 _LINGER = 10.0
@@ -100,7 +183,7 @@ class Check(Protocol):
 
 
 class SharedWatch:
-    """Calls ``check`` when something is due, as :class:`~modelguard.serving._watch.Watch` does, without a thread.
+    """Calls ``check`` when something is due, as :class:`Watch` does, without a thread.
 
     One timer of the process starts a shared thread at the right time. It keeps nothing that it watches alive.
 
@@ -212,4 +295,68 @@ def renew_in_child() -> None:
     _idle.clear()
 
 
-_registry.renew_in_child(renew_in_child)
+renew_registry_in_child(renew_in_child)
+
+
+# A thread that looks after time: deadlines that pass and batches that overstay, whatever the model is doing.
+
+
+class Watch:
+    """Calls ``check`` when something is due. Its thread ends when nothing is due any more.
+
+    Args:
+        name: Of the batched function.
+        lock: Held for :meth:`schedule` and while ``check`` runs.
+        check: Does what is due at a time, and returns when something is due next; infinity for never.
+        after: Called after each check, without the lock.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lock: threading.RLock,
+        check: Callable[[float], float],
+        after: Callable[[float], object],
+    ) -> None:
+        self._name = name
+        self._lock = lock
+        self._check = check
+        self._after = after
+        self._wakeup: Wakeup | None = None
+        self.due = math.inf  # when the thread wakes up
+
+    def schedule(self, at: float) -> None:
+        """Check at this time, which is before :attr:`due`. Called with the lock held."""
+        self.due = at
+        if self._wakeup is not None:
+            self._wakeup.set()
+            return
+        self._wakeup = Wakeup()
+        name = f"modelguard-deadlines-{self._name}"
+        try:
+            threading.Thread(target=self._run, args=(self._wakeup,), name=name, daemon=True).start()
+        except RuntimeError:  # no thread can be started: the others look at the deadlines whenever they are free
+            self._wakeup, self.due = None, math.inf
+
+    def _run(self, wakeup: Wakeup) -> None:
+        try:
+            self._keep_time(wakeup)
+        except BaseException:  # noqa: BLE001 - a fault in this library; the next deadline starts another thread
+            with self._lock:
+                self._wakeup, self.due = None, math.inf
+            with contextlib.suppress(BaseException):  # a log handler that raises
+                logger.exception("modelguard: the deadlines of %s() are late", self._name)
+
+    def _keep_time(self, wakeup: Wakeup) -> None:
+        woken = True
+        while True:
+            now = deadlines.clock()
+            with self._lock:
+                due = self.due = self._check(now)
+                ends = due == math.inf and not woken
+                if ends:
+                    self._wakeup = None
+            self._after(now)
+            if ends:
+                return
+            woken = wakeup.wait(min(due - now, _LINGER)) or due != math.inf

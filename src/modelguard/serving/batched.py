@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, Protocol, Ty
 
 from modelguard import _units
 from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, Overloaded
-from modelguard.serving import _trio
+from modelguard.serving import _loops
 from modelguard.serving._decorated import Decorated
-from modelguard.serving._function_options import LoopChoice, check_function_options
 from modelguard.serving._functions import NotAHandler, check_function, function_name
-from modelguard.serving._options import Changes, OnError, Size, check_options
+from modelguard.serving._options import Changes, LoopChoice, OnError, Size, check_function_options, check_options
 from modelguard.serving._requests import FutureRequest, LoopRequest, ThreadRequest
 from modelguard.serving.breaker import Breaker
 from modelguard.serving.streams import BatchedStream
@@ -113,7 +112,7 @@ class Batched(Decorated, Generic[X, Y]):
             loop = get_running_loop()
         except RuntimeError:
             put = functools.partial(self._put, timeout=timeout, priority=priority, extras=extras, others=others)
-            return await _trio.call(_trio.TrioRequest(item), put, self._batcher.cancel)  # type: ignore[no-any-return]
+            return await _loops.call(_loops.TrioRequest(item), put, self._batcher.cancel)  # type: ignore[no-any-return]
         request = LoopRequest(item, loop)
         if extras or others or timeout is not None or priority or self._always_checked or type(item) is list:
             self._put(request, timeout, priority, extras, others)
@@ -206,7 +205,7 @@ class Batched(Decorated, Generic[X, Y]):
             loop = get_running_loop()
             requests: list[Any] = [LoopRequest(item, loop) for item in listed]
         except RuntimeError:
-            requests = [_trio.TrioRequest(item) for item in listed]
+            requests = [_loops.TrioRequest(item) for item in listed]
         for request in requests:
             self._put(request, timeout, priority, extras, others, put=self._batcher.bound)
         self._batcher.put_together(requests)

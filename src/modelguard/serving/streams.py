@@ -13,12 +13,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
 
 from modelguard import _units
-from modelguard._wakeup import Wakeup
+from modelguard._threads import Wakeup
 from modelguard.errors import BatchFailed, GuardClosed, WouldDeadlock
 from modelguard.serving._decorated import Decorated
-from modelguard.serving._requests import Request
-from modelguard.serving._stream_requests import ENDED, NOTHING_YET, LoopWaiter, StreamRequest, Waiter
-from modelguard.serving._trio import TrioWaiter
+from modelguard.serving._loops import TrioWaiter
+from modelguard.serving._requests import ENDED, NOTHING_YET, LoopWaiter, Request, StreamRequest, Waiter
 
 __all__ = ["BatchedStream", "Stream"]
 

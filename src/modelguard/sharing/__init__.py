@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from modelguard.sharing._places import Places
-    from modelguard.sharing._reports import ProcessReport, TreeReport, TreeWatch, report
+    from modelguard.sharing._reports import Places, ProcessReport, TreeReport, TreeWatch, report
 
 __all__ = ["Places", "ProcessReport", "TreeReport", "TreeWatch", "report"]
 

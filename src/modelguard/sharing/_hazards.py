@@ -6,20 +6,171 @@ state about this process elsewhere: on a graphics card, or in an event loop.
 """
 
 import asyncio
+import functools
 import os
 import socket
 import sys
 import threading
+import types
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from modelguard.environment import _openmp, _proc, _self
+from modelguard.environment import _allocator, _effect, _proc
 from modelguard.lifecycle import _adapters
-from modelguard.sharing import _owners
 
-__all__ = ["OUR_THREADS", "ForkingProcess", "Hazard", "HazardKind", "ThisProcess", "end_threads", "find_hazards"]
+# Libraries whose threads and connections users did not start themselves, and what to do about each at a fork.
+#
+# Each row was tried with the real library (``tests/process/test_fork_owners.py``); ``docs/fork-safety.md`` shows them.
+
+
+#: Seconds that a thread may take to end: tqdm's waits for the lock of a progress bar.
+_PATIENCE = 5.0
+
+
+class Owner(NamedTuple):
+    """One row.
+
+    Attributes:
+        name: The library, as users know it.
+        has: What of it does not survive a fork.
+        where: How it is recognised: the beginning of the name of what the thread runs, or, for connections, whose owner
+            cannot be seen, a module that is loaded.
+        remedy: What to do before the fork or in the workers.
+        restarts: What starts the thread again in a forked child, as ``module:name``: a release without it does not.
+            Empty if nothing does.
+        stop: What ends the thread without loss, an attribute of it: the library starts it again when it needs it.
+    """
+
+    name: str
+    has: Literal["thread", "connection"]
+    where: str
+    remedy: str
+    restarts: str = ""
+    stop: str = ""
+
+
+OWNERS = (
+    Owner(
+        "tqdm",
+        "thread",
+        "tqdm._monitor.",
+        "tqdm.tqdm.monitor_interval = 0, before the first progress bar.",
+        stop="was_killed.set",  # what its exit() does, which waits without a limit
+    ),
+    Owner(
+        "OpenTelemetry",
+        "thread",
+        "opentelemetry.sdk.",
+        "Make its provider in each worker.",
+        restarts="opentelemetry.sdk._shared_internal:BatchProcessor._at_fork_reinit",
+    ),
+    Owner(
+        "Sentry",
+        "thread",
+        "sentry_sdk.",
+        "Call sentry_sdk.init() in each worker.",
+        restarts="sentry_sdk.worker:BackgroundWorker._ensure_thread",
+    ),
+    Owner(
+        "PostHog",
+        "thread",
+        "posthog.",
+        "Make its client in each worker.",
+        restarts="posthog.client:Client._reinit_after_fork",
+    ),
+    Owner(
+        "Langfuse",
+        "thread",
+        "langfuse.",
+        "Make its client in each worker.",
+        restarts="langfuse._client.resource_manager:LangfuseResourceManager._at_fork_reinit",
+    ),
+    Owner(
+        "prometheus_client",
+        "thread",
+        "prometheus_client.",
+        "Call start_http_server() in each worker, with a port of its own; the parent's shows only its own figures.",
+    ),
+    Owner(
+        "gRPC",
+        "thread",
+        "grpc.",
+        "Start the server in each worker; the parent's: server.stop(None).wait(), and shutdown() of its executor.",
+    ),
+    Owner(
+        "a DataLoader or multiprocessing.Queue",
+        "thread",
+        "multiprocessing.queues.",
+        "DataLoader: num_workers=0 in the parent; or end its loop, and drop it if it has persistent_workers=True. "
+        "Queue: close() and join_thread().",
+    ),
+    Owner(
+        "ThreadPoolExecutor",
+        "thread",
+        "concurrent.futures.thread.",
+        "Make the executor in each worker; the parent's: shutdown().",
+    ),
+    Owner(
+        "OpenTelemetry",
+        "connection",
+        "opentelemetry.exporter.otlp",
+        "make its provider in each worker, or export nothing before",
+    ),
+    Owner("Sentry", "connection", "sentry_sdk", "call sentry_sdk.init() in each worker, or send nothing before"),
+    Owner("SQLAlchemy", "connection", "sqlalchemy.pool", "engine.dispose()"),
+    Owner("aiohttp", "connection", "aiohttp.client", "await session.close(), and close its event loop"),
+    Owner("gRPC", "connection", "grpc", "channel.close()"),
+)
+
+
+def owner_of(where: str) -> Owner | None:
+    """The library that has a thread which runs the function of this name."""
+    return next((owner for owner in OWNERS if owner.has == "thread" and where.startswith(owner.where)), None)
+
+
+def restarts(owner: Owner) -> bool:
+    """Whether the installed release starts the thread again in a forked child."""
+    module, _, name = owner.restarts.partition(":")
+    return bool(name) and _attribute(sys.modules.get(module), name) is not None
+
+
+def connected() -> Iterator[Owner]:
+    """The loaded libraries that may have an open connection."""
+    return (owner for owner in OWNERS if owner.has == "connection" and owner.where in sys.modules)
+
+
+def end() -> Iterator[tuple[str, Owner]]:
+    """End the threads that can be ended without loss; their names and owners."""
+    for thread in threading.enumerate():
+        owner = owner_of(origin(thread))
+        stop = None if owner is None or not owner.stop else _attribute(thread, owner.stop)
+        if owner is not None and stop is not None:
+            stop()
+            thread.join(_PATIENCE)
+            if not thread.is_alive():
+                yield thread.name, owner
+
+
+def origin(thread: threading.Thread) -> str:
+    """The name of what a thread runs: a function, a method with the class of its object, or the thread's own class."""
+    target = getattr(thread, "_target", None)
+    if target is None:
+        return _class_of(thread)
+    if isinstance(target, types.MethodType) and not isinstance(target.__self__, type):
+        return f"{_class_of(target.__self__)}.{target.__name__}"
+    return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', repr(target))}"
+
+
+def _class_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _attribute(start: object, name: str) -> Any:
+    return functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), start)
+
 
 HazardKind = Literal[
     "python thread",
@@ -171,9 +322,9 @@ def _python_threads(process: ForkingProcess) -> Iterable[Hazard]:
 
 
 def _python_thread(name: str, where: str) -> Hazard:
-    owner = _owners.owner_of(where)
+    owner = owner_of(where)
     seen = f"thread {name!r} is running; a child does not have it"
-    if owner is not None and _owners.restarts(owner):
+    if owner is not None and restarts(owner):
         return Hazard("python thread", owner.name, seen, "It starts it again in each child by itself.", "fixed")
     seen += ", and a lock that it holds stays locked"
     if owner is None:
@@ -191,7 +342,7 @@ def end_threads() -> tuple[Hazard, ...]:
             f"Ended. To do without: {owner.remedy}",
             "fixed",
         )
-        for name, owner in _owners.end()
+        for name, owner in end()
     )
 
 
@@ -217,7 +368,7 @@ def _native(process: ForkingProcess) -> Iterable[Hazard]:
 
 
 def _descriptors(process: ForkingProcess) -> Iterable[Hazard]:
-    perhaps = "".join(f" {owner.name}: {owner.remedy}." for owner in _owners.connected())
+    perhaps = "".join(f" {owner.name}: {owner.remedy}." for owner in connected())
     for peer in process.connections():
         seen = "a connection is open; all workers would read and write the same one, and mix up their messages"
         fix = f"Open it in each worker, after the fork.{perhaps}"
@@ -237,7 +388,7 @@ class ThisProcess:
         """Every thread except a compiler's, the calling one and the main one: a server may fork from the main one."""
         ours = [threading.current_thread(), threading.main_thread()]
         ours += (thread for compiler in _adapters.compilers() for thread in compiler.threads())
-        return [(thread.name, _owners.origin(thread)) for thread in threading.enumerate() if thread not in ours]
+        return [(thread.name, origin(thread)) for thread in threading.enumerate() if thread not in ours]
 
     def compiler_threads(self) -> Iterable[tuple[str, list[str], str]]:
         """Those of the compilers that have an adapter."""
@@ -252,7 +403,7 @@ class ThisProcess:
 
     def openmp(self) -> list[str]:
         """The runtimes among the mapped files."""
-        return sorted(_openmp.loaded_openmp())
+        return sorted(_effect.loaded_openmp())
 
     def has_allocator_threads(self) -> bool:
         """Whether jemalloc reports background threads."""
@@ -267,7 +418,7 @@ class ThisProcess:
 
     def has_unsafe_grpc(self) -> bool:
         """Whether gRPC was imported without fork support: it reads its variable then, and never again."""
-        return _self.ThisProcess().grpc_forks() is False
+        return _effect.ThisProcess().grpc_forks() is False
 
     def runs_event_loop(self) -> bool:
         """Whether asyncio reports a running event loop."""
@@ -325,3 +476,64 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+# Repair a forked child before it does anything else.
+
+
+_SEED_BYTES = 4
+
+
+def restore(found: Iterable[Hazard]) -> None:
+    """Repair what the fork broke.
+
+    Args:
+        found: The hazards that were found in the parent.
+    """
+    kinds = {hazard.kind for hazard in found}
+    if "thread pool" in kinds:
+        _use_one_thread()
+    if "allocator threads" in kinds:
+        _allocator.restart_threads()
+    for compiler in _adapters.compilers():  # whatever was found: it may have begun to compile since
+        compiler.renew_in_child()
+    _reseed()
+
+
+@contextmanager
+def with_childrens_threads(found: Iterable[Hazard]) -> Iterator[bool]:
+    """In the block, torch computes on as many threads as children that :func:`restore` has repaired.
+
+    Args:
+        found: The hazards that were found.
+
+    Yields:
+        Whether that is another number.
+    """
+    torch = sys.modules.get("torch")
+    before = 1 if torch is None else torch.get_num_threads()
+    if torch is None or before == 1 or all(hazard.kind != "thread pool" for hazard in found):
+        yield False
+        return
+    torch.set_num_threads(1)
+    try:
+        yield True
+    finally:
+        torch.set_num_threads(before)
+
+
+def _use_one_thread() -> None:
+    """Use one thread, which needs no pool: the pool of the forking thread does not exist in the child."""
+    _effect.cap_openmp(1)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # this also sets the number of threads of MKL inside torch
+
+
+def _reseed() -> None:
+    """Give each child its own random numbers. Python's ``random`` does this by itself."""
+    for module in ("numpy.random", "torch"):
+        library = sys.modules.get(module)
+        if library is not None:
+            seed = int.from_bytes(os.urandom(_SEED_BYTES))
+            (library.manual_seed if module == "torch" else library.seed)(seed)

@@ -8,23 +8,162 @@ write to it.
 This cannot be undone: an immortal object is never freed, even when nothing refers to it any more.
 """
 
+import functools
 import gc
 import itertools
+import operator
 import reprlib
 import sys
 import time
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from modelguard import _units
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.sharing import _refcounts
-from modelguard.sharing._first_use import AttributeDicts, FirstUse, use_text
-from modelguard.sharing._graph import Mortal, behind_code, elements, is_code_with_data, namespaces
-from modelguard.sharing._object_kinds import BRANCH, CODE, DICT, HANDLES, LEAF, UNDECIDED, ObjectKinds, type_name
+from modelguard.sharing import _graph
+from modelguard.sharing._graph import (
+    BRANCH,
+    CODE,
+    DICT,
+    HANDLES,
+    LEAF,
+    UNDECIDED,
+    Mortal,
+    ObjectKinds,
+    behind_code,
+    elements,
+    is_code_with_data,
+    namespaces,
+    type_name,
+)
 
-__all__ = ["ImmortalReport", "Mortal", "Skipped", "immortalize", "immortalize_unsupported"]
+# What objects write to themselves when they are first used, written before the fork.
+#
+# Such a write would copy the object's page in each forked child: a hash that is kept once it was computed, the UTF-8
+# form of a text that native code has read, the parts of a path, the ``__dict__`` of an instance. What any use writes,
+# such as the count of exports of a ``bytearray``, cannot be written in advance.
+
+
+Use = Callable[[Any], Any]
+
+#: Types that keep their hash, by name, since not every program has imported their modules. What the hash of a frozenset
+#: needs is kept in the set itself, so no method of its elements is called.
+_HASHED = ("builtins.bytes", "builtins.frozenset", "datetime.timedelta", "decimal.Decimal")
+
+#: The same; but the hash of one with a time zone calls the zone's methods. A ``datetime.datetime`` is a ``date``.
+_DATED = ("datetime.date", "datetime.time")
+_ZONES = ("datetime.timezone", "zoneinfo.ZoneInfo")
+
+#: Cached properties of the standard library. Classes that are derived from these may have code of their own.
+_CACHED: Mapping[str, Use] = {
+    **dict.fromkeys(("ipaddress.IPv4Interface", "ipaddress.IPv6Interface"), operator.attrgetter("hostmask")),
+    **dict.fromkeys(
+        ("ipaddress.IPv4Network", "ipaddress.IPv6Network"), operator.attrgetter("broadcast_address", "hostmask")
+    ),
+}
+
+_TUPLES_KEEP_HASHES = sys.version_info >= (3, 14)
+
+#: Types whose hash runs no code of a model's own.
+_PLAIN = frozenset({bool, bytes, complex, float, frozenset, int, str, types.NoneType})
+
+#: How deep tuples are nested whose hash is computed. Each level is looked at once more, and a hash has no limit to its
+#: recursion.
+_DEPTH = 4
+
+_HAS_OWN_DICT = 1 << 4  # Py_TPFLAGS_MANAGED_DICT, since 3.12: the interpreter makes the dict at its first use
+
+
+class FirstUse(dict[type, Use | None]):
+    """What to call with an object of each type so that later uses write nothing to it; None if nothing is needed."""
+
+    def __missing__(self, cls: type) -> Use | None:
+        self[cls] = use = _use_of(cls)
+        return use
+
+
+class AttributeDicts(dict[type, Use | None]):
+    """The getter of ``__dict__`` for each type whose instances have none until it is asked for; else None.
+
+    These are plain instances, whose attributes are kept without a dict; it takes 64 bytes. Never a getter that a class
+    has defined for itself. Instances of a subclass of ``str`` or ``dict`` mostly have no attributes, and an empty dict
+    would take 350 bytes (CPython 3.13), so they are left out.
+    """
+
+    def __missing__(self, cls: type) -> Use | None:
+        self[cls] = getter = _getter_of_dict(cls)
+        return getter
+
+
+def use_text(text: str) -> None:
+    """Have a string keep its hash and, if it is not ASCII, the UTF-8 form that native code asks for."""
+    str.__hash__(text)
+    if not str.isascii(text):
+        with suppress(UnicodeEncodeError):  # a lone surrogate, which native code cannot read either
+            _utf8()(text)
+
+
+@functools.cache
+def _utf8() -> Callable[[str], Any]:
+    import ctypes
+
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
+    function = prototype(("PyUnicode_AsUTF8AndSize", ctypes.pythonapi))
+    return lambda text: function(text, None)
+
+
+def _use_of(cls: type) -> Use | None:
+    for base in cls.__mro__:
+        name = f"{base.__module__}.{base.__qualname__}"
+        if base is str:
+            return use_text
+        if base is tuple:
+            return _use_tuple if _TUPLES_KEEP_HASHES else None
+        if name in _HASHED:
+            return functools.partial(_hash, base)
+        if name in _DATED:
+            return functools.partial(_hash_dated, base)
+    if cls.__module__.partition(".")[0] == "pathlib":  # a path needs its text for its hash, and its parts for that
+        return functools.partial(_hash, cls)
+    return _CACHED.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _getter_of_dict(cls: type) -> Use | None:
+    is_plain = (cls.__basicsize__, cls.__itemsize__) == (object.__basicsize__, 0)
+    if not is_plain or not cls.__flags__ & _HAS_OWN_DICT:
+        return None
+    found = (base.__dict__.get("__dict__") for base in cls.__mro__)
+    getter = next((one for one in found if isinstance(one, types.GetSetDescriptorType)), None)
+    return None if getter is None else getter.__get__
+
+
+def _hash(base: Any, item: Any) -> None:
+    with suppress(TypeError, ValueError):  # a signalling NaN has no hash
+        base.__hash__(item)
+
+
+def _hash_dated(base: Any, item: Any) -> None:
+    zone = base.tzinfo.__get__(item) if hasattr(base, "tzinfo") else None
+    if zone is None or f"{type(zone).__module__}.{type(zone).__qualname__}" in _ZONES:
+        base.__hash__(item)
+
+
+def _use_tuple(item: Any) -> None:
+    if _is_plain(item, _DEPTH):
+        tuple.__hash__(item)
+
+
+def _is_plain(item: tuple[Any, ...], depth: int) -> bool:
+    kinds = set(map(type, tuple.__iter__(item))) - _PLAIN
+    if not kinds:
+        return True
+    if kinds != {tuple} or depth == 1:
+        return False
+    return all(_is_plain(one, depth - 1) for one in tuple.__iter__(item) if type(one) is tuple)
+
 
 #: More objects than any known model has; at 0.4 us per object, 20 seconds.
 LIMIT = 50_000_000
@@ -80,7 +219,7 @@ def immortalize_unsupported() -> str | None:
     It works in 64-bit builds of CPython 3.12 to 3.15 that are neither free-threaded nor debug builds. The first call
     tries it on a small object of each kind.
     """
-    return _refcounts.unsupported_here()
+    return _graph.unsupported_here()
 
 
 def immortalize(*roots: object, limit: int = LIMIT) -> ImmortalReport:
@@ -146,13 +285,13 @@ class _Walk:
         self._attribute_dicts = AttributeDicts()
         self._branches: list[Any] = []
         self._dicts: list[dict[Any, Any]] = []
-        self._words = _refcounts.memory()
-        self._value = _refcounts.mark(sys.version_info[:2])
+        self._words = _graph.memory()
+        self._value = _graph.mark(sys.version_info[:2])
         self._namespaces = set(namespaces())
         self._code: dict[int, Any] = {}
 
     def run(self, roots: Sequence[object]) -> None:
-        known = [root for root in roots if sys.getrefcount(root) >= _refcounts.IMMORTAL]
+        known = [root for root in roots if sys.getrefcount(root) >= _graph.IMMORTAL]
         self._mark(roots, ())
         for root in known:
             self._follow(root, self._kinds[type(root)])
@@ -176,17 +315,17 @@ class _Walk:
             getter = getters[type(item)]
             if getter is not None and id(attributes := getter(item)) not in self._namespaces:
                 made.append(attributes)
-        mortal = [one for one in made if sys.getrefcount(one) < _refcounts.IMMORTAL]
+        mortal = [one for one in made if sys.getrefcount(one) < _graph.IMMORTAL]
         self.complete = len(mortal) <= self.left
         for one in mortal[: self.left]:
-            self._words[id(one) >> 3] = self._words[id(one) >> 3] & _refcounts.KEPT | self._value
+            self._words[id(one) >> 3] = self._words[id(one) >> 3] & _graph.KEPT | self._value
         self._count(mortal[: self.left])
         return made
 
     def _mark(self, found: Sequence[Any], holders: Sequence[Any]) -> None:
         """Make those objects immortal that are the model's own. This loop takes most of the time."""
         count, kinds, first_use, branches = sys.getrefcount, self._kinds, self._first_use, self._branches
-        words, value, kept, immortal = self._words, self._value, _refcounts.KEPT, _refcounts.IMMORTAL
+        words, value, kept, immortal = self._words, self._value, _graph.KEPT, _graph.IMMORTAL
         marked: list[Any] = []
         for item in found:
             if count(item) >= immortal:  # made immortal by CPython or by this walk, which ends cycles

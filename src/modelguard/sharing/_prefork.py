@@ -9,10 +9,11 @@ broke.
 import gc
 import mmap
 import os
+import threading
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -20,16 +21,177 @@ from modelguard import _units
 from modelguard.environment import _allocator, _memory
 from modelguard.errors import ForkHazard, ForkOrder, ForkUnsafe, InvalidOption, NotSupported
 from modelguard.lifecycle import _adapters
-from modelguard.lifecycle._threads import THREADS
 from modelguard.lifecycle._wrappers import owner_of
-from modelguard.lifecycle.model_guard import ModelGuard
+from modelguard.lifecycle.model_guard import ModelGuard, guards
 from modelguard.lifecycle.model_guard import guards as all_guards
-from modelguard.sharing import _graph, _hazards, _immortal, _loads, _prepared, _restore, _trial
+from modelguard.lifecycle.runtime import THREADS
+from modelguard.sharing import _graph, _hazards, _immortal, _trial
 from modelguard.sharing._hazards import Hazard
 from modelguard.sharing._immortal import ImmortalReport
-from modelguard.sharing._prepared import Prepared
 
-__all__ = ["ForkReport", "prepare", "prepare_again"]
+# Loads under way in any guard of this process: a fork in the middle of one copies the locks that its thread holds.
+
+
+#: Seconds between checks whether the loads have ended.
+_POLL = 0.005
+
+
+def loading() -> str | None:
+    """The name of a guard that is loading a model, or releasing one that it has replaced; None if there is none."""
+    return next((guard.name for guard in guards() if guard.engine.loading), None)
+
+
+def wait_for_loads(timeout: float) -> str | None:
+    """Wait until no guard of this process loads or releases.
+
+    Args:
+        timeout: Seconds to wait at most.
+
+    Returns:
+        The name of a guard that was still loading then; None if there was none.
+    """
+    end = time.monotonic() + timeout
+    while (name := loading()) is not None and time.monotonic() < end:
+        time.sleep(_POLL)
+    return name
+
+
+# What this process has been prepared for, and how its forked children repair themselves: ``in_child``.
+
+
+#: Seconds that any fork of a prepared process waits for running loads. Short, because the forking thread may hold the
+#: lease that a release waits for.
+_FORK_WAIT = 10.0
+
+
+@dataclass
+class Prepared:
+    """What a process has prepared, and whether a child has repaired itself."""
+
+    pid: int
+    guards: tuple[ModelGuard[Any], ...]
+    generations: tuple[int, ...]
+    hazards: tuple[Hazard, ...]
+    fixes: bool
+    ready_pid: int = 0
+    failure: BaseException | None = None
+
+
+_current: Prepared | None = None
+_signal_mask = threading.local()  # of the thread that forks
+_trying = False
+_twice = False
+_forker = 0  # the process that forked last; its child cannot ask for its parent, which may have ended
+_first = threading.Lock()  # taken by the first preparation, and never released
+
+
+def current() -> Prepared | None:
+    """What this process, or the one that forked it, has prepared."""
+    return _current
+
+
+def install(prepared: Prepared | None) -> None:
+    """Have children that are forked from now on repair themselves like this; None for not at all."""
+    global _current
+    _current = prepared
+    if _first.acquire(blocking=False):  # twice, and a fork would leave the signals blocked
+        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
+
+
+@contextmanager
+def trying() -> Iterator[None]:
+    """In the block, a child is a trial: it runs no warm-up but the one that it was forked for."""
+    global _trying
+    _trying = True
+    try:
+        yield
+    finally:
+        _trying = False
+
+
+@contextmanager
+def forking_twice() -> Iterator[None]:
+    """In the block, a child only forks the worker and ends: the worker repairs itself, as it would without it."""
+    global _twice
+    _twice = True
+    try:
+        yield
+    finally:
+        _twice = False
+
+
+def in_child() -> None:
+    """Repair a forked worker: its threads, random seeds and allocator threads, and run each guard's warm-up.
+
+    Children of a prepared process do this by themselves when they are forked. In a server's hook, call this function as
+    well, because it raises the errors of the repair. Further calls have no effect.
+
+    Raises:
+        ForkOrder: The parent was never prepared, or this is the parent.
+        Exception: The error that a guard's ``warmup`` raised.
+    """
+    if _current is None:
+        raise ForkOrder(
+            "in_child", why="the parent was not prepared", fix="Call prefork.prepare() in it before it forks."
+        )
+    if os.getpid() == _current.pid:
+        why = "this is the parent process"
+        raise ForkOrder(
+            "in_child", why=why, fix="Call it in the worker, as in gunicorn's post_fork or uWSGI's postfork."
+        )
+    _repair(_current)
+    if _current.failure is not None:
+        raise _current.failure
+
+
+def _before_fork() -> None:
+    """Wait for loads in other threads, and hold back signals until the child can act on them."""
+    global _forker
+    _forker = os.getpid()
+    if _current is None or os.getpid() != _current.pid:
+        return
+    if not threading.current_thread().name.startswith(_hazards.OUR_THREADS):  # a loader may fork at any time
+        wait_for_loads(_FORK_WAIT)
+    _signal_mask.before = _trial.block()
+
+
+def _after_fork_in_parent() -> None:
+    mask = getattr(_signal_mask, "before", None)
+    if mask is not None:
+        _signal_mask.before = None
+        _trial.restore_mask(mask)
+
+
+def _after_fork() -> None:
+    global _twice
+    prepared = _current
+    if prepared is None or _forker != prepared.pid:  # the children of a worker are not ours
+        _after_fork_in_parent()
+        return
+    if _twice:
+        _twice, prepared.pid = False, os.getpid()
+        _after_fork_in_parent()
+        return
+    if _trying:
+        _after_fork_in_parent()
+        _hazards.restore(prepared.hazards if prepared.fixes else ())
+        return
+    with _trial.default_actions():
+        _after_fork_in_parent()
+        _repair(prepared)
+
+
+def _repair(prepared: Prepared) -> None:
+    if prepared.ready_pid == os.getpid():
+        return
+    prepared.ready_pid = os.getpid()
+    try:
+        _hazards.restore(prepared.hazards if prepared.fixes else ())
+        for guard in prepared.guards:
+            guard.engine.warm_up()
+    except BaseException as error:  # noqa: BLE001 - a fork hook cannot raise; in_child() does
+        prepared.failure = error
+
 
 OnHazard = Literal["fix", "refuse", "warn"]
 Immortalize = Literal[True, False, "auto"]
@@ -186,36 +348,6 @@ def prepare_chosen(
     )
 
 
-def prepare_again(guard: ModelGuard[Any], *, trial: float = 30.0) -> None:
-    """Prepare a forked child of a prepared process to fork children of its own, which share what its calls have filled.
-
-    Args:
-        guard: The guard that its parent was prepared for.
-        trial: Seconds that the warm-up may take in the trial child.
-
-    Raises:
-        ForkUnsafe: Something does not survive a fork that its parent did not have: a thread, a connection, a pool of
-            native threads. Or the warm-up fails in a child. The process can continue to serve as before.
-    """
-    state = _prepared.current()
-    assert state is not None  # noqa: S101 - its parent was prepared
-    _wait_for_loads(trial)
-    THREADS.end_idle()
-    _hazards.end_threads()
-    found = _hazards.find_hazards()
-    known = {(hazard.kind, hazard.owner) for hazard in state.hazards}
-    ours = (("compiler threads", "fixed"), ("python thread", "fixed"))  # a call may have compiled, or sent a report
-    worse = (hazard for hazard in found if (hazard.kind, hazard.severity) not in ours)
-    new = tuple(hazard for hazard in worse if (hazard.kind, hazard.owner) not in known or hazard.severity == "fatal")
-    if new:
-        raise ForkUnsafe(new)
-    generations = (guard.status().generation,)
-    _try_and_install(Prepared(os.getpid(), (guard,), generations, found, fixes=True), trial, "fix")
-    _freeze(again=False)  # what was frozen before stays so: a look at it would copy its pages
-    unsupported = _immortal.immortalize_unsupported()
-    _immortalize((guard,), unsupported is None, renewed_here=False)  # as in the mold that loaded the model
-
-
 def _check_options(freeze: object, immortalize: object, on_hazard: object) -> None:
     if not isinstance(freeze, bool):
         raise InvalidOption("freeze", freeze, why="must be True or False", fix="True is right for most services.")
@@ -253,7 +385,7 @@ def _marked() -> tuple[ModelGuard[Any], ...]:
 
 def _wait_for_loads(timeout: float) -> None:
     """Wait for all guards: a thread that loads holds locks, and an old model that is not released would be frozen."""
-    late = _loads.wait_for_loads(timeout)
+    late = wait_for_loads(timeout)
     if late is not None:
         seen = f"a load or a release did not end within {timeout:g} s"
         raise ForkUnsafe((Hazard("python thread", f"guard {late!r}", seen, "Prepare after it has ended.", "fatal"),))
@@ -261,7 +393,7 @@ def _wait_for_loads(timeout: float) -> None:
 
 def _check_order(chosen: tuple[ModelGuard[Any], ...], generations: tuple[int, ...]) -> bool:
     """Whether this process was already prepared, for models that have been replaced since."""
-    before = _prepared.current()
+    before = current()
     if before is None:
         return False
     if before.pid != os.getpid():
@@ -289,7 +421,7 @@ def _compile_for_children(state: Prepared) -> None:
     """
     if not state.fixes or not _adapters.compilers():
         return
-    with _restore.with_childrens_threads(state.hazards) as differ:
+    with _hazards.with_childrens_threads(state.hazards) as differ:
         for guard in state.guards if differ else ():
             with suppress(Exception):  # the trial reports it
                 guard.engine.warm_up()
@@ -297,12 +429,12 @@ def _compile_for_children(state: Prepared) -> None:
 
 def _try_and_install(state: Prepared, timeout: float, on_hazard: OnHazard) -> tuple[dict[str, float], list[Hazard]]:
     """Have children repair themselves from now on, if the trials succeed."""
-    before = _prepared.current()
-    _prepared.install(state)
+    before = current()
+    install(state)
     try:
         return _try_all(state.guards, timeout, on_hazard)
     except ForkUnsafe:
-        _prepared.install(before)  # a process that was prepared earlier continues as before
+        install(before)  # a process that was prepared earlier continues as before
         raise
 
 
@@ -335,7 +467,7 @@ def _failed_trial(guard: ModelGuard[Any], result: _trial.TrialResult, timeout: f
 
 
 def _try(guard: ModelGuard[Any], timeout: float) -> _trial.TrialResult:
-    with _prepared.trying():
+    with trying():
         return _trial.run(guard.engine.warm_up, timeout)
 
 

@@ -7,20 +7,430 @@
 """
 
 import functools
+import hashlib
 import inspect
+import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from modelguard import _units
-from modelguard.errors import InvalidOption, WeightsRefused
+from modelguard.errors import InvalidOption, NotSupported, PublishFailed, WeightsMissing, WeightsRefused
+from modelguard.lifecycle.runtime import HostLock
 from modelguard.sharing import _weights_formats
-from modelguard.sharing._weights_manifest import Manifest
-from modelguard.sharing._weights_store import WeightsStore
 
-__all__ = ["Published", "current", "load", "publish"]
+# What is published at a path, and whether its files are trustworthy and unchanged.
+
+
+#: Increased when older versions of modelguard cannot read what newer ones write.
+LAYOUT = 1
+
+# These become parts of paths, so only names that modelguard itself writes are accepted.
+_FOLDER = re.compile(r"[0-9]{6,}-[0-9a-f]{12}")
+_FILE = re.compile(r"[a-z0-9]+\.[a-z]+")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+_REPUBLISH = "Publish the weights again."
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """The state of a file when it was published.
+
+    Attributes:
+        size: Bytes.
+        sha256: The hash of its content.
+        mtime_ns: Time of the last change of its content.
+        ctime_ns: Time of the last change of the file in any way. No program can set it: while it stays the same, the
+            file has not been written to, and its content does not have to be read again. A copy has another time.
+    """
+
+    size: int
+    sha256: str
+    mtime_ns: int
+    ctime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is published at a path.
+
+    Attributes:
+        version: Its number, which increases with each publication.
+        sha256: The hash of the whole content.
+        kind: The format that reads it.
+        key: The publisher's name for it.
+        folder: The name of its folder below the path's data folder.
+        details: The data that the format needs in addition to the files.
+        files: The name and state of each file in the folder.
+    """
+
+    version: int
+    sha256: str
+    kind: str
+    key: str | None
+    folder: str
+    details: Mapping[str, Any]
+    files: Mapping[str, FileState]
+
+    def to_json(self) -> str:
+        """The content of its file."""
+        return json.dumps({"modelguard": LAYOUT, **asdict(self)}, indent=1)
+
+    def check(self, folder: Path) -> None:
+        """Reject files that differ, or may differ, from what was published.
+
+        Raises:
+            WeightsRefused: A file is missing, truncated or changed, or other users could have written to it.
+        """
+        _check_folder(folder.parent)
+        _check_folder(folder)
+        for name, published in self.files.items():
+            _check_file(folder / name, published)
+
+
+def read(path: Path) -> Manifest:
+    """Read what is published at ``path``.
+
+    Raises:
+        WeightsMissing: Nothing is published there.
+        WeightsRefused: The file cannot be trusted, or was not written by modelguard.
+    """
+    try:
+        # Do not follow a link, and do not block on a named pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        why, fix = "nothing has been published there", "Call weights.publish(model, path) first."
+        raise WeightsMissing(path, why=why, fix=fix) from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    with os.fdopen(descriptor, "rb") as file:
+        check_trust(path, os.fstat(descriptor), stat.S_ISREG)
+        text = file.read()
+    try:
+        return parse(text)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = "the file was not written by weights.publish(), or was written by a newer version of modelguard"
+        raise WeightsRefused(path, why=why, fix="Give the path that was given to weights.publish().") from error
+
+
+def parse(text: str | bytes) -> Manifest:
+    """Parse a manifest.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError, RecursionError: It is not a manifest, or was changed since.
+    """
+    found = json.loads(text)
+    if found.pop("modelguard") != LAYOUT:
+        raise ValueError("another layout")
+    found["files"] = {_as(_FILE, name): _file_state(state) for name, state in found["files"].items()}
+    _as(_FOLDER, found["folder"])
+    manifest = Manifest(**found)
+    _number(manifest.version)
+    if not isinstance(manifest.kind, str) or not isinstance(manifest.key, str | None):
+        raise TypeError("a name that is not a string")
+    # The hash of the content includes the details, which the format reads without further checks.
+    if manifest.sha256 != digest_of(manifest.kind, manifest.details, manifest.files):
+        raise ValueError("it was changed since it was written")
+    return manifest
+
+
+def check_trust(path: Path, found: os.stat_result, kind: Any) -> None:
+    """Reject a file or folder that another user owns or can write to.
+
+    Args:
+        path: The file or folder, for the message.
+        found: Its status.
+        kind: Checks the file type in its mode, such as ``stat.S_ISREG``.
+
+    Raises:
+        WeightsRefused: It has another type, belongs to another user (root is trusted), or other users may write to it.
+    """
+    if not kind(found.st_mode):
+        raise WeightsRefused(path, why="the path is a link, or has the wrong file type", fix=f"Remove it. {_REPUBLISH}")
+    if found.st_uid not in (os.geteuid(), 0):
+        why = f"the path belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+        raise WeightsRefused(path, why=why, fix="Publish the weights as the user who serves them.")
+    if found.st_mode & _OTHERS:
+        why = f"other users may write to the path (mode {stat.S_IMODE(found.st_mode):o})"
+        raise WeightsRefused(path, why=why, fix=f"If you trust them: chmod go-w {str(path)!r}. Otherwise remove it.")
+
+
+def state_of(path: Path) -> FileState:
+    """Read the state of a finished file."""
+    found = path.stat()
+    return FileState(size=found.st_size, sha256=_hash(path), mtime_ns=found.st_mtime_ns, ctime_ns=found.st_ctime_ns)
+
+
+def digest_of(kind: str, details: Mapping[str, Any], files: Mapping[str, FileState]) -> str:
+    """Compute the hash of the whole content."""
+    content = [kind, details, {name: state.sha256 for name, state in files.items()}]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _file_state(state: Any) -> FileState:
+    made = FileState(**state)
+    _as(_DIGEST, made.sha256)
+    for number in (made.size, made.mtime_ns, made.ctime_ns):
+        _number(number)
+    return made
+
+
+def _number(value: object) -> None:
+    if type(value) is not int:
+        raise TypeError("not a whole number")
+
+
+def _as(pattern: re.Pattern[str], text: str) -> str:
+    if not pattern.fullmatch(text):
+        raise ValueError("not a name that modelguard writes")
+    return text
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        check_trust(folder, folder.lstat(), stat.S_ISDIR)
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _check_file(path: Path, published: FileState) -> None:
+    try:
+        found = path.lstat()
+        check_trust(path, found, stat.S_ISREG)
+        if found.st_size != published.size:
+            kind = "truncated" if found.st_size < published.size else "changed"
+            why = f"the file is {kind}: {published.size} bytes were published, and it has {found.st_size}"
+            raise WeightsRefused(path, why=why, fix=_REPUBLISH)
+        untouched = (found.st_mtime_ns, found.st_ctime_ns) == (published.mtime_ns, published.ctime_ns)
+        if not untouched and _hash(path) != published.sha256:
+            raise WeightsRefused(path, why="the content has changed since it was published", fix=_REPUBLISH)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _unreadable(path: Path, error: OSError) -> WeightsRefused:
+    if isinstance(error, PermissionError):
+        return WeightsRefused(path, why="this user may not read it", fix="Publish it as the user who serves it.")
+    return WeightsRefused(path, why=f"it cannot be read ({error.strerror})", fix=_REPUBLISH)
+
+
+# The storage of a published path: one publisher at a time, several versions, and the switch to a new version.
+#
+# ::
+#
+# net 0600 the manifest of the current version; only ever replaced by a rename net.d/ 0700 reload.lock held while one
+# process publishes; the kernel releases it if that process dies 000001-3f2a.../ a version; its files are 0600 and are
+# never written again 000002-9bc0.../ new/ a version that is being written, or left behind by a publisher that was
+# killed
+
+
+_VERSION = re.compile(r"([0-9]{6,})-[0-9a-f]{12}")
+
+# Record locks belong to the process, so its threads must share one lock object.
+_locks: dict[Path, HostLock] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_locks.clear)
+
+
+class WeightsStore:
+    """The weights that are published at one path.
+
+    Args:
+        path: The path.
+        clock: A monotonic clock, in seconds.
+        sleep: Waits for a number of seconds.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if sys.platform == "win32":
+            raise NotSupported(
+                "published weights", reason="Windows has neither the record locks nor the file owners of POSIX"
+            )
+        self.path = path
+        self.data = path.with_name(path.name + ".d")
+        self._clock = clock
+        self._sleep = sleep
+
+    def current(self) -> Manifest:
+        """Read the current manifest.
+
+        Raises:
+            WeightsMissing: Nothing has been published.
+            WeightsRefused: The file cannot be trusted.
+        """
+        return read(self.path)
+
+    def checked(self) -> tuple[Manifest, Path]:
+        """Read the current manifest and check its files.
+
+        Returns:
+            The manifest, and the folder of the files, which are unchanged since they were published.
+
+        Raises:
+            WeightsMissing: Nothing has been published.
+            WeightsRefused: A file cannot be trusted.
+        """
+        manifest = self.current()
+        while True:
+            try:
+                folder = self.data / manifest.folder
+                manifest.check(folder)
+            except WeightsRefused:
+                # Publishers remove old versions, and this one may have been replaced in the meantime.
+                seen, manifest = manifest, self.current()
+                if seen == manifest:
+                    raise
+            else:
+                return manifest, folder
+
+    @contextmanager
+    def locked(self, timeout: float) -> Iterator[None]:
+        """Exclude all other publishers, in this process and in others, for the length of a ``with`` block.
+
+        Args:
+            timeout: Seconds to wait for another publisher.
+
+        Raises:
+            PublishFailed: The data folder cannot be used, or the other publisher took too long.
+        """
+        self._make_data()
+        lock = _locks.setdefault(self.data, HostLock(lambda: self.data))
+        deadline = self._clock() + timeout
+        while True:
+            with lock.held(sleep=self._sleep, clock=self._clock, cancelled=lambda: self._clock() >= deadline) as how:
+                if how == "host":
+                    yield
+                    return
+                if how == "process":
+                    why = f"a file in {str(self.data)!r} cannot be locked"
+                    raise PublishFailed(self.path, why=why, fix="Publish to a file system that this user may write to.")
+            if self._clock() >= deadline:
+                why = f"another process has been publishing there for {timeout:.0f} s"
+                raise PublishFailed(
+                    self.path, why=why, fix="Find out what that process waits for, or raise wait_timeout."
+                )
+
+    def write(self, form: _weights_formats.WeightsFormat, source: Any, *, key: str | None) -> tuple[Manifest, bool]:
+        """Make ``source`` current; call it within :meth:`locked`.
+
+        Returns:
+            The manifest that is now current, and whether its content is new: the same content is not written twice.
+
+        Raises:
+            PublishFailed: The disk is full, or there is no permission. The previous version is still current.
+        """
+        staging = self.data / "new"
+        shutil.rmtree(staging, ignore_errors=True)  # left behind by a publisher that was killed
+        before = self._intact()
+        try:
+            staging.mkdir(mode=0o700)
+            manifest = self._write(form, source, staging, key, before)
+        except OSError as error:
+            raise self._failed(error) from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        fresh = before is None or before.folder != manifest.folder
+        if fresh:
+            # The previous version stays for readers that have its manifest and are about to open its files.
+            self._prune({manifest.folder, before.folder if before else ""})
+        return manifest, fresh
+
+    def _write(
+        self, form: _weights_formats.WeightsFormat, source: Any, staging: Path, key: str | None, before: Manifest | None
+    ) -> Manifest:
+        details = form.write(source, lambda name: _created(staging / name))
+        files = {file.name: state_of(file) for file in sorted(staging.iterdir())}
+        digest = digest_of(form.kind, details, files)
+        if before is not None and before.sha256 == digest:
+            return before if key in (None, before.key) else self._make_current(replace(before, key=key))
+        version = max(self._versions().values(), default=0) + 1
+        folder = self.data / f"{version:06}-{digest[:12]}"
+        staging.rename(folder)
+        try:
+            return self._make_current(Manifest(version, digest, form.kind, key, folder.name, details, files))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _make_current(self, manifest: Manifest) -> Manifest:
+        """Make a version current, which is the only step that readers see."""
+        temporary = self.data / "manifest.new"
+        temporary.unlink(missing_ok=True)
+        try:
+            with _created(temporary) as file:
+                file.write(manifest.to_json().encode())
+            temporary.replace(self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return manifest
+
+    def _intact(self) -> Manifest | None:
+        """The current manifest, if its files are intact."""
+        try:
+            return self.checked()[0]
+        except WeightsRefused:
+            return None
+
+    def _versions(self) -> dict[Path, int]:
+        """The folder of each existing version, and its number."""
+        found = {folder: _VERSION.fullmatch(folder.name) for folder in self.data.iterdir()}
+        return {folder: int(match[1]) for folder, match in found.items() if match}
+
+    def _prune(self, kept: Collection[str]) -> None:
+        # A process that has mapped a file keeps it: its disk space is freed when the last mapping ends.
+        with suppress(OSError):
+            for folder in self._versions():
+                if folder.name not in kept:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _make_data(self) -> None:
+        try:
+            self.data.mkdir(mode=0o700, exist_ok=True)
+            check_trust(self.data, self.data.lstat(), stat.S_ISDIR)
+            if self.data.stat().st_mode & 0o077:
+                self.data.chmod(0o700)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> PublishFailed:
+        fix = "Free some disk space, or publish elsewhere."
+        if isinstance(error, PermissionError):
+            fix = "Publish to a folder that this user may write to."
+        elif isinstance(error, FileNotFoundError | NotADirectoryError | FileExistsError):
+            fix = f"Create the folder {str(self.path.parent)!r}, and remove any other file at {str(self.data)!r}."
+        return PublishFailed(self.path, why=error.strerror or str(error), fix=fix)
+
+
+@contextmanager
+def _created(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file that only its user may read and write; it is on disk when the block ends."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(descriptor)
+
 
 M = TypeVar("M")
 

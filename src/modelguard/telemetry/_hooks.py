@@ -17,6 +17,7 @@ from modelguard.telemetry._logger import logger
 if TYPE_CHECKING:
     from modelguard.telemetry.events import Event
 
+
 Hook = Callable[["Event"], None]
 
 #: The modules whose functions make hooks.

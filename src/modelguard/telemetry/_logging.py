@@ -41,7 +41,6 @@ _DISCARDED: dict[events.DiscardCause, str] = {
 
 _ENDED: dict[events.WorkerEndCause, str] = {
     "recycled": "a policy was due",
-    "reforked": "another worker became its mold",
     "crashed": "it crashed",
     "timeout": "its call took longer than the timeout",
     "cancelled": "its caller was interrupted",

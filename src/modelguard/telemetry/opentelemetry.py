@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from modelguard import _extras
 from modelguard.errors import InvalidOption
 from modelguard.telemetry import _metrics, events
-from modelguard.telemetry._recorder import WRITE_LOCK, Recorder
+from modelguard.telemetry._metrics import WRITE_LOCK, Recorder
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from modelguard import _extras
 from modelguard.errors import InvalidOption
 from modelguard.telemetry import _metrics
-from modelguard.telemetry._recorder import Recorder
+from modelguard.telemetry._metrics import Recorder
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

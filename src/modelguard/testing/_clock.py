@@ -11,18 +11,61 @@ from datetime import UTC, datetime
 from typing import Any
 
 from modelguard import _units
+from modelguard.environment._gpu import TORCH_CUDA, DeviceMemory
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _trimming, runtime
+from modelguard.lifecycle import _loading, _trimming, runtime
 from modelguard.lifecycle._engine import Engine, engines
-from modelguard.lifecycle._host_lock import Held, HostLock
+from modelguard.lifecycle._fork import TICKER, Ticked
 from modelguard.lifecycle._pool_engine import pool_engines
-from modelguard.lifecycle._ticker import TICKER, Ticked
 from modelguard.lifecycle.model_guard import ModelGuard, guard_of, guards
-from modelguard.serving import _registry, deadlines
-from modelguard.testing._gpu import OneGpu
+from modelguard.lifecycle.runtime import Held, HostLock
+from modelguard.serving import _shared_threads, deadlines
 from modelguard.testing._loader import any_held
 
-__all__ = ["Clock"]
+# A GPU whose use a test sets, for policies on machines that have none.
+
+
+#: Bytes that it has.
+TOTAL = 80_000_000_000
+
+
+class OneGpu:
+    """One device, on which this process has what the test says.
+
+    Attributes:
+        allocated: Bytes in tensors; all that is reserved.
+    """
+
+    def __init__(self) -> None:
+        self.allocated = 0
+
+    def missing(self, *, loaded: bool) -> str | None:  # noqa: ARG002 - the protocol's word
+        """Nothing is missing."""
+        return None
+
+    def devices(self) -> tuple[DeviceMemory, ...]:
+        """The one device."""
+        return (DeviceMemory(0, self.allocated, self.allocated, TOTAL),)
+
+    def pinned(self) -> int | None:
+        """No figure."""
+        return None
+
+    def room(self, device: int) -> int | None:  # noqa: ARG002 - there is one
+        """Unknown."""
+        return None
+
+    def empty_cache(self) -> None:
+        """There is no cache."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """As torch says: a test may raise its error."""
+        return TORCH_CUDA.is_out_of_memory(error)
+
+    def is_after_fork(self, error: BaseException) -> bool:
+        """As torch says."""
+        return TORCH_CUDA.is_after_fork(error)
+
 
 #: Time moves in steps that a float represents exactly, so that a TTL of an hour ends after exactly one hour.
 _TICKS = 1024
@@ -181,7 +224,7 @@ class Clock:
             self._sleep(min(max(self._interval(), least), left))
             self._evaluate()
         deadlines.advance(seconds)
-        for batcher in _registry.live():
+        for batcher in _shared_threads.live():
             batcher.check_time()
 
     def settle(self) -> None:
@@ -322,3 +365,19 @@ class _FreeLock(HostLock):
     def held(self, **_: object) -> Iterator[Held]:
         """Hold it for the block."""
         yield "process"
+
+
+# ``modelguard_off``: decorated functions run directly in the caller's thread, without policies, queues or reloads.
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Run all guarded and batched functions of this process directly, without their machinery, inside the block.
+
+    For a guarded function, the loader is simply called at the first use in the block, and its own errors are raised;
+    there is no warm-up, no validation and no policy. A batched function is called with a list of one item, and the
+    caller gets its result or error for that item. At the end, models that were loaded in the block are dropped, so that
+    the next use loads in the normal way.
+    """
+    with _loading.inline(), deadlines.inline():
+        yield

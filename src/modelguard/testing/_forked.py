@@ -17,8 +17,8 @@ from modelguard.errors import ForkHazard, InvalidOption, NotSupported
 from modelguard.lifecycle import _adapters
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.sharing import _graph
-from modelguard.sharing._forked_child import ForkedChild
 from modelguard.sharing._immortal import immortalize_unsupported
+from modelguard.sharing._trial import ForkedChild
 
 __all__ = ["assert_shared_after_fork"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import inspect
 import math
@@ -10,19 +11,79 @@ import sys
 import tracemalloc
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
+from cachetools import Cache
+
 from modelguard import _units
-from modelguard.errors import InvalidOption, ModelGuardWarning
+from modelguard.environment import _allocator, _memory
+from modelguard.errors import InvalidOption, ModelGuardWarning, NotSupported
 from modelguard.facts.growth import Judgement, judge
 from modelguard.lifecycle import runtime
-from modelguard.testing import _bounded_caches, _reading
 
-__all__ = ["assert_no_growth"]
+# Caches with an upper limit, which grow until they are full and then stop: ``functools.lru_cache`` and cachetools.
+
+
+_LRU = type(functools.lru_cache(lambda: None))
+
+
+class Fill(NamedTuple):
+    """How full a cache is.
+
+    Attributes:
+        name: The cached function, or the type of the cache.
+        used: The entries in it, or their size.
+        limit: The most that it will keep.
+    """
+
+    name: str
+    used: float
+    limit: float
+
+    @property
+    def full(self) -> bool:
+        return self.used >= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.name} (filled to {self.used:,} of {self.limit:,})"
+
+
+def bounded_caches() -> dict[int, Fill]:
+    """The bounded caches of this process, by their ``id``."""
+    found = {}
+    for candidate in gc.get_objects():
+        if type(candidate) is _LRU:
+            info = candidate.cache_info()
+            if info.maxsize is not None:
+                name = getattr(candidate, "__qualname__", "a function")
+                found[id(candidate)] = Fill(f"the lru_cache of {name}()", info.currsize, info.maxsize)
+        elif isinstance(candidate, Cache):
+            found[id(candidate)] = Fill(f"a {type(candidate).__qualname__}", candidate.currsize, candidate.maxsize)
+    return found
+
+
+def growing(before: dict[int, Fill], after: dict[int, Fill]) -> list[Fill]:
+    """The caches that have taken up entries in the meantime."""
+    return [fill for key, fill in after.items() if key in before and fill.used > before[key].used]
+
+
+# Private memory, as the marker and ``assert_no_growth`` measure it.
+
+
+def trimmed() -> int:
+    """Private memory in bytes, without free memory that the allocator keeps.
+
+    Raises:
+        NotSupported: It cannot be read on this platform.
+    """
+    with suppress(NotSupported):  # free memory then counts as growth, but only once and not in each round
+        _allocator.trim()
+    return _memory.private(fresh=True)
+
 
 #: Of this many times ``calls``, with a reading after each, consists what is judged. The judge needs 9 readings.
 _ROUNDS = 15
@@ -137,7 +198,7 @@ class _Stretch(NamedTuple):
 
     calls: int
     judged: list[tuple[_Meter, Judgement]]
-    filling: list[_bounded_caches.Fill]
+    filling: list[Fill]
 
     @property
     def growing(self) -> list[tuple[_Meter, Judgement]]:
@@ -150,13 +211,13 @@ class _Stretch(NamedTuple):
 
 def _drive(run: _Run, feed: Iterator[Any], calls: int, meters: list[_Meter], rounds: int = _ROUNDS) -> _Stretch:
     """Call, with a reading after each round."""
-    caches = _bounded_caches.bounded_caches()
+    caches = bounded_caches()
     made, readings = [0], [_readings(meters)]
     for _ in range(rounds):
         run(_take(feed, calls))
         made.append(made[-1] + calls)
         readings.append(_readings(meters))
-    filling = _bounded_caches.growing(caches, _bounded_caches.bounded_caches())
+    filling = growing(caches, bounded_caches())
     judged = [
         (meter, judge(made, sizes, least=meter.noise + meter.per_call * made[-1]))
         for meter, sizes in zip(meters, zip(*readings, strict=True), strict=True)
@@ -183,7 +244,7 @@ def _decided(stretch: _Stretch, drive: Callable[[int], _Stretch]) -> _Stretch:
 
 def _meters(spare: int) -> list[_Meter]:
     found = [
-        _Meter("private memory", _reading.trimmed, "bytes", noise=2 * _MB, per_call=max(spare, _PAGE / 4)),
+        _Meter("private memory", trimmed, "bytes", noise=2 * _MB, per_call=max(spare, _PAGE / 4)),
     ]
     if runtime.in_use() is not None:
         found.insert(0, _Meter(_MALLOC, lambda: runtime.in_use() or 0, "bytes", _PAGE, spare))
@@ -227,7 +288,7 @@ def _runner(fn: Callable[[Any], object]) -> _Run:
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
 
         def run_async(given: list[Any]) -> None:
-            from modelguard.lifecycle._deadlocks import raise_on_event_loop
+            from modelguard.lifecycle._waiting import raise_on_event_loop
 
             raise_on_event_loop(
                 "assert_no_growth", "assert_no_growth", "await asyncio.to_thread(assert_no_growth, fn, inputs)"
@@ -310,3 +371,40 @@ def _message(fn: Callable[..., object], stretch: _Stretch, grew: list[str]) -> s
             *(f"  {line}" for line in grew),
         ]
     )
+
+
+# The marker ``modelguard_memory``: the check of its argument, and its memory reading.
+
+
+#: Bytes that any test may leave behind, such as an allocator's arena or a code cache.
+_SMALLEST = 1_000_000
+
+_WRITE = "Write @pytest.mark.modelguard_memory('50 MB')."
+
+
+def fault(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
+    """Describe what is wrong with a use of the marker, and the fix; None if it is correct."""
+    if options or len(arguments) != 1:
+        given = ", ".join([*map(repr, arguments), *(f"{name}={value!r}" for name, value in options.items())])
+        return f"modelguard_memory({given}): takes exactly one argument, a size. {_WRITE}"
+    try:
+        limit = _units.size(arguments[0], "modelguard_memory")
+    except InvalidOption as error:
+        return f"{error} {_WRITE}"
+    if limit < _SMALLEST:
+        why = "is too small: allocators request memory in pieces of up to a megabyte, which any test may leave behind"
+        return f"modelguard_memory({arguments[0]!r}): {why}. Give '1 MB' or more, or use assert_no_growth()."
+    try:
+        _memory.private(fresh=True)
+    except NotSupported as error:
+        return f"modelguard_memory({arguments[0]!r}): {error}. Skip the test on this platform."
+    return None
+
+
+def settled_memory() -> int:
+    """Private memory in bytes, without garbage and without free memory that the allocator keeps."""
+    # pytest does this only later: the frames of a failed test would be freed during the next test.
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        sys.__dict__.pop(name, None)
+    gc.collect()
+    return trimmed()

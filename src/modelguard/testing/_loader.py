@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from modelguard import _units
-from modelguard._weak_registry import WeakRegistry
+from modelguard._threads import WeakRegistry
 from modelguard.errors import InvalidOption
 
 __all__ = ["Loader", "Model", "any_held"]

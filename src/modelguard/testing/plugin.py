@@ -54,7 +54,7 @@ def modelguard_off(request: pytest.FixtureRequest) -> Iterator[None]:
             "modelguard_off switches off the policies that modelguard_clock drives: use only one of them",
             pytrace=False,
         )
-    from modelguard.testing._off import off
+    from modelguard.testing._clock import off
 
     with off():
         yield
@@ -101,7 +101,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if mark is None:
         return (yield)
     from modelguard import _units
-    from modelguard.testing._limit import settled_memory
+    from modelguard.testing._growth import settled_memory
 
     limit = _units.size(mark.args[0], "modelguard_memory")
     before = settled_memory()
@@ -117,7 +117,7 @@ def _faults(item: pytest.Item) -> list[str]:
     marks = list(item.iter_markers("modelguard_memory"))
     if not marks:
         return []
-    from modelguard.testing._limit import fault
+    from modelguard.testing._growth import fault
 
     found = [fault(mark.args, mark.kwargs) for mark in marks]
     return [why for why in found if why is not None]

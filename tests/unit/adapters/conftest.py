@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from modelguard import ModelGuard, guard, telemetry
-from modelguard.lifecycle._host_lock import HostLock
-from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.lifecycle.runtime import HostLock, Runtime, use
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ import pytest
 spacy = pytest.importorskip("spacy")
 
 from modelguard import ModelGuard, guard  # noqa: E402 - after the check above
-from modelguard.adapters._spacy_zone import ZoneLock, _zone_of  # noqa: E402
-from modelguard.adapters.spacy import Zoned, zoned  # noqa: E402
+from modelguard.adapters.spacy import Zoned, ZoneLock, _zone_of, zoned  # noqa: E402
 from modelguard.errors import NotSupported, Overloaded  # noqa: E402
 from modelguard.lifecycle.runtime import Runtime  # noqa: E402
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelguard.cli._process_name import process_name
+from modelguard.cli._top import process_name
 
 SPAWN = "from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5, pipe_handle=7)"
 

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from modelguard.cli import _top, _top_view
+from modelguard.cli import _top
 from modelguard.sharing import _reports
 from modelguard.sharing._reports import Places, ProcessReport, TreeReport, TreeWatch
 
@@ -48,7 +48,7 @@ def tree(*, model_bytes: int | None = None, unread: tuple[int, ...] = (), swap: 
 
 def shown(trees: list[TreeReport]) -> str:
     stream = io.StringIO()
-    with _top_view.choose(stream, live=True) as show:
+    with _top.choose(stream, live=True) as show:
         show(trees)
     return stream.getvalue()
 
@@ -107,7 +107,7 @@ def test_versions_of_models_are_shown() -> None:
     text = shown([TreeReport(tuple(processes))])
     assert "Models: nlp is version v1 in 11, 13; ner is version a in 11; nlp is version v2 in 12." in text
     assert "Models" not in shown([several])
-    as_json = _top_view.as_dict([TreeReport(tuple(processes))])["trees"][0]["processes"]
+    as_json = _top.as_dict([TreeReport(tuple(processes))])["trees"][0]["processes"]
     assert [{}, {"nlp": "v1", "ner": "a"}, {"nlp": "v2"}, {"nlp": "v1"}] == [one["versions"] for one in as_json]
 
 
@@ -120,7 +120,7 @@ def test_paused_guards_are_shown() -> None:
     ]
     assert "\nPaused: ner in 11; nlp in 11, 12." in shown([TreeReport(tuple(processes))])
     assert "Paused" not in shown([several])
-    as_json = _top_view.as_dict([TreeReport(tuple(processes))])["trees"][0]["processes"]
+    as_json = _top.as_dict([TreeReport(tuple(processes))])["trees"][0]["processes"]
     assert [(), ("ner", "nlp"), ("nlp",)] == [one["paused"] for one in as_json]
 
 
@@ -166,8 +166,8 @@ def test_one_process_is_singular() -> None:
 def test_command_lines_are_safe_to_show(words: tuple[str, ...], expected: str) -> None:
     """Secrets and control characters appear neither in the table nor in JSON."""
     process = dataclasses.replace(PROCESS, command=words)
-    assert expected == _top_view.command(process)
-    assert expected == _top_view.as_dict([TreeReport((process,))])["trees"][0]["processes"][0]["command"]
+    assert expected == _top.command(process)
+    assert expected == _top.as_dict([TreeReport((process,))])["trees"][0]["processes"][0]["command"]
     assert "s3cret" not in shown([TreeReport((process,))])
 
 
@@ -181,7 +181,7 @@ def test_a_long_name_is_cut() -> None:
 
 def test_json_has_every_figure() -> None:
     """JSON can be read back; sizes are bytes, and RSS is labelled as misleading there, too."""
-    figures = json.loads(json.dumps(_top_view.as_dict([tree(model_bytes=600_000_000)]), allow_nan=False))
+    figures = json.loads(json.dumps(_top.as_dict([tree(model_bytes=600_000_000)]), allow_nan=False))
     found = figures["trees"][0]
     assert (10, 1_200_000_000, 2.0, "model") == (found["root"], found["pss"], found["copies"], found["one_copy_is"])
     assert "rss_misleading" == list(found)[-1] == list(found["processes"][0])[-1]
@@ -211,7 +211,7 @@ def test_a_terminal_gets_the_live_view(monkeypatch: pytest.MonkeyPatch, columns:
     monkeypatch.setenv("COLUMNS", columns)
     stream = Terminal()
     process = dataclasses.replace(PROCESS, command=("gunicorn -w 2 [bold]x and so forth",))
-    with _top_view.choose(stream, live=True) as show:
+    with _top.choose(stream, live=True) as show:
         show([TreeReport((process,))])
     for text in (*expected, "1 process uses"):
         assert text in stream.getvalue()
@@ -220,9 +220,9 @@ def test_a_terminal_gets_the_live_view(monkeypatch: pytest.MonkeyPatch, columns:
 @pytest.mark.parametrize("width", range(60, 190, 7))
 def test_columns_that_do_not_fit_are_left_out_whole(width: int) -> None:
     """A figure is shown whole or not at all, however narrow the terminal is."""
-    heading, line, *_ = _top_view.table(TreeReport((PROCESS,)), width).splitlines()
+    heading, line, *_ = _top.table(TreeReport((PROCESS,)), width).splitlines()
     assert len(heading) == len(line) <= width
-    assert heading.endswith(tuple(_top_view.HEADINGS))
+    assert heading.endswith(tuple(_top.HEADINGS))
     assert line.endswith(("B", "-"))
 
 
@@ -231,7 +231,7 @@ def test_the_live_view_replaces_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="the live view needs rich")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    with _top_view.choose(stream, live=True) as show:
+    with _top.choose(stream, live=True) as show:
         show([tree()])
         show([tree()])
     assert "\x1b[1A" in stream.getvalue()  # one line up
@@ -240,7 +240,7 @@ def test_the_live_view_replaces_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_once_is_plain_on_a_terminal() -> None:
     """A single look is plain text."""
     stream = Terminal()
-    with _top_view.choose(stream, live=False) as show:
+    with _top.choose(stream, live=False) as show:
         show([tree()])
     assert "\x1b" not in stream.getvalue()
 

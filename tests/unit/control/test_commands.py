@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from modelguard import ModelGuard, ModelPool, control, guard, pool
-from modelguard.control import _commands, _listener, _sighup
+from modelguard.control import _listener
 from modelguard.errors import InvalidOption, LoadFailed, NotSupported
-from modelguard.isolation import _registry, _role
-from modelguard.isolation.status import IsolationStatus, WorkerStatus
+from modelguard.isolation import _processes, _scope
+from modelguard.isolation._scope import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import model_guard
 from modelguard.lifecycle.status import Postponed, State
 from modelguard.telemetry import Reason
@@ -27,7 +27,7 @@ from modelguard.telemetry import Reason
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModelGuard[Any], ModelGuard[Any]]]:
     """The only guards of this process: one with a model, one that was never loaded."""
     monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
-    monkeypatch.setattr(_registry, "_functions", weakref.WeakSet())
+    monkeypatch.setattr(_scope, "_functions", weakref.WeakSet())
     monkeypatch.setattr("modelguard.lifecycle.pool._pools", weakref.WeakSet())
     loaded, new = guard(dict, reload_on=None, name="nlp"), guard(dict, reload_on=None, name="asr")
     with loaded:
@@ -39,7 +39,7 @@ Pair = tuple[ModelGuard[Any], ModelGuard[Any]]
 
 def ask(command: str, name: str | None = None) -> dict[str, str | None]:
     """The error of each guard."""
-    results = _commands.run(command, name, wait=True, timeout=60)  # type: ignore[arg-type]
+    results = _listener.run(command, name, wait=True, timeout=60)  # type: ignore[arg-type]
     return {result.name: result.error for result in results}
 
 
@@ -81,7 +81,7 @@ class TestCommands:
 
     def test_the_status_is_plain(self, pair: Pair) -> None:
         """Numbers, texts and None, so that JSON can carry it."""
-        (_, result) = _commands.run("status", None, wait=True, timeout=None)
+        (_, result) = _listener.run("status", None, wait=True, timeout=None)
         assert ("ready", True, 1, None) == tuple(
             result.status[key] for key in ("state", "ready", "generation", "postponed")
         )
@@ -97,7 +97,7 @@ class Isolated:
         self.paused = False
         self.did: list[str] = []
         self.refusal: Exception | None = None
-        _registry.add(self)
+        _scope.add(self)
 
     def status(self) -> IsolationStatus:
         """As a function with one worker."""
@@ -176,11 +176,11 @@ class TestPools:
         """Its room and its keys, as JSON can carry them."""
 
         def state() -> str:
-            return str(_commands.run("status", "voices", wait=True, timeout=None)[0].status["state"])
+            return str(_listener.run("status", "voices", wait=True, timeout=None)[0].status["state"])
 
         assert "new" == state()
         with voices.lease(("ja", 2)):
-            (result,) = _commands.run("status", "voices", wait=True, timeout=None)
+            (result,) = _listener.run("status", "voices", wait=True, timeout=None)
             shown = json.loads(json.dumps(result.as_dict()))
         assert ("voices", "pool", "ready", True, 1) == (
             shown["name"],
@@ -199,9 +199,9 @@ class TestPools:
         """What it could not wait for is its error."""
         with voices.lease("ja"):
             caller = threading.Thread(
-                target=lambda: errors.extend(_commands.run("unload", "voices", wait=True, timeout=0))
+                target=lambda: errors.extend(_listener.run("unload", "voices", wait=True, timeout=0))
             )
-            errors: list[_commands.Result] = []
+            errors: list[_listener.Result] = []
             caller.start()
             caller.join(60)
         assert "voices" in str(errors[0].error)
@@ -252,7 +252,7 @@ class TestIsolatedFunctions:
     def test_what_a_broker_has_done_already_is_only_shown(self) -> None:
         """So a command to all processes that share a mold replaces it once."""
         mine, other = Isolated("mine", broker=11), Isolated("other", broker=12)
-        results = _commands.run("reload", None, wait=False, timeout=None, brokers=[11])
+        results = _listener.run("reload", None, wait=False, timeout=None, brokers=[11])
         assert ([], ["reload, wait=False"]) == (mine.did, other.did)
         assert [None] * 4 == [result.error for result in results]
         assert {11, 12} == {result.status.get("broker") for result in results} - {None}
@@ -260,7 +260,7 @@ class TestIsolatedFunctions:
     def test_the_status_says_what_it_is(self) -> None:
         """With its mold and its workers, as JSON can carry them."""
         lemmas = Isolated("lemmas")
-        (result,) = _commands.run("status", lemmas.name, wait=True, timeout=None)
+        (result,) = _listener.run("status", lemmas.name, wait=True, timeout=None)
         shown = json.loads(json.dumps(result.as_dict()))
         assert ("lemmas", "isolated function") == (shown["name"], shown["kind"])
         assert (4711, [4712], [True]) == (
@@ -316,7 +316,7 @@ class TestListen:
 
     def test_in_the_processes_of_isolated_functions(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They import the application, and its line does nothing there."""
-        monkeypatch.setattr(_role, "_role", "importing")
+        monkeypatch.setattr(_processes, "_role", "importing")
         control.listen(sighup=True)
         assert None is _listener._listener
 
@@ -331,7 +331,7 @@ class TestListen:
         """So does gunicorn; a program that only imports it may use the signal."""
         monkeypatch.setitem(sys.modules, "gunicorn.arbiter", types.ModuleType("gunicorn.arbiter"))
         monkeypatch.delenv("SERVER_SOFTWARE", raising=False)
-        _sighup.check()
+        _listener.check()
         monkeypatch.setenv("SERVER_SOFTWARE", "gunicorn/27.0")
         with pytest.raises(NotSupported, match="gunicorn uses SIGHUP itself"):
             control.listen(sighup=True)
@@ -357,7 +357,7 @@ class TestHandler:
     def _restore(self) -> Iterator[None]:
         before = signal.getsignal(signal.SIGHUP)
         yield
-        _sighup.remove()
+        _listener.remove()
         signal.signal(signal.SIGHUP, before)
 
     @pytest.mark.parametrize("earlier", [signal.SIG_DFL, signal.SIG_IGN], ids=str)
@@ -365,9 +365,9 @@ class TestHandler:
         """It wakes the listener, and the end gives the signal back."""
         signal.signal(signal.SIGHUP, earlier)
         woken: list[None] = []
-        _sighup.install(lambda: woken.append(None))
+        _listener.install(lambda: woken.append(None))
         signal.raise_signal(signal.SIGHUP)
-        _sighup.remove()
+        _listener.remove()
         assert (1, earlier) == (len(woken), signal.getsignal(signal.SIGHUP))
 
     def test_an_earlier_handler_is_called_too(self) -> None:
@@ -375,17 +375,17 @@ class TestHandler:
         calls: list[str] = []
         signal.signal(signal.SIGHUP, lambda *_: calls.append("earlier"))
         wake: Callable[[], None] = lambda: calls.append("ours")  # noqa: E731 - the same object twice
-        _sighup.install(wake)
-        _sighup.install(wake)
+        _listener.install(wake)
+        _listener.install(wake)
         signal.raise_signal(signal.SIGHUP)
         assert ["ours", "earlier"] == calls
 
     def test_a_later_handler_is_left_alone(self) -> None:
         """What somebody has put above it stays."""
-        _sighup.install(lambda: None)
+        _listener.install(lambda: None)
         later = signal.default_int_handler
         signal.signal(signal.SIGHUP, later)
-        _sighup.remove()
+        _listener.remove()
         assert later is signal.getsignal(signal.SIGHUP)
 
 
@@ -397,6 +397,6 @@ def test_a_reload_that_fails_on_sighup_ends_nothing(
     def fail(*_args: object, **_options: object) -> None:
         raise ValueError("no repr")
 
-    monkeypatch.setattr(_commands, "run", fail)
+    monkeypatch.setattr(_listener, "run", fail)
     _listener._reload_all()
     assert "could not reload after SIGHUP" in caplog.text

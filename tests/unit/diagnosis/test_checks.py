@@ -24,8 +24,7 @@ from modelguard.diagnosis._facts import (
     Variable,
 )
 from modelguard.environment import _knobs
-from modelguard.environment._cpus import Cpus
-from modelguard.environment._limits import Limit, Strain
+from modelguard.environment._memory import Cpus, Limit, Strain
 
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 MB = 10**6

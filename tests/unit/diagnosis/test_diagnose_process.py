@@ -10,7 +10,7 @@ import pytest
 
 from modelguard.diagnosis import GrowthReport, diagnose_process
 from modelguard.diagnosis._attach import Inside
-from modelguard.diagnosis._diagnose_process import Watched
+from modelguard.diagnosis._diagnose import Watched
 from modelguard.errors import InvalidOption
 
 MB = 10**6

@@ -8,7 +8,7 @@ import pytest
 
 from modelguard.diagnosis import examine
 from modelguard.diagnosis._facts import Interpreter, Machine
-from modelguard.diagnosis._facts_machine import facts_of_machine, machine, this_interpreter
+from modelguard.diagnosis._facts_process import facts_of_machine, machine, this_interpreter
 
 
 @pytest.fixture

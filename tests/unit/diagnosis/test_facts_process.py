@@ -11,7 +11,7 @@ from modelguard.diagnosis import examine
 from modelguard.diagnosis._facts import Facts, Guarded, Interpreter, Variable
 from modelguard.diagnosis._facts_process import facts_of_process, facts_of_tree
 from modelguard.diagnosis._report import as_json, as_text
-from modelguard.environment import _remote
+from modelguard.environment import _allocator_problems
 from modelguard.errors import InvalidOption, NotSupported
 
 LIBRARIES = "7f00-7f10 r-xp 00000000 08:01 11 /usr/lib/libc.so.6\n"
@@ -222,7 +222,7 @@ def test_a_process_of_someone_else(machine: Machine, monkeypatch: pytest.MonkeyP
     def denied(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(_remote, "observe", denied)
+    monkeypatch.setattr(_allocator_problems, "observe", denied)
     with pytest.raises(InvalidOption, match="as its owner, or as root"):
         machine.facts()
 

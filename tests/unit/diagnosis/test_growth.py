@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelguard.diagnosis import _growth_page, _growth_text
+from modelguard.diagnosis import _growth_page
 from modelguard.diagnosis._attribution import attribute
 from modelguard.diagnosis._growth import Cause, GrowthReport, Measured, notes_on
 from modelguard.diagnosis._holders import Held
@@ -179,7 +179,7 @@ REPORT = GrowthReport(
 
 def test_text() -> None:
     """The verdict with its rate, each cause with its share, the rest, and notes; control characters are escaped."""
-    text = "\n".join(_growth_text.as_text(REPORT))
+    text = "\n".join(_growth_page.as_text(REPORT))
     assert "memory grows with the calls: 100 MB in 1,000 calls, 100.00 MB per 1,000 calls" in text
     assert "80% cycles\n  seen  <b>\\x1b\n  fix   break it" in text
     assert "20% is unexplained." in text

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.diagnosis.secret_forms import BLOCKS, FORMS, QUOTED, TEXTS, TOKENS, WORDS
 
-from modelguard.cli._process_name import process_name
+from modelguard.cli._top import process_name
 from modelguard.diagnosis._redact import is_secret, redact, redact_command
 
 SECRET = "hunter2-word"

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from modelguard.diagnosis._facts import Facts
-from modelguard.diagnosis._findings import Check, Evidence, Level, Remedy
+from modelguard.diagnosis._facts import Check, Evidence, Facts, Level, Remedy
 from modelguard.diagnosis._report import as_json, as_text, examine
 from modelguard.errors import InvalidOption
 

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from modelguard.diagnosis._requests import Driven, check_url, drive
+from modelguard.diagnosis._facts_command import Driven, check_url, drive
 from modelguard.errors import InvalidOption
 
 

@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 
-from modelguard.diagnosis import _growth_page, _growth_text
-from modelguard.diagnosis._candidates import Declared, candidates
+from modelguard.diagnosis import _growth_page
 from modelguard.diagnosis._child import End, Said
-from modelguard.diagnosis._growth import Cause, CauseName, GrowthReport, Measured
-from modelguard.diagnosis._trial_results import Round, Trial, Trials, front, recommend, trial
-from modelguard.diagnosis._trials import calls_of_a_run, seconds_needed, try_remedies
+from modelguard.diagnosis._growth import (
+    Cause,
+    CauseName,
+    GrowthReport,
+    Measured,
+    Round,
+    Trial,
+    Trials,
+    front,
+    recommend,
+    trial,
+)
+from modelguard.diagnosis._trials import Declared, calls_of_a_run, candidates, seconds_needed, try_remedies
 
 MB = 10**6
 NOTHING = Round(growth=1e5, cpu=1e-3, p99=1e-3, held=500 * MB)
@@ -123,7 +132,7 @@ def test_a_remedy_that_fails(figures: Mapping[str, Any], says: str) -> None:
     trials = Machine(isolate=figures).run(["tasks"], importable=True)
     assert trials is not None
     assert "" == trials.recommended
-    assert says in "\n".join(_growth_text.as_text(GrowthReport("app:f", "grows", trials=trials)))
+    assert says in "\n".join(_growth_page.as_text(GrowthReport("app:f", "grows", trials=trials)))
 
 
 def test_teeth_of_replaced_processes_are_no_growth() -> None:
@@ -142,7 +151,7 @@ def test_too_short_a_trial_is_undecided() -> None:
     trials = machine.run(["tasks"], importable=True, seconds=30)
     assert trials is not None
     assert ("", "", "1m30s") == (trials.recommended, trials.tried[0].stopped, trials.needed)
-    text = "\n".join(_growth_text.as_text(GrowthReport("app:f", "grows", trials=trials)))
+    text = "\n".join(_growth_page.as_text(GrowthReport("app:f", "grows", trials=trials)))
     assert "Undecided, as the runs were too short: isolate. --try 1m30s is likely to be enough." in text
     assert "Undecided: isolate, because memory rises and falls too slowly" in text
     assert "undecided: memory rises and falls" in _growth_page.as_html(GrowthReport("app:f", "grows", trials=trials))
@@ -223,7 +232,7 @@ REPORT = GrowthReport(
 
 def test_the_table() -> None:
     """Each remedy with its figures, the recommended one with its lines, and what was not tried."""
-    text = "\n".join(_growth_text.as_text(REPORT))
+    text = "\n".join(_growth_page.as_text(REPORT))
     assert (
         "Recommended: jemalloc, with which 1.00 MB per 1,000 calls are left, at 0.50x the CPU time.\n  use jem" in text
     )

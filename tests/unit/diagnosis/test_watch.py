@@ -10,10 +10,9 @@ import pytest
 
 from modelguard import guard, telemetry
 from modelguard.diagnosis import watch
-from modelguard.diagnosis._observed import Look, Observed
-from modelguard.diagnosis._watch import Watch, World
+from modelguard.diagnosis._watch import Look, Observed, Watch, World
 from modelguard.errors import InvalidOption
-from modelguard.lifecycle import _growth
+from modelguard.lifecycle import runtime
 from modelguard.telemetry import Event, GrowthFound
 
 MB = 10**6
@@ -57,7 +56,7 @@ class Service:
 @pytest.fixture(autouse=True)
 def nothing_is_known() -> Iterator[None]:
     yield
-    _growth.note(None)
+    runtime.note(None)
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def test_stopping_forgets(seen: list[Event]) -> None:
     with service.watch() as watching:
         for _ in range(24):
             watching.step()
-    assert _growth.found() is None
+    assert runtime.found() is None
 
 
 def test_steady_memory_is_no_event(seen: list[Event]) -> None:
@@ -145,7 +144,7 @@ def test_memory_that_was_free_from_the_start_is_no_cause(seen: list[Event]) -> N
 @pytest.mark.parametrize(("role", "threads"), [("owner", 1), ("mold", 0), ("importing", 0)])
 def test_a_mold_only_forks(monkeypatch: pytest.MonkeyPatch, role: str, threads: int) -> None:
     """No thread is started in a mold, since its workers are watched; ``stop`` ends the thread."""
-    monkeypatch.setattr("modelguard.isolation._role.current", lambda: role)
+    monkeypatch.setattr("modelguard.isolation._processes.current", lambda: role)
     with watch(every="1h"):
         assert threads == len([thread for thread in threading.enumerate() if thread.name == "modelguard-watch"])
     for thread in threading.enumerate():

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from modelguard.environment import _allocator_figures
-from modelguard.environment._allocator_kinds import Figures, Kind
-from modelguard.environment._python_objects import small_objects
+from modelguard.environment import _linker
+from modelguard.environment._allocator_files import Figures, Kind
+from modelguard.environment._allocator_problems import small_objects
 
 MB = 10**6
 
@@ -88,8 +88,8 @@ def test_each_allocator_reports_by_its_own_functions(
     kind: Kind, library: Library, version: str | None, figures: Figures | None
 ) -> None:
     """Version and figures come in bytes; what an allocator does not report is None."""
-    assert version == _allocator_figures.version(kind, library, "mallctl")
-    assert figures == _allocator_figures.figures(kind, library, "mallctl")
+    assert version == _linker.version(kind, library, "mallctl")
+    assert figures == _linker.figures(kind, library, "mallctl")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_each_allocator_reports_by_its_own_functions(
 )
 def test_what_an_old_or_small_build_does_not_report_is_none(kind: Kind, library: Library) -> None:
     """A function that its file does not export is not called, and an impossible figure is dropped."""
-    assert _allocator_figures.figures(kind, library, "mallctl") is None
+    assert _linker.figures(kind, library, "mallctl") is None
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_what_an_old_or_small_build_does_not_report_is_none(kind: Kind, library:
 )
 def test_a_version_that_is_not_reported_is_none(kind: Kind, library: Library) -> None:
     """Old builds do not report a version."""
-    assert _allocator_figures.version(kind, library, "mallctl") is None
+    assert _linker.version(kind, library, "mallctl") is None
 
 
 def test_no_figure_is_negative() -> None:
     """Other threads may take memory between two figures."""
-    figures = _allocator_figures.figures(
+    figures = _linker.figures(
         "jemalloc", jemalloc(epoch=1, stats_allocated=9, stats_active=9, stats_resident=8), "mallctl"
     )
     assert Figures(9, 9, 8, 0) == figures
@@ -131,7 +131,7 @@ def test_no_figure_is_negative() -> None:
 )
 def test_jemallocs_threads_are_reported(library: Library, expected: object) -> None:
     """A jemalloc without support for threads has none."""
-    assert expected is _allocator_figures.background_threads(library, "mallctl")
+    assert expected is _linker.background_threads(library, "mallctl")
 
 
 @pytest.mark.parametrize(

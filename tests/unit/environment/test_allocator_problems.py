@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment._allocator_kinds import Kind, kind_of
+from modelguard.environment._allocator_files import Kind, kind_of
 from modelguard.environment._allocator_problems import ProcessView, preload_entries, problems
 
 LIBC = "/usr/lib/x86_64-linux-gnu/libc.so.6"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelguard.environment._capacities import IDEEP, ONEDNN, capacity, why_not_understood, why_unusable
+from modelguard.environment._knobs import IDEEP, ONEDNN, capacity, why_not_understood, why_unusable
 
 #: Values on which torch's first convolution on CPU crashes.
 CRASHES = ["", "0", "00", "abc", "0x10", "-0", "+0", "0.5", "- 5", "4294967296", "\u0663"]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment import _cpus
-from modelguard.environment._cpus import Cpus
+from modelguard.environment import _memory
+from modelguard.environment._memory import Cpus
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "35 31 0:32 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct"
@@ -34,7 +34,7 @@ class Machine:
         self.write(f"/sys/fs/cgroup/cpu,cpuacct{path}/cpu.cfs_period_us", 100_000)
 
     def cpus(self, pid: int | None = None) -> Cpus:
-        return _cpus.available_cpus(pid, root=self.root)
+        return _memory.available_cpus(pid, root=self.root)
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ def test_a_process_that_is_gone_has_none(machine: Machine) -> None:
 
 def test_without_proc_the_machines_cpus_count(tmp_path: Path) -> None:
     """As on systems other than Linux."""
-    assert Cpus(os.cpu_count() or 1, "os.cpu_count()") == _cpus.available_cpus(root=tmp_path)
+    assert Cpus(os.cpu_count() or 1, "os.cpu_count()") == _memory.available_cpus(root=tmp_path)
 
 
 def test_the_real_machine_is_read() -> None:
     """Whatever this machine is, there is at least a part of one CPU, and no more than it has."""
-    assert 0 < _cpus.available_cpus().count <= (os.cpu_count() or 1)
+    assert 0 < _memory.available_cpus().count <= (os.cpu_count() or 1)

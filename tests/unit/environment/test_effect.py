@@ -10,10 +10,9 @@ from types import ModuleType
 import pytest
 
 from modelguard.allocator import AllocatorInForce, Kind
-from modelguard.environment import _knobs, _knobs_cuda
-from modelguard.environment._effect import Cuda, effect_of
+from modelguard.environment import _knobs
+from modelguard.environment._effect import Cuda, ThisProcess, effect_of
 from modelguard.environment._knobs import Knob, When
-from modelguard.environment._self import ThisProcess
 from modelguard.errors import NotSupported
 
 PRIMITIVES, DESCRIPTORS = _knobs.onednn_caches(64)
@@ -281,7 +280,7 @@ def test_grpc_is_inspected_only_where_it_was_imported(monkeypatch: pytest.Monkey
     assert ThisProcess().grpc_forks() is True
 
 
-SEGMENTS, PLANS, EAGER = _knobs_cuda.expandable_segments(), _knobs_cuda.cudnn_plans(64), _knobs_cuda.eager_modules()
+SEGMENTS, PLANS, EAGER = _knobs.expandable_segments(), _knobs.cudnn_plans(64), _knobs.eager_modules()
 
 
 @pytest.mark.parametrize("knob", [SEGMENTS, PLANS, EAGER], ids=lambda knob: knob.name)

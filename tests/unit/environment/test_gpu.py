@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.unit.environment.torches import GB, AcceleratorError, FakeTorch, OutOfMemoryError
 
+from modelguard.environment._effect import ThisProcess
 from modelguard.environment._gpu import TORCH_CUDA, DeviceMemory, GpuUse, clear_frames, free_after, use_of
-from modelguard.environment._self import ThisProcess
 from modelguard.errors import NotSupported
 
 

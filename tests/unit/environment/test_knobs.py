@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelguard.environment import _knobs, _knobs_cuda
+from modelguard.environment import _knobs
 from modelguard.environment._knobs import Knob
 from modelguard.errors import InvalidOption
 
@@ -17,12 +17,12 @@ ALL = [
     _knobs.tokenizers_threads(),
     *_knobs.glibc_memory(),
     _knobs.jemalloc_memory(),
-    _knobs_cuda.expandable_segments(),
-    _knobs_cuda.reclaiming(),
-    _knobs_cuda.fraction(3),
-    _knobs_cuda.cudnn_plans(1024),
-    _knobs_cuda.eager_modules(),
-    _knobs_cuda.lazy_modules(),
+    _knobs.expandable_segments(),
+    _knobs.reclaiming(),
+    _knobs.fraction(3),
+    _knobs.cudnn_plans(1024),
+    _knobs.eager_modules(),
+    _knobs.lazy_modules(),
 ]
 
 

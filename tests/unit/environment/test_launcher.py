@@ -13,8 +13,7 @@ import pytest
 
 from modelguard import presets
 from modelguard.diagnosis import examine
-from modelguard.diagnosis._facts import Facts, Inside, Server, ServiceProcess
-from modelguard.diagnosis._variables import known_variables, misspelt_variables
+from modelguard.diagnosis._facts import Facts, Inside, Server, ServiceProcess, known_variables, misspelt_variables
 from modelguard.environment import _allocator_problems, _launcher
 from modelguard.errors import CannotRun, InvalidOption
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from modelguard.environment import _limits
-from modelguard.environment._limits import Limit, Strain
+from modelguard.environment import _memory
+from modelguard.environment._memory import Limit, Strain
 
 GB = 10**9
 MB = 10**6
@@ -50,7 +50,7 @@ class Machine:
         self.write(f"{path}/memory.stat", f"cache 5\n{least}inactive_file 1\ntotal_inactive_file {inactive}")
 
     def limit(self, pid: int | None = None) -> Limit:
-        return _limits.memory_limit(pid, root=self.root)
+        return _memory.memory_limit(pid, root=self.root)
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_this_process_may_be_named_by_its_id(machine: Machine) -> None:
 
 def test_the_real_machine_is_read() -> None:
     """Whatever this machine is, the answer is a limit with its file, or none at all."""
-    limit = _limits.memory_limit()
+    limit = _memory.memory_limit()
     assert (limit.bytes is None) == (limit.source is None)
     assert limit.source is None or Path(limit.source).is_file()
 
@@ -313,7 +313,7 @@ def test_strain_in_version_2(machine: Machine) -> None:
     machine.write("/sys/fs/cgroup/a/memory.peak", 500 * MB)
     machine.v2("/sys/fs/cgroup/a/b", "max", current=490 * MB)
     machine.write("/sys/fs/cgroup/a/b/memory.events", "low 0\nhigh 0\nmax 812\noom 41\noom_kill 33\noom_group_kill 0")
-    assert Strain(33, 190 * MB - 9, 500 * MB) == _limits.strain(machine.limit(), root=machine.root)
+    assert Strain(33, 190 * MB - 9, 500 * MB) == _memory.strain(machine.limit(), root=machine.root)
 
 
 def test_strain_in_version_1(machine: Machine) -> None:
@@ -323,9 +323,9 @@ def test_strain_in_version_1(machine: Machine) -> None:
     machine.write("/sys/fs/cgroup/memory/a/memory.max_usage_in_bytes", 450 * MB)
     machine.write("/sys/fs/cgroup/memory/a/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 67")
     machine.v1("/sys/fs/cgroup/memory", UNLIMITED_V1)
-    assert Strain(67, 440 * MB, 450 * MB) == _limits.strain(machine.limit(), root=machine.root)
+    assert Strain(67, 440 * MB, 450 * MB) == _memory.strain(machine.limit(), root=machine.root)
 
 
 def test_strain_that_cannot_be_seen(machine: Machine) -> None:
     """Nothing is claimed of a machine without cgroups."""
-    assert Strain() == _limits.strain(NOTHING, root=machine.root)
+    assert Strain() == _memory.strain(NOTHING, root=machine.root)

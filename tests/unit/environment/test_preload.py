@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelguard.allocator import AllocatorFile, AllocatorInfo
-from modelguard.environment import _preload
+from modelguard.environment import _launcher
 from modelguard.errors import InvalidOption, NotSupported
 
 LIBC = "/lib/x86_64-linux-gnu/libc.so.6"
@@ -53,7 +53,7 @@ class Machine:
     def choose(
         self, wanted: Any, program: str = sys.executable, *arguments: str, **environ: str
     ) -> tuple[dict[str, str], list[str]]:
-        return _preload.choose(
+        return _launcher.choose_preload(
             wanted, program, environ, arguments=arguments, detect=self.detect, find=self.find, check=self.check
         )
 
@@ -105,7 +105,7 @@ def test_glibc_by_name() -> None:
 
 def test_none_leaves_everything_alone() -> None:
     """Not even the allocator of this process is examined."""
-    assert ({}, []) == _preload.choose("none", "/nowhere", {}, detect=lambda: pytest.fail("looked"))
+    assert ({}, []) == _launcher.choose_preload("none", "/nowhere", {}, detect=lambda: pytest.fail("looked"))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_auto_with_nothing_that_may_be_preloaded() -> None:
 
 def test_a_program_that_ignores_preloading(monkeypatch: pytest.MonkeyPatch) -> None:
     """A named allocator is rejected for it; otherwise nothing is set, and the reason is noted."""
-    monkeypatch.setattr(_preload, "ignores_preload", lambda program, **_: f"{program} is statically linked")
+    monkeypatch.setattr(_launcher, "ignores_preload", lambda program, **_: f"{program} is statically linked")
     machine = Machine(JEMALLOC)
     with pytest.raises(NotSupported, match="/bin/tool is statically linked"):
         machine.choose("jemalloc", "/bin/tool")

@@ -8,7 +8,7 @@ import pytest
 
 from modelguard import presets
 from modelguard.allocator import AllocatorInForce
-from modelguard.environment import _cpus, _knobs
+from modelguard.environment import _knobs, _memory
 from modelguard.environment._effect import Cuda
 from modelguard.environment._knobs import Knob
 from modelguard.errors import InvalidOption
@@ -87,7 +87,7 @@ def test_threads_follow_cpus_and_workers(name: str, count: float, workers: int, 
 
 def test_cpus_are_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quota counts, not the machine's number of CPUs, and the preset says where it was found."""
-    monkeypatch.setattr(_cpus, "available_cpus", lambda: _cpus.Cpus(1.5, "/sys/fs/cgroup/x/cpu.max"))
+    monkeypatch.setattr(_memory, "available_cpus", lambda: _memory.Cpus(1.5, "/sys/fs/cgroup/x/cpu.max"))
     preset = presets.get("torch-cpu")
     assert {"1"} == set(values(preset).values())
     assert "1.5 CPUs by /sys/fs/cgroup/x/cpu.max for 1 worker" in preset.explain()

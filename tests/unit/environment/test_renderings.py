@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modelguard import presets
-from modelguard.environment import _renderings
+from modelguard.environment import _presets
 from modelguard.environment._knobs import Knob, When
 from modelguard.errors import InvalidOption
 from modelguard.presets import Preset
@@ -154,7 +154,7 @@ def test_a_kubernetes_value_stays_text(value: str) -> None:
 
 
 @pytest.mark.parametrize("name", presets.names())
-@pytest.mark.parametrize("format", _renderings.formats())
+@pytest.mark.parametrize("format", _presets.formats())
 def test_every_preset_has_every_format(name: str, format: str) -> None:  # noqa: A002
     """Each variable has a comment that says what it does, and the text ends with one newline."""
     preset = presets.get(name, cpus=2)
@@ -167,7 +167,7 @@ def test_every_preset_has_every_format(name: str, format: str) -> None:  # noqa:
         assert f"# {part.reader}: {part.does}" in text
 
 
-@pytest.mark.parametrize("format", _renderings.formats())
+@pytest.mark.parametrize("format", _presets.formats())
 def test_a_comment_stays_a_comment(format: str) -> None:  # noqa: A002
     """A custom knob cannot break out of its comment with a newline."""
     broken = Knob("A", "1", "any time", "it", "does\nB=2", "costs", "source")

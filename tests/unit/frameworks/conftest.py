@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from tests.unit.serving.gated import Gated
 
-from modelguard.isolation import _registry as _isolated
+from modelguard.isolation import _scope as _isolated
 from modelguard.lifecycle import model_guard
-from modelguard.serving import _registry
+from modelguard.serving import _shared_threads
 
 
 @pytest.fixture
@@ -24,5 +24,5 @@ def model() -> Iterator[Gated]:
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """No guards, batched or isolated functions of other tests are known."""
     monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
-    monkeypatch.setattr(_registry, "_batchers", weakref.WeakSet())
+    monkeypatch.setattr(_shared_threads, "_batchers", weakref.WeakSet())
     monkeypatch.setattr(_isolated, "_functions", weakref.WeakSet())

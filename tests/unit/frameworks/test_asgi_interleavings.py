@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.frameworks.asgi_by_hand import DISCONNECT, Client, piece
 from tests.unit.serving.gated import next_turn
 
-from modelguard.frameworks._asgi_client import client_of
+from modelguard.frameworks.asgi import client_of
 
 SIZES = st.sampled_from([0, 1, 100_000, 300_000])
 STEPS = st.one_of(

@@ -12,7 +12,7 @@ pytest.importorskip("gunicorn")
 
 from modelguard import guard
 from modelguard.frameworks import gunicorn as ours
-from modelguard.frameworks._prefork_options import PreforkOptions, generations
+from modelguard.frameworks._workers import PreforkOptions, generations
 
 
 class Settings:
@@ -49,7 +49,7 @@ def test_a_renewal_that_fails_ends_neither_the_master_nor_its_workers(
     nlp = guard(dict, reload_on=None, name="nlp")
     nlp.load()
     monkeypatch.setattr(ours, "guards_to_share", lambda: (nlp,))
-    monkeypatch.setattr(ours._loads, "loading", lambda: None)  # the old generation may still be on its way out
+    monkeypatch.setattr(ours._prefork, "loading", lambda: None)  # the old generation may still be on its way out
     server = Server()
     master = ours._Master(server)
     os.set_blocking(master._requests, False)

@@ -8,8 +8,8 @@ import pytest
 
 from modelguard import TTL, batched, guard, isolate, pool
 from modelguard.errors import InvalidOption
-from modelguard.frameworks import _prefork_options
-from modelguard.frameworks._prefork_options import PreforkOptions, log_report
+from modelguard.frameworks import _workers
+from modelguard.frameworks._workers import PreforkOptions, log_report
 from modelguard.prefork import ForkReport, Hazard
 
 
@@ -56,27 +56,27 @@ def test_marked_guards_are_shared_or_else_all(monkeypatch: pytest.MonkeyPatch) -
     first, second = (guard(dict, reload_on=None, name=name) for name in ("b", "a"))
     marked = guard(dict, reload_on=None, name="c", prefork=True)
     for alive, expected in (((first, second), (second, first)), ((first, marked), (marked,))):
-        monkeypatch.setattr(_prefork_options, "all_guards", lambda alive=alive: alive)
-        assert expected == _prefork_options.guards_to_share()
-    monkeypatch.setattr(_prefork_options, "all_guards", tuple)
-    for registry in (_prefork_options._batched, _prefork_options._isolated):
+        monkeypatch.setattr(_workers, "all_guards", lambda alive=alive: alive)
+        assert expected == _workers.guards_to_share()
+    monkeypatch.setattr(_workers, "all_guards", tuple)
+    for registry in (_workers._batched, _workers._isolated):
         monkeypatch.setattr(registry, "live", tuple)
-    monkeypatch.setattr(_prefork_options, "all_pools", tuple)
+    monkeypatch.setattr(_workers, "all_pools", tuple)
     with pytest.raises(InvalidOption, match="made no guard"):
-        _prefork_options.guards_to_share()
+        _workers.guards_to_share()
     monkeypatch.undo()
 
 
 @pytest.mark.parametrize("kind", ["batched", "isolated", "pool"])
 def test_an_application_without_guards_shares_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server starts it all the same."""
-    monkeypatch.setattr(_prefork_options, "all_guards", tuple)
+    monkeypatch.setattr(_workers, "all_guards", tuple)
     made = {
         "batched": lambda: batched(max_size=2)(sorted),
         "isolated": lambda: isolate(max_queue=1)(len),
         "pool": lambda: pool(str, max_memory="1 GB"),
     }[kind]()
-    assert () == _prefork_options.guards_to_share()
+    assert () == _workers.guards_to_share()
     del made
 
 
@@ -84,9 +84,7 @@ def test_an_application_without_guards_shares_nothing(kind: str, monkeypatch: py
 def test_servers_prepare_as_prepare_does(option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The option is passed on as it is: what ``auto`` means is decided in one place."""
     seen: list[object] = []
-    monkeypatch.setattr(
-        _prefork_options, "prepare_chosen", lambda _guards, *, immortalize, **_rest: seen.append(immortalize)
-    )
+    monkeypatch.setattr(_workers, "prepare_chosen", lambda _guards, *, immortalize, **_rest: seen.append(immortalize))
     PreforkOptions(immortalize=option).prepare([guard(dict, reload_on=TTL("1h"))])
     assert [option] == seen
 

@@ -13,7 +13,7 @@ import pytest
 from modelguard import Uses, batched, guard
 from modelguard.errors import GuardClosed, InvalidOption, NotSupported, QueueFull
 from modelguard.frameworks import ray
-from modelguard.frameworks._replacement_lock import ReplacementLock
+from modelguard.frameworks.ray import ReplacementLock
 
 model = guard(dict, reload_on=Uses(2), name="of ray")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelguard.frameworks._replacement_lock import ReplacementLock
+from modelguard.frameworks.ray import ReplacementLock
 
 
 class Shared:

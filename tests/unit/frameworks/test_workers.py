@@ -8,10 +8,9 @@ import pytest
 
 from modelguard import guard, prefork
 from modelguard.errors import InvalidOption
-from modelguard.frameworks import _prefork_options, _workers
-from modelguard.frameworks._prefork_options import PreforkOptions
-from modelguard.frameworks._workers import SharedState, Workers
-from modelguard.sharing import _loads
+from modelguard.frameworks import _workers
+from modelguard.frameworks._workers import PreforkOptions, SharedState, Workers
+from modelguard.sharing import _prefork
 
 
 class Clock:
@@ -31,7 +30,7 @@ def clock() -> Clock:
 def worker(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Workers:
     """A worker of a prepared parent, as it is after the fork."""
     monkeypatch.setattr(PreforkOptions, "prepare", lambda self, guards: None)
-    monkeypatch.setattr(_workers._ticker.TICKER, "stop", lambda: None)
+    monkeypatch.setattr(_workers._fork.TICKER, "stop", lambda: None)
     monkeypatch.setattr(prefork, "in_child", lambda: None)
     one = Workers((guard(dict, reload_on=None, name="nlp"),), PreforkOptions(), min_lifetime="10s", clock=clock)
     one.prepare()
@@ -85,12 +84,12 @@ def test_a_lifetime_that_cannot_be_meant_is_refused(value: Any) -> None:
 
 def test_new_weights_are_prepared_once_for_each_load(worker: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only an unprepared generation is prepared; after a failure the next load is tried, and no worker has to end."""
-    monkeypatch.setattr(_loads, "loading", lambda: None)  # the old generation may still be on its way out
+    monkeypatch.setattr(_prefork, "loading", lambda: None)  # the old generation may still be on its way out
     prepared: list[int] = []
     monkeypatch.setattr(Workers, "log", lambda self, report: None)
     monkeypatch.setattr(PreforkOptions, "prepare", lambda self, guards: prepared.append(guards[0].status().generation))
     one = worker._guards[0]
-    worker._generations = _prefork_options.generations(worker._guards)
+    worker._generations = _workers.generations(worker._guards)
     worker._renew()
     assert [] == prepared
     one.reload()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from modelguard import Backoff, Breaker
-from modelguard.isolation._crew import FAILED_STARTS, Crew, End, Order, Promote, ReplaceMold, Start
+from modelguard.isolation._crew import FAILED_STARTS, Crew, End, Order, ReplaceMold, Start
 
 
 def crew_of(size: int, **breaker: int) -> Crew:
@@ -111,80 +111,6 @@ class TestSpare:
             assert member is not None
             crew.lost(member.number, 0.0, draw=1.0)
         assert crew.take() is not None
-
-
-class TestRefork:
-    def warmed(self, *, spare: int = 1) -> Crew:
-        """One call at a time, and a worker that has taken enough of them."""
-        crew = Crew(1, spare=spare, breaker=Breaker(), backoff=Backoff(1, 60), refork_after=2)
-        for order in crew.settle(0.0):
-            assert isinstance(order, Start)
-            crew.started(order.number)
-        for _ in range(2):
-            member = crew.take()
-            assert member is not None
-            crew.answered(member.number, worn=False)
-        return crew
-
-    def test_a_worker_that_has_taken_enough_calls_becomes_the_mold(self) -> None:
-        """While the others take the calls, as many at a time as before."""
-        crew = self.warmed()
-        assert crew.has_heir
-        (order,) = crew.settle(0.0)
-        assert isinstance(order, Promote)
-        assert "promoted" == crew.members[order.number].state
-        taken = crew.take()
-        assert taken is not None
-        assert order.number != taken.number
-        assert [] == crew.settle(0.0)
-
-    def test_the_others_are_replaced_by_its_children(self) -> None:
-        """One at a time, and none before another one can take its place."""
-        crew = self.warmed()
-        (order,) = crew.settle(0.0)
-        assert isinstance(order, Promote)
-        crew.has_become_mold(order.number)
-        (start,) = crew.settle(0.0)
-        assert isinstance(start, Start)
-        assert crew.take() is not None  # the old worker
-        crew.started(start.number)
-        (old,) = (member for member in crew.members.values() if member.worn)
-        assert crew.answered(old.number, worn=False) or [old.number] == numbers(crew.settle(0.0), End)
-
-    def test_it_is_asked_for_once(self) -> None:
-        """Neither after a success nor after a refusal."""
-        for refused in (True, False):
-            crew = self.warmed()
-            (order,) = crew.settle(0.0)
-            assert isinstance(order, Promote)
-            if refused:
-                crew.cannot_become_mold(order.number)
-                assert 2 == sum(member.state == "idle" for member in crew.members.values())
-            else:
-                crew.has_become_mold(order.number)
-                for start in crew.settle(0.0):
-                    assert isinstance(start, Start)
-                    crew.started(start.number)
-            for _ in range(5):
-                member = crew.take()
-                assert member is not None
-                crew.answered(member.number, worn=False)
-                assert not crew.has_heir
-
-    def test_without_a_spare_worker_calls_come_first(self) -> None:
-        """A worker that calls need is not promoted."""
-        assert not self.warmed(spare=0).has_heir
-
-    def test_a_worn_worker_becomes_no_mold(self) -> None:
-        """Whatever its policy has seen would be shared by all of them."""
-        crew = Crew(1, spare=1, breaker=Breaker(), backoff=Backoff(1, 60), refork_after=1)
-        for order in crew.settle(0.0):
-            assert isinstance(order, Start)
-            crew.started(order.number)
-        member = crew.take()
-        assert member is not None
-        crew.answered(member.number, worn=True)
-        assert not crew.has_heir
 
 
 class TestReplacement:
@@ -383,7 +309,6 @@ class CrewMachine(RuleBasedStateMachine):
     """Workers that start, answer, wear out and die in any order."""
 
     SIZE, SPARE = 3, 0
-    REFORK_AFTER: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -394,12 +319,10 @@ class CrewMachine(RuleBasedStateMachine):
             spare=self.SPARE,
             breaker=Breaker(failures=4, cooldown=5, max_cooldown=20),
             backoff=Backoff(1, 60),
-            refork_after=self.REFORK_AFTER,
             is_paused=lambda: self.paused,
         )
         self.starting: set[int] = set()
         self.busy: set[int] = set()
-        self.promoted: set[int] = set()
         self.condemned = False
         self.settle()
 
@@ -410,10 +333,6 @@ class CrewMachine(RuleBasedStateMachine):
             elif isinstance(order, End):
                 assert order.number not in self.busy | self.starting
                 assert not self.paused
-            elif isinstance(order, Promote):
-                assert order.number not in self.busy | self.starting
-                assert not self.paused
-                self.promoted.add(order.number)
             else:
                 self.condemned = True
 
@@ -474,18 +393,6 @@ class CrewMachine(RuleBasedStateMachine):
         self.crew.call_back()
         self.settle()
 
-    @precondition(lambda self: self.promoted)
-    @rule(outcome=st.sampled_from(["mold", "refused", "crash"]))
-    def promotion_ends(self, outcome: str) -> None:
-        number = self.promoted.pop()
-        if outcome == "mold":
-            self.crew.has_become_mold(number)
-        elif outcome == "refused":
-            self.crew.cannot_become_mold(number)
-        else:
-            self.crew.lost(number, self.now, draw=0.5)
-        self.settle()
-
     @invariant()
     def never_more_than_one_above_the_size(self) -> None:
         """Overlap costs the memory of one worker."""
@@ -498,7 +405,6 @@ class CrewMachine(RuleBasedStateMachine):
         states = {number: member.state for number, member in self.crew.members.items()}
         assert self.busy == {number for number, state in states.items() if state in {"busy", "retiring"}}
         assert self.starting == {number for number, state in states.items() if state == "starting"}
-        assert self.promoted == {number for number, state in states.items() if state == "promoted"}
 
     @invariant()
     def it_recovers(self) -> None:
@@ -517,14 +423,6 @@ class SpareMachine(CrewMachine):
     SPARE = 1
 
 
-class ReforkMachine(SpareMachine):
-    """The same, and one of the workers takes the mold's place."""
-
-    REFORK_AFTER = 2
-
-
-ReforkMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestReforkMachine = ReforkMachine.TestCase
 SpareMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestSpareMachine = SpareMachine.TestCase
 CrewMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

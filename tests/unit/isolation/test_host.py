@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from modelguard import Backoff, Breaker, guard, isolate
 from modelguard.errors import LoadFailed, NotSupported
-from modelguard.isolation import _code
-from modelguard.isolation._host_identity import NAME, identity_of, prefix_of
-from modelguard.isolation._host_messages import packed, unpacked
+from modelguard.isolation import _launch
+from modelguard.isolation._channel import Folder, check_peer
+from modelguard.isolation._claims import Waiter, WaitingLine
+from modelguard.isolation._host_identity import NAME, identity_of, packed, prefix_of, unpacked
 from modelguard.isolation._molds import RemoteTraceback
 from modelguard.isolation._options import IsolationOptions, parse
-from modelguard.isolation._rendezvous import Folder, check_peer
-from modelguard.isolation._waiting import Waiter, WaitingLine
 
 
 class Quiet(Waiter[int]):
@@ -87,17 +86,17 @@ class TestCode:
         path.write_text("one = 1")
         stamp = path.stat()
         known = {str(path): (stamp.st_size, stamp.st_mtime_ns)}
-        assert _code.changed(known) is None
+        assert _launch.changed(known) is None
         path.write_text("one = 11")
-        assert str(path) == _code.changed(known)
+        assert str(path) == _launch.changed(known)
         with pytest.raises(RuntimeError, match=r"helper\.py has changed.*restart"):
-            _code.check_unchanged(known)
+            _launch.check_unchanged(known)
         path.unlink()
-        assert str(path) == _code.changed(known)
+        assert str(path) == _launch.changed(known)
 
     def test_pythons_own_modules_and_generated_ones_do_not_count(self) -> None:
         """Only files found on sys.path, and of these not the standard library."""
-        found = _code.files()
+        found = _launch.files()
         assert pytest.__file__ in found
         assert os.__file__ not in found
 
@@ -114,7 +113,6 @@ def options(**changes: object) -> IsolationOptions:
         "timeout": 5.0,
         "start": "fork",
         "max_queue": 8,
-        "refork_after": None,
         "retry": False,
         "breaker": None,
         "max_transfer": 100,

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from modelguard.isolation import _news
-from modelguard.isolation._molds import Mold
-from modelguard.isolation._spawned import SpawnedWorkers
+from modelguard.isolation import _supervisor
+from modelguard.isolation._molds import Mold, SpawnedWorkers
 
 
 def record(text: str) -> logging.LogRecord:
@@ -42,13 +41,13 @@ def test_a_report_that_was_read_already_does_not_block_the_supervisor(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The end of a call replays all reports; the same turn of the thread finds their socket empty, and goes on."""
-    ours, theirs = _news.pair()
+    ours, theirs = _supervisor.pair()
     supervisor = Supervisor()
-    _news.Reporter(theirs).emit(record("one"))
-    _news.replay_all(ours)
+    _supervisor.Reporter(theirs).emit(record("one"))
+    _supervisor.replay_all(ours)
     read_by(kind, ours, supervisor)
     assert (["one"], []) == (caplog.messages, supervisor.forgotten)
-    _news.Reporter(theirs).emit(record("two"))
+    _supervisor.Reporter(theirs).emit(record("two"))
     read_by(kind, ours, supervisor)
     assert (["one", "two"], []) == (caplog.messages, supervisor.forgotten)
     theirs.close()
@@ -73,4 +72,4 @@ def test_levels_are_read_while_other_threads_make_loggers(monkeypatch: pytest.Mo
     monkeypatch.setattr(loud, "level", logging.INFO)
     every |= {"passing": Passing(), "loud": loud}
     monkeypatch.setattr(logging.root.manager, "loggerDict", every)
-    assert logging.INFO == _news.levels()["loud"]
+    assert logging.INFO == _supervisor.levels()["loud"]

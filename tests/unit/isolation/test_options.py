@@ -10,7 +10,7 @@ import pytest
 from modelguard import TTL, Changed, Idle, Isolated, Uses, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._answers import WebOptions
-from modelguard.isolation import _registry
+from modelguard.isolation import _scope
 from modelguard.isolation._options import ScopeName
 from modelguard.lifecycle.model_guard import guards
 
@@ -158,9 +158,6 @@ def test_a_function_of_a_main_module_that_runs_as_a_package_is_refused(
         {"breaker": 5},
         {"name": " "},
         {"recycle_on": 5},
-        {"refork_after": 0},
-        {"refork_after": "100", "start": "fork"},
-        {"refork_after": 100, "start": "spawn"},
         {"scope": "cluster"},
         {"scope": None},
         {"version": "2"},
@@ -171,12 +168,6 @@ def test_invalid_options_are_named(options: dict[str, Any]) -> None:
     """The error says which option, and what to write."""
     with pytest.raises(InvalidOption, match=next(iter(options))):
         isolate(**options)(plain)
-
-
-def test_a_coroutines_event_loop_cannot_be_reforked() -> None:
-    """What is bound to the loop of one worker would be broken in all of them."""
-    with pytest.raises(InvalidOption, match=r"refork_after=100: is not for coroutines"):
-        isolate(refork_after=100)(coroutine)
 
 
 def test_a_broker_takes_no_policy_of_the_application() -> None:
@@ -259,7 +250,7 @@ class TestReadiness:
         """A readiness probe must not wait for a model that is never loaded here."""
         isolated: Isolated[Any, Any] = isolate()(predict)
         assert guard_of(predict) not in guards()
-        assert isolated in _registry.live()
+        assert isolated in _scope.live()
         assert not isolated.ready
 
     def test_status_before_the_first_call(self) -> None:

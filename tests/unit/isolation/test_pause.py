@@ -17,10 +17,9 @@ from tests.unit.lifecycle.world import until
 from modelguard import TTL, Backoff, Breaker, Isolated, guard, isolate, pool, telemetry
 from modelguard.errors import GuardClosed, InvalidOption, NotSupported
 from modelguard.isolation import _mold_guard
+from modelguard.isolation._claims import Waiter
 from modelguard.isolation._crew import Crew, End, Start
-from modelguard.isolation._roster import Roster
-from modelguard.isolation._waiting import Waiter
-from modelguard.isolation._worker_process import Worker
+from modelguard.isolation._roster import Roster, Worker
 from modelguard.lifecycle.status import Postponed
 from modelguard.telemetry import GuardPaused, GuardResumed, Reason, ReloadPostponed
 
@@ -41,14 +40,13 @@ class Switch:
         return self.on
 
 
-def running(paused: Callable[[], bool], *, size: int = 2, spare: int = 1, refork_after: int | None = None) -> Crew:
+def running(paused: Callable[[], bool], *, size: int = 2, spare: int = 1) -> Crew:
     """A crew whose workers are all idle."""
     crew = Crew(
         size,
         spare=spare,
         breaker=Breaker(),
         backoff=Backoff(1, 60),
-        refork_after=refork_after,
         is_paused=paused,
     )
     for order in crew.settle(0.0):
@@ -103,17 +101,6 @@ class TestWorkers:
                 for start in numbers(crew.settle(0.0), Start):
                     crew.started(start)
         assert 3 == len(crew.members)
-
-    def test_no_worker_takes_the_molds_place(self) -> None:
-        """``refork_after`` waits as a policy does, for the first call after ``resume()``."""
-        paused = Switch()
-        crew = running(paused, size=1, refork_after=2)
-        for _ in range(5):
-            call(crew)
-        assert not crew.has_heir
-        paused.on = False
-        call(crew)
-        assert crew.has_heir
 
 
 def taken(roster: Roster) -> Worker:

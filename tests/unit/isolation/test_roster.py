@@ -11,11 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from modelguard import Backoff, Breaker, telemetry
 from modelguard.errors import CircuitOpen
-from modelguard.isolation import _roster, _worker_process
+from modelguard.isolation import _roster
+from modelguard.isolation._claims import Waiter
 from modelguard.isolation._crew import Crew
-from modelguard.isolation._roster import MoldGone, Roster
-from modelguard.isolation._waiting import Waiter
-from modelguard.isolation._worker_process import Worker
+from modelguard.isolation._roster import MoldGone, Roster, Worker
 
 SIZE = 2
 
@@ -95,7 +94,7 @@ class RosterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = FakeTime()
-        self.patching = [patch.object(module, "time", self.clock) for module in (_roster, _worker_process)]
+        self.patching = [patch.object(module, "time", self.clock) for module in (_roster, _roster)]
         for one in self.patching:
             one.start()
         self.ended: list[telemetry.WorkerEnded] = []

@@ -12,8 +12,8 @@ import pytest
 
 from modelguard.isolation import _processes, _supervisor
 from modelguard.isolation._channel import Channel
+from modelguard.isolation._roster import Worker
 from modelguard.isolation._supervisor import Supervisor
-from modelguard.isolation._worker_process import Worker
 
 PATIENCE = 10.0
 

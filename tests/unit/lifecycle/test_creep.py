@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.lifecycle.world import MB, World
 
-from modelguard.lifecycle._creep import Creep
+from modelguard.lifecycle._generation import Creep
 from modelguard.telemetry import SwapChosen
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT, Loader, World, outcome
 
-from modelguard.lifecycle import _host_lock
-from modelguard.lifecycle._host_lock import MAX_WAIT, HostLock, private_folder
+from modelguard.lifecycle import runtime
+from modelguard.lifecycle.runtime import MAX_WAIT, HostLock, private_folder
 from modelguard.telemetry import LoadStarted
 
 
@@ -127,7 +127,7 @@ class TestALockThatIsHeldElsewhere:
     @pytest.fixture(autouse=True)
     def _other_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The kernel says that another process holds the lock."""
-        monkeypatch.setattr(_host_lock, "_lock", lambda _descriptor: False)
+        monkeypatch.setattr(runtime, "_lock", lambda _descriptor: False)
 
     @pytest.mark.parametrize(("cancelled", "how"), [(False, "timed_out"), (True, "cancelled")])
     def test_is_waited_for(self, turn: Turn, folder: Path, cancelled: bool, how: str) -> None:  # noqa: FBT001

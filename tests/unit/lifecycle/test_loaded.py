@@ -11,11 +11,10 @@ import pytest
 from tests.unit.lifecycle.world import MB, World, run, until
 
 from modelguard import Loaded, telemetry
-from modelguard.environment._proc import maps
-from modelguard.environment._shown_guards import ShownVersion, versions_in
+from modelguard.environment._proc import ShownVersion, maps, versions_in
 from modelguard.errors import InvalidOption, ModelRejected
 from modelguard.frameworks._answers import WebOptions
-from modelguard.lifecycle import _inline
+from modelguard.lifecycle import _loading
 
 linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no /proc")
 
@@ -165,7 +164,7 @@ def test_inline_guards_have_it_too(world: World) -> None:
     def words(model: Any, text: str) -> list[str]:
         return list(model.words(text))
 
-    with _inline.inline():
+    with _loading.inline():
         assert ["a"] == run(words("a"))
         assert "v1" == guard.version
 

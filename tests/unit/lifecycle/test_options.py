@@ -12,7 +12,7 @@ from tests.unit.lifecycle.world import MB, World
 import modelguard
 from modelguard import TTL, Backoff, MemoryGrowth, MemoryLimit, ModelGuard, Modified, Uses, guard, pool
 from modelguard.errors import InvalidOption, NoMemoryLimit, PolicyNeverFires
-from modelguard.lifecycle import _fingerprints
+from modelguard.lifecycle import runtime
 from modelguard.lifecycle.runtime import use
 
 
@@ -186,7 +186,7 @@ class TestNeverFires:
 
     def test_a_folder_with_more_files_than_are_watched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """No change of the others would be seen."""
-        monkeypatch.setattr(_fingerprints, "MAX_ENTRIES", 2)
+        monkeypatch.setattr(runtime, "MAX_ENTRIES", 2)
         for name in "abc":
             (tmp_path / name).touch()
         self.warned(lambda: guard(load, reload_on=Modified(tmp_path)), "only the first 2 files of .* are watched")

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.lifecycle.world import MB, World, number, until
 
 from modelguard import TTL, Errors, Idle, MemoryLimit, ModelGuard, Policy, Uses, replicas
-from modelguard.environment._proc import maps
-from modelguard.environment._shown_guards import paused_in
+from modelguard.environment._proc import maps, paused_in
 from modelguard.errors import InvalidOption
 from modelguard.lifecycle.runtime import use
 from modelguard.lifecycle.status import Postponed

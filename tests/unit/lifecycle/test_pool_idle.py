@@ -19,7 +19,7 @@ from tests.unit.lifecycle.world import MB, World, outcome, until
 
 from modelguard import Changed, Idle, pool, telemetry
 from modelguard.errors import InvalidOption, LoadFailed
-from modelguard.lifecycle import _ticker, runtime
+from modelguard.lifecycle import _fork, runtime
 from modelguard.telemetry import GenerationReleased, LoadStarted, UnloadStarted
 
 
@@ -273,7 +273,7 @@ class TestReleases:
         pool = world.pool(idle="10s")
         use(pool, "a")
         pool._engine.after_fork_in_child()
-        monkeypatch.setattr("modelguard.lifecycle._pool_lru.os.getpid", lambda: 1)
+        monkeypatch.setattr("modelguard.lifecycle._pool_models.os.getpid", lambda: 1)
         pass_time(world, pool, 60)
         assert () == pool.status().idle
 
@@ -284,8 +284,8 @@ class TestReleases:
         def note(what: str) -> Any:
             return lambda ticked: asked.append(what) if ticked is made._engine else None
 
-        monkeypatch.setattr(_ticker.TICKER, "add", note("add"))
-        monkeypatch.setattr(_ticker.TICKER, "remove", note("remove"))
+        monkeypatch.setattr(_fork.TICKER, "add", note("add"))
+        monkeypatch.setattr(_fork.TICKER, "remove", note("remove"))
         with runtime.use(lambda: dataclasses.replace(world.runtime, ticks=True)):
             made = pool(world.loader.load, max_memory=100 * MB, idle="10s", name="pool")
         use(made, "a")

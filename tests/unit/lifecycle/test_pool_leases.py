@@ -10,7 +10,7 @@ from tests.unit.lifecycle.pools import Sizes, in_use, loaded, use
 from tests.unit.lifecycle.world import MB, TIMEOUT, World, outcome, until
 
 from modelguard.errors import GuardClosed, InvalidOption, LoadFailed, Overloaded, UnhashableKey, WouldDeadlock
-from modelguard.lifecycle._pool_lru import PooledModel
+from modelguard.lifecycle._pool_models import PooledModel
 
 
 class TestTTL:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from modelguard.lifecycle._probed_source import FEWEST, LASTING, MOST, UNKNOWN, ProbedSource
+from modelguard.lifecycle._readings import FEWEST, LASTING, MOST, UNKNOWN, ProbedSource
 
 
 def loaded(value: object = "a") -> ProbedSource:

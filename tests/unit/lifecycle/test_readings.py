@@ -11,7 +11,7 @@ import pytest
 from tests.unit.lifecycle.world import MB, World, look, outcome
 
 from modelguard import MemoryGrowth, MemoryLimit, ModelGuard, Modified, Policy, Snapshot, Uses
-from modelguard.lifecycle import _adapters, _growth
+from modelguard.lifecycle import _adapters, runtime
 from modelguard.telemetry import GrowthFound, PolicyFutile, ReloadDue
 
 OLD = (("", 1, 1, 100, 1),)
@@ -142,7 +142,7 @@ class TestMemory:
     def test_a_cause_that_is_known_is_named(self, world: World) -> None:
         """If the process is watched, the event says what makes it grow."""
         found = GrowthFound(guard="service", cause="threads", share=1.0, seen="", fix="", growth=9 * MB, calls=9)
-        _growth.note(found)
+        runtime.note(found)
         try:
             guard = world.guard(reload_on=MemoryLimit("80 MB"))
             guard.load()
@@ -151,7 +151,7 @@ class TestMemory:
             assert ["threads"] == [event.cause for event in world.seen(PolicyFutile)]
             assert found is guard.status().growth
         finally:
-            _growth.note(None)
+            runtime.note(None)
 
     def test_a_share_is_of_the_effective_limit(self, world: World) -> None:
         """``MemoryLimit("80%")`` asks about the limit that this process runs under."""

@@ -338,7 +338,7 @@ def test_a_loader_that_returns_what_is_kept_is_refused(world: World) -> None:
 
 def test_the_exit_unloads_both(world: World) -> None:
     """The hook is called for the model that is kept too."""
-    from modelguard.lifecycle._at_exit import _unload
+    from modelguard.lifecycle._engine import _unload
 
     unloaded: list[int] = []
     guard = kept(world, unload=lambda model: unloaded.append(model.number))

@@ -8,7 +8,7 @@ import threading
 import pytest
 from tests.unit.lifecycle.world import TIMEOUT
 
-from modelguard.environment import _allocator, _limits, _memory
+from modelguard.environment import _allocator, _memory
 from modelguard.errors import NotSupported
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle.runtime import Runtime
@@ -24,7 +24,7 @@ def test_readings_are_this_process_s() -> None:
     assert 1_000_000 < world.private()
     headroom, limit = world.headroom(), world.limit()
     assert headroom is None or 0 <= headroom
-    assert _limits.memory_limit().bytes == limit
+    assert _memory.memory_limit().bytes == limit
     assert world.trim()
 
 

@@ -12,7 +12,7 @@ from tests.unit.lifecycle.world import MB, World
 
 from modelguard import memory
 from modelguard.errors import InvalidOption, NotSupported
-from modelguard.lifecycle import _ticker
+from modelguard.lifecycle import _fork
 from modelguard.lifecycle._options import TrimSchedule
 from modelguard.lifecycle._trimming import running
 from modelguard.lifecycle.runtime import use
@@ -248,7 +248,7 @@ class TestTheProcess:
         def refuse(_: object) -> None:
             raise RuntimeError("can't start new thread")
 
-        monkeypatch.setattr(_ticker.TICKER, "add", refuse)
+        monkeypatch.setattr(_fork.TICKER, "add", refuse)
         with use(lambda: replace(world.runtime, ticks=True)), pytest.raises(RuntimeError, match="new thread"):
             memory.trim_every("30s")
         assert running() is None

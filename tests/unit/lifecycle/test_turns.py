@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from modelguard import TTL, Idle, MemoryGrowth, Uses
-from modelguard.lifecycle._turns import Turns, in_turn
 from modelguard.lifecycle.policies import Policy, Snapshot
+from modelguard.lifecycle.replicas import Turns, in_turn
 
 MB = 1_000_000
 

@@ -16,9 +16,7 @@ from typing import Any, TypeVar
 from tests.unit.lifecycle.gpus import FakeGpu
 
 from modelguard import ModelGuard, ModelPool, guard, pool, telemetry
-from modelguard.lifecycle._fingerprints import Fingerprint
-from modelguard.lifecycle._host_lock import HostLock
-from modelguard.lifecycle.runtime import Runtime, use
+from modelguard.lifecycle.runtime import Fingerprint, HostLock, Runtime, use
 
 T = TypeVar("T")
 E = TypeVar("E", bound=telemetry.Event)

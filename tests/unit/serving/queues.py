@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Request
 from modelguard.serving.breaker import Breaker, Circuit
+from modelguard.serving.status import Batch, Limits
 
 
 def request(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from modelguard.serving._arrivals import Arrivals
-from modelguard.serving._times import Curve
+from modelguard.serving._times import Arrivals, Curve
 
 #: 50 ms a batch, and 1 ms for each item or each unit of weight.
 BY_COUNT = Curve(fixed=0.05, each=0.001, unit=0.0, most=math.inf, reach=256)

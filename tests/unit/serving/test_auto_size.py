@@ -19,10 +19,10 @@ from tests.unit.serving.queues import measured, queue_of, request, run
 from modelguard import batched, telemetry
 from modelguard.errors import Overloaded
 from modelguard.serving import Limits
-from modelguard.serving._auto_size import AutoSize
-from modelguard.serving._batches import Batch
-from modelguard.serving._chosen_size import ChosenSize
+from modelguard.serving._batcher import ChosenSize
+from modelguard.serving._planner import AutoSize
 from modelguard.serving._times import Curve
+from modelguard.serving.status import Batch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))  # as for the scripts there
 auto_size = pytest.importorskip("auto_size")

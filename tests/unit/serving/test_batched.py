@@ -15,14 +15,7 @@ import pytest
 from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
 from modelguard import batched
-from modelguard.errors import (
-    GuardClosed,
-    InvalidOption,
-    ItemRefused,
-    ItemTooHeavy,
-    QueueFull,
-    WouldDeadlock,
-)
+from modelguard.errors import GuardClosed, InvalidOption, ItemRefused, ItemTooHeavy, QueueFull, WouldDeadlock
 
 # Calls
 

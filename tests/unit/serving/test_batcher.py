@@ -14,7 +14,7 @@ from tests.unit.serving.gated import TIMEOUT, Gated, queued, until
 
 from modelguard import batched, deadline, telemetry
 from modelguard.errors import CallerGone, DeadlineExceeded, InvalidOption, Overloaded, QueueFull
-from modelguard.serving import _watch
+from modelguard.serving import _shared_threads
 from modelguard.serving.deadlines import WebRequest, left, on_behalf_of
 
 # Bounds and deadlines
@@ -236,7 +236,7 @@ def test_the_last_refusals_are_reported_too(
     how: str, model: Gated, events: list[telemetry.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most a second after they happened, without a deadline, whether batches end or not."""
-    monkeypatch.setattr(_watch, "_LINGER", 3600.0)  # nothing else wakes the thread that reports
+    monkeypatch.setattr(_shared_threads, "_LINGER", 3600.0)  # nothing else wakes the thread that reports
     f = batched(max_size=1, max_queue=2, name=f"last {how}")(model)
     futures = queued(f, model, 1, 2)
 

@@ -12,7 +12,7 @@ from tests.unit.serving.queues import queue_of, request
 
 from modelguard import Breaker, batched, telemetry
 from modelguard.errors import CircuitOpen, InvalidOption, QueueFull
-from modelguard.serving._batches import Batch
+from modelguard.serving.status import Batch
 
 
 def hanging(**options: Any) -> Any:

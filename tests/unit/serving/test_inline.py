@@ -11,16 +11,9 @@ import pytest
 from tests.unit.serving.gated import TIMEOUT
 
 from modelguard import Breaker, batched, deadline
-from modelguard.errors import (
-    BatchFailed,
-    GuardClosed,
-    ItemRefused,
-    ItemTooHeavy,
-    WouldDeadlock,
-    WrongResults,
-)
+from modelguard.errors import BatchFailed, GuardClosed, ItemRefused, ItemTooHeavy, WouldDeadlock, WrongResults
 from modelguard.serving import left
-from modelguard.serving._inline import inline
+from modelguard.serving.deadlines import inline
 
 
 @pytest.fixture(autouse=True)

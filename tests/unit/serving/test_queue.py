@@ -8,9 +8,9 @@ import pytest
 from tests.unit.serving.queues import filled, measure, measured, queue_of, request, run, taken
 
 from modelguard.errors import CallerGone, DeadlineExceeded, DeadlineUnreachable, GuardClosed, QueueFull
-from modelguard.serving._batches import Batch
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Request
+from modelguard.serving.status import Batch
 
 # A free thread
 

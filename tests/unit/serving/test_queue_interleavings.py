@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.serving.queues import request
 
 from modelguard.errors import DeadlineExceeded, GuardClosed, Overloaded
-from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._queue import BatchQueue
 from modelguard.serving._requests import Failure, Request
 from modelguard.serving.breaker import Breaker, Circuit
+from modelguard.serving.status import Batch, Limits
 
 VERDICTS = st.sampled_from(["succeeded", "succeeded", "failed", "inconclusive"])
 

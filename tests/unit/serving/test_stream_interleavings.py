@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from modelguard.errors import ConsumerTooSlow, DeadlineExceeded
-from modelguard.serving._batches import Batch, Limits
 from modelguard.serving._execution import BatchFunction
 from modelguard.serving._queue import BatchQueue
-from modelguard.serving._requests import Request
-from modelguard.serving._stream_requests import ENDED, NOTHING_YET, StreamRequest
-from modelguard.serving._streaming import Stalls, StreamRun
+from modelguard.serving._requests import ENDED, NOTHING_YET, Request, StreamRequest
+from modelguard.serving._runners import Stalls, StreamRun
+from modelguard.serving.status import Batch, Limits
 
 #: What a function yields for an item: mostly a part, else its end or its error.
 PARTS = st.sampled_from(["part", "part", "part", "part", "end", "error"])

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from modelguard.errors import BatchFailed, ConsumerTooSlow, Overloaded, WrongResults
-from modelguard.serving._callers import Callers
 from modelguard.serving._execution import BatchFunction, Computed
-from modelguard.serving._requests import Request
-from modelguard.serving._stream_requests import ENDED, NOTHING_YET, StreamRequest
-from modelguard.serving._streaming import Stalls, compute_stream
+from modelguard.serving._requests import ENDED, NOTHING_YET, Callers, Request, StreamRequest
+from modelguard.serving._runners import Stalls, compute_stream
 
 NO_PARTS = "yielded anything; for an item without parts, yield StopIteration"
 

@@ -26,8 +26,7 @@ from modelguard.errors import (
     WouldDeadlock,
 )
 from modelguard.serving import BatchedStream, Stream
-from modelguard.serving._inline import inline
-from modelguard.serving.deadlines import WebRequest, on_behalf_of
+from modelguard.serving.deadlines import WebRequest, inline, on_behalf_of
 
 
 class Steps:

@@ -9,12 +9,11 @@ import pytest
 from tests.unit.serving.gated import TIMEOUT, until
 from tests.unit.serving.queues import queue_of, request
 
-from modelguard._wakeup import Wakeup
+from modelguard._threads import Wakeup
 from modelguard.serving import _threads
-from modelguard.serving._batches import Batch
-from modelguard.serving._locked_queue import LockedQueue
 from modelguard.serving._requests import Request
-from modelguard.serving._threads import BatchThreads, Work
+from modelguard.serving._threads import BatchThreads, LockedQueue, Work
+from modelguard.serving.status import Batch
 
 
 class Computing:

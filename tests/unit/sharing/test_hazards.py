@@ -15,12 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from modelguard.sharing import _owners
+from modelguard.sharing import _hazards
 from modelguard.sharing._hazards import ThisProcess, end_threads, find_hazards
 
 PAGE = Path(__file__).parents[3] / "docs/fork-safety.md"
-THREADS = [owner for owner in _owners.OWNERS if owner.has == "thread"]
-CONNECTIONS = [owner for owner in _owners.OWNERS if owner.has == "connection"]
+THREADS = [owner for owner in _hazards.OWNERS if owner.has == "thread"]
+CONNECTIONS = [owner for owner in _hazards.OWNERS if owner.has == "connection"]
 
 
 @dataclass
@@ -116,7 +116,7 @@ def test_the_worst_comes_first() -> None:
 
 def test_our_own_threads_are_not_hazards() -> None:
     """Modelguard's threads hold no lock while the process forks, and start again in the child."""
-    assert () == find_hazards(Process(python=[("modelguard-ticker", "modelguard.lifecycle._ticker.Ticker._run")]))
+    assert () == find_hazards(Process(python=[("modelguard-ticker", "modelguard.lifecycle._fork.Ticker._run")]))
 
 
 def test_native_threads_without_openmp_are_not_hazards() -> None:
@@ -130,13 +130,13 @@ class TestWhatLibrariesLeaveBehind:
     @staticmethod
     def forget(monkeypatch: pytest.MonkeyPatch) -> None:
         """Let no library of the table be loaded, whatever other tests have imported."""
-        for owner in _owners.OWNERS:
+        for owner in _hazards.OWNERS:
             monkeypatch.delitem(sys.modules, owner.restarts.partition(":")[0], raising=False)
             monkeypatch.delitem(sys.modules, owner.where, raising=False)
 
     @pytest.mark.parametrize("owner", THREADS, ids=lambda owner: owner.name)
     def test_a_thread_has_the_name_and_the_remedy_of_its_library(
-        self, owner: _owners.Owner, monkeypatch: pytest.MonkeyPatch
+        self, owner: _hazards.Owner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Each row names the library and what to do, if the library does not start the thread again by itself."""
         self.forget(monkeypatch)
@@ -146,7 +146,7 @@ class TestWhatLibrariesLeaveBehind:
 
     @pytest.mark.parametrize("owner", [one for one in THREADS if one.restarts], ids=lambda owner: owner.name)
     def test_a_thread_that_starts_again_is_no_matter(
-        self, owner: _owners.Owner, monkeypatch: pytest.MonkeyPatch
+        self, owner: _hazards.Owner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Nothing is to do for a release that starts it again in each child; an older one is warned about."""
         self.forget(monkeypatch)
@@ -171,7 +171,7 @@ class TestWhatLibrariesLeaveBehind:
     def test_are_in_the_documentation(self) -> None:
         """The table of docs/fork-safety.md has each row as it is in the code, and no other."""
 
-        def row(owner: _owners.Owner) -> str:
+        def row(owner: _hazards.Owner) -> str:
             done = "ends it" if owner.stop else "leaves it" if owner.restarts else "warns"
             return f"| {owner.name} | {owner.has} | `{owner.where}` | {done} | {owner.remedy} |"
 
@@ -179,7 +179,7 @@ class TestWhatLibrariesLeaveBehind:
             "| library | what | recognised by | `prepare` | to do, or to do without |\n"
         )
         table = rest.partition("\n\n")[0].splitlines()[1:]
-        assert [row(owner) for owner in _owners.OWNERS] == table
+        assert [row(owner) for owner in _hazards.OWNERS] == table
 
     def test_only_what_ends_is_said_to_have_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A thread that does not end in time stays a hazard; one without the way to end it is left alone."""
@@ -194,9 +194,9 @@ class TestWhatLibrariesLeaveBehind:
         class Other(Deaf):
             was_killed = SimpleNamespace()
 
-        row = _owners.Owner("it", "thread", f"{__name__}.TestWhat", "Do without.", stop="was_killed.set")
-        monkeypatch.setattr(_owners, "OWNERS", (row,))
-        monkeypatch.setattr(_owners, "_PATIENCE", 0.0)
+        row = _hazards.Owner("it", "thread", f"{__name__}.TestWhat", "Do without.", stop="was_killed.set")
+        monkeypatch.setattr(_hazards, "OWNERS", (row,))
+        monkeypatch.setattr(_hazards, "_PATIENCE", 0.0)
         threads = [Deaf(), Other()]
         for thread in threads:
             thread.start()

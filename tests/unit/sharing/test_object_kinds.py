@@ -27,8 +27,8 @@ from typing import Any
 import pytest
 from tests.unit.sharing.immortals import Slotted, is_immortal, needs_immortals, text
 
+from modelguard.sharing._graph import ObjectKinds
 from modelguard.sharing._immortal import Skipped, immortalize
-from modelguard.sharing._object_kinds import ObjectKinds
 
 
 class Model:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.unit.sharing.immortals import Slotted, needs_immortals
 
-from modelguard.sharing import _refcounts
+from modelguard.sharing import _graph
+from modelguard.sharing._graph import Build
 from modelguard.sharing._immortal import immortalize
-from modelguard.sharing._refcounts import Build
 
 needs_flags = pytest.mark.skipif(sys.version_info < (3, 14), reason="3.14 is the first version with flags")
 CPYTHON = Build(implementation="cpython", version=(3, 13), pointer_bytes=8, free_threaded=False, checks=False)
@@ -30,7 +30,7 @@ CPYTHON = Build(implementation="cpython", version=(3, 13), pointer_bytes=8, free
 )
 def test_unknown_builds_are_rejected(build: dict[str, Any], reason: str) -> None:
     """A build with an unknown layout of reference counts is rejected, with the reason."""
-    said = _refcounts.unsupported(dataclasses.replace(CPYTHON, **build))
+    said = _graph.unsupported(dataclasses.replace(CPYTHON, **build))
     assert said is not None
     assert said.startswith(reason)
 
@@ -41,8 +41,8 @@ def test_unknown_builds_are_rejected(build: dict[str, Any], reason: str) -> None
 )
 def test_each_version_has_its_own_immortal_count(version: tuple[int, int], count: int, flags: int) -> None:
     """The count and the flags are those that CPython's own headers call immortal; the count with room below it."""
-    assert None is _refcounts.unsupported(dataclasses.replace(CPYTHON, version=version))
-    assert (count, flags) == (_refcounts.mark(version) & 0xFFFFFFFF, _refcounts.mark(version) >> 48)
+    assert None is _graph.unsupported(dataclasses.replace(CPYTHON, version=version))
+    assert (count, flags) == (_graph.mark(version) & 0xFFFFFFFF, _graph.mark(version) >> 48)
 
 
 def test_this_interpreter_is_described() -> None:
@@ -55,7 +55,7 @@ def test_this_interpreter_is_described() -> None:
 @needs_immortals
 def test_the_self_test_passes_where_counts_are_as_expected() -> None:
     """With the right count the private object becomes immortal."""
-    assert None is _refcounts.self_test(_refcounts.memory(), _refcounts.mark(sys.version_info[:2]))
+    assert None is _graph.self_test(_graph.memory(), _graph.mark(sys.version_info[:2]))
 
 
 @needs_immortals
@@ -76,7 +76,7 @@ def test_the_self_test_passes_where_counts_are_as_expected() -> None:
 )
 def test_the_self_test_finds_a_count_that_still_changes(mark: int) -> None:
     """An object that CPython continues to count, if only in some reads, is not immortal."""
-    said = _refcounts.self_test(_refcounts.memory(), mark)
+    said = _graph.self_test(_graph.memory(), mark)
     assert said is not None
     assert said.startswith("an object with the immortal reference count is still counted")
 
@@ -84,17 +84,17 @@ def test_the_self_test_finds_a_count_that_still_changes(mark: int) -> None:
 @needs_immortals
 def test_an_immortal_object_keeps_its_other_flags() -> None:
     """What else CPython notes in the word with the count stays as it was."""
-    words, held = _refcounts.memory(), [object() for _ in range(10)]
-    before = [words[id(one) >> 3] & _refcounts.KEPT for one in held]
+    words, held = _graph.memory(), [object() for _ in range(10)]
+    before = [words[id(one) >> 3] & _graph.KEPT for one in held]
     immortalize(held)
-    added = _refcounts.mark(sys.version_info[:2]) & _refcounts.KEPT
-    assert [flags | added for flags in before] == [words[id(one) >> 3] & _refcounts.KEPT for one in held]
+    added = _graph.mark(sys.version_info[:2]) & _graph.KEPT
+    assert [flags | added for flags in before] == [words[id(one) >> 3] & _graph.KEPT for one in held]
 
 
 @needs_immortals
 def test_ten_thousand_reads_leave_an_immortal_object_as_it_is() -> None:
     """Reads of attributes, items, calls and unpacking write nothing to an object: not even back and forth."""
-    words, entry = _refcounts.memory(), Slotted([Slotted("a text".upper())])
+    words, entry = _graph.memory(), Slotted([Slotted("a text".upper())])
     immortalize(entry)
     at = [id(one) >> 3 for one in (entry, entry.value, entry.value[0], entry.value[0].value)]
     before, seen = [words[place] for place in at], set()
@@ -116,5 +116,5 @@ def test_the_self_test_writes_nothing_where_it_finds_no_count() -> None:
         def __setitem__(self, index: int, value: int) -> None:
             pytest.fail("written to")
 
-    said = _refcounts.self_test(Elsewhere(), 0xFFFFFFFF)  # type: ignore[arg-type]
+    said = _graph.self_test(Elsewhere(), 0xFFFFFFFF)  # type: ignore[arg-type]
     assert "the reference count of an object is not where CPython's headers define it" == said

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modelguard.environment import _proc
-from modelguard.environment._mappings import MemoryMapping
+from modelguard.environment._proc import MemoryMapping
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.sharing._reports import TreeReport, TreeWatch, python_trees, report
 

@@ -11,10 +11,9 @@ import pytest
 
 from modelguard import weights
 from modelguard.errors import InvalidOption, NotSupported, PublishFailed, WeightsMissing, WeightsRefused
-from modelguard.sharing import _mapped
-from modelguard.sharing._mapped import Block
-from modelguard.sharing._weights_manifest import digest_of
-from modelguard.sharing._weights_store import WeightsStore
+from modelguard.sharing import _weights_formats
+from modelguard.sharing._weights import WeightsStore, digest_of
+from modelguard.sharing._weights_formats import Block
 
 np = pytest.importorskip("numpy")
 
@@ -323,15 +322,15 @@ class TestMappedData:
     @pytest.mark.parametrize(("start", "size"), [(0x0, 0x1000), (0xFF0, 0x2000), (0x3FFF, 1), (0x9000, 0)])
     def test_data_in_the_mapping_is_accepted(self, root: Path, start: int, size: int) -> None:
         """Data may span parts of the mapping, and the file may be gone by now; empty data may be anywhere."""
-        _mapped.require([Block("w", 0x7F0000000000 + start, size)], [self.FILE], fix="Do.", root=root)
+        _weights_formats.require([Block("w", 0x7F0000000000 + start, size)], [self.FILE], fix="Do.", root=root)
 
     @pytest.mark.parametrize(("start", "size"), [(0xA000, 8), (0x3FFF, 2), (0xC000, 8), (0x8000, 8)])
     def test_data_elsewhere_is_refused(self, root: Path, start: int, size: int) -> None:
         """Data in other memory, beyond the end, in another version, or where writes reach the file is rejected."""
         with pytest.raises(WeightsRefused, match=r"own copy: w\. Do\."):
-            _mapped.require([Block("w", 0x7F0000000000 + start, size)], [self.FILE], fix="Do.", root=root)
+            _weights_formats.require([Block("w", 0x7F0000000000 + start, size)], [self.FILE], fix="Do.", root=root)
 
     def test_without_proc_everything_is_accepted(self, tmp_path: Path) -> None:
         """Without /proc, as on macOS, load skips the check."""
-        _mapped.require([Block("w", 1, 8)], [self.FILE], fix="Do.", root=tmp_path)
-        assert _mapped.mapped_bytes(self.FILE, root=tmp_path) is None
+        _weights_formats.require([Block("w", 1, 8)], [self.FILE], fix="Do.", root=tmp_path)
+        assert _weights_formats.mapped_bytes(self.FILE, root=tmp_path) is None

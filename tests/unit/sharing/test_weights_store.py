@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from modelguard.errors import NotSupported, PublishFailed, WeightsMissing, WeightsRefused
-from modelguard.lifecycle._fingerprints import fingerprint
-from modelguard.sharing import _weights_manifest, _weights_store
+from modelguard.lifecycle.runtime import fingerprint
+from modelguard.sharing import _weights
+from modelguard.sharing._weights import Manifest, WeightsStore
 from modelguard.sharing._weights_formats import Create
-from modelguard.sharing._weights_manifest import Manifest
-from modelguard.sharing._weights_store import WeightsStore
 
 
 class Raw:
@@ -215,7 +214,7 @@ class TestPublishingThatFails:
 
     def test_windows_is_not_supported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without file owners and record locks nothing is published or loaded."""
-        monkeypatch.setattr(_weights_store.sys, "platform", "win32")
+        monkeypatch.setattr(_weights.sys, "platform", "win32")
         with pytest.raises(NotSupported, match="published weights"):
             WeightsStore(tmp_path / "net")
 
@@ -411,6 +410,6 @@ class TestReading:
         overtaken = [store.current()]
         publish(store, b"three")
         publish(store, b"four")
-        read = _weights_manifest.read
-        monkeypatch.setattr(_weights_manifest, "read", lambda path: overtaken.pop() if overtaken else read(path))
+        read = _weights.read
+        monkeypatch.setattr(_weights, "read", lambda path: overtaken.pop() if overtaken else read(path))
         assert 4 == store.checked()[0].version

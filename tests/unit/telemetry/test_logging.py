@@ -374,7 +374,6 @@ LINES: list[tuple[Event, str, str]] = [
         "3 workers ended until the next call, 180 MB returned to the system: Idle('10m', keep='mold')",
     ),
     (ended("recycled"), "INFO", "worker 4711 ended after 2.5 s: a policy was due"),
-    (ended("reforked"), "INFO", "worker 4711 ended after 2.5 s: another worker became its mold"),
     (ended("crashed"), "WARNING", "worker 4711 ended after 2.5 s: it crashed (SIGSEGV)"),
     (ended("idle"), "INFO", "worker 4711 ended after 2.5 s: nobody has called"),
     (ended("timeout"), "WARNING", "worker 4711 ended after 2.5 s: its call took longer than the timeout"),

@@ -23,8 +23,7 @@ from modelguard import (
 )
 from modelguard.adapters.spacy import IndexGrowth
 from modelguard.telemetry import Event, _metrics
-from modelguard.telemetry._metrics import METRICS, REASONS, Metric
-from modelguard.telemetry._recorder import Recorder
+from modelguard.telemetry._metrics import METRICS, REASONS, Metric, Recorder
 
 
 class _Own(Policy):

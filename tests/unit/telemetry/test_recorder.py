@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from modelguard import telemetry
-from modelguard.telemetry import Event, _metrics, _recorder
-from modelguard.telemetry._metrics import Metric
-from modelguard.telemetry._recorder import Recorder
+from modelguard.telemetry import Event, _metrics
+from modelguard.telemetry._metrics import Metric, Recorder
 
 REFUSED = telemetry.RequestsRefused(guard="predict", full=1, late=0, open=0, quota=0, expired=0, cancelled=0, waiting=0)
 
@@ -58,7 +57,7 @@ def test_an_event_at_the_very_end_of_another_is_not_lost(monkeypatch: pytest.Mon
             monkeypatch.undo()
             recorder(telemetry.CircuitClosed(guard="other"))
 
-    monkeypatch.setattr(_recorder, "WRITE_LOCK", lock())
+    monkeypatch.setattr(_metrics, "WRITE_LOCK", lock())
     recorder(telemetry.CircuitClosed(guard="predict"))
     assert {"predict", "other"} == set(told)
 

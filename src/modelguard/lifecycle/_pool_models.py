@@ -6,14 +6,20 @@ import math
 import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from cachetools import Cache
+from cachetools import Cache, LRUCache
 
-from modelguard.lifecycle import _deadlocks
+from modelguard import _units
+from modelguard.lifecycle import _waiting
 from modelguard.lifecycle._engine import Engine
-from modelguard.lifecycle._probes import Probe
+from modelguard.lifecycle._readings import UNKNOWN, Probe
+from modelguard.lifecycle.policies import Changed
 from modelguard.telemetry.reasons import Reason
+
+if TYPE_CHECKING:
+    from modelguard.lifecycle.runtime import Runtime
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M")
@@ -83,7 +89,7 @@ class PooledModel(Generic[M]):
         The loop over the generator must not wait for the end of the generator. On an event loop all streams share one
         thread, so there it says nothing.
         """
-        if self.engine is None or _deadlocks.on_event_loop():
+        if self.engine is None or _waiting.on_event_loop():
             return False
         return any(lease.held_here() is not None for lease in list(self.engine.state.held_leases))
 
@@ -195,3 +201,113 @@ class PoolLRU(Cache[K, PooledModel[M]]):
                 self.evicted.append(model)
                 return key, model
         raise KeyError("every model of the pool is in use")
+
+
+# Where the models of a pool come from: one probe for each key, asked while its model is loaded.
+
+
+#: What is known of keys is kept for the latest ones, this many.
+REMEMBERED = 256
+
+
+class PoolSources(Generic[K]):
+    """The probes of one pool. Not thread safe; the probes are.
+
+    Args:
+        pool: The pool's name.
+        policy: The probe, which takes the key; None for none.
+    """
+
+    def __init__(self, pool: str, policy: Changed | None) -> None:
+        self._pool = pool
+        self._policy = policy
+        # Kept beyond a key's model: how often its source has changed is known by them.
+        self._probes: LRUCache[K, Probe] = LRUCache(REMEMBERED)
+
+    @property
+    def interval(self) -> float:
+        """Seconds until probes should be polled again; infinity without a probe."""
+        return math.inf if self._policy is None else min(1.0, self._policy.every)
+
+    def of(self, key: K) -> Probe | None:
+        """The probe of a key; None without one."""
+        policy = self._policy
+        if policy is None:
+            return None
+        probe = self._probes.get(key)
+        if probe is None:
+            own = Changed(partial(policy.probe, key), policy.every, jitter=policy.jitter, timeout=policy.timeout)
+            probe = self._probes[key] = Probe(f"{self._pool}[{key!r}]", own)
+        return probe
+
+    def kept(self) -> list[Probe]:
+        """The probes of the latest keys, also of those without a model."""
+        return list(self._probes.values())
+
+    @staticmethod
+    def before_load(probe: Probe | None, runtime: Runtime) -> object:
+        """What a probe returns now. Waits for it."""
+        return UNKNOWN if probe is None else probe.wait(*probe.ask(runtime))
+
+
+# The models of a pool that are released until their next use, and their keys. Only under the pool's lock.
+
+
+#: How often a pool looks for models that nobody uses, in the time after which they are released.
+_LOOKS = 10
+
+
+class IdleKeys(Generic[K, M]):
+    """The keys whose models were released until their next use: nobody used them, or it was requested.
+
+    Args:
+        after: Seconds without use; infinity for never.
+
+    Attributes:
+        unloads: How many there were.
+    """
+
+    def __init__(self, after: float) -> None:
+        self._after = after
+        self._keys: LRUCache[K, None] = LRUCache(REMEMBERED)
+        self.unloads = 0
+
+    @property
+    def interval(self) -> float:
+        """Seconds until the next look; infinity if none is needed."""
+        return self._after / _LOOKS
+
+    @property
+    def keys(self) -> tuple[K, ...]:
+        """The latest of them that were not loaded again."""
+        return tuple(self._keys)
+
+    def evict_from(self, models: PoolLRU[K, M], now: float) -> None:
+        """Evict the models that nobody has used for long enough."""
+        if self._after == math.inf:
+            return
+        reason = Reason("idle", f"Idle({_units.format_seconds(self._after)!r})")
+        for key, model in list(models.items()):
+            if model.seconds_unused(now) >= self._after:
+                self.evict(key, models, reason)
+
+    def evict(self, key: K, models: PoolLRU[K, M], until_next_use: Reason | None) -> None:
+        """Evict the model of ``key``; with a reason, until its next use."""
+        model = models.pop(key)
+        model.until_next_use = until_next_use
+        models.evicted.append(model)
+        if until_next_use is not None:
+            self._keys[key] = None
+            self.unloads += 1
+
+    def wake(self, key: K) -> bool:
+        """The model of ``key`` is about to be loaded; returns whether it was one of them."""
+        try:
+            del self._keys[key]
+        except KeyError:
+            return False
+        return True
+
+    def clear(self) -> None:
+        """The pool is closed, so nothing is loaded again."""
+        self._keys.clear()

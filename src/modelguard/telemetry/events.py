@@ -1,12 +1,76 @@
-"""Events of guards, pools and replicas: their loads, releases and policies."""
+"""The events. Times are seconds, sizes are bytes of private memory, errors are one line of text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import time
+from dataclasses import dataclass, field
 from typing import Literal
 
-from modelguard.telemetry.events._base import Event
+from modelguard import _public
 from modelguard.telemetry.reasons import Reason
+
+__all__ = [
+    "BatchErrored",
+    "BatchFinished",
+    "BatchSizeChosen",
+    "Callback",
+    "CallbackErrored",
+    "CircuitClosed",
+    "CircuitOpened",
+    "DiscardCause",
+    "Event",
+    "GenerationAbandoned",
+    "GenerationReleased",
+    "GpuCacheEmptied",
+    "GpuOutOfMemory",
+    "GrowthFound",
+    "GuardPaused",
+    "GuardResumed",
+    "HostLockHeld",
+    "LoadDiscarded",
+    "LoadErrored",
+    "LoadFinished",
+    "LoadStarted",
+    "MemoryTrimmed",
+    "PolicyFutile",
+    "PostponeCause",
+    "RecycleAsked",
+    "ReloadDue",
+    "ReloadPostponed",
+    "ReplayFinished",
+    "RequestsRefused",
+    "RolledBack",
+    "Swap",
+    "SwapChosen",
+    "UnloadStarted",
+    "WorkerEndCause",
+    "WorkerEnded",
+    "WorkerStarted",
+    "WorkersReleased",
+]
+
+
+# What all events have in common.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """The base of all events.
+
+    Attributes:
+        guard: The name of the guard, pool or batched function.
+        pid: The process in which it happened.
+        time: When it happened, in seconds since the epoch.
+    """
+
+    guard: str
+    pid: int = field(default_factory=os.getpid)
+    time: float = field(default_factory=time.time)
+
+
+# Events of guards, pools and replicas: their loads, releases and policies.
+
 
 #: How a generation replaced another one; ``"first"`` replaced none.
 Swap = Literal["first", "load_first", "drain_first"]
@@ -410,3 +474,214 @@ class CallbackErrored(Event):
 
     callback: Callback
     error: str
+
+
+# Events of batched functions.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFinished(Event):
+    """A batch was computed. Emitted only if there is a user-defined hook, or if the log is at level DEBUG.
+
+    Attributes:
+        size: The number of its items.
+        waiting: The number of items that wait for the next batch.
+        wait_seconds: How long the first of its items waited.
+        run_seconds: How long it ran, including reruns.
+        failed: The number of items that got an error.
+        reruns: How often the function was called again to find the failing items.
+        weight: The weight of the batch, with padding; 0 if items have no weights.
+        padding: How much of it is padding; 0 unless the function was declared to pad.
+        hung: How many other batches have been running for longer than ``hang_after``.
+    """
+
+    size: int
+    waiting: int
+    wait_seconds: float
+    run_seconds: float
+    failed: int
+    reruns: int
+    weight: float = 0.0
+    padding: float = 0.0
+    hung: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchErrored(Event):
+    """The batch function raised, did not return one result for each item, or has been running for too long.
+
+    Attributes:
+        size: The number of items in the batch.
+        failed: The number of items that got an error; the others succeeded when they were run again.
+        error: The error that the function raised for the whole batch.
+        reruns: How often it was called again to find the failing items.
+        hung: How many batches have been running for longer than ``hang_after``.
+    """
+
+    size: int
+    failed: int
+    error: str
+    reruns: int
+    hung: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizeChosen(Event):
+    """``max_size="auto"`` lets batches have more or fewer items than before, by a quarter at least.
+
+    Also emitted if ``slo`` gets out of reach or within reach. At most once a second.
+
+    Attributes:
+        size: Most items in a batch from now on.
+        previous: Most items before; 0 in the first event.
+        slo: The latency goal in seconds; None if there is none any more, and ``size`` was given.
+        item_seconds: How long one item alone takes, by what was measured, on the safe side.
+        reachable: Whether that is within the goal. If it is not, items run alone.
+    """
+
+    size: int
+    previous: int
+    slo: float | None
+    item_seconds: float
+    reachable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestsRefused(Event):
+    """Requests were refused or dropped since the last event of this kind. Emitted at most once a second.
+
+    Attributes:
+        full: Refused because the queue was full.
+        late: Refused because, at the measured rate, the deadline could not be met.
+        open: Refused because the circuit was open.
+        quota: Refused because as many items with their key were waiting as the quota allows.
+        expired: Dropped at their deadline.
+        cancelled: Dropped because their caller no longer waits.
+        waiting: Items that are waiting now.
+    """
+
+    full: int
+    late: int
+    open: int
+    quota: int
+    expired: int
+    cancelled: int
+    waiting: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CircuitOpened(Event):
+    """Several consecutive batches have failed, or a probe has failed: requests are refused for a while.
+
+    Attributes:
+        failures: How many consecutive batches have failed.
+        retry_after: Seconds until the next probe.
+        error: The error of the last one.
+    """
+
+    failures: int
+    retry_after: float
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CircuitClosed(Event):
+    """The probe has succeeded: requests are accepted again."""
+
+
+# Events of the worker processes of isolated functions.
+
+
+#: Why a worker of an isolated function ended. ``"recycled"``: a policy was due, and a fresh worker took its place;
+#: ``"crashed"``: it ended by itself, or was killed by somebody else; ``"timeout"``: killed because its call took too
+#: long; ``"cancelled"``: killed because its caller was interrupted; ``"closed"``: its mold ended; ``"idle"``: nobody
+#: has called, and the mold stays (``Idle(keep="mold")``).
+WorkerEndCause = Literal["recycled", "crashed", "timeout", "cancelled", "closed", "idle"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStarted(Event):
+    """A worker of an isolated function takes calls.
+
+    Attributes:
+        generation: The number of its mold.
+        worker: Its process id.
+        seconds: From the order to start it until it took calls.
+    """
+
+    generation: int
+    worker: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnded(Event):
+    """A worker of an isolated function has ended.
+
+    Attributes:
+        generation: The number of its mold.
+        worker: Its process id; 0 if it never started.
+        cause: The reason.
+        detail: How it ended if it crashed: a signal's name or an exit status.
+        age: Seconds since it was started.
+    """
+
+    generation: int
+    worker: int
+    cause: WorkerEndCause
+    detail: str
+    age: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersReleased(Event):
+    """Nobody has called an isolated function, so all of its workers have ended. Its mold stays for the next call.
+
+    Attributes:
+        generation: The number of the mold.
+        reasons: Which policies were due.
+        workers: How many have ended.
+        bytes_before: What the mold and its workers held, in bytes; what they share is counted once.
+        bytes_after: What is left, mostly the mold's.
+        seconds: From the order to the end of the last one.
+    """
+
+    generation: int
+    reasons: tuple[Reason, ...]
+    workers: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+
+    @property
+    def freed(self) -> int:
+        """Bytes that went back to the system."""
+        return self.bytes_before - self.bytes_after
+
+
+# What ``modelguard.diagnosis.watch`` reports.
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthFound(Event):
+    """``modelguard.diagnosis.watch`` has decided that the memory of this process grows with its calls, and why.
+
+    Attributes:
+        guard: The name that ``watch`` was given.
+        cause: The main cause, such as ``"spacy strings"``; None if none is known.
+        share: Its share of the growth, from 0 to 1.
+        seen: The evidence, in a sentence.
+        fix: What to do.
+        growth: Bytes by which private memory grew while it was watched.
+        calls: Calls meanwhile; milliseconds if no calls are counted.
+    """
+
+    cause: str | None
+    share: float
+    seen: str
+    fix: str
+    growth: int
+    calls: int
+
+
+_public.set_module(globals())
