@@ -68,9 +68,6 @@ class FakeMold:
         self.made[number] = worker
         self.starting.add(number)
 
-    def promote_worker(self, worker: Worker) -> None:
-        raise AssertionError(worker)
-
     def give_up(self) -> None:
         self.gave_up = True
 
@@ -94,9 +91,8 @@ class RosterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = FakeTime()
-        self.patching = [patch.object(module, "time", self.clock) for module in (_roster, _roster)]
-        for one in self.patching:
-            one.start()
+        self.patching = patch.object(_roster, "time", self.clock)
+        self.patching.start()
         self.ended: list[telemetry.WorkerEnded] = []
         self.remove = telemetry.add_hook(self.note)
         self.molds = [FakeMold(1)]
@@ -112,8 +108,7 @@ class RosterMachine(RuleBasedStateMachine):
             assert [] == [one for one, state, *_ in mold.roster.listed() if state != "starting"]
             assert [] == [one for one in mold.alive() if one.number not in mold.starting]
         self.remove()
-        for one in self.patching:
-            one.stop()
+        self.patching.stop()
 
     def note(self, event: telemetry.Event) -> None:
         if isinstance(event, telemetry.WorkerEnded):
