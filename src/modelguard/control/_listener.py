@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from modelguard.control import _client
 from modelguard.environment._proc import peer
 from modelguard.errors import InvalidOption, ModelGuardError, NotSupported
-from modelguard.isolation import _scope
-from modelguard.isolation._scope import IsolationStatus
+from modelguard.isolation import status
+from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle.model_guard import ModelGuard, guards
 from modelguard.lifecycle.pool import ModelPool, pools
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 #: What a target is, as the answers say it.
 Kind = Literal["guard", "pool", "isolated function"]
 
-Target = ModelGuard[Any] | ModelPool[Any, Any] | _scope.Registered
+Target = ModelGuard[Any] | ModelPool[Any, Any] | status.Registered
 
 
 def find(name: str | None) -> list[Target]:
@@ -44,7 +44,7 @@ def find(name: str | None) -> list[Target]:
     Raises:
         InvalidOption: There is none with this name.
     """
-    known: list[Target] = sorted((*guards(), *pools(), *_scope.live()), key=lambda target: target.name)
+    known: list[Target] = sorted((*guards(), *pools(), *status.live()), key=lambda target: target.name)
     found = [target for target in known if name in (None, target.name)]
     if name is not None and not found:
         listed = ", ".join(repr(target.name) for target in known) or "none"
@@ -110,7 +110,7 @@ def _of_pool(pool: ModelPool[Any, Any], status: PoolStatus[Any]) -> dict[str, An
     }
 
 
-def _of_isolated(function: _scope.Registered, status: IsolationStatus) -> dict[str, Any]:
+def _of_isolated(function: status.Registered, status: IsolationStatus) -> dict[str, Any]:
     return _common(function, status) | {
         "mold": status.mold,
         "workers": [asdict(worker) for worker in status.workers],
@@ -123,7 +123,7 @@ def _of_isolated(function: _scope.Registered, status: IsolationStatus) -> dict[s
     }
 
 
-def _common(target: ModelGuard[Any] | _scope.Registered, status: Status | IsolationStatus) -> dict[str, Any]:
+def _common(target: ModelGuard[Any] | status.Registered, status: Status | IsolationStatus) -> dict[str, Any]:
     return {
         "state": status.state,
         "ready": target.ready,

@@ -301,7 +301,7 @@ def held_by_workers() -> int:
 
     It is read when no worker is being replaced: a new one beside the old one is no growth.
     """
-    registry = sys.modules.get("modelguard.isolation._scope")
+    registry = sys.modules.get("modelguard.isolation.status")
     functions = () if registry is None else registry.live()
     until = time.monotonic() + _REPLACED
     while True:

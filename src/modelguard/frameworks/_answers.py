@@ -25,7 +25,7 @@ from modelguard.errors import (
     Overloaded,
     QuotaExceeded,
 )
-from modelguard.isolation import _scope as _isolated
+from modelguard.isolation import status as _isolated
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle.model_guard import guards
 from modelguard.lifecycle.runtime import THREADS

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from modelguard import _units, prefork
 from modelguard.errors import ForkHazard, InvalidOption
-from modelguard.isolation import _scope as _isolated
+from modelguard.isolation import status as _isolated
 from modelguard.lifecycle import _fork
 from modelguard.lifecycle.model_guard import ModelGuard
 from modelguard.lifecycle.model_guard import guards as all_guards

@@ -31,9 +31,9 @@ from modelguard.isolation._host_identity import REPORT, STATE, BrokerOrders, Ide
 from modelguard.isolation._mold_guard import MoldGuard, end_all
 from modelguard.isolation._mold_scope import ProcessScope
 from modelguard.isolation._roster import Worker
-from modelguard.isolation._scope import IsolationStatus
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation._worker import leave
+from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle._waiting import Timeout
 from modelguard.lifecycle.runtime import THREADS
 from modelguard.telemetry import Event, logger

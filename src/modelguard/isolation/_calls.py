@@ -24,10 +24,9 @@ from modelguard.errors import (
 )
 from modelguard.isolation import _channel
 from modelguard.isolation._channel import Unreadable
-from modelguard.isolation._claims import Claim, Limits, Taken
+from modelguard.isolation._claims import Claim, Limits, Scope, Taken
 from modelguard.isolation._molds import with_remote_traceback
 from modelguard.isolation._options import IsolationOptions
-from modelguard.isolation._scope import Scope
 from modelguard.isolation._supervisor import supervisor
 from modelguard.isolation._worker import AnswerKind, StreamStep
 from modelguard.serving._shared_threads import SharedThread

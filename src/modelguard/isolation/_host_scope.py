@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 
 from modelguard import _units, telemetry
 from modelguard.errors import DeadlineExceeded, GuardClosed, LoadFailed, NoPreviousModel, NotSupported, Reloading
-from modelguard.isolation import _host_client, _launch, _processes, _scope
+from modelguard.isolation import _host_client, _launch, _processes, status
 from modelguard.isolation._channel import Channel, Folder, ForeignPeer, Unreadable
 from modelguard.isolation._claims import Claim, Claims, Limits, ThreadClaim, aside
 from modelguard.isolation._host_client import ANSWER, Asking, BrokerGone, Connection, GrantedWorker, Membership, left
 from modelguard.isolation._host_identity import NAME, check_shareable, identity_of, orders_for, prefix_of
 from modelguard.isolation._options import IsolationOptions
-from modelguard.isolation._scope import IsolationStatus
+from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _waiting, runtime
 from modelguard.lifecycle._options import GuardOptions
 from modelguard.lifecycle._pool_leases import afresh
@@ -216,7 +216,7 @@ _UNLIMITED = Limits(0.0)
 
 
 class HostScope:
-    """Molds of this host. See :class:`~modelguard.isolation._scope.Scope`.
+    """Molds of this host. See :class:`~modelguard.isolation.status.Scope`.
 
     Args:
         options: Of the function.
@@ -375,7 +375,7 @@ class HostScope:
                 give_up=lambda: self._ended.is_set() or time.monotonic() > until,
             )
             if membership is not None:
-                _scope.refuse_calls_at_exit()
+                status.refuse_calls_at_exit()
                 membership.on_loss = self._begin_to_renew
                 self._pass_on_pause(membership)
         return membership

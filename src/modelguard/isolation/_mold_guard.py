@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from modelguard import telemetry
 from modelguard.environment import _proc
 from modelguard.errors import GuardClosed, ModelRejected, NoPreviousModel, NotSupported, Reloading
-from modelguard.isolation import _launch, _scope, _supervisor
+from modelguard.isolation import _launch, _supervisor, status
 from modelguard.isolation._launch import Files, Origin
 from modelguard.isolation._molds import Mold, MoldOptions, SpawnedWorkers, molds
 from modelguard.isolation._supervisor import supervisor
@@ -233,7 +233,7 @@ class MoldGuard:
         global _exit_registered
         if not _exit_registered:
             atexit.register(end_all)
-            atexit.register(_scope.refuse_calls)  # which comes first: the last one to be registered
+            atexit.register(status.refuse_calls)  # which comes first: the last one to be registered
             _exit_registered = True
         limit = self._source.load_timeout
         origin = Origin(_launch.preparation(), _supervisor.levels()) if self._origin is None else self._origin

@@ -18,8 +18,8 @@ from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._molds import Mold
 from modelguard.isolation._options import IsolationOptions
 from modelguard.isolation._roster import MoldGone, Worker
-from modelguard.isolation._scope import IsolationStatus, WorkerStatus
 from modelguard.isolation._supervisor import supervisor
+from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._generation import Generation, Outcome
@@ -147,7 +147,7 @@ class _Stranded:
 
 
 class MoldScope:
-    """Hands out workers of molds. See :class:`~modelguard.isolation._scope.Scope`.
+    """Hands out workers of molds. See :class:`~modelguard.isolation.status.Scope`.
 
     Args:
         options: Of the function.
@@ -314,7 +314,7 @@ class _Loading:
 
 
 class ProcessScope(MoldScope):
-    """Molds of this process. See :class:`~modelguard.isolation._scope.Scope`.
+    """Molds of this process. See :class:`~modelguard.isolation.status.Scope`.
 
     Args:
         options: Of the function.

@@ -22,7 +22,7 @@ from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._mold_scope import Loan, MoldScope
 from modelguard.isolation._molds import Mold
 from modelguard.isolation._options import IsolationOptions, PoolSource
-from modelguard.isolation._scope import IsolationStatus, WorkerStatus
+from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import runtime
 from modelguard.lifecycle._engine import Engine
 from modelguard.lifecycle._leases import Lease
@@ -49,7 +49,7 @@ class _Fetching:
 
 
 class PoolScope(MoldScope):
-    """Molds by key. See :class:`~modelguard.isolation._scope.Scope`.
+    """Molds by key. See :class:`~modelguard.isolation.status.Scope`.
 
     Args:
         options: Of the function.

@@ -17,9 +17,9 @@ from modelguard import _public, _units
 from modelguard._entered import Entered
 from modelguard._function_kinds import FunctionKind
 from modelguard.errors import InvalidOption, NotSupported, WouldDeadlock
-from modelguard.isolation import _processes, _scope
+from modelguard.isolation import _processes, status
 from modelguard.isolation._calls import Arguments, Caller
-from modelguard.isolation._claims import Limits
+from modelguard.isolation._claims import Limits, Scope
 from modelguard.isolation._launch import stub_of
 from modelguard.isolation._mold_guard import MoldGuard
 from modelguard.isolation._mold_scope import ProcessScope
@@ -35,7 +35,7 @@ from modelguard.isolation._options import (
     source_of,
     warn_of_other_loaders,
 )
-from modelguard.isolation._scope import IsolationStatus, Scope
+from modelguard.isolation.status import IsolationStatus
 from modelguard.lifecycle import _misuse, runtime
 from modelguard.lifecycle.policies import Policy
 from modelguard.serving import deadlines
@@ -105,7 +105,7 @@ class Isolated(Entered, Generic[P, R_co]):
         self._finalizer: Any = None
         self._start()
         mark(self, coroutine=options.kind == "coroutine")
-        _scope.add(self)
+        status.add(self)
 
     def _start(self, *, paused: bool = False) -> None:
         self._scope = _scope_of(self._options, self._source, paused=paused)

@@ -16,8 +16,8 @@ import pytest
 from modelguard import ModelGuard, ModelPool, control, guard, pool
 from modelguard.control import _listener
 from modelguard.errors import InvalidOption, LoadFailed, NotSupported
-from modelguard.isolation import _processes, _scope
-from modelguard.isolation._scope import IsolationStatus, WorkerStatus
+from modelguard.isolation import _processes, status
+from modelguard.isolation.status import IsolationStatus, WorkerStatus
 from modelguard.lifecycle import model_guard
 from modelguard.lifecycle.status import Postponed, State
 from modelguard.telemetry import Reason
@@ -27,7 +27,7 @@ from modelguard.telemetry import Reason
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModelGuard[Any], ModelGuard[Any]]]:
     """The only guards of this process: one with a model, one that was never loaded."""
     monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
-    monkeypatch.setattr(_scope, "_functions", weakref.WeakSet())
+    monkeypatch.setattr(status, "_functions", weakref.WeakSet())
     monkeypatch.setattr("modelguard.lifecycle.pool._pools", weakref.WeakSet())
     loaded, new = guard(dict, reload_on=None, name="nlp"), guard(dict, reload_on=None, name="asr")
     with loaded:
@@ -97,7 +97,7 @@ class Isolated:
         self.paused = False
         self.did: list[str] = []
         self.refusal: Exception | None = None
-        _scope.add(self)
+        status.add(self)
 
     def status(self) -> IsolationStatus:
         """As a function with one worker."""

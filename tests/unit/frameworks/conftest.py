@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from tests.unit.serving.gated import Gated
 
-from modelguard.isolation import _scope as _isolated
+from modelguard.isolation import status as _isolated
 from modelguard.lifecycle import model_guard
 from modelguard.serving import _shared_threads
 

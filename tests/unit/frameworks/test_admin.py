@@ -18,7 +18,7 @@ from modelguard import ModelGuard, guard
 from modelguard.errors import InvalidOption
 from modelguard.frameworks import asgi, wsgi
 from modelguard.frameworks.admin import Admin
-from modelguard.isolation import _scope
+from modelguard.isolation import status
 from modelguard.lifecycle import model_guard
 
 SECRET = "correct-horse-battery-staple"
@@ -88,7 +88,7 @@ def ask(request: pytest.FixtureRequest) -> Ask:
 def nlp(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelGuard[Any]]:
     """The only guard of this process that has a model, without isolated functions."""
     monkeypatch.setattr(model_guard, "_guards", weakref.WeakSet())
-    monkeypatch.setattr(_scope, "_functions", weakref.WeakSet())
+    monkeypatch.setattr(status, "_functions", weakref.WeakSet())
     monkeypatch.setattr("modelguard.lifecycle.pool._pools", weakref.WeakSet())
     with guard(dict, reload_on=None, name="nlp") as made:
         yield made

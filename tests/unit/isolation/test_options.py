@@ -10,7 +10,7 @@ import pytest
 from modelguard import TTL, Changed, Idle, Isolated, Uses, batched, guard, guard_of, isolate, pool
 from modelguard.errors import InvalidOption, NotSupported
 from modelguard.frameworks._answers import WebOptions
-from modelguard.isolation import _scope
+from modelguard.isolation import status
 from modelguard.isolation._options import ScopeName
 from modelguard.lifecycle.model_guard import guards
 
@@ -250,7 +250,7 @@ class TestReadiness:
         """A readiness probe must not wait for a model that is never loaded here."""
         isolated: Isolated[Any, Any] = isolate()(predict)
         assert guard_of(predict) not in guards()
-        assert isolated in _scope.live()
+        assert isolated in status.live()
         assert not isolated.ready
 
     def test_status_before_the_first_call(self) -> None:

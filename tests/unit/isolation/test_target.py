@@ -13,7 +13,7 @@ from tests.unit.isolation import test_options
 
 from modelguard import TTL, Changed, Uses, guard, isolate
 from modelguard.errors import InvalidOption
-from modelguard.isolation import _scope
+from modelguard.isolation import status
 from modelguard.isolation._host_identity import identity_of
 from modelguard.isolation._launch import parameters_of, stub_of
 
@@ -143,7 +143,7 @@ def test_a_host_shares_by_target_and_stub() -> None:
     identities = [identity_of(it._options, it._source.guard.engine.guard.options) for it in (one, one, other)]  # type: ignore[union-attr]
     assert identities[0] == identities[1] != identities[2]
     assert "json.loads" == identities[0]["function"]
-    assert one in _scope.live()
+    assert one in status.live()
 
 
 @pytest.fixture
