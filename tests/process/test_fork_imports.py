@@ -20,7 +20,7 @@ IMPORTING = """
 
     class Slow:
         def find_spec(self, name, path, target=None):
-            if name == "modelguard.environment._allocator":
+            if name == "modelguard.environment._linker":
                 begun.set()
                 time.sleep(1)
 

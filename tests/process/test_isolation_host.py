@@ -457,14 +457,14 @@ class TestTheEnd:
         with Caller(folder) as one:
             one.begin("""
                 import signal
-                from modelguard.isolation import _broker_launch
-                start_broker = _broker_launch.start_broker
+                from modelguard.isolation import _host_client
+                start_broker = _host_client.start_broker
 
                 def start_and_die(*arguments):
                     start_broker(*arguments)
                     os.kill(os.getpid(), signal.SIGKILL)
 
-                _broker_launch.start_broker = start_and_die
+                _host_client.start_broker = start_and_die
                 app.predict()
             """)
             one.process.wait(60)

@@ -154,6 +154,6 @@ def test_without_a_pad_token_all_are_answered() -> None:
     pipe.tokenizer.pad_token = None
     with pytest.raises(ValueError, match="pad_token"):
         pipe(TEXTS[:2], batch_size=2)
-    with batched_pipeline(pipe, max_size=len(TEXTS), max_wait="60s") as embed:
+    with batched_pipeline(pipe, max_size=len(TEXTS), max_wait="20s") as embed:
         counts = [len(pipe.tokenizer(text)["input_ids"]) for text in TEXTS]
         assert counts == [len(result[0]) for result in embed.map(TEXTS, timeout=60)]

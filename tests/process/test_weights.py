@@ -83,13 +83,13 @@ class TestPublishersThatStartTogether:
         import sys, time
         import numpy as np
         from modelguard import weights
-        from modelguard.sharing import _weights_store
+        from modelguard.sharing import _weights
 
         def state_of(path):
             print("half written", flush=True)
             time.sleep(600)
 
-        _weights_store._weights_manifest.state_of = state_of
+        _weights.state_of = state_of
         weights.publish(np.ones(100_000), sys.argv[1])
     """
 

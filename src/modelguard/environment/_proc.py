@@ -7,7 +7,6 @@ process has exited, ``PermissionError`` if it belongs to another user. :func:`if
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import socket
@@ -547,6 +546,7 @@ def _printable(text: str) -> str:
 
 def _map(name: str) -> int:
     import ctypes  # takes 2 - 3 ms, and only models with a version and paused guards need it
+    import mmap
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -571,6 +571,7 @@ def _map(name: str) -> int:
 
 def _unmap(address: int) -> None:
     import ctypes
+    import mmap
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
