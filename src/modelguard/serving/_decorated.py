@@ -139,7 +139,7 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
-_shared_threads.renew_registry_in_child(_renew_lock)
+_shared_threads.add_renewal(_renew_lock)
 
 _CLOSE_TIMEOUT = 30.0
 

@@ -83,7 +83,7 @@ def _renew_all() -> None:
         loop.renew_in_child()
 
 
-_shared_threads.renew_registry_in_child(_renew_all)
+_shared_threads.add_renewal(_renew_all)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

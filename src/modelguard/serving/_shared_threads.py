@@ -86,7 +86,7 @@ def live() -> tuple[Registered, ...]:
     return tuple(_batchers)
 
 
-def renew_registry_in_child(renew: Callable[[], object]) -> None:
+def add_renewal(renew: Callable[[], object]) -> None:
     """Call ``renew`` in every forked child; for locks, which another thread of the parent may have held."""
     _renewals.append(renew)
 
@@ -295,7 +295,7 @@ def renew_in_child() -> None:
     _idle.clear()
 
 
-renew_registry_in_child(renew_in_child)
+add_renewal(renew_in_child)
 
 
 # A thread that looks after time: deadlines that pass and batches that overstay, whatever the model is doing.
