@@ -1,0 +1,1 @@
+"""What has threads, locks, forks and clocks: the other packages have none of their own."""

@@ -1,0 +1,240 @@
+"""Threads that work in the background: those that are kept for more work, and the one that looks as time passes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from modelguard.runtime import fork, threads
+from modelguard.runtime.threads import Wakeup, WeakRegistry
+
+Work = Callable[[], None]
+
+#: How long a thread waits for more work of its name, and how many wait at most.
+_IDLE_SECONDS = 300.0
+_IDLE_THREADS = 4
+
+
+def start_thread(work: Work, name: str) -> threading.Thread:
+    """Run ``work`` in a new thread of that name. A daemon: nothing that hangs may keep the interpreter from exiting.
+
+    Raises:
+        RuntimeError: The system gives no thread, or the interpreter is shutting down.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+class NamedThreads:
+    """Daemon threads by name. Daemons, because a hung loader must not keep the interpreter from exiting for ever."""
+
+    def __init__(self) -> None:
+        self.after_fork_in_child()
+
+    def after_fork_in_child(self) -> None:
+        """Threads do not survive a fork."""
+        # Reentrant: the garbage collector may return a dropped lease in here, which may start work.
+        self._lock = threading.RLock()
+        self._idle: dict[str, tuple[SimpleQueue[Work | None], threading.Thread]] = {}
+        self._running = 0
+        self._less = threading.Condition(self._lock)
+
+    def start(self, work: Work, name: str) -> None:
+        """Run ``work`` in a thread of that name: in the one that is waiting for work, else in a new one.
+
+        Raises:
+            RuntimeError: The system gives no thread, or the interpreter is shutting down.
+        """
+        with self._lock:
+            idle = self._idle.pop(name, None)
+            self._running += 1
+        if idle is not None:
+            idle[0].put(work)
+            return
+        inbox: SimpleQueue[Work | None] = SimpleQueue()
+        inbox.put(work)  # not as an argument, which the thread would keep alive as long as it runs
+        try:
+            threading.Thread(target=self._serve, args=(inbox, name), name=name, daemon=True).start()
+        except BaseException:
+            self._end()
+            raise
+
+    def start_once(self, work: Work, name: str) -> None:
+        """Run ``work`` in a new thread of that name, which ends with it.
+
+        Raises:
+            RuntimeError: The system gives no thread, or the interpreter is shutting down.
+        """
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._end()
+
+        with self._lock:
+            self._running += 1
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except BaseException:
+            self._end()
+            raise
+
+    def finish(self, seconds: float) -> None:
+        """Wait until no work runs, at most this many seconds."""
+        with self._less:
+            # Below zero in a child that the work itself has forked, where that work ends too.
+            self._less.wait_for(lambda: self._running <= 0, seconds)
+
+    def end_idle(self) -> None:
+        """End the threads that wait for work: a process that is about to fork should have few."""
+        with self._lock:
+            idle, self._idle = list(self._idle.values()), {}
+        for inbox, thread in idle:
+            inbox.put(None)
+            thread.join()
+
+    def _serve(self, inbox: SimpleQueue[Work | None], name: str) -> None:
+        work: Work | None = inbox.get()
+        while work is not None:
+            try:
+                work()
+            finally:
+                self._end()
+            del work  # nothing of it may be kept alive while the thread waits
+            work = self._next(inbox, name)
+
+    def _end(self) -> None:
+        with self._less:
+            self._running -= 1
+            self._less.notify_all()
+
+    def _next(self, inbox: SimpleQueue[Work | None], name: str) -> Work | None:
+        with self._lock:
+            if name in self._idle or len(self._idle) >= _IDLE_THREADS:
+                return None
+            self._idle[name] = inbox, threading.current_thread()
+        try:
+            return inbox.get(timeout=_IDLE_SECONDS)
+        except Empty:
+            with self._lock:
+                if (idle := self._idle.get(name)) is not None and idle[0] is inbox:
+                    del self._idle[name]
+                    return None
+            return inbox.get()  # work was handed over in this very moment
+
+
+THREADS = NamedThreads()
+threads.before_exit("loads", THREADS.finish)
+fork.at_fork(fork.Rank.LOCKS, in_child=THREADS.after_fork_in_child)
+
+
+_SHORTEST, _LONGEST = 0.05, 1.0
+
+
+class Ticked(Protocol):
+    """What the ticker needs of a guard."""
+
+    def tick(self) -> None:
+        """Ask the policies now. Does not block."""
+        ...
+
+    def check_interval(self) -> float:
+        """Seconds until the next check is useful; infinity if none is."""
+        ...
+
+
+class Ticker:
+    """Checks its guards at the interval that they ask for, one to twenty times a second; ends when none is left."""
+
+    def __init__(self) -> None:
+        self._guards: WeakRegistry[Ticked] = WeakRegistry()
+        self._renew()
+
+    def _renew(self) -> None:
+        # Reentrant: the garbage collector may return a dropped lease in here, which may add a guard.
+        self._lock = threading.RLock()
+        self._wakeup = Wakeup()  # not an Event: the garbage collector may set it in the middle of a wait
+        self._running = False
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, guard: Ticked) -> None:
+        """Check ``guard`` from now on, as long as somebody else refers to it."""
+        with self._lock:
+            self._guards.add(guard)
+            if self._stopped:
+                return
+            start, self._running = not self._running, True
+        if start:
+            try:
+                self._thread = threading.Thread(target=self._run, name="modelguard-ticker", daemon=True)
+                self._thread.start()
+            except RuntimeError:  # the system gives no thread; the next call tries again
+                self._running = False
+                raise
+        self._wakeup.set()
+
+    def remove(self, guard: Ticked) -> None:
+        """Stop checking ``guard``. Takes no lock: the garbage collector may call it in any thread at any point."""
+        self._guards.discard(guard)
+        self._wakeup.set()
+
+    def stop(self) -> None:
+        """End the thread for good: a process that forks checks its guards itself, between two forks.
+
+        Children that are forked from now on start their own thread.
+        """
+        with self._lock:
+            self._stopped = True
+            thread = self._thread if self._running else None
+        self._wakeup.set()
+        if thread is not None and thread.is_alive():  # a thread that is about to start sees it by itself
+            thread.join()
+
+    def _run(self) -> None:
+        interval = _SHORTEST
+        while True:
+            self._wakeup.wait(interval)
+            with self._lock:
+                if self._stopped or not self._guards:
+                    self._running = False
+                    return
+            interval = max(_SHORTEST, self._check_all())
+
+    def _check_all(self) -> float:
+        """Check every guard; in a frame of its own, so that no guard is kept alive while the thread waits."""
+        interval = _LONGEST
+        for guard in self._guards:
+            try:
+                guard.tick()
+                interval = min(interval, guard.check_interval())
+            except BaseException:  # noqa: BLE001 - one guard's failure must not keep the others from being checked
+                with suppress(BaseException):  # nor may a log handler that raises
+                    logger.exception("modelguard could not ask the policies of %r", guard)
+        return interval
+
+    def before_fork(self) -> None:
+        """Keep other threads out while the process forks."""
+        self._lock.acquire()
+
+    def after_fork_in_parent(self) -> None:
+        """Let them in again."""
+        self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Start a thread for the child: the parent's does not exist there."""
+        guards = list(self._guards)
+        self._renew()
+        for guard in guards:
+            self.add(guard)
+
+
+TICKER = Ticker()
+fork.register(TICKER)
+fork.at_fork(fork.Rank.THREADS, in_child=TICKER.start_again)

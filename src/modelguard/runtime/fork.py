@@ -1,0 +1,181 @@
+"""Everything that modelguard does when this process forks: one list, in one order.
+
+Before the fork the outermost acts first: it takes its locks in the order in which normal use takes them, so no other
+thread is in the middle of a change, and the child finds everything in a whole state. After it the innermost acts first:
+the locks that all others need are new before those others are renewed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+from importlib import _bootstrap
+from typing import NamedTuple, Protocol
+
+from modelguard.runtime.threads import WeakRegistry
+
+
+class Rank(IntEnum):
+    """Who acts when, from the outermost to the innermost.
+
+    The first two come after all that the application registers until then with ``os.register_at_fork``: a warm-up in
+    the child may need it.
+    """
+
+    RENEWAL = 0
+    REPAIR = 1
+    SERVER = 2
+    THREADS = 3
+    CONTROL = 4
+    BATCHERS = 5
+    ISOLATION = 6
+    POOL = 7
+    GUARD = 8
+    TURNS = 9
+    TICKER = 10
+    LOCKS = 11
+
+
+class Forkable(Protocol):
+    """What takes part in a fork.
+
+    Attributes:
+        fork_rank: Its place in the order.
+    """
+
+    fork_rank: Rank
+
+    def before_fork(self) -> None:
+        """Take the locks, so that no other thread is in the middle of a change."""
+
+    def after_fork_in_parent(self) -> None:
+        """Release them."""
+
+    def after_fork_in_child(self) -> None:
+        """Start with new locks."""
+
+
+Action = Callable[[], object]
+
+
+class _Actions(NamedTuple):
+    fork_rank: Rank
+    before: Action | None
+    in_parent: Action | None
+    in_child: Action | None
+
+    def before_fork(self) -> None:
+        if self.before is not None:
+            self.before()
+
+    def after_fork_in_parent(self) -> None:
+        if self.in_parent is not None:
+            self.in_parent()
+
+    def after_fork_in_child(self) -> None:
+        if self.in_child is not None:
+            self.in_child()
+
+
+class _Hooks:
+    """One entry in the interpreter's list, for all of a range of ranks. Made with the first that takes part."""
+
+    def __init__(self, *, finish_imports: bool) -> None:
+        self._finish_imports = finish_imports
+        self._objects: WeakRegistry[Forkable] = WeakRegistry()
+        self._actions: list[_Actions] = []
+        self._lock = threading.RLock()  # reentrant: the garbage collector may end a batcher, which makes another
+        self._acting: list[Forkable] = []
+        self._registered = False
+
+    def add(self, participant: Forkable) -> None:
+        with self._lock:
+            if isinstance(participant, _Actions):
+                self._actions.append(participant)
+            else:
+                self._objects.add(participant)
+            if not self._registered and hasattr(os, "register_at_fork"):
+                self._registered = True
+                os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
+
+    def _before(self) -> None:
+        if self._finish_imports:
+            finish_imports()
+        self._lock.acquire()
+        self._acting = sorted([*self._actions, *self._objects], key=lambda one: one.fork_rank)
+        for one in self._acting:
+            one.before_fork()
+
+    def _in_parent(self) -> None:
+        acting, self._acting = self._acting, []
+        for one in reversed(acting):
+            one.after_fork_in_parent()
+        self._lock.release()
+
+    def _in_child(self) -> None:
+        acting, self._acting = self._acting, []
+        self._lock = threading.RLock()  # before the last of them, which may fork again
+        for one in reversed(acting):
+            one.after_fork_in_child()
+
+
+_EARLY, _LATE = _Hooks(finish_imports=True), _Hooks(finish_imports=False)
+
+
+def register(participant: Forkable) -> None:
+    """Carry an object over forks, for as long as somebody else refers to it."""
+    _EARLY.add(participant)
+
+
+def at_fork(
+    rank: Rank, *, before: Action | None = None, in_parent: Action | None = None, in_child: Action | None = None
+) -> None:
+    """Call these at each fork from now on.
+
+    Args:
+        rank: Their place in the order.
+        before: Called before the fork.
+        in_parent: Called after it in the process that has forked.
+        in_child: Called after it in the new process.
+    """
+    hooks = _LATE if rank <= Rank.REPAIR else _EARLY
+    hooks.add(_Actions(rank, before, in_parent, in_child))
+
+
+#: What is imported when an event, a reading or a trim first needs it, which may be at any moment.
+_LAZY = (
+    "ctypes",
+    "modelguard.environment._allocator",
+    "modelguard.environment._allocator_problems",
+    "modelguard.environment._elf",
+    "modelguard.environment._linker",
+    "modelguard.telemetry._logging",
+    "modelguard.telemetry.events",
+    "tempfile",
+)
+#: Packages whose modules are imported within milliseconds.
+_SHORT = sys.stdlib_module_names | {"cachetools", "modelguard", "psutil", "wrapt"}
+
+
+def finish_imports() -> None:
+    """Import what loads need, and wait for what other threads are importing.
+
+    A child finds an import that was under way unfinished: nobody ends it there.
+    """
+    for name in (*_LAZY, *_unfinished()):
+        with suppress(Exception):  # it fails again where it is needed
+            importlib.import_module(name)
+
+
+def _unfinished() -> list[str]:
+    """Modules that are being imported. Not those of others, such as torch: that may take long.
+
+    The import system has a lock for each of them and for no other module. To look through all modules instead would
+    write to each one's reference count, on pages that parent and children share: 1.8 MB for every child.
+    """
+    return [name for name in tuple(vars(_bootstrap).get("_module_locks", ())) if name.partition(".")[0] in _SHORT]
